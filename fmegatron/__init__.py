@@ -1,0 +1,1 @@
+"""fmegatron: Megatron-LM, rewritten the JAX way in pure PyTorch: layouts, pure steps, visible collectives."""
