@@ -1,0 +1,63 @@
+# Every command of the project. `make help` lists them. All of them share one environment, .venv, which is
+# built from pyproject.toml when it is missing or stale; a machine needs only Python >= 3.11, make and git.
+SHELL := /bin/bash
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+# The tested release. pip takes a CPU build that lies on the machine or the registry's build; on a machine whose
+# torch must be another one (CUDA, say) write `make TORCH='torch==2.11.0' test`.
+TORCH ?= torch==2.13.0
+EXTRAS ?= dev,interop
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PYTEST := $(PY) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-all lint format notebooks clean
+.DELETE_ON_ERROR:
+
+help:  ## list these commands
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+env: $(STAMP)  ## build the environment (.venv) if it is missing or stale
+
+# torch first and with pip: only pip sees a build that lies on the machine, and a looser range would fetch the
+# newest CUDA build. The rest goes through uv where there is one.
+$(STAMP): pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "fmegatron needs Python >= 3.11, and no python3 on the PATH is one. Install it (Debian: apt-get install python3 python3-venv)." >&2; exit 1; fi
+	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo "$(PYTHON) cannot make environments. Install the missing part (Debian: apt-get install python3-venv) and run make again." >&2; exit 1; fi
+	@$(PY) -c '' 2>/dev/null || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+	@echo "building $(VENV) with $$($(PY) --version): $(TORCH), then .[$(EXTRAS)] (a few minutes the first time)"
+	@$(PY) -m pip install -qq --disable-pip-version-check '$(TORCH)'
+	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[$(EXTRAS)]'; \
+		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'; fi
+	@touch $@
+
+demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample, plot: under 10 minutes on 2 cores
+	@$(PY) experiments/demo.py
+
+test: $(STAMP)  ## the quick tests, doctests included
+	@$(PYTEST)
+
+test-all: $(STAMP)  ## the quick tests and the full sweeps
+	@$(PYTEST) -m 'slow or not slow'
+
+lint: $(STAMP)  ## ruff: lint and format, nothing is changed
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+format: $(STAMP)  ## ruff: fix and format in place
+	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+
+notebooks: $(STAMP)  ## run every notebook again and write its outputs back
+	@$(VENV)/bin/jupyter-execute --inplace notebooks/*.ipynb
+
+# One file a benchmark: experiments/benchmarks/NAME.py; JSON lines on stdout, a table for people on stderr.
+bench-%: $(STAMP)  ## benchmark NAME: step, init, layout, checkpoint, parallel, loop, data, where it exists
+	@if [ ! -f experiments/benchmarks/$*.py ]; then echo "no benchmark '$*'; there are: $$(cd experiments/benchmarks 2>/dev/null && ls *.py | sed 's/.py//' | xargs)" >&2; exit 1; fi
+	@$(PY) experiments/benchmarks/$*.py
+
+clean:  ## remove the environment, caches and runs/
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
