@@ -1,0 +1,57 @@
+"""Axes of a mesh as values that a step is given: what a collective works over, and how it is bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fmegatron.layout import Mesh
+
+if TYPE_CHECKING:
+    from fmegatron.collectives.world import World
+
+__all__ = ["Axes", "Axis"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis, or several joined (major first), without the axes of size 1. Made by `Axes`.
+
+    names: the axes of size > 1 that it stands for; empty when every collective over it is the identity.
+    size: number of ranks along it. world: None for the symbolic binding.
+    """
+
+    names: tuple[str, ...]
+    size: int
+    world: World | None = None
+
+    def __str__(self) -> str:
+        return "+".join(self.names) or "(size 1)"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh, bound symbolically (`Axes(mesh)`) or to process groups (`Axes(mesh, connect(mesh))`).
+
+    `axes["tp"]` is one axis, `axes["dp", "fsdp"]` two joined: their ranks act as one group, `dp` major.
+    Raises ValueError for an axis that the mesh does not have, and for a world that was connected for another mesh.
+    """
+
+    mesh: Mesh
+    world: World | None = None
+
+    def __post_init__(self):
+        if self.world is not None and self.world.mesh != self.mesh:
+            raise ValueError(
+                f"the world was connected for mesh {self.world.mesh}, these axes are of {self.mesh}; use one mesh"
+            )
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        names = (names,) if isinstance(names, str) else tuple(names)
+        if len(set(names)) != len(names):
+            raise ValueError(f"axis named twice in {names}; name each axis once")
+        kept = tuple(name for name in names if self.mesh[name] > 1)
+        size = 1
+        for name in kept:
+            size *= self.mesh[name]
+        return Axis(kept, size, self.world)

@@ -1,0 +1,87 @@
+"""The symbolic binding: each collective as one graph node that names its axes and knows no group, device or rank.
+
+A step is traced with these ops. The same graph is then checked, simulated, counted, or lowered to real collectives
+(`fmegatron.collectives.real`). The ops have shapes only; running one on real data is an error that says what to do.
+"""
+
+import torch
+
+__all__ = ["NAMESPACE", "SYMBOLIC_OPS", "is_symbolic"]
+
+NAMESPACE = "fmegatron"
+
+
+def _same(x, *_):
+    return x.new_empty(x.shape)
+
+
+def _grown(x, axes, n, dim):
+    shape = list(x.shape)
+    shape[dim] *= n
+    return x.new_empty(shape)
+
+
+def _shrunk(x, axes, n, dim):
+    shape = list(x.shape)
+    shape[dim] //= n
+    return x.new_empty(shape)
+
+
+def _exchanged(x, axes, n, split_dim, concat_dim):
+    shape = list(x.shape)
+    shape[split_dim] //= n
+    shape[concat_dim] *= n
+    return x.new_empty(shape)
+
+
+def _index(like, axes):
+    return like.new_empty((), dtype=torch.int64)
+
+
+# name, arguments after the tensor, shape rule
+_SCHEMAS = (
+    ("all_gather", "str[] axes, int n, int dim", _grown),
+    ("reduce_scatter", "str[] axes, int n, int dim", _shrunk),
+    ("psum", "str[] axes", _same),
+    ("pmax", "str[] axes", _same),
+    ("all_to_all", "str[] axes, int n, int split_dim, int concat_dim", _exchanged),
+    ("ppermute", "str[] axes, int n, int shift", _same),
+    ("axis_index", "str[] axes", _index),
+    ("declare", "str[] axes, str kind, int dim", _same),
+)
+SYMBOLIC_OPS = tuple(name for name, _, _ in _SCHEMAS)
+
+
+def _refuse(name):
+    def run(x, axes, *_):
+        raise RuntimeError(
+            f"{name} over {'+'.join(axes)} met a real tensor {tuple(x.shape)}, but these axes are symbolic: they have no "
+            "process group. Run the step through fmegatron.step.jit(..., world=connect(mesh)), look at it with "
+            "fmegatron.testing.simulate(...), or call it with Axes(mesh, connect(mesh))."
+        )
+
+    return run
+
+
+def _define_ops():
+    """Register the ops with torch's dispatcher, the way a C extension would when it is loaded."""
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for name, arguments, shape_rule in _SCHEMAS:
+        first = "like" if name == "axis_index" else "x"
+        library.define(f"{name}(Tensor {first}, {arguments}) -> Tensor")
+        library.impl(name, shape_rule, "Meta")
+        for key in ("CPU", "CUDA"):
+            library.impl(name, _refuse(name), key)
+    return library
+
+
+_LIBRARY = _define_ops()
+
+
+def is_symbolic(target) -> str | None:
+    """Name of the collective if `target` (of an fx node) is one of the symbolic ops, else None."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    namespace, _, name = schema.name.partition("::")
+    return name if namespace == NAMESPACE and name in SYMBOLIC_OPS else None

@@ -1,0 +1,181 @@
+"""The ranks of a run: process groups named by axis, and the few agreements that a run needs outside its graphs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from fmegatron.layout import Mesh
+
+__all__ = ["World", "connect"]
+
+
+class World:
+    """A mesh with processes behind it. Made by `connect`; closed by `close()` or as a context manager.
+
+    mesh, rank, size, device: as connected. Process groups are created when an axis is first used, in the order of use,
+    which is the order of one program on all ranks. They are registered with torch under names made of the axes
+    ("fmegatron:fsdp+tp"), the same on every rank, so that all ranks trace and compile one and the same graph.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, control=None, owns_process_group: bool = False):
+        self.mesh, self.rank, self.size, self.device = mesh, rank, mesh.size, device
+        self._control, self._owns, self._groups, self._device_mesh = control, owns_process_group, {}, None
+
+    def __repr__(self) -> str:
+        return f"World({self.mesh}, rank {self.rank} of {self.size}, {self.device})"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # ---- groups -----------------------------------------------------------------------------------------------------
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along every axis."""
+        return self.mesh.coordinates(self.rank)
+
+    def index(self, axes: str | tuple[str, ...]) -> int:
+        """This rank's position along one axis, or along several joined (major first)."""
+        return self.mesh.index(self.rank, axes)
+
+    def group_name(self, axes: tuple[str, ...]) -> str:
+        """Name under which torch knows this rank's process group over `axes`; creates the groups at first use."""
+        name = "fmegatron:" + "+".join(axes)
+        if name not in self._groups:
+            self._groups[name] = self._make_group(name, axes)
+        return name
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """This rank's process group over `axes`."""
+        return self._groups[self.group_name(axes)]
+
+    def _make_group(self, name, axes):
+        if len(axes) == 1:
+            group = self.device_mesh().get_group(axes[0])
+        else:
+            groups = self.mesh.groups(axes)
+            if len(groups) == 1 and groups[0] == tuple(range(self.size)):
+                group = dist.group.WORLD
+            else:
+                group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+        # One private call (torch 2.11 to 2.13): an alias that is the same on all ranks.
+        torch._C._distributed_c10d._register_process_group(name, group)
+        return group
+
+    def device_mesh(self) -> dist.device_mesh.DeviceMesh:
+        """The torch DeviceMesh of the same ranks and axis names."""
+        if self._device_mesh is None:
+            ranks = torch.arange(self.size).view(self.mesh.sizes)
+            self._device_mesh = dist.device_mesh.DeviceMesh(self.device.type, ranks, mesh_dim_names=self.mesh.names)
+        return self._device_mesh
+
+    # ---- agreements on the CPU, outside any graph ---------------------------------------------------------------------
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        if self.size > 1:
+            dist.barrier(group=self._control)
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks if it is true on one."""
+        if self.size == 1:
+            return bool(flag)
+        value = torch.tensor([int(bool(flag))])
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._control)
+        return bool(value.item())
+
+    def agree(self, error: str | None, what: str) -> None:
+        """Wait for all ranks; if one passes an error, raise RuntimeError with the first such rank's message on all."""
+        if self.size == 1:
+            if error is not None:
+                raise RuntimeError(f"{what} failed: {error}")
+            return
+        first = torch.tensor([self.rank if error is not None else self.size])
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self._control)
+        failed = int(first.item())
+        if failed == self.size:
+            return
+        message = self._broadcast_text(error or "", failed)
+        raise RuntimeError(f"{what} failed on rank {failed} of {self.size}: {message}")
+
+    def _broadcast_text(self, text: str, source: int) -> str:
+        data = (
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        )
+        length = torch.tensor([data.numel()])
+        dist.broadcast(length, source, group=self._control)
+        if self.rank != source:
+            data = torch.empty(int(length.item()), dtype=torch.uint8)
+        if length.item():
+            dist.broadcast(data, source, group=self._control)
+        return bytes(data.tolist()).decode()
+
+    def leader_first(self, work, what: str):
+        """Run `work()` on one rank of each node, then on the others; for work that fills a cache shared by a node.
+
+        Returns what `work()` returned here. If it raises on a leader, RuntimeError with that message on all ranks.
+        """
+        if self.size == 1:
+            return work()
+        leader = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+        result = error = None
+        if leader:
+            try:
+                result = work()
+            except Exception as e:
+                error = e
+        try:
+            self.agree(None if error is None else f"{type(error).__name__}: {error}", what)
+        except RuntimeError as e:
+            raise e from error
+        return result if leader else work()
+
+    # ---- life ---------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Leave the groups; destroys torch's process group if `connect` started it."""
+        for name in self._groups:
+            torch._C._distributed_c10d._unregister_process_group(name)
+        self._groups.clear()
+        if self._owns and dist.is_initialized():
+            dist.destroy_process_group()
+            self._owns = False
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def connect(
+    mesh: Mesh, device: str | torch.device | None = None, backend: str | None = None, timeout_s: float = 1800
+) -> World:
+    """Bind a mesh to the processes that torchrun (or an existing process group) started; a mesh of size 1 needs none.
+
+    device: default cuda:LOCAL_RANK where there is CUDA, else cpu. backend: default nccl for CUDA (with gloo for the CPU),
+    else gloo. timeout_s: how long a collective may take before it is an error.
+    Raises ValueError when the mesh and the number of processes disagree.
+    """
+    if device is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if size != mesh.size:
+        fix = (
+            f"start {mesh.size} processes (torchrun --nproc-per-node={mesh.size} ...)"
+            if size == 1
+            else f"choose axes whose sizes multiply to {size}"
+        )
+        raise ValueError(f"mesh {mesh} has {mesh.size} ranks, but {size} process{'es' * (size > 1)} run; {fix}")
+    if not launched:
+        return World(mesh, 0, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    owns = not dist.is_initialized()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if owns:
+        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
+    control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    return World(mesh, dist.get_rank(), device, control, owns)
