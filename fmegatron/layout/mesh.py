@@ -1,0 +1,245 @@
+"""Mesh: named axes over a number of ranks, with integers only: no device, no process group, no rank of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Named axes, major to minor in rank number: in `Mesh(dp=2, tp=4)` ranks 0..3 are one tp group.
+
+    A mesh is a value: hashable, comparable, picklable, the same on every rank. Axes of size 1 are allowed, so one
+    program text serves all meshes. Raises ValueError for a size below 1.
+
+    >>> mesh = Mesh(dp=2, fsdp=2, tp=2)
+    >>> print(mesh, mesh.size, mesh["tp"], mesh.coordinates(5))
+    dp2·fsdp2·tp2 8 2 {'dp': 1, 'fsdp': 0, 'tp': 1}
+    >>> mesh.group(5, "dp"), mesh.group(5, ("dp", "fsdp"))
+    ((1, 5), (1, 3, 5, 7))
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    # How the row-major position over `sizes` becomes a rank: digits of (size, stride), major to minor. One digit
+    # (world, 1) when the position is the rank; more only in a view that permutes axes.
+    digits: tuple[tuple[int, int], ...]
+
+    def __init__(self, **axes: int):
+        for name, size in axes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"mesh axis {name!r}: got size {size!r}, wanted a whole number of at least 1")
+        self._set(tuple(axes), tuple(axes.values()), ((math.prod(axes.values()), 1),))
+
+    def _set(self, names, sizes, digits) -> None:
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "digits", digits)
+
+    def __reduce__(self):  # a cached hash must not travel: hashes of strings differ between processes
+        return _rebuild, (self.names, self.sizes, self.digits)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.names, self.sizes, self.digits))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks (the world)."""
+        return math.prod(self.sizes)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        strides, stride = {}, 1
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            strides[name] = stride
+            stride *= size
+        return strides
+
+    @cached_property
+    def _size_of(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self._size_of
+
+    def __getitem__(self, axis: str) -> int:
+        """Size of an axis. Raises ValueError for an unknown one."""
+        try:
+            return self._size_of[axis]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"got mesh axis {axis!r}, wanted one of {', '.join(self.names) or '(no axes)'} of the mesh {self};"
+                f" name an axis that it has, or build the mesh with it, e.g. Mesh(..., {axis}=1)"
+            ) from None
+
+    def axes(self, axes: str | Iterable[str]) -> tuple[str, ...]:
+        """`axes` as a tuple, checked: every axis is known and none is named twice (ValueError)."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for i, name in enumerate(names):
+            self[name]
+            if name in names[:i]:
+                raise ValueError(f"got mesh axis {name!r} twice in {names}; name every axis once")
+        return names
+
+    def extent(self, axes: str | Iterable[str]) -> int:
+        """Number of positions along one axis or joint axes."""
+        return math.prod(self[name] for name in ((axes,) if isinstance(axes, str) else axes))
+
+    def check_rank(self, rank: int) -> int:
+        """`rank`, or ValueError when the mesh has no such rank."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"got rank {rank}, wanted 0 to {self.size - 1}: the mesh {self} has {self.size} ranks")
+        return rank
+
+    def _position(self, rank: int) -> int:
+        """Row-major position over `sizes` of a rank."""
+        self.check_rank(rank)
+        if len(self.digits) == 1:
+            return rank
+        position = 0
+        for size, stride in self.digits:
+            position = position * size + rank // stride % size
+        return position
+
+    def _rank_at(self, position: int) -> int:
+        """Rank at a row-major position over `sizes`."""
+        if len(self.digits) == 1:
+            return position
+        rank = 0
+        for size, stride in reversed(self.digits):
+            position, digit = divmod(position, size)
+            rank += digit * stride
+        return rank
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a rank along every axis."""
+        position = self._position(rank)
+        return {name: position // self._strides[name] % size for name, size in self._size_of.items()}
+
+    def rank(self, **coordinates: int) -> int:
+        """Rank at the given coordinates; axes that are not named are at 0. Raises ValueError outside the mesh."""
+        position = 0
+        for name, i in coordinates.items():
+            if not 0 <= i < self[name]:
+                raise ValueError(f"got {name}={i}, wanted 0 to {self[name] - 1} on the mesh {self}")
+            position += i * self._strides[name]
+        return self._rank_at(position)
+
+    def index(self, rank: int, axes: str | Iterable[str]) -> int:
+        """Position of a rank along one axis, or along the joint axes (major first)."""
+        position, index = self._position(rank), 0
+        for name in (axes,) if isinstance(axes, str) else axes:
+            size = self[name]
+            index = index * size + position // self._strides[name] % size
+        return index
+
+    def moved(self, rank: int, axes: str | Iterable[str], index: int) -> int:
+        """The rank that differs from `rank` only in standing at `index` along the (joint) axes."""
+        position = self._position(rank)
+        for name in reversed((axes,) if isinstance(axes, str) else tuple(axes)):
+            size, stride = self[name], self._strides[name]
+            index, digit = divmod(index, size)
+            position += (digit - position // stride % size) * stride
+        return self._rank_at(position)
+
+    def group(self, rank: int, axes: str | Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only in these axes, in the order of their (joint) index."""
+        names = self.axes(axes)
+        return tuple(self.moved(rank, names, i) for i in range(self.extent(names)))
+
+    def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups over these axes; every rank is in exactly one. Ordered by their first rank."""
+        names = self.axes(axes)
+        first = [rank for rank in range(self.size) if self.index(rank, names) == 0]
+        return tuple(self.group(rank, names) for rank in first)
+
+    def view(self, *, order: Iterable[str] | None = None, **axes: int) -> Mesh:
+        """Another naming of the same ranks, e.g. experts folded over dp·cp·tp.
+
+        order: all old axes, permuted before they are regrouped into the new ones (default: as they stand).
+        Raises ValueError when the new sizes do not multiply to the number of ranks.
+
+        >>> Mesh(dp=4, tp=2).view(ep=4, etp=2).group(0, "ep")
+        (0, 2, 4, 6)
+        >>> Mesh(dp=2, tp=2).view(order=("tp", "dp"), ep=4).group(0, "ep")
+        (0, 2, 1, 3)
+        """
+        view = Mesh(**axes)
+        if view.size != self.size:
+            raise ValueError(
+                f"view {view}: got {view.size} ranks, wanted the {self.size} of the mesh {self};"
+                f" choose sizes whose product is {self.size}"
+            )
+        digits = self.digits
+        if order is not None:
+            order = self.axes(order)
+            if len(order) != len(self.names):
+                raise ValueError(f"view order: got {order}, wanted every one of {self.names} once")
+            of_axis = _digits_of_axes(self)
+            digits = _merge(tuple(digit for name in order for digit in of_axis[name]))
+        view._set(view.names, view.sizes, digits)
+        return view
+
+    def __str__(self) -> str:
+        return "·".join(f"{name}{size}" for name, size in self._size_of.items()) or "one rank"
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self._size_of.items())
+        return f"Mesh({axes})" if len(self.digits) == 1 else f"Mesh({axes}; ranks by {self.digits})"
+
+    def to_json(self) -> dict:
+        """A dict of lists, strings and integers; `from_json` is its inverse."""
+        return {"names": list(self.names), "sizes": list(self.sizes), "digits": [list(d) for d in self.digits]}
+
+    @staticmethod
+    def from_json(value: dict) -> Mesh:
+        """The mesh that `to_json` wrote."""
+        digits = tuple((size, stride) for size, stride in value["digits"])
+        return _rebuild(tuple(value["names"]), tuple(value["sizes"]), digits)
+
+
+def _rebuild(names: tuple[str, ...], sizes: tuple[int, ...], digits: tuple[tuple[int, int], ...]) -> Mesh:
+    mesh = Mesh(**dict(zip(names, sizes, strict=True)))
+    assert math.prod(size for size, _ in digits) == mesh.size, (names, sizes, digits)
+    mesh._set(names, sizes, digits)
+    return mesh
+
+
+def _merge(digits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """The same mixed-radix number with as few digits as possible."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in digits:
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return tuple(merged) or ((1, 1),)
+
+
+def _digits_of_axes(mesh: Mesh) -> dict[str, list[tuple[int, int]]]:
+    """The rank digits that each axis is made of; ValueError when an axis cuts a digit in no whole parts."""
+    left, result = list(mesh.digits), {}
+    for name, want in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True):
+        result[name] = []
+        while want > 1:
+            size, stride = left.pop()
+            take = math.gcd(size, want)
+            if take == 1 and size > 1 or take not in (size, want):
+                raise ValueError(
+                    f"view order: axis {name!r} of the mesh {mesh} is not a whole number of the axes it was folded"
+                    " from; permute the original mesh instead"
+                )
+            result[name].insert(0, (take, stride))
+            want //= take
+            if take < size:
+                left.append((size // take, stride * take))
+    return result

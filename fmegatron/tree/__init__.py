@@ -1,0 +1,37 @@
+"""Nested dicts of arrays over optree: map, paths, check, arithmetic, keys of randomness, init from specs."""
+
+from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, subtract
+from fmegatron.tree.check import check
+from fmegatron.tree.init import init
+from fmegatron.tree.keys import fold_in
+from fmegatron.tree.spec import ArraySpec, Constant, Init, Normal, Uniform, layouts, ones, zeros, zeros_like
+from fmegatron.tree.structure import did_you_mean, flatten, leaves, map, map_with_path, paths, unflatten
+
+__all__ = [
+    "ArraySpec",
+    "Constant",
+    "Init",
+    "Normal",
+    "Uniform",
+    "add",
+    "cast",
+    "check",
+    "count",
+    "did_you_mean",
+    "dot",
+    "flatten",
+    "fold_in",
+    "init",
+    "layouts",
+    "leaves",
+    "map",
+    "map_with_path",
+    "ones",
+    "paths",
+    "scale",
+    "squared_norm",
+    "subtract",
+    "unflatten",
+    "zeros",
+    "zeros_like",
+]

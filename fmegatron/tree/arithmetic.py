@@ -1,0 +1,57 @@
+"""Arithmetic over trees of tensors. All of it is local to a rank: nothing here communicates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fmegatron.tree.structure import leaves
+from fmegatron.tree.structure import map as tree_map
+
+
+def add(a: Any, b: Any) -> Any:
+    """a + b, leaf by leaf."""
+    return tree_map(torch.add, a, b)
+
+
+def subtract(a: Any, b: Any) -> Any:
+    """a - b, leaf by leaf."""
+    return tree_map(torch.sub, a, b)
+
+
+def scale(a: Any, factor: float | torch.Tensor) -> Any:
+    """a · factor, leaf by leaf; every leaf keeps its dtype.  factor: a number or a 0-d tensor."""
+    return tree_map(lambda x: (x * factor).to(x.dtype), a)
+
+
+def cast(a: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point leaf in another dtype; the others as they are."""
+    return tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, a)
+
+
+def dot(a: Any, b: Any) -> torch.Tensor:
+    """Sum over all leaves of Σ a·b, a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only."""
+    return _total([(_wide(x) * _wide(y)).sum() for x, y in zip(leaves(a), leaves(b), strict=True)])
+
+
+def squared_norm(a: Any) -> torch.Tensor:
+    """Sum over all leaves of Σ a², a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only."""
+    return _total([_wide(x).square().sum() for x in leaves(a)])
+
+
+def count(a: Any) -> int:
+    """Number of elements: of local tensors in a tree of tensors, of global arrays in one of specs or layouts."""
+    return sum(math.prod(x.shape) for x in leaves(a))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.float64 else x.to(torch.float32)
+
+
+def _total(terms: list[torch.Tensor]) -> torch.Tensor:
+    total = terms[0] if terms else torch.zeros(())
+    for term in terms[1:]:
+        total = total + term
+    return total
