@@ -1,0 +1,36 @@
+"""data: tokenizers, memory-mapped token files, and batches as pure functions of (seed, step)."""
+
+from fmegatron.data.batches import (
+    DATA_AXES,
+    Batch,
+    Batches,
+    EvaluationBatches,
+    RankBatches,
+    Tokens,
+    data_coordinates,
+    evaluation_batches,
+    train_and_held_out,
+)
+from fmegatron.data.permutation import permuted
+from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, smallest_dtype, tokenizer_from
+from fmegatron.data.tokens import TokenArray, write_tokens
+
+__all__ = [
+    "DATA_AXES",
+    "Batch",
+    "Batches",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "EvaluationBatches",
+    "RankBatches",
+    "TokenArray",
+    "Tokens",
+    "data_coordinates",
+    "evaluation_batches",
+    "load_tokenizer",
+    "permuted",
+    "smallest_dtype",
+    "tokenizer_from",
+    "train_and_held_out",
+    "write_tokens",
+]

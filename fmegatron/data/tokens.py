@@ -1,0 +1,174 @@
+"""A file of tokens: written once, atomically, then mapped into memory by every rank.
+
+Layout of the file: 8 bytes magic, 8 bytes little-endian length of the JSON that follows, the JSON (dtype, count, xxh3
+digest of the data, what made the ids), zeros up to a multiple of 4096, then `count` little-endian ids. One file, so
+there is no pair that can come apart, and the data starts on a page.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, smallest_dtype, tokenizer_from
+
+_MAGIC = b"fmtokens"
+_PAGE = 4096
+_DTYPES = ("uint8", "uint16", "uint32")
+
+
+def write_tokens(
+    path: str | os.PathLike,
+    ids: np.ndarray | Iterable[np.ndarray],
+    dtype: str | np.dtype | type | None = None,
+    tokenizer: ByteTokenizer | CharTokenizer | None = None,
+) -> Path:
+    """Write ids to a token file and return its path. The file appears whole or not at all (temporary file, fsync,
+    rename).
+
+    `ids` is one integer array or tensor [count], or an iterable of such arrays (so that a corpus larger than memory can
+    be streamed). `dtype` is uint8, uint16 or uint32; without it, the narrowest that holds the tokenizer's vocabulary,
+    else the largest id of the array. `tokenizer` is recorded in the file. ValueError for ids that are no integers or do
+    not fit.
+    """
+    path = Path(path)
+    whole = hasattr(ids, "__array__")  # numpy arrays and torch tensors
+    ids = np.asarray(ids) if whole else ids
+    if dtype is None:
+        if tokenizer is None and not whole:
+            raise ValueError(
+                f"{path}: ids are streamed, so their dtype cannot be found beforehand; give dtype= or tokenizer="
+            )
+        dtype = smallest_dtype(tokenizer.vocab_size if tokenizer else int(ids.max(initial=0)) + 1)
+    dtype = np.dtype(dtype)
+    if dtype.name not in _DTYPES:
+        raise ValueError(f"{path}: got dtype {dtype.name}, want one of {', '.join(_DTYPES)}")
+    limit = tokenizer.vocab_size if tokenizer else int(np.iinfo(dtype).max) + 1
+    header = {
+        "dtype": dtype.name,
+        "count": 0,
+        "digest": "0" * 32,
+        "tokenizer": tokenizer.describe() if tokenizer else None,
+    }
+    start = _data_start(header)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            file.seek(start)
+            digest, count = xxhash.xxh3_128(), 0
+            for part in [ids] if whole else ids:
+                data = memoryview(_stored(part, dtype, limit, path)).cast("B")
+                file.write(data)
+                digest.update(data)
+                count += len(data) // dtype.itemsize
+            file.seek(0)
+            file.write(_header_bytes(header | {"count": count, "digest": digest.hexdigest()}, start))
+            file.truncate(start + count * dtype.itemsize)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    return path
+
+
+class TokenArray:
+    """The ids of a token file, mapped read-only: `len(tokens)`, `tokens[a:b]` -> numpy array without a copy.
+
+    Opening checks the header and the size of the file, and reads no ids; `verify=True` also reads all of them to
+    compare the digest. ValueError names the file, what was found, what was wanted and the fix.
+    """
+
+    def __init__(self, path: str | os.PathLike, verify: bool = False) -> None:
+        self.path = Path(path)
+        header, start = _read_header(self.path)
+        self.dtype = np.dtype(header["dtype"])
+        self.digest: str = header["digest"]
+        self._description: dict | None = header["tokenizer"]
+        count = header["count"]
+        got, want = self.path.stat().st_size, start + count * self.dtype.itemsize
+        if got != want:
+            raise ValueError(
+                f"{self.path}: the file has {got:,} bytes, but its header promises {count:,} ids of {self.dtype.name},"
+                f" which makes {want:,} bytes. It was {'cut off' if got < want else 'appended to'} after it was"
+                " written; write it again."
+            )
+        empty = np.zeros(0, dtype=self.dtype)  # mmap refuses to map nothing
+        self.ids = np.memmap(self.path, self.dtype.newbyteorder("<"), "r", start, (count,)) if count else empty
+        if verify:
+            self.verify()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int | slice) -> np.ndarray:
+        return self.ids[index]
+
+    def __repr__(self) -> str:
+        return f"TokenArray({str(self.path)!r}, {len(self):,} x {self.dtype.name})"
+
+    @property
+    def tokenizer(self) -> ByteTokenizer | CharTokenizer | None:
+        """The tokenizer that made the ids, or None when the file does not say."""
+        return None if self._description is None else tokenizer_from(self._description)
+
+    def verify(self) -> None:
+        """Read all ids and compare them with the digest in the header; ValueError when they differ."""
+        got = xxhash.xxh3_128(memoryview(self.ids).cast("B")).hexdigest()
+        if got != self.digest:
+            raise ValueError(
+                f"{self.path}: xxh3 of the ids is {got}, the header says {self.digest}: the data changed; write it"
+                " again"
+            )
+
+
+def _stored(part: np.ndarray, dtype: np.dtype, limit: int, path: Path) -> np.ndarray:
+    part = np.asarray(part)
+    if part.ndim != 1 or part.dtype.kind not in "iu":
+        raise ValueError(f"{path}: got ids {part.dtype}{list(part.shape)}, want integers [count]")
+    if part.size and (part.min() < 0 or part.max() >= limit):
+        raise ValueError(
+            f"{path}: ids reach from {part.min()} to {part.max()}, want 0 to {limit - 1}; use the tokenizer that made"
+            " them, or a wider dtype"
+        )
+    return np.ascontiguousarray(part, dtype=dtype.newbyteorder("<"))
+
+
+def _header_bytes(header: dict, start: int) -> bytes:
+    text = json.dumps(header).encode()
+    return (_MAGIC + len(text).to_bytes(8, "little") + text).ljust(start, b"\0")
+
+
+def _data_start(header: dict) -> int:
+    widest = len(_header_bytes(header | {"count": 2**63}, 0))  # the count is known only after the data has been written
+    return -(-widest // _PAGE) * _PAGE
+
+
+def _read_header(path: Path) -> tuple[dict, int]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(16)
+        if len(head) < 16 or head[:8] != _MAGIC:
+            raise ValueError(
+                f"{path}: not a token file (it does not start with {_MAGIC!r}); write one with write_tokens(path, ids)"
+            )
+        length = int.from_bytes(head[8:], "little")
+        text = file.read(min(length, size))
+    try:
+        header = json.loads(text)
+        valid = (
+            len(text) == length and header["dtype"] in _DTYPES and header["count"] >= 0 and len(header["digest"]) == 32
+        )
+    except (ValueError, KeyError, TypeError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path}: the header is damaged or cut off; write the file again with write_tokens(path, ids)")
+    return header, _data_start(header)

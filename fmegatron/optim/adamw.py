@@ -1,0 +1,115 @@
+"""AdamW: Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2), torch's formula.
+
+Symbols, paper to ours: β1, β2 -> b1, b2; m, v -> the same; α -> learning rate; λ -> weight_decay; t -> count + 1.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+
+from fmegatron import tree
+from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.scalars import per_dtype
+from fmegatron.optim.schedule import Schedule
+from fmegatron.optim.transform import Transform, Tree, Where, masked, stateless
+
+LearningRate = float | Schedule | Callable[[torch.Tensor], torch.Tensor]
+
+
+def adamw(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay: Where | None = None,
+) -> Optimizer:
+    """The AdamW optimizer; every leaf is one elementwise expression, which reads p, m, v and g once when it is
+    compiled.
+
+        m = b1 m + (1 - b1) g
+        v = b2 v + (1 - b2) g²
+        p = (1 - lr·weight_decay) p  -  lr · m/(1 - b1ᵗ) / (√v/√(1 - b2ᵗ) + eps)
+
+    `learning_rate` is a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor). `decay` says which
+    leaves decay: a function of the path, or a list of regular expressions; by default all but norms and biases
+    (`neither_norm_nor_bias`). ValueError for values outside of their range.
+    """
+    return optimizer(
+        adam=scale_by_adam(b1, b2, eps),
+        decay=add_decayed_weights(weight_decay, decay),
+        rate=scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Transform:
+    """g -> m/(1 - b1ᵗ) / (√v/√(1 - b2ᵗ) + eps), with the moments {"m", "v"} as state."""
+    for name, value in {"b1": b1, "b2": b2}.items():
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"adam: {name}: got {value}, want 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.95}"
+            )
+    if not eps >= 0:
+        raise ValueError(f"adam: eps: got {eps}, want 0 or more, such as 1e-8")
+
+    def init(params: Tree) -> Tree:
+        return {"m": tree.map(tree.zeros_like, params), "v": tree.map(tree.zeros_like, params)}
+
+    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        del params
+
+        def corrections(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+            t = (count + 1).to(dtype)
+            return _one_minus_power(b1, t).reciprocal(), _one_minus_power(b2, t).rsqrt()
+
+        corrections_of = per_dtype(updates, corrections)
+
+        def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            correct_m, correct_root_v = corrections_of[m.dtype]
+            return m * correct_m / (v.sqrt() * correct_root_v + eps)
+
+        new_m = tree.map(lambda m, g: b1 * m + (1 - b1) * g, state["m"], updates)
+        new_v = tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state["v"], updates)
+        return tree.map(direction, new_m, new_v), {"m": new_m, "v": new_v}
+
+    return Transform(init, update)
+
+
+def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Transform:
+    """u -> u + weight_decay·p on the leaves that `decay` selects (see `adamw`)."""
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay: got {weight_decay}, want 0 or more, such as 0.1")
+    if weight_decay == 0:
+        return stateless(lambda updates, params, count: updates)
+    add = stateless(lambda updates, params, count: tree.map(lambda u, p: u + weight_decay * p, updates, params))
+    return masked(add, neither_norm_nor_bias if decay is None else decay)
+
+
+def neither_norm_nor_bias(path: str) -> bool:
+    """The default choice of leaves that decay: neither "norm" nor "bias" stands in the path, in any case.
+
+    >>> neither_norm_nor_bias("blocks/attention/wqkv"), neither_norm_nor_bias("blocks/attention_norm")
+    (True, False)
+    """
+    return re.search("norm|bias", path, re.IGNORECASE) is None
+
+
+def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
+    """u -> -lr·u, where a schedule gives lr as a function of the count of updates done before (0, 1, 2 …)."""
+    if not callable(learning_rate):
+        if not (learning_rate >= 0 and math.isfinite(learning_rate)):
+            raise ValueError(f"learning_rate: got {learning_rate}, want a finite number of 0 or more, or a schedule")
+        return stateless(lambda updates, params, count: tree.map(lambda u: u * -learning_rate, updates))
+
+    def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
+        rates = per_dtype(updates, lambda dtype: [-torch.as_tensor(learning_rate(count)).to(count.device, dtype)])
+        return tree.map(lambda u: u * rates[u.dtype][0], updates)
+
+    return stateless(update)
+
+
+def _one_minus_power(b: float, t: torch.Tensor) -> torch.Tensor:
+    """1 - bᵗ without cancellation, so that float32 is enough."""
+    return -torch.expm1(t * (math.log(b) if b else -math.inf))

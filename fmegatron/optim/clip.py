@@ -1,0 +1,85 @@
+"""Clipping by the global norm: right on any mesh, with one collective for each distinct set of axes."""
+
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import Axes, psum
+from fmegatron.layout import Layout
+from fmegatron.optim.optimizer import working_dtype
+from fmegatron.optim.scalars import stored
+from fmegatron.optim.transform import Transform, stateless
+
+Tree = Any
+
+
+def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = None) -> torch.Tensor:
+    """The Euclidean norm of all gradients as one vector: a 0-d tensor, the same on every rank, float32 or wider.
+
+    The squares of a leaf are summed over the axes that split it and over no other; so a replicated leaf counts once.
+    `layouts` is the twin tree of the gradients' layouts; without it every leaf is taken as whole (one process).
+    ValueError names a leaf that is still a partial sum over an axis: its norm would be wrong.
+
+        norm[] = √ Σ over sets A of axes:  psum over A of Σ over leaves split by A, in their dtype's working precision,
+        of g·g
+    """
+    paths, leaves, _ = tree.flatten(grads)
+    if not leaves:
+        raise ValueError("global_norm: got a tree without gradients")
+    splits = [()] * len(leaves) if layouts is None else _split_axes(grads, layouts, paths, axes)
+    squares: dict[tuple[str, ...], torch.Tensor] = {}
+    for leaf, split in zip(leaves, splits, strict=True):
+        leaf = leaf.to(working_dtype(leaf.dtype))
+        square = (leaf * leaf).sum()
+        squares[split] = squares[split] + square if split in squares else square
+    total = sum(psum(square, axes[split]) if split else square for split, square in squares.items())
+    return total.sqrt()
+
+
+def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm / (norm + 1e-6)): the 0-d factor that makes gradients of this norm at most `max_norm` long.
+
+    The same formula as torch.nn.utils.clip_grad_norm_; a norm that is not finite gives NaN or 0. ValueError when
+    max_norm <= 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: got {max_norm}, want a number above 0, such as 1.0 (or do not clip)")
+    return stored((max_norm / (norm + 1e-6)).clamp(max=1))[0]
+
+
+def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
+    """The gradients times `clip_scale(norm, max_norm)`, in their own dtypes; compiled, part of the update's kernel."""
+    scale = clip_scale(norm, max_norm)
+    return tree.map(lambda g: (g * scale).to(g.dtype), grads)
+
+
+def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes | None = None) -> Transform:
+    """`clip` by `global_norm` as a transform, for the front of a chain."""
+    return stateless(lambda updates, params, count: clip(updates, global_norm(updates, layouts, axes), max_norm))
+
+
+def _split_axes(grads: Tree, layouts: Tree, paths: list[str], axes: Axes | None) -> list[tuple[str, ...]]:
+    layout_paths, layout_leaves, _ = tree.flatten(layouts)
+    if layout_paths != paths:
+        odd = sorted(set(paths) ^ set(layout_paths))
+        raise ValueError(
+            f"global_norm: gradients and layouts are different trees: {', '.join(odd[:5])} stands in one only; give"
+            " the layouts of exactly these gradients"
+        )
+    return [_split_axes_of(path, layout, axes) for path, layout in zip(paths, layout_leaves, strict=True)]
+
+
+def _split_axes_of(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]:
+    pending = [axis for axis in layout.unreduced if layout.mesh[axis] > 1]
+    if pending:
+        raise ValueError(
+            f"global_norm: {path}: got {layout}, a sum that is still pending over {', '.join(pending)}; want it"
+            " reduced: reshard it to its layout without `unreduced` first"
+        )
+    split = tuple(axis for axis in layout.mesh.names if axis in layout.sharded)
+    if split and axes is None:
+        raise ValueError(
+            f"global_norm: {path}: got {layout}, which is split over {', '.join(split)}; give axes=Axes(mesh) too"
+        )
+    return split

@@ -1,0 +1,90 @@
+"""Optimizers: a chain of transforms, one count, and master copies for parameters of low precision."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fmegatron import tree
+from fmegatron.layout import Layout
+from fmegatron.optim.transform import Transform, chain, fill_absent
+from fmegatron.tree import ArraySpec
+
+Tree = Any
+_RESERVED = ("count", "master")
+
+
+class Optimizer(NamedTuple):
+    """Two pure functions; nothing is changed in place, and nothing in the state is a Python number.
+
+    init(params) -> state for a tree of tensors; for a tree of ArraySpecs, the ArraySpecs of that state: the same
+    structure. update(grads, state, params) -> (new_params, new_state): both of the structure, shapes and dtypes that
+    came in. `params` may be any part of the tree for which the state was made (one layer's shards), because every leaf
+    is updated on its own.
+
+    The state is a dict: "count" (0-d int64, the updates done), one entry for each transform that has state, and
+    "master", the float32 copies of those parameters that are kept in a lower precision (no entry when there is none).
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+def optimizer(**transforms: Transform) -> Optimizer:
+    """The optimizer that adds to the parameters what a chain of transforms makes of the gradients.
+
+    All arithmetic is in working precision: float64 for float64 parameters, float32 for all others, whose float32 master
+    copy the state keeps and whose parameters are the rounded master. ValueError for a transform named "count" or
+    "master".
+    """
+    if taken := sorted(set(_RESERVED) & set(transforms)):
+        raise ValueError(
+            f"optimizer: a transform is named {taken[0]!r}, which the state uses itself; choose another name"
+        )
+    inner = chain(**transforms)
+
+    def init(params: Tree) -> Tree:
+        leaves = tree.leaves(params)
+        if not leaves:
+            raise ValueError(
+                "optimizer: got parameters without a single tensor or ArraySpec, so there is nothing to update"
+            )
+        working = tree.map(_working_copy, params)
+        state = {"count": _count_like(leaves[0]), **inner.init(working)}
+        master = tree.map(lambda p, w: None if p.dtype == w.dtype else w, params, working)
+        return state | {"master": master} if tree.leaves(master) else state
+
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        count, master = state["count"], state.get("master")
+        working = params if master is None else fill_absent(master, params)
+        grads = tree.map(lambda w, g: g.to(w.dtype), working, grads)
+        updates, new_inner = inner.update(grads, state, working, count)
+        working = tree.map(torch.add, working, updates)
+        new_state = {"count": count + 1, **new_inner}
+        if master is not None:
+            new_state["master"] = tree.map(lambda p, w: None if p.dtype == w.dtype else w, params, working)
+        return tree.map(lambda p, w: w.to(p.dtype), params, working), new_state
+
+    return Optimizer(init, update)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a parameter is updated: float64 for float64, float32 for float32 and everything narrower.
+
+    >>> working_dtype(torch.bfloat16), working_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _working_copy(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:
+    dtype = working_dtype(leaf.dtype)
+    if isinstance(leaf, ArraySpec):
+        return ArraySpec(leaf.layout.replace(dtype=dtype), leaf.init)
+    return leaf.detach().to(dtype)
+
+
+def _count_like(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:
+    if isinstance(leaf, ArraySpec):
+        return ArraySpec(Layout((), torch.int64, leaf.layout.mesh))
+    return torch.zeros((), dtype=torch.int64, device=leaf.device)

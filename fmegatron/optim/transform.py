@@ -1,0 +1,96 @@
+"""Gradient transforms: pairs of pure functions that chain, in the manner of optax.
+
+A transform sees leaves in working precision (float32, or float64 where the parameter is; `optim.optimizer` takes care
+of it). Leaves of a tree may be absent: None, which optree treats as an empty node, stands at their place.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fmegatron import tree
+
+Tree = Any
+Where = Callable[[str], bool] | Sequence[str]
+
+
+class Transform(NamedTuple):
+    """Two pure functions.
+
+    init(params) -> state: the state for a tree of tensors; for a tree of ArraySpecs, the ArraySpecs of that state.
+    update(updates, state, params, count) -> (updates, state): `updates` is the gradient, or what the transform before
+    made of it; `count` (0-d int64) is the number of updates done before this one. The last transform's result is added
+    to the parameters. A transform without state has the state {}.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[[Tree, Tree, Tree, torch.Tensor], tuple[Tree, Tree]]
+
+
+def stateless(update: Callable[[Tree, Tree, torch.Tensor], Tree]) -> Transform:
+    """A transform without state, from a function (updates, params, count) -> updates."""
+    return Transform(lambda params: {}, lambda updates, state, params, count: (update(updates, params, count), state))
+
+
+def chain(**transforms: Transform) -> Transform:
+    """Apply transforms one after the other, in the order written; the names become the first part of the state's paths.
+
+    `chain(adam=scale_by_adam(), rate=scale_by_learning_rate(1e-3))` has the state {"adam": …}: transforms without state
+    leave no entry.
+    """
+
+    def init(params: Tree) -> Tree:
+        states = {name: transform.init(params) for name, transform in transforms.items()}
+        return {name: state for name, state in states.items() if tree.leaves(state)}
+
+    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        new_state = {}
+        for name, transform in transforms.items():
+            updates, new = transform.update(updates, state.get(name, {}), params, count)
+            if name in state:
+                new_state[name] = new
+        return updates, new_state
+
+    return Transform(init, update)
+
+
+def masked(transform: Transform, where: Where) -> Transform:
+    """Apply a transform to the leaves that `where` selects; the others pass unchanged and have no state.
+
+    `where` is a function of the path ("blocks/mlp/w_down") or a list of regular expressions, of which one must be found
+    in it.
+    """
+    selects = path_predicate(where)
+
+    def selected(x: Tree) -> Tree:
+        return tree.map_with_path(lambda path, leaf: leaf if selects(path) else None, x)
+
+    def init(params: Tree) -> Tree:
+        return transform.init(selected(params))
+
+    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        changed, state = transform.update(selected(updates), state, selected(params), count)
+        return fill_absent(changed, updates), state
+
+    return Transform(init, update)
+
+
+def fill_absent(partial: Tree, whole: Tree) -> Tree:
+    """The tree `partial` with each absent leaf (None) taken from `whole`."""
+    return tree.map(lambda whole_leaf, leaf: whole_leaf if leaf is None else leaf, whole, partial)
+
+
+def path_predicate(where: Where) -> Callable[[str], bool]:
+    """`where` as a function of the path: a function is returned as it is, regular expressions are searched for.
+
+    >>> path_predicate(["w$", "^head/"])("blocks/w"), path_predicate(["^w"])("blocks/w")
+    (True, False)
+    """
+    if callable(where):
+        return where
+    if isinstance(where, str):
+        raise ValueError(f"got the path pattern {where!r}, want a list of patterns: [{where!r}]")
+    patterns = [re.compile(pattern) for pattern in where]
+    return lambda path: any(pattern.search(path) for pattern in patterns)

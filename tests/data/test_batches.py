@@ -1,0 +1,163 @@
+"""Batches depend on (seed, step) only: the same for any rank count, each window once an epoch, labels one ahead."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmegatron.data import (
+    Batches,
+    EvaluationBatches,
+    TokenArray,
+    data_coordinates,
+    evaluation_batches,
+    train_and_held_out,
+    write_tokens,
+)
+from fmegatron.layout import Layout, Mesh
+
+COUNTING = np.arange(10_000)  # token i is i, so a batch shows where it was cut
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(2, 400), seq_len=st.integers(1, 20), batch_size=st.integers(1, 12), seed=st.integers(0, 2**63)
+)
+def test_an_epoch_visits_every_window_once(length, seq_len, batch_size, seed):
+    if length < seq_len + 1:
+        return
+    batches = Batches(COUNTING[:length], batch_size, seq_len, seed)
+    epochs = 3
+    steps = -(-epochs * batches.windows // batch_size)
+    starts = torch.cat([batches.at(step)["tokens"][:, 0] for step in range(steps)])
+    for epoch in range(epochs):
+        seen = starts[epoch * batches.windows : (epoch + 1) * batches.windows].sort().values
+        assert seen.tolist() == list(range(0, batches.windows * seq_len, seq_len))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    step=st.integers(0, 10**9),
+    seed=st.integers(0, 2**63),
+    seq_len=st.integers(1, 30),
+)
+def test_the_parts_of_any_count_make_up_the_same_batch(count, step, seed, seq_len):
+    batches = Batches(COUNTING, 12, seq_len, seed)
+    whole = batches.at(step)
+    parts = [batches.at(step, index, count) for index in range(count)]
+    for name in ("tokens", "labels"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
+        assert whole[name].shape == (12, seq_len) and whole[name].dtype == torch.int64 and whole[name].is_contiguous()
+    assert torch.equal(whole["labels"], whole["tokens"] + 1)
+
+
+def test_pure_function_of_seed_and_step():
+    a, b = Batches(COUNTING, 4, 16, seed=1), Batches(COUNTING, 4, 16, seed=1)
+    later = a.at(700)
+    for step in (0, 3, 700):
+        assert torch.equal(a.at(step)["tokens"], b.at(step)["tokens"])
+    assert torch.equal(later["tokens"], a.at(700)["tokens"])
+    assert not torch.equal(a.at(0)["tokens"], a.at(1)["tokens"])
+    assert not torch.equal(a.at(0)["tokens"], Batches(COUNTING, 4, 16, seed=2).at(0)["tokens"])
+
+
+def test_epochs_have_different_orders():
+    batches = Batches(COUNTING, 100, 10, seed=0)
+    assert batches.windows == 999 and batches.steps_per_epoch == 9.99
+    first, second = (
+        torch.cat([batches.at(step)["tokens"][:, 0] for step in range(start, start + 9)]) for start in (0, 10)
+    )
+    assert (first == second).float().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=2, dp=4), Mesh(fsdp=3), Mesh(tp=2), Mesh(fsdp=2, dp=2)], ids=str
+)
+def test_a_rank_reads_the_rows_that_the_layout_gives_it(mesh):
+    batches = Batches(COUNTING, 12, 8, seed=5)
+    axes = tuple(axis for axis in ("dp", "fsdp") if axis in mesh)
+    layout = Layout((12, 8), torch.int64, mesh, (axes, None))
+    whole = batches.at(7)["tokens"]
+    for rank in range(mesh.size):
+        (box,) = layout.boxes(rank)
+        assert torch.equal(batches.for_rank(mesh, rank).at(7)["tokens"], whole[box.slices])
+
+
+def test_only_the_own_rows_are_read():
+    class Counted:
+        reads = 0
+
+        def __len__(self):
+            return len(COUNTING)
+
+        def __getitem__(self, index):
+            self.reads += index.stop - index.start
+            return COUNTING[index]
+
+    tokens = Counted()
+    Batches(tokens, 12, 8, seed=0).at(0, 1, 4)
+    assert tokens.reads == 3 * 9
+
+
+def test_from_a_token_file(tmp_path):
+    ids = COUNTING % 251
+    batches = Batches(TokenArray(write_tokens(tmp_path / "t", ids)), 4, 32, seed=0)
+    assert torch.equal(batches.at(5)["labels"], Batches(ids, 4, 32, seed=0).at(5)["labels"])
+
+
+def test_split_ranges_do_not_touch():
+    train, held_out = train_and_held_out(COUNTING, 0.1)
+    assert (train, held_out) == ((0, 9000), (9000, 10_000))
+    batches = Batches(COUNTING, 9, 100, seed=0, split=train)
+    assert max(batches.at(step)["labels"].max() for step in range(20)) < 9000
+    for batch in evaluation_batches(COUNTING, 3, 100, split=held_out):
+        assert batch["tokens"].min() >= 9000
+    with pytest.raises(ValueError, match="held_out"):
+        train_and_held_out(COUNTING, 10)
+
+
+@pytest.mark.parametrize("batch_size, count", [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (8, 4), (16, 2)])
+def test_evaluation_covers_the_range_for_every_batch_size(batch_size, count):
+    evaluation = EvaluationBatches(COUNTING[:1000], batch_size, 64)  # 15 windows
+    seen = []
+    for number in range(len(evaluation)):
+        parts = [evaluation.at(number, index, count) for index in range(count)]
+        batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        assert batch["tokens"].shape == (batch_size, 64)
+        assert ("mask" in batch) == bool(15 % batch_size)
+        mask = batch.get("mask", torch.ones(batch_size, 64, dtype=torch.bool))
+        assert mask.sum() == evaluation.real_tokens(number)
+        seen += batch["labels"][mask].tolist()
+    assert seen == list(range(1, 15 * 64 + 1))
+
+
+def test_evaluation_windows_are_spaced_evenly():
+    evaluation = EvaluationBatches(COUNTING[:1001], 2, 10, windows=4)  # of 100
+    assert [evaluation.at(number)["tokens"][:, 0].tolist() for number in range(2)] == [[0, 250], [500, 750]]
+    assert "mask" not in evaluation.at(0)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Batches(COUNTING, 0, 8, 0), "batch_size 0"),
+        (lambda: Batches(COUNTING, 4, 0, 0), "seq_len 0"),
+        (lambda: Batches(COUNTING[:8], 4, 8, 0), "fewer than one window"),
+        (lambda: Batches(COUNTING, 4, 8, 0, split=(0, 20_000)), "10,000 tokens"),
+        (lambda: Batches(COUNTING, 4, 8, 0).at(-1), "step -1"),
+        (lambda: Batches(COUNTING, 4, 8, 0).at(0, 4, 4), "part 4 of 4"),
+        (lambda: Batches(COUNTING, 10, 8, 0).at(0, 0, 4), "got 10, which 4 data-parallel ranks .* use 8 or 12"),
+        (lambda: Batches(COUNTING, 2, 8, 0).for_rank(Mesh(dp=4), 0), "use 4, or a mesh"),
+        (lambda: EvaluationBatches(COUNTING, 4, 8, windows=5000), "windows=5000"),
+        (lambda: EvaluationBatches(COUNTING, 4, 8).at(-1), "got batch -1"),
+    ],
+)
+def test_errors_for_people(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_coordinates_without_data_axes():
+    assert [data_coordinates(Mesh(tp=2), rank) for rank in range(2)] == [(0, 1), (0, 1)]

@@ -1,0 +1,49 @@
+"""The computed shuffle is a bijection for every size and key, and it does shuffle."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmegatron.data import permuted
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1))
+def test_bijection(size, key):
+    assert np.array_equal(np.sort(permuted(np.arange(size), size, key)), np.arange(size))
+
+
+@given(size=st.integers(1, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
+def test_any_part_of_a_huge_range_is_distinct_and_inside(size, key, data):
+    start = data.draw(st.integers(0, size - 1))
+    positions = np.arange(start, min(start + 50, size))
+    result = permuted(positions, size, key)
+    assert len(np.unique(result)) == len(positions) and result.min() >= 0 and result.max() < size
+    assert np.array_equal(permuted(positions[::-1], size, key)[::-1], result)
+
+
+def test_it_looks_random():
+    """Over many keys every position goes everywhere equally often; neighbours part; the keys disagree."""
+    size, keys = 10, 5_000
+    where = np.stack([permuted(np.arange(size), size, key) for key in range(keys)])
+    counts = np.stack([np.bincount(where[:, position], minlength=size) for position in range(size)])
+    expected = keys / size
+    assert ((counts - expected) ** 2 / expected).sum() < 81 + 5 * (
+        2 * 81
+    ) ** 0.5  # chi-squared, 81 degrees of freedom, 5 sigma
+    steps = np.diff(permuted(np.arange(10_000), 10_000, key=3))
+    assert (np.abs(steps) == 1).mean() < 0.002
+    first, second = (permuted(np.arange(10_000), 10_000, key) for key in (1, 2))
+    assert (first == second).mean() < 0.002
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05 and abs(np.corrcoef(first, np.arange(10_000))[0, 1]) < 0.05
+
+
+def test_the_order_is_fixed_for_ever():
+    """Resumed runs of a later version must see the same data."""
+    assert permuted(np.arange(8), 1000, key=7).tolist() == [612, 304, 623, 368, 453, 456, 172, 474]
+
+
+def test_positions_outside_are_refused():
+    with pytest.raises(ValueError, match="0 to 9"):
+        permuted(np.array([10]), 10, 0)
