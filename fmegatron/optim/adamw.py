@@ -55,7 +55,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
         raise ValueError(f"adam: eps: got {eps}, want 0 or more, such as 1e-8")
 
     def init(params: Tree) -> Tree:
-        return {"m": tree.map(tree.zeros_like, params), "v": tree.map(tree.zeros_like, params)}
+        return {"m": tree.zeros_like(params), "v": tree.zeros_like(params)}
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
         del params

@@ -7,7 +7,6 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
-from fmegatron.optim.optimizer import working_dtype
 from fmegatron.optim.scalars import stored
 from fmegatron.optim.transform import Transform, stateless
 
@@ -25,16 +24,14 @@ def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = No
         of g·g
     """
     paths, leaves, _ = tree.flatten(grads)
-    if not leaves:
-        raise ValueError("global_norm: got a tree without gradients")
-    splits = [()] * len(leaves) if layouts is None else _split_axes(grads, layouts, paths, axes)
-    squares: dict[tuple[str, ...], torch.Tensor] = {}
-    for leaf, split in zip(leaves, splits, strict=True):
-        leaf = leaf.to(working_dtype(leaf.dtype))
-        square = (leaf * leaf).sum()
-        squares[split] = squares[split] + square if split in squares else square
-    total = sum(psum(square, axes[split]) if split else square for split, square in squares.items())
-    return total.sqrt()
+    if layouts is None or not leaves:
+        return tree.squared_norm(leaves).sqrt()
+    twins = tree.leaves(tree.map(lambda grad, layout: layout, grads, layouts))
+    groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for path, leaf, layout in zip(paths, leaves, twins, strict=True):
+        groups.setdefault(_split_axes(path, layout, axes), []).append(leaf)
+    squares = {split: tree.squared_norm(group) for split, group in groups.items()}
+    return sum(psum(square, axes[split]) if split else square for split, square in squares.items()).sqrt()
 
 
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -50,8 +47,7 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
     """The gradients times `clip_scale(norm, max_norm)`, in their own dtypes; compiled, part of the update's kernel."""
-    scale = clip_scale(norm, max_norm)
-    return tree.map(lambda g: (g * scale).to(g.dtype), grads)
+    return tree.scale(grads, clip_scale(norm, max_norm))
 
 
 def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes | None = None) -> Transform:
@@ -59,18 +55,7 @@ def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes
     return stateless(lambda updates, params, count: clip(updates, global_norm(updates, layouts, axes), max_norm))
 
 
-def _split_axes(grads: Tree, layouts: Tree, paths: list[str], axes: Axes | None) -> list[tuple[str, ...]]:
-    layout_paths, layout_leaves, _ = tree.flatten(layouts)
-    if layout_paths != paths:
-        odd = sorted(set(paths) ^ set(layout_paths))
-        raise ValueError(
-            f"global_norm: gradients and layouts are different trees: {', '.join(odd[:5])} stands in one only; give"
-            " the layouts of exactly these gradients"
-        )
-    return [_split_axes_of(path, layout, axes) for path, layout in zip(paths, layout_leaves, strict=True)]
-
-
-def _split_axes_of(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]:
+def _split_axes(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]:
     pending = [axis for axis in layout.unreduced if layout.mesh[axis] > 1]
     if pending:
         raise ValueError(

@@ -59,7 +59,7 @@ def optimizer(**transforms: Transform) -> Optimizer:
         working = params if master is None else fill_absent(master, params)
         grads = tree.map(lambda w, g: g.to(w.dtype), working, grads)
         updates, new_inner = inner.update(grads, state, working, count)
-        working = tree.map(torch.add, working, updates)
+        working = tree.add(working, updates)
         new_state = {"count": count + 1, **new_inner}
         if master is not None:
             new_state["master"] = tree.map(lambda p, w: None if p.dtype == w.dtype else w, params, working)
@@ -80,11 +80,11 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 def _working_copy(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:
     dtype = working_dtype(leaf.dtype)
     if isinstance(leaf, ArraySpec):
-        return ArraySpec(leaf.layout.replace(dtype=dtype), leaf.init)
+        return leaf.replace(dtype=dtype)
     return leaf.detach().to(dtype)
 
 
 def _count_like(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:
     if isinstance(leaf, ArraySpec):
-        return ArraySpec(Layout((), torch.int64, leaf.layout.mesh))
+        return ArraySpec(Layout((), torch.int64, leaf.mesh))
     return torch.zeros((), dtype=torch.int64, device=leaf.device)

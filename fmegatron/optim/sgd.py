@@ -36,4 +36,4 @@ def accumulate_momentum(momentum: float, nesterov: bool = False) -> Transform:
         new = tree.map(lambda m, g: momentum * m + g, state, updates)
         return (tree.map(lambda m, g: g + momentum * m, new, updates) if nesterov else new), new
 
-    return Transform(lambda params: tree.map(tree.zeros_like, params), update)
+    return Transform(tree.zeros_like, update)
