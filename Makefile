@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 PYTEST := $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format notebooks clean
+.PHONY: help env demo test test-all lint format readme notebooks clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -49,6 +49,9 @@ lint: $(STAMP)  ## ruff: lint and format, nothing is changed
 
 format: $(STAMP)  ## ruff: fix and format in place
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+
+readme: $(STAMP)  ## write the README's tree anew from the files' own first sentences
+	@$(PY) -m tests.test_readme
 
 notebooks: $(STAMP)  ## run every notebook again and write its outputs back
 	@$(VENV)/bin/jupyter-execute --inplace notebooks/*.ipynb

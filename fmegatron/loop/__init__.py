@@ -1,0 +1,39 @@
+"""The impure shell around a pure step: launching, the loop, logs, signals, faults."""
+
+from fmegatron.loop.curves import plot_loss
+from fmegatron.loop.faults import Faults, Place, fail, watch
+from fmegatron.loop.flags import UsageError, parse, usage
+from fmegatron.loop.launch import launch, use_threads
+from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
+from fmegatron.loop.metrics import fetch, mean
+from fmegatron.loop.signals import Stop, catch
+from fmegatron.loop.startup import startup
+from fmegatron.loop.train import StepInfo, evaluate, train
+
+__all__ = [
+    "Faults",
+    "JsonLines",
+    "Log",
+    "Place",
+    "StepInfo",
+    "Stop",
+    "Table",
+    "TensorBoard",
+    "UsageError",
+    "WeightsAndBiases",
+    "catch",
+    "evaluate",
+    "fail",
+    "fetch",
+    "launch",
+    "mean",
+    "parse",
+    "plot_loss",
+    "progress",
+    "read_metrics",
+    "startup",
+    "train",
+    "usage",
+    "use_threads",
+    "watch",
+]

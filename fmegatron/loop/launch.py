@@ -1,0 +1,81 @@
+"""Start an experiment: the same file as a script, under torchrun and in a notebook, by one line at its end."""
+
+import builtins
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from absl import logging
+
+from fmegatron.loop.faults import Place, fail, watch
+from fmegatron.loop.flags import UsageError, parse
+
+
+def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None = None) -> Any:
+    """Run `main(config)` with the flags of the command line, on this process as one rank, and return its result.
+
+    main: the experiment, a function of its config.
+    config: a frozen dataclass whose fields all have defaults (or an instance of one); see `flags.parse`.
+    argv: program name and flags; None reads `sys.argv`, or in a notebook takes the defaults.
+
+    Under torchrun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one rank
+    ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C).
+    A bad command line is one line on stderr and exit status 2.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Config:
+    ...     lr: float = 0.5
+    >>> launch(lambda config: config.lr * 2, Config, ["prog", "--config_lr=4"])
+    8.0
+    """
+    place = Place.of_environment()
+    if argv is None:
+        argv = [sys.argv[0]] if _in_notebook() else sys.argv
+    with watch(place) as faults, _only_first_rank_prints(place):
+        try:
+            use_threads(place)
+            return main(parse(argv, config))
+        except (Exception, KeyboardInterrupt) as error:
+            usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
+            status = 2 if usage else 130 if interrupt else 1
+            if place.size > 1:
+                fail(error, place, faults, status, brief=usage or interrupt)
+            if usage or (interrupt and not _in_notebook()):
+                hint = "\nTry --help." if usage else ""
+                print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)
+                raise SystemExit(status) from None
+            raise
+
+
+def use_threads(place: Place) -> int:
+    """Give this rank its share of the node's cores (torchrun would give it one thread), and return that number.
+
+    In a process of its own, torch's default (or OMP_NUM_THREADS) stays.
+    """
+    if place.local_size > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // place.local_size))
+    return torch.get_num_threads()
+
+
+@contextlib.contextmanager
+def _only_first_rank_prints(place: Place):
+    """stdout and informative log lines come from rank 0 only; stderr and errors come from all."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.INFO if place.rank == 0 else logging.ERROR)
+    try:
+        if place.rank == 0:
+            yield
+        else:
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _in_notebook() -> bool:
+    return hasattr(builtins, "__IPYTHON__")

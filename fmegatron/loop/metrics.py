@@ -1,0 +1,36 @@
+"""Metrics from the device to Python floats, with one transfer and only when somebody reads them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def fetch(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """A flat dict of 0-d tensors (or numbers) as floats, by one host synchronisation for all values together.
+
+    >>> fetch({"loss": torch.tensor(1.5), "step": 3})
+    {'loss': 1.5, 'step': 3.0}
+    """
+    tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+    for name, value in tensors.items():
+        if value.numel() != 1:
+            raise ValueError(
+                f"metric {name!r}: got shape {tuple(value.shape)}, wanted one number; reduce it in the step"
+            )
+    values = {}
+    if tensors:
+        # float64, so that step counts and token counts survive beside losses.
+        stacked = torch.stack([value.detach().reshape(()).double() for value in tensors.values()])
+        values = dict(zip(tensors, stacked.tolist(), strict=True))
+    return {name: values[name] if name in values else float(value) for name, value in metrics.items()}
+
+
+def mean(many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each metric over several dicts of the same names, in float64, still on the device."""
+    if not many:
+        raise ValueError("got no metrics to average, wanted at least one dict")
+    return {
+        name: torch.stack([torch.as_tensor(metrics[name]).detach().double() for metrics in many]).mean()
+        for name in many[0]
+    }

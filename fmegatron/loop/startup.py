@@ -1,0 +1,57 @@
+"""The arithmetic of a run, printed before its first step, so that a wrong number is seen before it costs a night."""
+
+import math
+from typing import Any
+
+from fmegatron import tree
+from fmegatron.layout import Layout
+
+
+def startup(
+    layouts: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    steps: int,
+    start: int = 0,
+    data_ranks: int = 1,
+    microbatches: int = 1,
+    flops_per_token: float | None = None,
+) -> str:
+    """Lines that say what is about to run: mesh, parameters, memory per rank, batch, tokens, FLOPs.
+
+    layouts: tree of Layouts of the parameters (not of the whole state). batch_size: sequences per step, all ranks
+    together. data_ranks: ranks that get different sequences. flops_per_token: forward and backward; None counts 6 for
+    each parameter (every matrix: 2 forward, 4 backward).
+    Raises ValueError when the batch cannot be cut into equal parts for the data ranks and microbatches.
+    """
+    parts = data_ranks * microbatches
+    if batch_size % parts:
+        raise ValueError(
+            f"batch_size: got {batch_size}, wanted a multiple of {parts} ({data_ranks} data ranks x {microbatches} "
+            f"microbatches); try {math.ceil(batch_size / parts) * parts}"
+        )
+    leaves: list[Layout] = tree.leaves(layouts)
+    mesh = leaves[0].mesh
+    parameters = sum(math.prod(layout.shape) for layout in leaves)
+    rank_bytes = max(sum(layout.local_nbytes(rank) for layout in leaves) for rank in {0, mesh.size - 1})
+    tokens = batch_size * seq_len
+    flops = (6 * parameters if flops_per_token is None else flops_per_token) * tokens
+    return "\n".join(
+        (
+            f"mesh         {mesh or 'one rank'}: {mesh.size} rank{'s' * (mesh.size > 1)}",
+            f"parameters   {parameters:,} in {len(leaves)} leaves, {_bytes(rank_bytes)} of them on a rank",
+            f"batch        {batch_size} x {seq_len} = {tokens:,} tokens per step; {batch_size // parts} x {seq_len} "
+            f"per rank and microbatch ({data_ranks} data ranks, {microbatches} microbatches)",
+            f"steps        {start:,} to {steps:,}: {(steps - start) * tokens:,} tokens",
+            f"FLOPs        {flops:.3g} per step, {flops * (steps - start):.3g} in all",
+        )
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

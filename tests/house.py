@@ -1,0 +1,47 @@
+"""What the tests of the house share: where things are, and which modules there are."""
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+# DESIGN: a room imports only from rooms of lower level; rooms of one level stand beside each other.
+LEVELS = {
+    "layout": 0,
+    "tree": 1,
+    "collectives": 2,
+    "nn": 3,
+    "checkpoint": 3,
+    "data": 3,
+    "model": 4,
+    "optim": 4,
+    "step": 5,
+    "plan": 6,
+    "interop": 7,
+    "loop": 8,
+    "testing": 9,
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    """Every Python file of the project under these folders, relative to the root."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path.relative_to(ROOT) for path in found if "__pycache__" not in path.parts)
+
+
+def syntax(path: Path) -> ast.Module:
+    """The parsed source of a file named relative to the root."""
+    return ast.parse((ROOT / path).read_text(), str(path))
+
+
+def module(path: Path) -> ModuleType:
+    """The imported module of a file of the package."""
+    parts = path.with_suffix("").parts
+    return importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+
+
+def rooms() -> list[str]:
+    """Names of the rooms that exist."""
+    return sorted(path.parent.name for path in (ROOT / "fmegatron").glob("*/__init__.py"))
