@@ -173,7 +173,8 @@ def _dim(x: torch.Tensor, dim: int, what: str) -> int:
 def _divisible(x: torch.Tensor, dim: int, axis: Axis, what: str) -> None:
     if x.shape[dim] % axis.size:
         raise ValueError(
-            f"{what} over {axis}: dim {dim} of shape {tuple(x.shape)} is not divisible by {axis.size}; pad it or choose another dim"
+            f"{what} over {axis}: dim {dim} of shape {tuple(x.shape)} is not divisible by {axis.size}; "
+            "pad it or choose another dim"
         )
 
 

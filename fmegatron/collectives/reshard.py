@@ -36,8 +36,8 @@ def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tens
 
     The collectives are those that `reshard_moves(src, dst)` lists, and their transposes are those of the ops: nothing
     is exchanged that need not be (pending sums are reduce-scattered where dst shards by that axis, else summed; an axis
-    that moves from dim to dim is one all_to_all). Inside a graph all ranks have one shape, so both layouts must be even;
-    uneven ones are moved by `layout.plan_reshard` outside of graphs.
+    that moves from dim to dim is one all_to_all). Inside a graph all ranks have one shape, so both layouts must be
+    even;    uneven ones are moved by `layout.plan_reshard` outside of graphs.
     Raises ValueError when shapes or meshes differ, a layout is uneven, or dst has a pending sum that src has not.
     """
     for move in reshard_moves(src, dst):
@@ -88,7 +88,7 @@ def _dim_state(layout: Layout, dim: int):
     axes = _big(layout, layout.axes(dim))
     parts = None
     if isinstance(entry, Split) and axes:
-        parts = entry.part_sizes(layout.shape[dim])
+        parts = entry.sizes(layout.shape[dim])
     return axes, parts
 
 

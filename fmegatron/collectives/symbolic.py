@@ -55,8 +55,8 @@ SYMBOLIC_OPS = tuple(name for name, _, _ in _SCHEMAS)
 def _refuse(name):
     def run(x, axes, *_):
         raise RuntimeError(
-            f"{name} over {'+'.join(axes)} met a real tensor {tuple(x.shape)}, but these axes are symbolic: they have no "
-            "process group. Run the step through fmegatron.step.jit(..., world=connect(mesh)), look at it with "
+            f"{name} over {'+'.join(axes)} met a real tensor {tuple(x.shape)}, but these axes are symbolic: they "
+            "have no process group. Run the step through fmegatron.step.jit(..., world=connect(mesh)), look at it with "
             "fmegatron.testing.simulate(...), or call it with Axes(mesh, connect(mesh))."
         )
 

@@ -71,7 +71,7 @@ class World:
             self._device_mesh = dist.device_mesh.DeviceMesh(self.device.type, ranks, mesh_dim_names=self.mesh.names)
         return self._device_mesh
 
-    # ---- agreements on the CPU, outside any graph ---------------------------------------------------------------------
+    # ---- agreements on the CPU, outside any graph ------------------------------------------------------------------
     def barrier(self) -> None:
         """Return when every rank has called it."""
         if self.size > 1:
@@ -131,7 +131,7 @@ class World:
             raise e from error
         return result if leader else work()
 
-    # ---- life ---------------------------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Leave the groups; destroys torch's process group if `connect` started it."""
         for name in self._groups:
@@ -153,7 +153,7 @@ def connect(
 ) -> World:
     """Bind a mesh to the processes that torchrun (or an existing process group) started; a mesh of size 1 needs none.
 
-    device: default cuda:LOCAL_RANK where there is CUDA, else cpu. backend: default nccl for CUDA (with gloo for the CPU),
+    device: default cuda:LOCAL_RANK where there is CUDA, else cpu. backend: default nccl with gloo for the CPU on CUDA,
     else gloo. timeout_s: how long a collective may take before it is an error.
     Raises ValueError when the mesh and the number of processes disagree.
     """

@@ -1,0 +1,31 @@
+"""One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
+
+from fmegatron.step.compile import BACKENDS, compile_graph
+from fmegatron.step.grad import accumulate, raw_gradient_layout, reduce_gradients, value_and_grad
+from fmegatron.step.jit import Compiled, Jitted, jit
+from fmegatron.step.layer import compiled_layer, remat
+from fmegatron.step.lower import lower
+from fmegatron.step.opaque import Entry, barrier, entry_of, opaque_entries
+from fmegatron.step.trace import Traced, symbolic_nodes, trace
+
+__all__ = [
+    "BACKENDS",
+    "Compiled",
+    "Entry",
+    "Jitted",
+    "Traced",
+    "accumulate",
+    "barrier",
+    "compile_graph",
+    "compiled_layer",
+    "entry_of",
+    "jit",
+    "lower",
+    "opaque_entries",
+    "raw_gradient_layout",
+    "reduce_gradients",
+    "remat",
+    "symbolic_nodes",
+    "trace",
+    "value_and_grad",
+]

@@ -1,0 +1,95 @@
+"""Gradients inside a pure step: value_and_grad, microbatches, and the reduction that a layout asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import Axes, reshard
+from fmegatron.layout import Layout
+from fmegatron.step.torch_private import is_tracing, mark_backward
+
+__all__ = ["accumulate", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
+
+
+def value_and_grad(loss_fn: Callable) -> Callable:
+    """`loss_fn(params, *args) -> (loss, aux)` becomes `f(params, *args) -> ((loss, aux), grads)`.
+
+    params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
+    parameter that the loss does not use). loss: a 0-d tensor. aux: a tree, returned without its gradient history.
+    A loss_fn that returns only the loss gives aux = {}.
+    """
+
+    def with_grad(params, *args):
+        paths, leaves, spec = tree.flatten(params)
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        with torch.enable_grad():
+            out = loss_fn(tree.unflatten(spec, leaves), *args)
+            loss, aux = out if isinstance(out, tuple) else (out, {})
+            if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
+                got = (
+                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                )
+                raise ValueError(f"the loss must be a 0-d tensor that depends on the parameters, got {got}")
+            if is_tracing():
+                mark_backward([loss.grad_fn])
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+        return (loss.detach(), tree.map(_without_history, aux)), tree.unflatten(spec, [g.detach() for g in grads])
+
+    return with_grad
+
+
+def _without_history(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def accumulate(grad_fn: Callable, n: int) -> Callable:
+    """`f(params, batch)` that runs `grad_fn(params, microbatch) -> ((loss, aux), grads)` on n microbatches and sums.
+
+    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts. The losses and the
+    0-d tensors of aux are averaged, because each microbatch's loss is normalised by its own token count, and so are the
+    gradients; sums are kept in fp32 at least. With uneven token masks, normalise by a count that is part of the batch.
+    Raises ValueError when dim 0 does not divide by n.
+    """
+    if n < 1:
+        raise ValueError(f"accumulate over n={n} microbatches; n must be at least 1")
+    if n == 1:
+        return grad_fn
+
+    def accumulated(params, batch, *args):
+        for path, x in zip(tree.paths(batch), tree.leaves(batch), strict=True):
+            if x.dim() == 0 or x.shape[0] % n:
+                raise ValueError(
+                    f"batch leaf {path!r} of local shape {tuple(x.shape)} cannot be cut into {n} microbatches on "
+                    "dim 0; choose a number of microbatches that divides this rank's rows"
+                )
+        paths, leaves, spec = tree.flatten(batch)
+        total = None
+        for parts in zip(*[x.chunk(n, 0) for x in leaves], strict=True):
+            out, grads = grad_fn(params, tree.unflatten(spec, list(parts)), *args)
+            new = (out, tree.map(_wide, grads))
+            total = new if total is None else tree.map(torch.add, total, new)
+        (loss, aux), grads = tree.map(lambda x: x / n, total)
+        return (loss, aux), tree.map(lambda g, p: g.to(p.dtype), grads, params)
+
+    return accumulated
+
+
+def _wide(g: torch.Tensor) -> torch.Tensor:
+    return g.float() if g.dtype in (torch.bfloat16, torch.float16) else g
+
+
+def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
+    """Layout of a parameter's gradient as autograd leaves it: a pending sum over the data axes that do not shard it."""
+    pending = tuple(a for a in data_axes if layout.mesh[a] > 1 and a not in layout.sharded)
+    return layout.replace(unreduced=pending)
+
+
+def reduce_gradients(grads: Any, layouts: Any, axes: Axes, data_axes: tuple[str, ...] = ("dp", "fsdp")) -> Any:
+    """Sum the gradients of replicas: from `raw_gradient_layout` to the layout of the parameter, leaf by leaf."""
+    data_axes = tuple(a for a in data_axes if a in axes.mesh)
+    return tree.map(lambda g, layout: reshard(g, raw_gradient_layout(layout, data_axes), layout, axes), grads, layouts)

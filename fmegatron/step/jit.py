@@ -1,0 +1,207 @@
+"""jit: a pure function over trees becomes one compiled graph. Trace, lower, donate, compile; each stage can be read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from fmegatron.collectives import World
+from fmegatron.step.compile import compile_graph, usable_backend
+from fmegatron.step.lower import copy_module, lower
+from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
+from fmegatron.step.torch_private import is_tracing, outside_of_tracing
+from fmegatron.step.trace import Traced, meta_of, trace
+
+__all__ = ["Compiled", "Jitted", "jit"]
+
+
+class Compiled:
+    """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
+
+    traced: the symbolic graph. stages: name -> graph module, in order "trace", "lower", "donate".
+    """
+
+    def __init__(self, fn, args, donate, world, backend, patches, options):
+        self.traced: Traced = trace(fn, args)
+        self.donated = _donated_leaves(self.traced, args, donate)
+        self.backend, self.patches, self.options = backend, patches, options
+        bound = bind_inner(self.traced.graph_module, world, backend, patches)
+        lowered, self.fakes, self.rank_inputs = lower(bound, self.traced.fakes, world, self.traced.fake_mode)
+        self.stages = {"trace": self.traced.graph_module, "lower": lowered}
+        self.stages["donate"] = _donation_pass(lowered, self.traced, self.donated)
+        self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
+        self.run = self.artifact = None
+
+    def compile(self) -> None:
+        """Compile the layers inside, then the graph around them."""
+        for entry in opaque_entries(self.stages["donate"].graph):
+            entry.compile()
+        self.artifact = compile_graph(self.stages["donate"], self.fakes, self.backend, {**self.patches, **self.options})
+        rank_inputs = tuple(self.rank_inputs.tensors)
+        self.run = (lambda *t: self.artifact(*t, *rank_inputs)) if rank_inputs else self.artifact
+
+
+class Jitted:
+    """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
+
+    def __init__(self, fn, donate, world, backend, patches, options):
+        self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
+        self.patches, self.options, self.cache = patches, options, {}
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args):
+        leaves, spec = optree.tree_flatten(args)
+        key = (spec, tuple([meta_of(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves]))
+        compiled = self.cache.get(key)
+        if is_tracing():
+            return self._call_inside(args, leaves, key)
+        if compiled is None:
+            compiled = self.cache[key] = self._build(args, leaves)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        with torch.no_grad():
+            outs = compiled.run(*tensors)
+        if not self.donate:
+            return compiled.traced.result(outs)
+        filled: list[Any] = [None] * len(compiled.traced.out_paths)
+        for i, out in zip(compiled.kept, outs, strict=True):
+            filled[i] = out
+        for i, position in compiled.donated.items():
+            filled[i] = tensors[position]
+        return compiled.traced.result(filled)
+
+    def _build(self, args, leaves) -> Compiled:
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        backend = usable_backend(self.backend, device)
+        compiled = Compiled(self.fn, args, self.donate, self.world, backend, self.patches, self.options)
+        name = f"compiling {self.fn.__name__}" if hasattr(self.fn, "__name__") else "compiling a function"
+        if self.world is None:
+            compiled.compile()
+        else:
+            self.world.leader_first(compiled.compile, name)
+        return compiled
+
+    def _call_inside(self, args, leaves, key):
+        """Called while another function is traced: one opaque node, compiled once."""
+        if self.donate:
+            raise ValueError(
+                f"{self.fn.__name__} donates an argument and is called inside another jit; only the outermost may"
+            )
+        known = self.cache.get(key)
+        if known is None:
+            with outside_of_tracing():
+                traced = trace(self.fn, args)
+            if any(traced.aliased):
+                path = traced.out_paths[traced.aliased.index(True)]
+                raise ValueError(
+                    f"output {path!r} of {self.fn.__name__} is one of its inputs or a view of one; return a new tensor"
+                )
+            entry = Entry.make(self.fn.__name__, traced.graph_module, traced.fakes, traced.fake_mode)
+            known = self.cache[key] = (traced, entry)
+        traced, entry = known
+        return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
+
+    def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
+        """The graph after a stage ("trace", "lower", "donate") of the call-th signature; print it to read it."""
+        entries = [c for c in self.cache.values() if isinstance(c, Compiled)]
+        if not entries:
+            raise ValueError("nothing is compiled yet; call the function once")
+        stages = entries[call].stages
+        if stage not in stages:
+            raise ValueError(f"unknown stage {stage!r}; choose one of {', '.join(stages)}")
+        return stages[stage].graph
+
+
+def jit(
+    fn: Callable,
+    donate: int | Sequence[int] | None = None,
+    world: World | None = None,
+    backend: str = "inductor",
+    patches: dict | None = None,
+    options: dict | None = None,
+) -> Jitted:
+    """Compile a pure function over trees of tensors.
+
+    fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in the
+    arguments is a constant that belongs to the signature (keep step counts and learning rates in 0-d tensors).
+    donate: position (or positions) of arguments whose memory the result may take. Each must come back in the result, in
+    the same place of the result when the result is a tuple (argument 0 as result 0), with the same structure, shapes
+    and dtypes; the returned leaves then are the old tensors with new values. Without donate no argument changes.
+    world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
+    backend: see `compile_graph`. patches: Inductor settings for all graphs; options: for the outer graph alone.
+
+    A jitted function that is called while another one is traced becomes one opaque node, compiled once.
+    """
+    positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
+    return Jitted(fn, positions, world, backend, dict(patches or {}), dict(options or {}))
+
+
+# ---- donation --------------------------------------------------------------------------------------------------------
+def _donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
+    """Output index -> input index, for every tensor leaf of the donated arguments; checked before compiling."""
+    donated: dict[int, int] = {}
+    for position in donate:
+        if not 0 <= position < len(args):
+            raise ValueError(f"donate={position}, but the function takes {len(args)} arguments")
+        inputs = {p: i for i, p in enumerate(traced.in_paths) if _under(p, str(position))}
+        outputs = {p: i for i, p in enumerate(traced.out_paths)}
+        if traced.out_tree.type is tuple:
+            outputs = {p: i for p, i in outputs.items() if _under(p, str(position))}
+        else:  # the result as a whole stands for the donated argument
+            outputs = {f"{position}/{p}" if p else str(position): i for p, i in outputs.items()}
+        missing, extra = sorted(set(inputs) - set(outputs)), sorted(set(outputs) - set(inputs))
+        if missing or extra:
+            raise ValueError(
+                f"argument {position} is donated, so result {position} must have the same leaves; "
+                f"missing from the result: {missing[:5] or 'none'}; only in the result: {extra[:5] or 'none'}"
+            )
+        for path, i in inputs.items():
+            old, new = meta_of(traced.fakes[i]), meta_of(traced.outputs[outputs[path]].meta["val"])
+            if old[0] != new[0] or old[2:] != new[2:]:
+                raise ValueError(
+                    f"donated leaf {path!r} changes: was {_words(old)}, would become {_words(new)}; "
+                    "cast or reshape the new value, or do not donate"
+                )
+            donated[outputs[path]] = i
+    return donated
+
+
+def _under(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(prefix + "/")
+
+
+def _words(meta) -> str:
+    shape, _, dtype, device = meta
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> torch.fx.GraphModule:
+    """Write new values into the old leaves at the end of the graph; the copy folds into the kernel that makes it.
+
+    Every output that shares memory with an input is first copied by an opaque op: Inductor 2.13 drops `clone` there,
+    and then a step that swaps two leaves would leave both equal.
+    """
+    copy = copy_module(graph_module)
+    graph = copy.graph
+    output = graph.output_node()
+    outs = list(output.args[0])
+    inputs = graph.find_nodes(op="placeholder")
+    safe = []
+    with graph.inserting_before(output):
+        for i, node in enumerate(outs):
+            unchanged = i in donated and node is inputs[donated[i]]
+            if traced.aliased[i] and not unchanged:
+                value = node.meta.get("val")
+                node = graph.call_function(torch.ops.fmegatron_step.barrier.default, (node, node))
+                node.meta["val"] = value
+            safe.append(node)
+        for i, position in donated.items():
+            if safe[i] is not inputs[position]:
+                graph.call_function(torch.ops.aten.copy_.default, (inputs[position], safe[i]))
+    output.args = ([node for i, node in enumerate(safe) if i not in donated],)
+    graph.lint()
+    copy.recompile()
+    return copy

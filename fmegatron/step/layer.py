@@ -1,0 +1,136 @@
+"""A layer that is compiled once and used many times, with a choice of what it saves for its backward.
+
+The layer's joint graph (outputs, then gradients) is traced once and cut in two by a policy; each half becomes
+one opaque node (`fmegatron.step.opaque`). Recomputing is then right by construction: the backward is one node that
+takes the gradient as an input, so no pass can merge the recomputation into the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.step.cut import Cut, Policy, cut_joint, joint_graph
+from fmegatron.step.opaque import Entry
+from fmegatron.step.torch_private import outside_of_tracing
+from fmegatron.step.trace import meta_of
+
+__all__ = ["compiled_layer", "remat"]
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """The two entries of a layer at given shapes, and how the caller's tensors go in."""
+
+    cut: Cut
+    forward: Entry
+    backward: Entry
+
+
+def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callable:
+    """A transformer of layers: `layer(fn, prepare=None) -> g(x, shards, *rest)`, differentiable in x and shards.
+
+    fn(x, weights, *rest) -> y: a pure function; x and y tensors, weights and rest trees of tensors (no gradient flows
+    to rest). prepare(shards) -> weights: runs outside of the opaque node, once before the forward and again before the
+    backward, so gathered weights live only while a layer runs (ZeRO-3); its collectives stay visible in the step's
+    graph, and its transpose (the reduce-scatter) is applied to the gradients. None: the shards are the weights.
+
+    save: what the forward keeps for the backward.
+      "mincut"    what AOTAutograd's min-cut partitioner chooses, as torch.compile would
+      "inputs"    only inputs: everything is computed again (rematerialisation)
+      "all"       every value that the backward reads
+      0.0 to 1.0  min-cut under that share of the activation memory
+      callable    node -> bool, picks among "all"
+    Equal layers share one compiled pair, however many there are.
+    """
+
+    def transform(fn: Callable, prepare: Callable | None = None) -> Callable:
+        halves: dict[Any, _Halves] = {}
+        name = label or getattr(fn, "__name__", "layer")
+
+        def build(x, weights, rest) -> _Halves:
+            weight_leaves, rest_leaves = tree.leaves(weights), tree.leaves(rest)
+            weight_spec, rest_spec = tree.flatten(weights)[2], tree.flatten(rest)[2]
+            count = 1 + len(weight_leaves)
+
+            def flat(*tensors):
+                w = tree.unflatten(weight_spec, list(tensors[1:count]))
+                return fn(tensors[0], w, *tree.unflatten(rest_spec, list(tensors[count:])))
+
+            tensors = [x, *weight_leaves, *rest_leaves]
+            with outside_of_tracing():
+                differentiable = [i < count and t.is_floating_point() for i, t in enumerate(tensors)]
+                joint = joint_graph(flat, tensors, differentiable, name)
+                cut = cut_joint(joint, save, name)
+            forward = Entry.make(f"{name}_fwd", cut.forward, cut.forward_fakes, joint.fake_mode)
+            backward = Entry.make(f"{name}_bwd", cut.backward, cut.backward_fakes, joint.fake_mode)
+            return _Halves(cut, forward, backward)
+
+        def halves_for(x, weights, rest) -> _Halves:
+            leaves, spec = tree.leaves((x, weights, rest)), tree.flatten((x, weights, rest))[2]
+            key = (spec, tuple(map(meta_of, leaves)))
+            if key not in halves:
+                halves[key] = build(x, weights, rest)
+            return halves[key]
+
+        class Layer(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, specs, x, *leaves):
+                shard_spec, rest_spec, n = specs
+                shards, rest = tree.unflatten(shard_spec, list(leaves[:n])), tree.unflatten(rest_spec, list(leaves[n:]))
+                with torch.no_grad():
+                    weights = shards if prepare is None else prepare(shards)
+                pair = halves_for(x, weights, rest)
+                y, *residuals = pair.forward.op([x, *tree.leaves(weights), *leaves[n:]])
+                ctx.pair, ctx.specs, ctx.needs_x = pair, specs, 0 in pair.cut.kept_inputs
+                ctx.save_for_backward(*([x] if ctx.needs_x else []), *leaves, *residuals)
+                return y
+
+            @staticmethod
+            def backward(ctx, g):
+                shard_spec, rest_spec, n = ctx.specs
+                saved = list(ctx.saved_tensors)
+                x = saved.pop(0) if ctx.needs_x else None
+                count = n + rest_spec.num_leaves
+                leaves, residuals = saved[:count], saved[count:]
+                shard_leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves[:n]]
+                with torch.enable_grad():
+                    shards = tree.unflatten(shard_spec, shard_leaves)
+                    weights = tree.leaves(shards if prepare is None else prepare(shards))
+                inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
+                kept = [inputs[i] for i in ctx.pair.cut.kept_inputs]
+                grads = dict(
+                    zip(
+                        ctx.pair.cut.differentiable,
+                        ctx.pair.backward.op([*residuals, *kept, g.contiguous()]),
+                        strict=True,
+                    )
+                )
+                grad_weights = [grads.get(i + 1) for i in range(len(weights))]
+                if prepare is None:
+                    grad_shards = grad_weights
+                else:
+                    pairs = [(w, gw) for w, gw in zip(weights, grad_weights, strict=True) if gw is not None]
+                    grad_shards = torch.autograd.grad(
+                        [w for w, _ in pairs], shard_leaves, [gw for _, gw in pairs], allow_unused=True
+                    )
+                return None, grads.get(0), *grad_shards, *[None] * rest_spec.num_leaves
+
+        def apply(x, shards, *rest):
+            shard_leaves, shard_spec = tree.leaves(shards), tree.flatten(shards)[2]
+            rest_leaves, rest_spec = tree.leaves(rest), tree.flatten(rest)[2]
+            return Layer.apply((shard_spec, rest_spec, len(shard_leaves)), x, *shard_leaves, *rest_leaves)
+
+        apply.halves = halves
+        return apply
+
+    return transform
+
+
+def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs") -> Callable:
+    """`fn(x, weights, *rest) -> y` that keeps only what `save` says and computes the rest again in the backward."""
+    return compiled_layer(save)(fn, prepare)

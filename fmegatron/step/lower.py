@@ -1,0 +1,101 @@
+"""From symbolic collectives to functional collectives on process groups: graph surgery, node by node."""
+
+from __future__ import annotations
+
+import torch
+
+from fmegatron.collectives import World, is_symbolic, real
+from fmegatron.step.torch_private import make_fx, outside_of_tracing
+from fmegatron.step.trace import symbolic_nodes
+
+__all__ = ["RankInputs", "copy_module", "lower"]
+
+
+class RankInputs:
+    """The inputs that a lowered graph takes after its own: this rank's position along the axes that it asks for."""
+
+    def __init__(self, axes: list[tuple[str, ...]], world: World | None):
+        self.axes = axes
+        self.tensors = [torch.tensor(world.index(names), device=world.device) for names in axes] if axes else []
+
+
+def copy_module(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph in a module of its own, so that a pass can change it."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return torch.fx.GraphModule(graph_module, graph)
+
+
+def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, fake_mode) -> tuple:
+    """(new graph module, fakes, RankInputs) with every symbolic collective replaced by real ones of `world`.
+
+    `declare` disappears; `axis_index` becomes a placeholder after the others, so the graph is the same on all ranks.
+    Raises ValueError when the graph communicates and there is no world.
+    """
+    found = symbolic_nodes(graph_module.graph)
+    if found and world is None:
+        first = found[0]
+        raise ValueError(
+            f"{is_symbolic(first.target)} over {'+'.join(_axes(first))} at {first.meta.get('at', '?')}: the step "
+            f"communicates, and jit got no world. Give jit(..., world=connect(mesh)), or look at the step with "
+            "fmegatron.testing.simulate"
+        )
+    module = copy_module(graph_module)
+    graph = module.graph
+    snippets, index_inputs = {}, {}
+    last_placeholder = None
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            last_placeholder = node
+    for node in symbolic_nodes(graph):
+        name, axes = is_symbolic(node.target), _axes(node)
+        if name == "declare":
+            node.replace_all_uses_with(node.args[0])
+        elif name == "axis_index":
+            if axes not in index_inputs:
+                with graph.inserting_after(last_placeholder):
+                    index_inputs[axes] = last_placeholder = graph.placeholder("index_" + "_".join(axes))
+                last_placeholder.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(index_inputs[axes])
+        else:
+            _inline(graph, node, name, axes, world, fake_mode, snippets)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    with outside_of_tracing(), fake_mode:
+        extra = [torch.empty((), dtype=torch.int64, device=world.device) for _ in index_inputs]
+    return module, [*fakes, *extra], RankInputs(list(index_inputs), world)
+
+
+def _axes(node) -> tuple[str, ...]:
+    return tuple(node.args[1])
+
+
+def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
+    """Replace one node by the nodes that the real binding makes for it; made once per kind of call."""
+    x = node.args[0]
+    value = x.meta["val"]
+    rest = node.args[2:]
+    key = (name, axes, rest, value.shape, value.stride(), value.dtype, value.device)
+    if key not in snippets:
+        group = world.group_name(axes)
+        with outside_of_tracing(), torch.no_grad(), fake_mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            snippets[key] = make_fx(lambda t: getattr(real, name)(t, group, *_real_arguments(name, rest)))(fake).graph
+    snippet = snippets[key]
+    mapped = {next(n for n in snippet.nodes if n.op == "placeholder"): x}
+    with graph.inserting_before(node):
+        for inner in snippet.nodes:
+            if inner.op in ("placeholder", "output"):
+                continue
+            copy = graph.node_copy(inner, lambda n: mapped[n])
+            copy.meta["at"] = node.meta.get("at", "?")
+            mapped[inner] = copy
+    result = snippet.output_node().args[0]
+    node.replace_all_uses_with(mapped[result])
+
+
+def _real_arguments(name, rest):
+    """Arguments after the group: the real ppermute asks its group for the size."""
+    return rest[1:] if name == "ppermute" else rest

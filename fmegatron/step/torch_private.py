@@ -1,0 +1,95 @@
+"""Every private name of torch that the step uses, in one place. Tried on torch 2.13.
+
+Nothing else in the room imports from a module with a leading underscore; when torch moves something, it is mended here.
+"""
+
+import contextlib
+import shutil
+import sys
+
+import torch
+import torch._inductor
+from torch._functorch import config as _functorch_config
+from torch._functorch.partitioners import (
+    _extract_graph_with_inputs_outputs,
+    min_cut_rematerialization_partition,
+)
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+try:
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+except ImportError:  # lines of backward nodes are lost without it, nothing else
+    setup_stacktrace_preservation_hooks = None
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "compile_flat_graph",
+    "extract_subgraph",
+    "fx_traceback",
+    "has_cpp_compiler",
+    "inductor_decompositions",
+    "is_tracing",
+    "make_fx",
+    "mark_backward",
+    "min_cut",
+    "outside_of_tracing",
+]
+
+
+def is_tracing() -> bool:
+    """True while make_fx records (in this thread)."""
+    return get_proxy_mode() is not None
+
+
+def outside_of_tracing():
+    """Context in which ops run for real although an outer trace is active; for building an inner graph."""
+    return _disable_current_modes()
+
+
+def mark_backward(roots) -> None:
+    """Let the nodes that autograd is about to record for these grad_fns carry the number of their forward op."""
+    roots = [root for root in roots if root is not None]
+    if setup_stacktrace_preservation_hooks is not None and roots:
+        setup_stacktrace_preservation_hooks(roots)
+
+
+def inductor_decompositions():
+    """The table under which Inductor's partitioner wants a joint graph."""
+    return select_decomp_table()
+
+
+def min_cut(joint, inputs, budget: float):
+    """(forward, backward) modules of a joint graph, cut where the fewest bytes are saved under an activation budget."""
+    with _functorch_config.patch(activation_memory_budget=budget):
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=1)
+
+
+def extract_subgraph(graph, inputs, outputs, name: str):
+    """The part of a joint graph between `inputs` and `outputs` (lists of nodes)."""
+    return _extract_graph_with_inputs_outputs(
+        graph, inputs, outputs, [None] * len(outputs), name, ignore_must_be_in_fw_bw=True
+    )
+
+
+def compile_flat_graph(graph_module, fakes, config_patches: dict):
+    """Inductor on a flat graph of tensors -> callable(*tensors) -> list; no Dynamo, no guards."""
+    return torch._inductor.standalone_compile(
+        graph_module, fakes, dynamic_shapes="from_example_inputs", options={"config_patches": config_patches}
+    )
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor can compile for the CPU here."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        with contextlib.redirect_stderr(sys.stdout):
+            return shutil.which(get_cpp_compiler()) is not None
+    except Exception:
+        return False

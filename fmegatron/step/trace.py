@@ -1,0 +1,191 @@
+"""Record a pure step as one flat graph: forward, backward, optimizer, and collectives by the names of their axes.
+
+The step runs once on fake tensors. No process group, device memory or rank is needed, so the graph of 16,384 ranks is
+recorded on a laptop. Each node knows the line of the user's code that it comes from (`node.meta["at"]`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fmegatron import collectives, tree
+from fmegatron.step.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    fx_traceback,
+    make_fx,
+    outside_of_tracing,
+)
+
+__all__ = ["Traced", "make_fakes", "meta_of", "record", "symbolic_nodes", "trace"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
+_TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+@dataclass
+class Traced:
+    """A recorded step.
+
+    graph_module: flat graph; placeholders are the tensor leaves of the arguments in tree order, the output is the list
+    of the tensor leaves of the result. fakes: fake tensors of the placeholders. in_paths, out_paths: names of the
+    leaves ("0/params/head/w"). out_tree: optree structure of the result; out_static: per leaf of the result None for a
+    tensor, else (value,) of a Python constant. aliased: per output, whether it shares storage with an input.
+    """
+
+    graph_module: torch.fx.GraphModule
+    fakes: list
+    in_paths: list[str]
+    out_paths: list[str]
+    out_tree: Any
+    out_static: list
+    aliased: list[bool]
+    fake_mode: Any = field(repr=False, default=None)
+
+    @property
+    def outputs(self) -> list[torch.fx.Node]:
+        """The nodes that are returned, one per tensor leaf of the result."""
+        return list(self.graph_module.graph.output_node().args[0])
+
+    def result(self, tensors) -> Any:
+        """Put output tensors back into the tree that the step returned."""
+        rest = iter(tensors)
+        return tree.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
+
+
+def meta_of(t: torch.Tensor) -> tuple:
+    """What a graph is specialised to: shape, stride, dtype, device."""
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def symbolic_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The symbolic collectives of a graph, in order."""
+    return [n for n in graph.nodes if n.op == "call_function" and collectives.is_symbolic(n.target)]
+
+
+def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
+    """Run `fn(*args)` once on fake tensors and return its flat graph.
+
+    args: trees whose tensor leaves give shape, stride, dtype and device (values are not read; meta tensors will do);
+    all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
+    on symbolic axes and compiled layers inside.
+    Raises ValueError if `fn` changes an argument in place (naming the leaf and the line), or closes over a real tensor.
+    """
+    paths, leaves, spec = tree.flatten(args)
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    in_paths = [path for path, t in zip(paths, is_tensor, strict=True) if t]
+    seen = {}
+
+    def flat(*tensors):
+        rest = iter(tensors)
+        filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
+        out = fn(*tree.unflatten(spec, filled))
+        out_paths, outs, seen["tree"] = tree.flatten(out)
+        seen["static"] = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
+        seen["paths"] = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
+        outs = [o for o in outs if isinstance(o, torch.Tensor)]
+        inputs = {_storage(t) for t in tensors}
+        seen["aliased"] = [_storage(o) in inputs for o in outs]
+        return [o.detach() for o in outs]
+
+    mode = fake_mode or FakeTensorMode()
+    fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
+    graph_module = record(flat, fakes, mode, getattr(fn, "__name__", "fn"))
+    _require_pure(graph_module, in_paths)
+    return Traced(graph_module, fakes, in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"], mode)
+
+
+def make_fakes(tensors, mode) -> list:
+    """Fake tensors of the same shape, stride, dtype and device."""
+    with outside_of_tracing(), mode:
+        return [torch.empty_strided(*meta_of(t)[:2], dtype=t.dtype, device=t.device) for t in tensors]
+
+
+def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule:
+    """make_fx with source lines on every node; one autograd thread, because dispatch modes are per thread."""
+
+    def lined(*tensors):
+        with _Lines():
+            return flat(*tensors)
+
+    try:
+        with (
+            outside_of_tracing(),
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+            mode,
+            fx_traceback.preserve_node_meta(),
+        ):
+            graph_module = make_fx(lined)(*fakes)
+    except AssertionError as e:
+        if "convert all Tensors to FakeTensors" not in str(e):
+            raise
+        raise ValueError(
+            f"{name} uses a real tensor that is not among its arguments (a constant in a closure or a global). "
+            f"Pass it as an argument, or make it inside the function from Python numbers. ({e})"
+        ) from None
+    _place_lines(graph_module)
+    return graph_module
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+class _Lines(TorchDispatchMode):
+    """Notes for every op of the forward the innermost line that is neither torch's nor this machinery's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not fx_traceback.current_meta.get("autograd_backward"):
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, _COLLECTIVES, _TREE, "<")):
+                frame = frame.f_back
+            where = [f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"] if frame is not None else []
+            fx_traceback.set_stack_trace(where)
+        return func(*args, **(kwargs or {}))
+
+
+def _place_lines(graph_module) -> None:
+    """meta["at"]: the line of each node; for a node of the backward the line of its forward, marked "(backward)"."""
+    forward_line = {}
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.meta.get("autograd_backward") or node.meta.get("is_gradient_acc"):
+            line = forward_line.get(node.meta.get("seq_nr"))
+            if line is None:
+                line = next((m.meta["at"] for m in node.all_input_nodes if "at" in m.meta), "?").split(" ")[0]
+            node.meta["at"] = f"{line} (backward)"
+        else:
+            line = (node.meta.get("stack_trace") or "?").strip()
+            node.meta["at"] = forward_line[node.meta.get("seq_nr")] = line
+
+
+# ---- purity ----------------------------------------------------------------------------------------------------------
+def _require_pure(graph_module, in_paths) -> None:
+    """A step may write into its own temporaries, never into an argument."""
+    owner = {}
+    for node, path in zip(graph_module.graph.find_nodes(op="placeholder"), in_paths, strict=True):
+        owner[_storage(node.meta["val"])] = path
+    for node in graph_module.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            value = given.meta.get("val") if written and isinstance(given, torch.fx.Node) else None
+            if isinstance(value, FakeTensor) and _storage(value) in owner:
+                raise ValueError(
+                    f"argument {owner[_storage(value)]!r} is changed in place by {node.target} at "
+                    f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
+                    "(jit(..., donate=...) reuses the memory)"
+                )

@@ -1,0 +1,66 @@
+"""The usual training step, built from parts that are all public: write your own where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Layout
+from fmegatron.step.grad import accumulate, reduce_gradients, value_and_grad
+
+__all__ = ["State", "build_train_step", "init_state", "state_specs"]
+
+
+class State(NamedTuple):
+    """What a run carries from step to step: number of steps done (0-d int64), parameters, optimizer state."""
+
+    step: Any
+    params: Any
+    opt: Any
+
+
+def state_specs(param_specs: Any, optimizer: Any) -> State:
+    """Specs of the whole state, given those of the parameters: one definition for memory, layouts and checkpoint."""
+    mesh = tree.leaves(param_specs)[0].mesh
+    step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
+    return State(step, param_specs, optimizer.init(param_specs))
+
+
+def init_state(params: Any, optimizer: Any) -> State:
+    """The state at step 0 for given parameters (local shards)."""
+    device = tree.leaves(params)[0].device
+    return State(torch.zeros((), dtype=torch.int64, device=device), params, optimizer.init(params))
+
+
+def build_train_step(
+    loss_fn: Callable,
+    optimizer: Any,
+    layouts: Any,
+    axes: Axes,
+    *,
+    data_axes: tuple[str, ...] = ("dp", "fsdp"),
+    microbatches: int = 1,
+    clip_norm: float | None = 1.0,
+) -> Callable:
+    """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
+
+    loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
+    the loss; metrics are 0-d tensors that are alike on all ranks. layouts: of the parameters. clip_norm: largest global
+    gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
+    """
+    grad_fn = accumulate(value_and_grad(loss_fn), microbatches)
+
+    def train_step(state: State, batch: Any) -> tuple[State, dict]:
+        (_, metrics), grads = grad_fn(state.params, batch)
+        grads = reduce_gradients(grads, layouts, axes, data_axes)
+        norm = optim.global_norm(grads, layouts, axes)
+        if clip_norm is not None:
+            grads = optim.clip(grads, norm, clip_norm)
+        params, opt = optimizer.update(grads, state.opt, state.params)
+        return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
+
+    return train_step
