@@ -1,0 +1,201 @@
+"""The decoder: its arrays, where they lie, and its loss.  Legend: B batch, S sequence, D width, V vocabulary (padded)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from fmegatron import nn, tree
+from fmegatron.collectives import Axes, Axis, psum
+from fmegatron.layout import Layout, Mesh, Rules, Split
+from fmegatron.model.block import block, norm_weight
+from fmegatron.model.config import Config
+from fmegatron.tree import ArraySpec, Constant, Normal
+
+DATA_AXES = ("dp", "fsdp")  # the batch is split over these; weights may be sharded over them and gathered when used
+MODEL_AXES = (*DATA_AXES, "tp")
+
+RULES = Rules(
+    [
+        (r"embed/table", ("tp", "fsdp")),
+        (r"blocks/attention/wqkv", (None, "fsdp", "tp")),
+        (r"blocks/attention/wo", (None, "tp", "fsdp")),
+        (r"blocks/mlp/w_gate_up", (None, "fsdp", "tp")),
+        (r"blocks/mlp/w_down", (None, "tp", "fsdp")),
+        (r"head/w", ("fsdp", "tp")),
+        (r"blocks/\w+_norm|final_norm", ()),
+    ]
+)
+
+
+# ---- arrays and layouts ----------------------------------------------------------------------------------------------
+def specs(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
+    """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
+
+    `rules` gives the axes of each leaf; axes of MODEL_AXES that the mesh lacks count as size 1. Dims that hold several
+    matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis. Raises ValueError when a
+    size does not divide by the axes that split it, naming leaf, size and fix.
+    """
+    config.check_mesh(mesh)
+    D, L, F, V = config.dim, config.layers, config.ffn_dim, config.padded_vocab
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    narrow, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * L))  # GPT-2's scaling of what is added to the stream
+
+    def array(path, shape, init, parts=None):
+        spec = tuple(_on_mesh(entry, mesh) for entry in rules.match(path))
+        if parts and len(spec) == len(shape) and spec[-1]:
+            spec = (*spec[:-1], Split(spec[-1], parts))
+        layout = Layout(shape, config.param_dtype, mesh, spec)
+        for dim, (size, entry) in enumerate(zip(shape, layout.spec, strict=True)):
+            pieces, ways = entry.sizes(size) if isinstance(entry, Split) else (size,), mesh.extent(layout.axes(dim))
+            if any(piece % ways for piece in pieces):
+                raise ValueError(
+                    f"{path}: got dim {dim} of size {' + '.join(map(str, pieces))}, wanted a multiple of {ways} "
+                    f"({'·'.join(layout.axes(dim))} of the mesh {mesh}); change the size or the mesh, or give a rule without it"
+                )
+        return ArraySpec(layout, init)
+
+    blocks = {
+        "attention_norm": array("blocks/attention_norm", (L, D), Constant(1.0)),
+        "attention": {
+            "wqkv": array("blocks/attention/wqkv", (L, D, q + 2 * kv), narrow, (q, kv, kv)),
+            "wo": array("blocks/attention/wo", (L, q, D), residual),
+        },
+        "mlp_norm": array("blocks/mlp_norm", (L, D), Constant(1.0)),
+        "mlp": {
+            "w_gate_up": array("blocks/mlp/w_gate_up", (L, D, 2 * F), narrow, (F, F)),
+            "w_down": array("blocks/mlp/w_down", (L, F, D), residual),
+        },
+    }
+    out = {
+        "embed": {"table": array("embed/table", (V, D), narrow)},
+        "blocks": blocks,
+        "final_norm": array("final_norm", (D,), Constant(1.0)),
+    }
+    return out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
+
+
+def layouts(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
+    """The tree of Layouts of the model on `mesh` (see `specs`)."""
+    return tree.layouts(specs(config, mesh, rules))
+
+
+def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RULES) -> dict:
+    """This rank's shards of the initial parameters; the global arrays depend on `key` only, not on mesh or rank."""
+    return tree.init(specs(config, mesh, rules), key, rank)
+
+
+def _on_mesh(entry, mesh: Mesh):
+    """A rule's entry for one dim without the model axes that this mesh does not have."""
+    axes = entry.names if isinstance(entry, Split) else (entry,) if isinstance(entry, str) else entry or ()
+    kept = tuple(name for name in axes if name in mesh or name not in MODEL_AXES)  # others: Layout names the unknown axis
+    if not kept:
+        return None
+    return Split(kept, entry.parts) if isinstance(entry, Split) else kept
+
+
+# ---- weights as a step uses them -------------------------------------------------------------------------------------
+def axis_of(axes: Axes, *names: str) -> Axis:
+    """The (joint) axis of those `names` that the mesh has; size 1 if it has none."""
+    return axes[tuple(name for name in names if name in axes.mesh)]
+
+
+def gather_weights(shards, layouts, config: Config, axes: Axes):
+    """Matrices in the compute dtype and whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather per axis.
+
+    The cast comes first, so that the gather moves compute-dtype bytes. Vectors (norm weights) keep their dtype: they are
+    small and their maths is fp32. Transpose: one reduce_scatter, then the cast of the gradient.
+    """
+    shards = tree.map(lambda x: x.to(config.compute_dtype) if x.dim() > 1 else x, shards)
+    for name in reversed(DATA_AXES):  # minor first
+        if name not in axes.mesh:
+            continue
+        shards = nn.gather_tree(shards, layouts, axes[name])
+        layouts = tree.map(lambda layout, name=name: layout.without(name), layouts)
+    return shards
+
+
+def layer_layout(layout: Layout) -> Layout:
+    """Layout of one layer of a stacked leaf: `[L, ...] -> [...]`."""
+    assert not layout.axes(0), f"the layer dim of {layout} is split; a pipeline's stages hold whole layers"
+    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
+
+
+def unstack(stacked) -> list:
+    """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums."""
+    _, leaves, spec = tree.flatten(stacked)
+    return [tree.unflatten(spec, list(layer)) for layer in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+
+
+def plain_layer(fn, prepare):
+    """How a layer is run when nothing special is wanted: `fn(x, prepare(shards), *rest)`; see step.compiled_layer."""
+    return lambda x, shards, *rest: fn(x, prepare(shards), *rest)
+
+
+# ---- forward and loss ------------------------------------------------------------------------------------------------
+def logits(params: dict, tokens_BS: Tensor, config: Config, layouts: dict, axes: Axes, layer=plain_layer) -> Tensor:
+    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked here."""
+    if tokens_BS.shape[1] > config.max_seq:
+        raise ValueError(
+            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Config.max_seq={config.max_seq}; "
+            "raise max_seq (RoPE needs no new parameters) or cut the batch"
+        )
+    tp = axis_of(axes, "tp")
+    if config.sequence_parallel and tokens_BS.shape[1] % tp.size:
+        raise ValueError(
+            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} for sequence parallelism; "
+            "change the length, or set Config.sequence_parallel=False"
+        )
+    outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
+    outer = gather_weights(outer, {name: layouts[name] for name in outer}, config, axes)
+    layer_layouts = tree.map(layer_layout, layouts["blocks"])
+    run = layer(
+        functools.partial(block, config=config, tp=tp),
+        lambda shards: gather_weights(shards, layer_layouts, config, axes),
+    )
+    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    cos_Sh, sin_Sh = nn.rope_angles(positions_S, config.head_dim, config.rope_theta, config.compute_dtype)
+
+    x_BSD = nn.embed(tokens_BS, outer["embed"]["table"], tp, config.sequence_parallel)
+    for shards in unstack(params["blocks"]):
+        x_BSD = run(x_BSD, shards, cos_Sh, sin_Sh)
+    return read_out(x_BSD, outer, config, tp)
+
+
+def read_out(x_BSD: Tensor, outer: dict, config: Config, tp: Axis) -> Tensor:
+    """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
+    x_BSD = nn.rms_norm(x_BSD, norm_weight(outer["final_norm"], config, tp), config.norm_eps)
+    head_DV = outer["embed"]["table"].t() if config.tied else outer["head"]["w"]
+    return nn.column_parallel(x_BSD, head_DV, tp, config.sequence_parallel)
+
+
+def loss(params: dict, batch: dict, config: Config, layouts: dict, axes: Axes, layer=plain_layer) -> tuple[Tensor, dict]:
+    """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens that count.
+
+    batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over dp and fsdp.
+    The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
+    has the same part. `layer(fn, prepare)` decides how a block is run (`plain_layer`, or step.compiled_layer).
+    metrics: 0-d, equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if configured), "tokens" (int64).
+    """
+    logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer)
+    data = axis_of(axes, *DATA_AXES)
+    nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axis_of(axes, "tp"), config.vocab_size)
+    z_BS = config.z_loss * lse_BS.square() if config.z_loss else None
+    if "mask" in batch:
+        mask_BS = batch["mask"].to(nll_BS.dtype)
+        tokens = psum(mask_BS.sum(), data)
+        count = tokens.clamp(min=1.0)  # a batch without any token has loss 0, not 0/0
+        nll_BS, z_BS = nll_BS * mask_BS, z_BS * mask_BS if config.z_loss else None
+    else:
+        count = nll_BS.numel() * data.size
+        tokens = torch.full((), count, dtype=torch.int64, device=nll_BS.device)
+    if not config.z_loss:
+        local = nll_BS.sum() / count
+        return local, {"loss": psum(local.detach(), data), "tokens": tokens.to(torch.int64)}
+    z = z_BS.sum() / count
+    local = nll_BS.sum() / count + z
+    total, z = psum(torch.stack((local.detach(), z.detach())), data).unbind(0)
+    return local, {"loss": total, "z_loss": z, "tokens": tokens.to(torch.int64)}

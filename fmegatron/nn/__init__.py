@@ -1,0 +1,24 @@
+"""Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
+
+from fmegatron.nn.attention import attention
+from fmegatron.nn.embed import embed, local_ids
+from fmegatron.nn.gather import gather_tree
+from fmegatron.nn.linear import column_parallel, row_parallel
+from fmegatron.nn.loss import cross_entropy
+from fmegatron.nn.mlp import swiglu
+from fmegatron.nn.norm import rms_norm
+from fmegatron.nn.rope import apply_rope, rope_angles
+
+__all__ = [
+    "apply_rope",
+    "attention",
+    "column_parallel",
+    "cross_entropy",
+    "embed",
+    "gather_tree",
+    "local_ids",
+    "rms_norm",
+    "rope_angles",
+    "row_parallel",
+    "swiglu",
+]

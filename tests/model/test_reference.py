@@ -1,0 +1,91 @@
+"""The model on one rank equals a plain torch Llama in fp64: loss and every gradient, over the switches of Config."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fmegatron import model, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Mesh
+from tests.model import plain_llama
+
+TINY = model.Config(
+    vocab_size=50, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_seq=12, vocab_multiple=32,
+    param_dtype=torch.float64, compute_dtype=torch.float64,
+)  # fmt: skip
+VARIANTS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "z_loss": {"z_loss": 1e-2},
+    "mask": {},
+    "mask_and_z_loss": {"z_loss": 1e-2, "tied": True},
+    "one_kv_head": {"kv_heads": 1},
+    "all_kv_heads": {"kv_heads": 4},
+    "no_padding": {"vocab_size": 64},
+    "sequence_parallel": {"sequence_parallel": True},
+}
+
+
+def make_batch(config, batch_size=3, seq=12, mask=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, config.vocab_size, (batch_size, seq + 1), generator=generator)
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    if mask:
+        batch["mask"] = (torch.rand(batch_size, seq, generator=generator) < 0.7).to(torch.float64)
+    return batch
+
+
+def leaves_that_differ(params, seed=1):
+    """Parameters moved off their initial values: norms that are all ones would hide a missing factor."""
+    generator = torch.Generator().manual_seed(seed)
+    return tree.map(lambda x: x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype), params)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_equal_the_plain_llama(name):
+    config = dataclasses.replace(TINY, **VARIANTS[name])
+    mesh = Mesh()
+    params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(model.init(config, mesh, key=3)))
+    batch = make_batch(config, mask="mask" in name)
+    ours, metrics = model.loss(params, batch, config, model.layouts(config, mesh), Axes(mesh))
+    theirs = plain_llama.loss(params, batch, config)
+    assert abs(ours - theirs) <= 1e-12 * abs(theirs)
+    assert abs(metrics["loss"] - theirs) <= 1e-12 * abs(theirs)
+    assert int(metrics["tokens"]) == int(batch["mask"].sum() if "mask" in batch else batch["tokens"].numel())
+    assert ("z_loss" in metrics) == bool(config.z_loss)
+    for path, ours_grad, theirs_grad in zip(
+        tree.paths(params),
+        torch.autograd.grad(ours, tree.leaves(params)),
+        torch.autograd.grad(theirs, tree.leaves(params)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-10, atol=1e-14, msg=lambda m, path=path: f"{path}: {m}")
+
+
+def test_logits_equal_the_plain_llama():
+    mesh = Mesh(dp=1, fsdp=1, tp=1)
+    params = leaves_that_differ(model.init(TINY, mesh, key=3))
+    tokens = make_batch(TINY)["tokens"]
+    ours = model.logits(params, tokens, TINY, model.layouts(TINY, mesh), Axes(mesh))
+    torch.testing.assert_close(ours, plain_llama.forward(params, tokens, TINY), rtol=1e-10, atol=1e-13)
+
+
+def test_an_empty_mask_gives_zero_and_not_nan():
+    mesh = Mesh()
+    batch = {**make_batch(TINY), "mask": torch.zeros(3, 12)}
+    value, metrics = model.loss(model.init(TINY, mesh, 0), batch, TINY, model.layouts(TINY, mesh), Axes(mesh))
+    assert float(value) == 0 and int(metrics["tokens"]) == 0
+
+
+def test_low_precision_compute_follows_fp32():
+    """bf16 matrices with fp32 parameters: the loss agrees to bf16's rounding, gradients come back in the parameters' dtype."""
+    mesh = Mesh()
+    wide = dataclasses.replace(TINY, param_dtype=torch.float32, compute_dtype=torch.float32)
+    narrow = dataclasses.replace(wide, compute_dtype=torch.bfloat16)
+    params = tree.map(lambda x: x.requires_grad_(), model.init(wide, mesh, 0))
+    batch, layouts = make_batch(TINY), model.layouts(wide, mesh)
+    ours, _ = model.loss(params, batch, narrow, layouts, Axes(mesh))
+    exact, _ = model.loss(params, batch, wide, layouts, Axes(mesh))
+    assert ours.dtype == torch.float32 and abs(ours - exact) < 1e-2
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(ours, tree.leaves(params)))
