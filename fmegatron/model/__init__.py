@@ -1,10 +1,21 @@
-"""What is trained: a decoder as a function, and the tree of specs that says which arrays it needs and where they lie."""
+"""What is trained: a decoder as a function, and the tree of specs of its arrays: what they are and where they lie."""
 
 from fmegatron.model import sample
 from fmegatron.model.block import block
 from fmegatron.model.config import Config
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
-from fmegatron.model.gpt import DATA_AXES, RULES, gather_weights, init, layouts, logits, loss, plain_layer, specs, unstack
+from fmegatron.model.gpt import (
+    DATA_AXES,
+    RULES,
+    gather_weights,
+    init,
+    layouts,
+    logits,
+    loss,
+    plain_layer,
+    specs,
+    unstack,
+)
 from fmegatron.model.sample import generate
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One decoder block on local shards.  Legend: B batch, S sequence, D width, H/G query/kv heads of this rank, K head width."""
+"""One decoder block on local shards.  Legend: B batch, S sequence, D width, H/G local query/kv heads, K head width."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def block(x_BSD: Tensor, w: dict, cos_Sh: Tensor, sin_Sh: Tensor, *, config: Con
 
 
 def project_qkv(x_BSD: Tensor, w: dict, cos_Sh: Tensor, sin_Sh: Tensor, config: Config, tp: Axis):
-    """The first part of a block: norm, fused projection, RoPE on queries and keys -> (q[B,S,H,K], k[B,S,G,K], v[B,S,G,K])."""
+    """The first part of a block: norm, fused projection, RoPE -> (q[B, S, H, K], k[B, S, G, K], v[B, S, G, K])."""
     K, sp = config.head_dim, config.sequence_parallel
     u_BSD = nn.rms_norm(x_BSD, norm_weight(w["attention_norm"], config, tp), config.norm_eps)
     qkv_BSF = nn.column_parallel(u_BSD, w["attention"]["wqkv"], tp, sp)
@@ -42,7 +42,7 @@ def finish_block(x_BSD: Tensor, o_BSHK: Tensor, w: dict, config: Config, tp: Axi
 def norm_weight(w_D: Tensor, config: Config, tp: Axis) -> Tensor:
     """A norm's weight as the ranks of tp use it: `w@R -> w@R`.
 
-    With sequence parallelism each rank normalises other tokens, so the gradient is a sum over tp: `enter` makes it. Without,
-    every rank does the same work on the same tokens and the gradients are already whole and equal.
+    With sequence parallelism each rank normalises other tokens, so the gradient is a sum over tp: `enter` makes it.
+    Without, every rank does the same work on the same tokens and the gradients are already whole and equal.
     """
     return enter(w_D, tp) if config.sequence_parallel else w_D

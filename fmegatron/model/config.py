@@ -11,14 +11,15 @@ from fmegatron.layout import Mesh
 
 @dataclass(frozen=True)
 class Config:
-    """A Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases. Raises ValueError if sizes disagree.
+    """A Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases. ValueError for wrong sizes.
 
-    vocab_size: ids that exist. dim: model width. layers. heads, kv_heads: query and key/value heads (heads a multiple of
-    kv_heads). ffn_dim: hidden width of the MLP. max_seq: longest sequence, in tokens. tied: the head is the embedding.
-    z_loss: coefficient of lse^2 in the loss, 0 for none. param_dtype: of the stored weights. compute_dtype: of matrices and
-    activations in a step (norm weights and statistics, RoPE and the loss are fp32 or wider). sequence_parallel: between
-    the matrix products of a block, activations are split over tp on the sequence. vocab_multiple: the vocabulary is padded to a
-    multiple of this, whatever the mesh; padded columns get no probability and no gradient.
+    vocab_size: ids that exist. dim: model width. layers. heads, kv_heads: query and key/value heads (heads a multiple
+    of kv_heads). ffn_dim: hidden width of the MLP. max_seq: longest sequence, in tokens. tied: the head is the
+    embedding. z_loss: coefficient of lse^2 in the loss, 0 for none. param_dtype: of the stored weights. compute_dtype:
+    of matrices and activations in a step (norm weights and statistics, RoPE and the loss are fp32 or wider).
+    sequence_parallel: between the matrix products of a block, activations are split over tp on the sequence.
+    vocab_multiple: the vocabulary is padded to a multiple of this, whatever the mesh; padded columns get no
+    probability and no gradient.
 
     >>> config = Config(vocab_size=65, dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=128, max_seq=32)
     >>> config.head_dim, config.padded_vocab
@@ -53,7 +54,7 @@ class Config:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"Config.dim / Config.heads: got a head width of {self.head_dim}, wanted an even one (RoPE rotates pairs); "
+                f"Config.dim / heads: got a head width of {self.head_dim}, wanted an even one (RoPE rotates pairs); "
                 f"try dim={_round_up(self.dim, 2 * self.heads)}"
             )
         if self.heads % self.kv_heads:

@@ -27,15 +27,18 @@ def parameters(config: Config) -> dict[str, int]:
     return {**parts, "norms": total("norm"), "head": total("head/"), "total": sum(size.values())}
 
 
-def flops_per_token(config: Config, seq_len: int | None = None, *, training: bool = True, causal: bool = True) -> dict[str, int]:
+def flops_per_token(
+    config: Config, seq_len: int | None = None, *, training: bool = True, causal: bool = True
+) -> dict[str, int]:
     """Multiply-adds times 2 that one token needs, by part ("matmul", "attention", "head") and in "total".
 
     seq_len: default max_seq. training: forward and backward (3 times the forward; recomputation is not counted, as in
-    model FLOPs utilisation). causal: a token looks at (S + 1) / 2 keys on average; False counts all S, as PaLM's formula does.
-    The embedding lookup is no arithmetic; norms, RoPE and softmax are left out (below 1 %).
+    model FLOPs utilisation). causal: a token looks at (S + 1) / 2 keys on average; False counts all S, as PaLM's
+    formula does. The embedding lookup is no arithmetic; norms, RoPE and softmax are left out (below 1 %).
     Source: PaLM, arXiv 2204.02311, appendix B.
 
-    >>> flops_per_token(Config(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=7), training=False)
+    >>> config = Config(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=7)
+    >>> flops_per_token(config, training=False)
     {'matmul': 2304, 'attention': 256, 'head': 1024, 'total': 3584}
     """
     S = config.max_seq if seq_len is None else seq_len

@@ -1,4 +1,4 @@
-"""The decoder: its arrays, where they lie, and its loss.  Legend: B batch, S sequence, D width, V vocabulary (padded)."""
+"""The decoder: its arrays, where they lie, and its loss.  Legend: B batch, S sequence, D width, V padded vocabulary."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
     """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
 
     `rules` gives the axes of each leaf; axes of MODEL_AXES that the mesh lacks count as size 1. Dims that hold several
-    matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis. Raises ValueError when a
-    size does not divide by the axes that split it, naming leaf, size and fix.
+    matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis.
+    Raises ValueError when a size does not divide by the axes that split it, naming leaf, size and fix.
     """
     config.check_mesh(mesh)
     D, L, F, V = config.dim, config.layers, config.ffn_dim, config.padded_vocab
@@ -54,7 +54,7 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
             if any(piece % ways for piece in pieces):
                 raise ValueError(
                     f"{path}: got dim {dim} of size {' + '.join(map(str, pieces))}, wanted a multiple of {ways} "
-                    f"({'·'.join(layout.axes(dim))} of the mesh {mesh}); change the size or the mesh, or give a rule without it"
+                    f"({'·'.join(layout.axes(dim))} of the mesh {mesh}); change size or mesh, or give a rule without it"
                 )
         return ArraySpec(layout, init)
 
@@ -91,7 +91,7 @@ def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RUL
 def _on_mesh(entry, mesh: Mesh):
     """A rule's entry for one dim without the model axes that this mesh does not have."""
     axes = entry.names if isinstance(entry, Split) else (entry,) if isinstance(entry, str) else entry or ()
-    kept = tuple(name for name in axes if name in mesh or name not in MODEL_AXES)  # others: Layout names the unknown axis
+    kept = tuple(name for name in axes if name in mesh or name not in MODEL_AXES)  # Layout refuses unknown axes
     if not kept:
         return None
     return Split(kept, entry.parts) if isinstance(entry, Split) else kept
@@ -104,10 +104,11 @@ def axis_of(axes: Axes, *names: str) -> Axis:
 
 
 def gather_weights(shards, layouts, config: Config, axes: Axes):
-    """Matrices in the compute dtype and whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather per axis.
+    """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather an axis.
 
-    The cast comes first, so that the gather moves compute-dtype bytes. Vectors (norm weights) keep their dtype: they are
-    small and their maths is fp32. Transpose: one reduce_scatter, then the cast of the gradient.
+    The cast comes first, so that the gather moves compute-dtype bytes. Vectors (norm weights) keep their dtype: they
+    are small and their maths is fp32.
+    Transpose: one reduce_scatter, then the cast of the gradient.
     """
     shards = tree.map(lambda x: x.to(config.compute_dtype) if x.dim() > 1 else x, shards)
     for name in reversed(DATA_AXES):  # minor first
@@ -137,7 +138,7 @@ def plain_layer(fn, prepare):
 
 # ---- forward and loss ------------------------------------------------------------------------------------------------
 def logits(params: dict, tokens_BS: Tensor, config: Config, layouts: dict, axes: Axes, layer=plain_layer) -> Tensor:
-    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked here."""
+    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked."""
     if tokens_BS.shape[1] > config.max_seq:
         raise ValueError(
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Config.max_seq={config.max_seq}; "
@@ -146,7 +147,7 @@ def logits(params: dict, tokens_BS: Tensor, config: Config, layouts: dict, axes:
     tp = axis_of(axes, "tp")
     if config.sequence_parallel and tokens_BS.shape[1] % tp.size:
         raise ValueError(
-            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} for sequence parallelism; "
+            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence parallelism); "
             "change the length, or set Config.sequence_parallel=False"
         )
     outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
@@ -172,8 +173,10 @@ def read_out(x_BSD: Tensor, outer: dict, config: Config, tp: Axis) -> Tensor:
     return nn.column_parallel(x_BSD, head_DV, tp, config.sequence_parallel)
 
 
-def loss(params: dict, batch: dict, config: Config, layouts: dict, axes: Axes, layer=plain_layer) -> tuple[Tensor, dict]:
-    """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens that count.
+def loss(
+    params: dict, batch: dict, config: Config, layouts: dict, axes: Axes, layer=plain_layer
+) -> tuple[Tensor, dict]:
+    """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
 
     batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over dp and fsdp.
     The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
@@ -183,19 +186,20 @@ def loss(params: dict, batch: dict, config: Config, layouts: dict, axes: Axes, l
     logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer)
     data = axis_of(axes, *DATA_AXES)
     nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axis_of(axes, "tp"), config.vocab_size)
-    z_BS = config.z_loss * lse_BS.square() if config.z_loss else None
+    z_BS = config.z_loss * lse_BS.square()
     if "mask" in batch:
         mask_BS = batch["mask"].to(nll_BS.dtype)
+        nll_BS, z_BS = nll_BS * mask_BS, z_BS * mask_BS
         tokens = psum(mask_BS.sum(), data)
         count = tokens.clamp(min=1.0)  # a batch without any token has loss 0, not 0/0
-        nll_BS, z_BS = nll_BS * mask_BS, z_BS * mask_BS if config.z_loss else None
     else:
         count = nll_BS.numel() * data.size
         tokens = torch.full((), count, dtype=torch.int64, device=nll_BS.device)
+    metrics = {"tokens": tokens.to(torch.int64)}
     if not config.z_loss:
         local = nll_BS.sum() / count
-        return local, {"loss": psum(local.detach(), data), "tokens": tokens.to(torch.int64)}
+        return local, {"loss": psum(local.detach(), data), **metrics}
     z = z_BS.sum() / count
     local = nll_BS.sum() / count + z
     total, z = psum(torch.stack((local.detach(), z.detach())), data).unbind(0)
-    return local, {"loss": total, "z_loss": z, "tokens": tokens.to(torch.int64)}
+    return local, {"loss": total, "z_loss": z, **metrics}

@@ -1,8 +1,8 @@
 """Text from a trained decoder: greedy, temperature and top-p, with a key/value cache.
 
 Legend: B sequences, P prompt tokens, T cache slots, V vocabulary, G key/value heads of this rank, K head width.
-Everything is a pure function: the cache is a value that goes in and comes out, the position is a 0-d tensor, and chance is
-a uniform number made from (key, position, row), so one key gives one text, whatever the mesh.
+Everything is a pure function: the cache is a value that goes in and comes out, the position is a 0-d tensor, and
+chance is a uniform number made from (key, position, row), so one key gives one text, whatever the mesh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fmegatron.model.gpt import axis_of, gather_weights, layer_layout, read_out,
 def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) -> dict:
     """Parameters as the functions below take them: whole over the data axes, in the compute dtype, one dict per layer.
 
-    Shards over fsdp (and dp) are gathered here, once, in one collective; every rank then holds its tp part of the model.
+    Shards over fsdp (and dp) are gathered here, once, in one collective; every rank then holds its tp part of the
+    model.
     """
     layers = unstack(params["blocks"])
     layer_layouts = [tree.map(layer_layout, layouts["blocks"])] * len(layers)
@@ -32,13 +33,15 @@ def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) ->
 
 
 def prefill(weights: dict, tokens_BP: Tensor, config: Config, tp: Axis, slots: int) -> tuple[Tensor, dict]:
-    """Read the prompt: (logits[B, V_tp] after its last token, cache with the prompt's keys and values in slots 0 .. P-1).
+    """Read the prompt: (logits[B, V_tp] after its last token, cache with its keys and values in slots 0 .. P-1).
 
     The cache is {"k", "v": per layer [B, T, G_tp, K]}, T = `slots`, fixed for the whole generation.
     """
     P = tokens_BP.shape[1]
     if P > slots:
-        raise ValueError(f"prompt: got {P} tokens, wanted at most the {slots} slots of the cache; cut it or raise slots")
+        raise ValueError(
+            f"prompt: got {P} tokens, wanted at most the {slots} slots of the cache; cut it or raise slots"
+        )
     config = _whole_sequence(config)
     angles = _angles(torch.arange(P, device=tokens_BP.device), config)
     x_BPD = nn.embed(tokens_BP, weights["embed"]["table"], tp)
@@ -51,7 +54,9 @@ def prefill(weights: dict, tokens_BP: Tensor, config: Config, tp: Axis, slots: i
     return read_out(x_BPD[:, -1:], weights, config, tp)[:, 0], cache
 
 
-def decode(weights: dict, token_B: Tensor, position: Tensor, cache: dict, config: Config, tp: Axis) -> tuple[Tensor, dict]:
+def decode(
+    weights: dict, token_B: Tensor, position: Tensor, cache: dict, config: Config, tp: Axis
+) -> tuple[Tensor, dict]:
     """One more token at `position` (0-d int64, the slot it takes): (logits[B, V_tp] after it, the cache with it).
 
     Shapes do not depend on the position, so one compiled form serves all steps; donate the cache to update it in place.
@@ -73,19 +78,21 @@ def decode(weights: dict, token_B: Tensor, position: Tensor, cache: dict, config
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """A token id per row: the best one at temperature 0, else drawn from softmax(logits / temperature) cut to its top-p set.
+    """A token id a row: the best at temperature 0, else drawn from softmax(logits / temperature) cut to its top-p set.
 
-    The set is the shortest prefix of the tokens, by falling probability (equal ones by id), with mass >= top_p; never empty.
-    The draw inverts the cumulative mass at `uniform` (in [0, 1)), so it is a function of its arguments and nothing else.
+    The set is the shortest prefix of the tokens, by falling probability (equal ones by id), with mass >= top_p; never
+    empty. The draw inverts the cumulative mass at `uniform` (in [0, 1)), so it is a function of its arguments and
+    nothing else.
     Source: Holtzman et al. 2019, arXiv 1904.09751, section 3.1.
     """
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"choose: got temperature={temperature}, top_p={top_p}; wanted temperature >= 0 (0 is greedy), 0 < top_p <= 1"
+            f"choose: got temperature={temperature}, top_p={top_p}; "
+            "wanted temperature >= 0 (0 is greedy) and 0 < top_p <= 1"
         )
     if temperature == 0:
         return logits_BV.argmax(-1)
-    p_BV, id_BV = (logits_BV.double() / temperature).softmax(-1).sort(-1, descending=True, stable=True)
+    p_BV, id_BV = torch.sort((logits_BV.double() / temperature).softmax(-1), dim=-1, descending=True, stable=True)
     before_BV = p_BV.cumsum(-1) - p_BV  # mass of the better tokens: below top_p until the set is full
     p_BV = torch.where(before_BV < top_p, p_BV, 0.0)
     upto_BV = p_BV.cumsum(-1)
@@ -115,9 +122,9 @@ def generate(
 ) -> Tensor:
     """`count` tokens after each prompt, int64 [B, count]; the same on all ranks of a mesh, all of which must call it.
 
-    params, layouts: this rank's shards and the layouts of all. axes: bound to the running ranks (`Axes(mesh, world)`), or of
-    a mesh of size 1. temperature 0 is greedy; `choose` has the rest. compile: wraps the two pure functions that run the
-    model, `prefill(weights, tokens)` and `decode(weights, token, position, cache)`, e.g. with step.jit.
+    params, layouts: this rank's shards and the layouts of all. axes: bound to the running ranks (`Axes(mesh, world)`),
+    or of a mesh of size 1. temperature 0 is greedy; `choose` has the rest. compile: wraps the two pure functions that
+    run the model, `prefill(weights, tokens)` and `decode(weights, token, position, cache)`, e.g. with step.jit.
     Raises ValueError when prompt and count do not fit into config.max_seq, or the axes have no processes behind them.
     """
     B, P = prompt_BP.shape

@@ -15,15 +15,17 @@ def embed(tokens_BS: Tensor, table_VD: Tensor, tp: Axis, sequence_parallel: bool
     """Rows of a table that is split over tp by vocabulary: each rank looks up its own rows, the others add zero.
 
     `tokens[B, S]@R(tp), table[V_tp, D] -> x[B, S, D]@R(tp)`; with sequence_parallel `-> x[B, S_tp, D]`.
-    Transpose: dx arrives replicated (psum: identity; reduce_scatter: all_gather), and each rank adds the rows it owns into
-    its own part of the table's gradient, complete. Ids outside 0 .. V-1 give zeros when tp > 1 and an index error at tp = 1.
+    Transpose: dx arrives replicated (psum: identity; reduce_scatter: all_gather), and each rank adds the rows it owns
+    into its own part of the table's gradient, complete. Ids outside 0 .. V-1 give zeros when tp > 1 and an index error
+    at tp = 1.
     """
     if tp.size == 1:
         return F.embedding(tokens_BS, table_VD)
     rows = table_VD.shape[0]
     ids_BS = local_ids(tokens_BS, rows, tp)
     own_BS = (ids_BS >= 0) & (ids_BS < rows)
-    table_VD = declare(table_VD, tp, backward=("sharded", 0))  # ids differ by rank on purpose: each grad row is its owner's
+    # Ids differ by rank on purpose: what the lookup's transpose makes is this rank's rows of the table's gradient.
+    table_VD = declare(table_VD, tp, backward=("sharded", 0))
     x_BSD = F.embedding(ids_BS.clamp(0, rows - 1), table_VD) * own_BS[..., None].to(table_VD.dtype)
     x_BSD = declare(x_BSD, tp, forward="partial")  # exactly one rank is not zero
     return reduce_scatter(x_BSD, tp, 1) if sequence_parallel else psum(x_BSD, tp)

@@ -11,13 +11,14 @@ from fmegatron.layout import Layout, Split
 
 
 def gather_tree(shards, layouts, axis: Axis):
-    """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves are returned as they are.
+    """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> w[D, F_tp]`, for all leaves at once: local shards are flattened, concatenated (one buffer per
     dtype), all-gathered once, cut, and laid out again on whichever dim the axis splits, interleaved dims included.
     Transpose: the same path backwards, so one reduce_scatter over `axis` sums and shards all the weights' gradients.
-    `layouts` has the structure of `shards` and says where the axis lies. Raises ValueError naming the leaf when a layout
-    is uneven, or when another axis splits the same dim below this one (the minor axis must be gathered first).
+    `layouts` has the structure of `shards` and says where the axis lies.
+    Raises ValueError naming the leaf when a layout is uneven, or when another axis splits the same dim below this one
+    (the minor axis must be gathered first).
     """
     if axis.size == 1:
         return shards
@@ -34,7 +35,7 @@ def gather_tree(shards, layouts, axis: Axis):
 
 
 def _place(path: str, layout: Layout, axis: Axis) -> tuple[int, tuple[int, ...]] | None:
-    """(the dim that the axis splits, this rank's sizes of the dim's parts), or None where the leaf is not sharded over it."""
+    """(the dim that the axis splits, local sizes of the dim's parts), or None where the leaf is not sharded over it."""
     for dim in range(len(layout.shape)):
         names = tuple(name for name in layout.axes(dim) if layout.mesh[name] > 1)
         if not set(names) & set(axis.names):
@@ -56,6 +57,6 @@ def _place(path: str, layout: Layout, axis: Axis) -> tuple[int, tuple[int, ...]]
 
 
 def _lay_out(piece: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
-    """[ranks, *local shape] -> the local shape with `dim` whole; each part of an interleaved dim is joined on its own."""
+    """[ranks, *local shape] -> the local shape with `dim` whole; parts of an interleaved dim are joined one by one."""
     joined = [part.movedim(0, dim).flatten(dim, dim + 1) for part in piece.split(list(parts), dim + 1)]
     return torch.cat(joined, dim) if len(joined) > 1 else joined[0]

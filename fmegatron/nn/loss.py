@@ -7,17 +7,19 @@ from fmegatron.collectives import Axis, axis_index, declare, pmax, psum
 from fmegatron.nn.embed import local_ids
 
 
-def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, tp: Axis, vocab_size: int | None = None) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits_BSV: Tensor, labels_BS: Tensor, tp: Axis, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Token losses and log-normalisers of logits that are split over tp by vocabulary: (nll[B, S], lse[B, S]).
 
-    `logits[B, S, V_tp], labels[B, S]@R(tp) -> nll[B, S]@R(tp), lse[B, S]@R(tp)`:
-    lse = log sum_v exp(logit_v) and nll = lse - logit_label, by one pmax and one psum of two numbers per token; the logits
-    are never gathered. Both results are fp32, or fp64 for fp64 logits. z-loss is `coefficient * lse**2` (PaLM, arXiv
-    2204.02311, section 5), plain arithmetic on the second result; it costs nothing in the backward.
-    Columns at or beyond `vocab_size` (global count; padding) are masked: they get no probability and no gradient.
-    Transpose: dlogits = softmax * (dnll + dlse) - onehot(label) * dnll, local to each rank, written once in the logits'
-    dtype. Only logits, labels and lse are kept. Mask tokens by weighting nll; a label outside the vocabulary is the
-    caller's error (tp > 1 reads logit 0 for it, tp = 1 fails in the gather).
+    `logits[B, S, V_tp], labels[B, S]@R(tp) -> nll[B, S]@R(tp), lse[B, S]@R(tp)`: lse = log sum_v exp(logit_v) and nll
+    = lse - logit_label, by one pmax and one psum of two numbers per token; the logits are never gathered. Both results
+    are fp32, or fp64 for fp64 logits. z-loss is `coefficient * lse**2` (PaLM, arXiv 2204.02311, section 5), plain
+    arithmetic on the second result; it costs nothing in the backward. Columns at or beyond `vocab_size` (global count;
+    padding) are masked: they get no probability and no gradient.
+    Transpose: dlogits = softmax * (dnll + dlse) - onehot(label) * dnll, local to each rank, written once in the
+    logits' dtype. Only logits, labels and lse are kept. Mask tokens by weighting nll; a label outside the vocabulary
+    is the caller's error (tp > 1 reads logit 0 for it, tp = 1 fails in the gather).
     """
     return _CrossEntropy.apply(logits_BSV, labels_BS, tp, vocab_size)
 
@@ -38,7 +40,7 @@ def _wide(logits: Tensor, real_V: Tensor | None) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """A hand-written pair, because autograd's own would keep exp(logits) and scatter into a second [B, S, V] of zeros."""
+    """A hand-written pair: autograd's own would keep exp(logits) and scatter into a second [B, S, V] of zeros."""
 
     @staticmethod
     def forward(ctx, logits, labels, tp, vocab_size):

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer.  Legend: B batch, S sequence, D model width, F hidden width, 2F gate and up side by side."""
+"""The gated feed-forward layer.  Legend: B batch, S sequence, D model width, F hidden width, 2F gate and up."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +12,8 @@ def swiglu(x_BSD: Tensor, gate_up_D2F: Tensor, down_FD: Tensor, tp: Axis, sequen
 
     `x[B, S, D]@R(tp), gate_up[D, 2F_tp], down[F_tp, D] -> y[B, S, D]@R(tp)` (S_tp both ends with sequence_parallel).
     gate_up is interleaved over tp (`Split("tp", parts=2)`): a rank's columns are its gate part, then its up part, so
-    the product is elementwise local. One reduction forward (row_parallel) and one backward (column_parallel's transpose).
+    the product is elementwise local. One reduction forward (row_parallel) and one backward (column_parallel's
+    transpose).
     Source: Shazeer 2020, arXiv 2002.05202, equation 6.
     """
     gate_BSF, up_BSF = column_parallel(x_BSD, gate_up_D2F, tp, sequence_parallel).chunk(2, -1)

@@ -4,15 +4,20 @@ import torch
 from torch import Tensor
 
 
-def rope_angles(positions_S: Tensor, head_dim: int, theta: float = 10000.0, dtype=torch.float32) -> tuple[Tensor, Tensor]:
+def rope_angles(
+    positions_S: Tensor, head_dim: int, theta: float = 10000.0, dtype=torch.float32
+) -> tuple[Tensor, Tensor]:
     """The tables (cos[S, h], sin[S, h]) of angles `position * theta^(-2i/K)`, i = 0 .. K/2-1.
 
-    `positions` is an int64 tensor [S] (not a range), so that a decode step can pass its own position. Angles are computed
-    in fp32, or in fp64 when `dtype` is fp64; never in bf16, which has no integers beyond 256.
-    Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2. Raises ValueError for an odd head width.
+    `positions` is an int64 tensor [S] (not a range), so that a decode step can pass its own position. Angles are
+    computed in fp32, or in fp64 when `dtype` is fp64; never in bf16, which has no integers beyond 256.
+    Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
+    Raises ValueError for an odd head width.
     """
     if head_dim % 2:
-        raise ValueError(f"rope: got head width {head_dim}, wanted an even one (pairs are rotated); choose dim / heads even")
+        raise ValueError(
+            f"rope: got head width {head_dim}, wanted an even one (pairs are rotated); choose dim / heads even"
+        )
     wide = torch.promote_types(dtype, torch.float32)
     exponent_h = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=wide) / head_dim
     angle_Sh = positions_S.to(wide)[:, None] * theta**-exponent_h

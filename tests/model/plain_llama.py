@@ -1,4 +1,4 @@
-"""A Llama in plain torch on whole weights, written from the paper and sharing no code with fmegatron: the foreign reference.
+"""A Llama in plain torch on whole weights, written from the paper, no code of fmegatron: the foreign reference.
 
 Legend: B batch, S sequence, D width, H heads, K head width. Weights are the global arrays of fmegatron's tree.
 """
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 def rotate(x_BHSK, theta):
-    """RoPE by complex numbers: pair (i, i + K/2) is one complex number, multiplied by exp(i * position * theta^(-2i/K))."""
+    """RoPE by complex numbers: pair (i, i + K/2) is one number, times exp(i * position * theta^(-2i/K))."""
     B, H, S, K = x_BHSK.shape
     frequency = theta ** (-torch.arange(0, K, 2, dtype=torch.float64) / K)
     turn = torch.polar(torch.ones(S, K // 2, dtype=torch.float64), torch.outer(torch.arange(S).double(), frequency))

@@ -71,7 +71,9 @@ def test_residual_outputs_start_smaller():
 def test_initial_loss_is_that_of_a_uniform_guess():
     from fmegatron.collectives import Axes
 
-    value, _ = model.loss(model.init(TINY, Mesh(), 0), make_batch(TINY), TINY, model.layouts(TINY, Mesh()), Axes(Mesh()))
+    value, _ = model.loss(
+        model.init(TINY, Mesh(), 0), make_batch(TINY), TINY, model.layouts(TINY, Mesh()), Axes(Mesh())
+    )
     assert abs(float(value) - math.log(TINY.vocab_size)) < 0.05
 
 

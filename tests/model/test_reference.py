@@ -39,7 +39,9 @@ def make_batch(config, batch_size=3, seq=12, mask=False, seed=0):
 def leaves_that_differ(params, seed=1):
     """Parameters moved off their initial values: norms that are all ones would hide a missing factor."""
     generator = torch.Generator().manual_seed(seed)
-    return tree.map(lambda x: x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype), params)
+    return tree.map(
+        lambda x: x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype), params
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -60,7 +62,9 @@ def test_loss_and_gradients_equal_the_plain_llama(name):
         torch.autograd.grad(theirs, tree.leaves(params)),
         strict=True,
     ):
-        torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-10, atol=1e-14, msg=lambda m, path=path: f"{path}: {m}")
+        torch.testing.assert_close(
+            ours_grad, theirs_grad, rtol=1e-10, atol=1e-14, msg=lambda m, path=path: f"{path}: {m}"
+        )
 
 
 def test_logits_equal_the_plain_llama():
@@ -79,7 +83,7 @@ def test_an_empty_mask_gives_zero_and_not_nan():
 
 
 def test_low_precision_compute_follows_fp32():
-    """bf16 matrices with fp32 parameters: the loss agrees to bf16's rounding, gradients come back in the parameters' dtype."""
+    """bf16 matrices with fp32 parameters: the loss agrees to rounding, gradients have the parameters' dtype."""
     mesh = Mesh()
     wide = dataclasses.replace(TINY, param_dtype=torch.float32, compute_dtype=torch.float32)
     narrow = dataclasses.replace(wide, compute_dtype=torch.bfloat16)

@@ -102,4 +102,6 @@ def test_errors(change, message):
     params, axes = setup()
     args = {"count": 2, "axes": axes, "temperature": 1.0, "top_p": 1.0} | change
     with pytest.raises(ValueError, match=message):
-        model.generate(params, torch.zeros(1, 4, dtype=torch.int64), args.pop("count"), TINY, LAYOUTS, args.pop("axes"), **args)
+        model.generate(
+            params, torch.zeros(1, 4, dtype=torch.int64), args.pop("count"), TINY, LAYOUTS, args.pop("axes"), **args
+        )

@@ -92,7 +92,10 @@ def test_cross_entropy(vocab):
     nll, lse = nn.cross_entropy(logits, labels, tp(), vocab)
     assert_same(lse, real.logsumexp(-1), [logits])
     nll, lse = nn.cross_entropy(logits, labels, tp(), vocab)
-    theirs = F.cross_entropy(real.flatten(0, 1), labels.flatten(), reduction="none").view(3, 5) + 0.1 * real.logsumexp(-1) ** 2
+    theirs = (
+        F.cross_entropy(real.flatten(0, 1), labels.flatten(), reduction="none").view(3, 5)
+        + 0.1 * real.logsumexp(-1) ** 2
+    )
     assert_same(nll + 0.1 * lse.square(), theirs, [logits])
 
 
