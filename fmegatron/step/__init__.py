@@ -7,24 +7,29 @@ from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
 from fmegatron.step.opaque import Entry, barrier, entry_of, opaque_entries
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
+from fmegatron.step.train_step import State, build_train_step, init_state, state_specs
 
 __all__ = [
     "BACKENDS",
     "Compiled",
     "Entry",
     "Jitted",
+    "State",
     "Traced",
     "accumulate",
     "barrier",
+    "build_train_step",
     "compile_graph",
     "compiled_layer",
     "entry_of",
+    "init_state",
     "jit",
     "lower",
     "opaque_entries",
     "raw_gradient_layout",
     "reduce_gradients",
     "remat",
+    "state_specs",
     "symbolic_nodes",
     "trace",
     "value_and_grad",

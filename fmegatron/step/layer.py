@@ -50,7 +50,7 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callabl
 
     def transform(fn: Callable, prepare: Callable | None = None) -> Callable:
         halves: dict[Any, _Halves] = {}
-        name = label or getattr(fn, "__name__", "layer")
+        name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
 
         def build(x, weights, rest) -> _Halves:
             weight_leaves, rest_leaves = tree.leaves(weights), tree.leaves(rest)
