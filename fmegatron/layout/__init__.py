@@ -1,9 +1,11 @@
 """Where arrays live on a mesh: pure integers, no device, no process group."""
 
 from fmegatron.layout.boxes import Box, row_major_strides
+from fmegatron.layout.cover import check_cover
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.layout import Layout
 from fmegatron.layout.mesh import Mesh
+from fmegatron.layout.plan import Plan, Transfer, plan_reshard
 from fmegatron.layout.rules import Rules
 from fmegatron.layout.split import Segment, Split, chunk
 
@@ -11,11 +13,15 @@ __all__ = [
     "Box",
     "Layout",
     "Mesh",
+    "Plan",
     "Rules",
     "Segment",
     "Split",
+    "Transfer",
+    "check_cover",
     "chunk",
     "dtype_from_name",
     "dtype_name",
+    "plan_reshard",
     "row_major_strides",
 ]

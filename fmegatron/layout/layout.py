@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
 from fmegatron.layout.boxes import Box, range_boxes, row_major_strides, segment_boxes
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.mesh import Mesh
+from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, one_line
 from fmegatron.layout.picture import picture_svg, picture_text
-from fmegatron.layout.split import Segment, Split, nested_chunk, segments
+from fmegatron.layout.split import Segment, Split, nested_chunk, overlapping_chunks, overlapping_indices, segments
 
-Entry = None | str | tuple[str, ...] | Split
+Shard = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Layout:
     def __post_init__(self):
         put = object.__setattr__
         put(self, "shape", tuple(int(n) for n in self.shape))
-        put(self, "spec", tuple(_entry(entry) for entry in self.spec))
-        put(self, "unreduced", _names(self.unreduced))
-        put(self, "flat", _names(self.flat))
+        put(self, "spec", tuple(entry(e) for e in self.spec))
+        put(self, "unreduced", names(self.unreduced))
+        put(self, "flat", names(self.flat))
         if not isinstance(self.mesh, Mesh):
             raise ValueError(f"layout {self.shape}: got mesh {self.mesh!r}, wanted a Mesh, e.g. Mesh(fsdp=2, tp=2)")
         if not isinstance(self.dtype, torch.dtype):
@@ -62,8 +64,8 @@ class Layout:
             )
         put(self, "spec", self.spec + (None,) * (len(self.shape) - len(self.spec)))
         used: dict[str, str] = {}
-        for where, names in self._uses():
-            for name in names:
+        for where, axes in self._uses():
+            for name in axes:
                 if name not in self.mesh:
                     raise ValueError(
                         f"layout {self.shape}: {where} got axis {name!r}, wanted one of"
@@ -77,7 +79,7 @@ class Layout:
                     )
                 used[name] = where
         try:
-            self._parts  # noqa: B018  the parts are computed here so that a wrong one is an error now
+            self.parts  # noqa: B018  computed here so that parts that do not fit are an error now
         except ValueError as error:
             raise ValueError(f"layout {self.shape}: {error}") from None
 
@@ -101,10 +103,7 @@ class Layout:
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes that split a dim, major first, as written (size-1 axes included)."""
-        entry = self.spec[dim]
-        if entry is None:
-            return ()
-        return entry.names if isinstance(entry, Split) else _names(entry)
+        return entry_axes(self.spec[dim])
 
     @cached_property
     def sharded(self) -> tuple[str, ...]:
@@ -121,65 +120,110 @@ class Layout:
     # ---- how the dims are cut
 
     @cached_property
-    def _parts(self) -> tuple[tuple[int, ...], ...]:
+    def parts(self) -> tuple[tuple[int, ...], ...]:
         """Per dim the sizes of its interleaved parts; one part for a plain dim."""
-        return tuple(
-            entry.sizes(n) if isinstance(entry, Split) else (n,) for entry, n in zip(self.spec, self.shape, strict=True)
-        )
+        return tuple(e.sizes(n) if isinstance(e, Split) else (n,) for e, n in zip(self.spec, self.shape, strict=True))
 
     @cached_property
-    def _counts(self) -> tuple[tuple[int, ...], ...]:
+    def counts(self) -> tuple[tuple[int, ...], ...]:
         """Per dim the sizes of the axes that split it; size-1 axes dropped (they cut nothing)."""
         return tuple(self._sizes(self.axes(dim)) for dim in range(len(self.shape)))
 
     @cached_property
-    def _flat_counts(self) -> tuple[int, ...]:
+    def flat_counts(self) -> tuple[int, ...]:
+        """Sizes of the flat axes; size-1 axes dropped."""
         return self._sizes(self.flat)
 
-    def _sizes(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(self.mesh[name] for name in names if self.mesh[name] > 1)
+    def _sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(self.mesh[name] for name in axes if self.mesh[name] > 1)
 
-    def dim_index(self, rank: int, dim: int) -> int:
-        """Position of a rank along the axes that split a dim."""
-        return self.mesh.index(rank, self.axes(dim))
+    def shard(self, rank: int) -> Shard:
+        """Which piece of the array a rank holds: its index along the axes of each dim, then along the flat axes.
+
+        Ranks with the same shard hold the same elements.
+        """
+        index = self.mesh.index
+        return tuple(index(rank, axes) for axes in self._shard_axes)
+
+    def rank_of(self, shard: Shard, replica: int = 0) -> int:
+        """The rank that holds a shard as its given replica (and stands first along unreduced axes)."""
+        return self.mesh.rank_at((*zip(self._shard_axes, shard, strict=True), (self.replicated, replica)))
+
+    @cached_property
+    def _shard_axes(self) -> tuple[tuple[str, ...], ...]:
+        return (*(self.axes(dim) for dim in range(len(self.shape))), self.flat)
+
+    @cached_property
+    def shard_counts(self) -> tuple[int, ...]:
+        """Number of different indices in each place of `shard`."""
+        return (*(math.prod(counts) for counts in self.counts), math.prod(self.flat_counts))
 
     def segments(self, rank: int, dim: int) -> tuple[Segment, ...]:
         """The pieces of a dim that a rank holds, before any flattening: (global start, local start, length)."""
-        return segments(self._parts[dim], self._counts[dim], self.dim_index(rank, dim))
+        return segments(self.parts[dim], self.counts[dim], self.mesh.index(rank, self.axes(dim)))
 
-    def block_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of a rank's block after the dims are split and before it is flattened."""
-        found = (self.segments(rank, dim) for dim in range(len(self.shape)))
-        return tuple(s[-1].local + s[-1].length if s else 0 for s in found)
-
-    def flat_range(self, rank: int) -> tuple[int, int]:
-        """(start, length) of the rank's range in its flattened block; the whole block when nothing is flattened."""
-        return nested_chunk(math.prod(self.block_shape(rank)), self._flat_counts, self.mesh.index(rank, self.flat))
+    def block_shape(self, shard: Shard) -> tuple[int, ...]:
+        """Shape of a shard's block after the dims are split and before it is flattened."""
+        return _block(self.parts, self.counts, shard)[1]
 
     # ---- what a rank holds
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the rank's local tensor."""
-        return (self.flat_range(rank)[1],) if self.flat else self.block_shape(rank)
+        shard = self.shard(rank)
+        block = self.block_shape(shard)
+        return (nested_chunk(math.prod(block), self.flat_counts, shard[-1])[1],) if self.flat else block
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """Which global boxes the rank holds and where they lie in its contiguous local tensor. No box is empty."""
-        self.mesh.check_rank(rank)
-        indices = tuple(self.dim_index(rank, dim) for dim in range(len(self.shape)))
-        return _boxes(self._parts, self._counts, self._flat_counts, indices, self.mesh.index(rank, self.flat))
+        return self.shard_boxes(self.shard(rank))
+
+    def shard_boxes(self, shard: Shard) -> tuple[Box, ...]:
+        """The boxes of the ranks that hold a shard."""
+        return _boxes(self.parts, self.counts, self.flat_counts, shard)
+
+    def overlapping(self, start: Sequence[int], stop: Sequence[int]) -> Iterator[tuple[Shard, list[Box]]]:
+        """The shards that hold something of the global indices [start, stop), and what: boxes in their local storage.
+
+        Costs what it returns (with flat axes: at most one look at each range between the first and the last).
+        """
+        per_dim = []
+        for parts, counts, lo, hi in zip(self.parts, self.counts, start, stop, strict=True):
+            per_dim.append(overlapping_indices(parts, counts, lo, hi))
+        for indices in itertools.product(*per_dim):
+            for flat_index in self._flat_indices(indices, start, stop):
+                shard = (*indices, flat_index)
+                found = [box for b in self.shard_boxes(shard) if (box := b.intersect(start, stop))]
+                if found:
+                    yield shard, found
+
+    def _flat_indices(self, indices: tuple[int, ...], start: Sequence[int], stop: Sequence[int]) -> list[int]:
+        """Flat ranges of a block that may hold something of [start, stop)."""
+        if not self.flat_counts:
+            return [0]
+        per_dim, block = _block(self.parts, self.counts, indices)
+        strides, first, last = row_major_strides(block), 0, 0
+        for found, stride, lo, hi in zip(per_dim, strides, start, stop, strict=True):
+            inside = [s for s in found if s.start < hi and s.start + s.length > lo]
+            if not inside:
+                return []
+            a, z = inside[0], inside[-1]
+            first += (a.local + max(0, lo - a.start)) * stride
+            last += (z.local + min(z.length, hi - z.start) - 1) * stride
+        return [i for i, _, _ in overlapping_chunks(math.prod(block), self.flat_counts, first, last + 1)]
 
     @cached_property
     def is_even(self) -> bool:
         """Whether all ranks have the same local shape."""
         dims_even = all(
             part % math.prod(counts) == 0
-            for parts, counts in zip(self._parts, self._counts, strict=True)
+            for parts, counts in zip(self.parts, self.counts, strict=True)
             for part in parts
         )
         if not self.flat:
             return dims_even
-        size, blocks = math.prod(self.shape), math.prod(math.prod(counts) for counts in self._counts)
-        return size == 0 or (dims_even and size // blocks % math.prod(self._flat_counts) == 0)
+        size, blocks = math.prod(self.shape), math.prod(math.prod(counts) for counts in self.counts)
+        return size == 0 or (dims_even and size // blocks % math.prod(self.flat_counts) == 0)
 
     @cached_property
     def nbytes(self) -> int:
@@ -223,22 +267,19 @@ class Layout:
         """The layout after a gather over `axis` (and after the sum, where it was unreduced): the axis is not used."""
         gone = self.mesh.axes(axis)
 
-        def keep(names):
-            return tuple(name for name in names if name not in gone)
+        def keep(axes):
+            return tuple(name for name in axes if name not in gone)
 
         spec = []
-        for dim, entry in enumerate(self.spec):
-            left = keep(self.axes(dim))
-            spec.append(Split(left, entry.parts) if isinstance(entry, Split) and left else left or None)
+        for e in self.spec:
+            left = keep(entry_axes(e))
+            spec.append(Split(left, e.parts) if isinstance(e, Split) else left)
         return self.replace(spec=tuple(spec), flat=keep(self.flat), unreduced=keep(self.unreduced))
 
     # ---- for people and files
 
     def __repr__(self) -> str:
-        dims = ", ".join(_dim_text(n, self.spec[d], self.axes(d)) for d, n in enumerate(self.shape))
-        flat = f" flat@{'·'.join(self.flat)}" if self.flat else ""
-        unreduced = f" unreduced@{'·'.join(self.unreduced)}" if self.unreduced else ""
-        return f"{dtype_name(self.dtype)}[{dims}]{flat}{unreduced} on {self.mesh}"
+        return one_line(self)
 
     def show(self) -> str:
         """A text picture of which ranks hold which boxes."""
@@ -249,17 +290,11 @@ class Layout:
 
     def to_json(self) -> dict:
         """A dict of lists, strings and integers; `from_json` is its inverse."""
-
-        def entry(e):
-            if isinstance(e, Split):
-                return {"axes": list(e.names), "parts": e.parts if isinstance(e.parts, int) else list(e.parts)}
-            return list(e) if isinstance(e, tuple) else e
-
         return {
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
             "mesh": self.mesh.to_json(),
-            "spec": [entry(e) for e in self.spec],
+            "spec": [entry_to_json(e) for e in self.spec],
             "unreduced": list(self.unreduced),
             "flat": list(self.flat),
         }
@@ -267,19 +302,10 @@ class Layout:
     @staticmethod
     def from_json(value: dict) -> Layout:
         """The layout that `to_json` wrote."""
-
-        def entry(e):
-            if isinstance(e, dict):
-                return Split(tuple(e["axes"]), e["parts"])
-            return tuple(e) if isinstance(e, list) else e
-
+        spec = tuple(entry_from_json(e) for e in value["spec"])
+        axes = {"unreduced": tuple(value["unreduced"]), "flat": tuple(value["flat"])}
         return Layout(
-            tuple(value["shape"]),
-            dtype_from_name(value["dtype"]),
-            Mesh.from_json(value["mesh"]),
-            tuple(entry(e) for e in value["spec"]),
-            unreduced=tuple(value["unreduced"]),
-            flat=tuple(value["flat"]),
+            tuple(value["shape"]), dtype_from_name(value["dtype"]), Mesh.from_json(value["mesh"]), spec, **axes
         )
 
 
@@ -287,51 +313,23 @@ def _rebuild(shape, dtype, mesh, spec, unreduced, flat) -> Layout:
     return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat)
 
 
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+Sizes = tuple[tuple[int, ...], ...]
 
 
-def _entry(entry: Any) -> Entry:
-    """One spelling for each meaning: None, an axis, a tuple of at least two axes, or a Split over at least one axis."""
-    if entry is None or isinstance(entry, str):
-        return entry
-    if isinstance(entry, Split):
-        if not entry.names:
-            return None
-        names = entry.names if len(entry.names) > 1 else entry.names[0]
-        return names if entry.parts == 1 else Split(names, entry.parts)
-    if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
-        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
-    raise ValueError(
-        f"got spec entry {entry!r}, wanted None, an axis name, a tuple of axis names, or Split(axes, parts)"
-    )
-
-
-def _dim_text(size: int, entry: Entry, axes: tuple[str, ...]) -> str:
-    if entry is None:
-        return str(size)
-    if isinstance(entry, Split):
-        if isinstance(entry.parts, int):
-            return f"({entry.parts}×{size // entry.parts})@{'·'.join(axes)}"
-        return f"({'+'.join(map(str, entry.parts))})@{'·'.join(axes)}"
-    return f"{size}@{'·'.join(axes)}"
+def _block(parts: Sizes, counts: Sizes, shard: Shard) -> tuple[list[tuple[Segment, ...]], tuple[int, ...]]:
+    """The segments of every dim at a shard, and the shape of the block that they make."""
+    per_dim = [segments(p, c, i) for p, c, i in zip(parts, counts, shard, strict=False)]  # shard may have a flat index
+    return per_dim, tuple(found[-1].local + found[-1].length if found else 0 for found in per_dim)
 
 
 @lru_cache(maxsize=65536)
-def _boxes(
-    parts: tuple[tuple[int, ...], ...],
-    counts: tuple[tuple[int, ...], ...],
-    flat_counts: tuple[int, ...],
-    indices: tuple[int, ...],
-    flat_index: int,
-) -> tuple[Box, ...]:
-    """The boxes at one position of a layout: `indices` along the axes of each dim, `flat_index` along the flat axes."""
-    per_dim = [segments(p, c, i) for p, c, i in zip(parts, counts, indices, strict=True)]
-    block = tuple(s[-1].local + s[-1].length if s else 0 for s in per_dim)
+def _boxes(parts: Sizes, counts: Sizes, flat_counts: tuple[int, ...], shard: Shard) -> tuple[Box, ...]:
+    """The boxes of a shard of any layout that is cut like this."""
+    per_dim, block = _block(parts, counts, shard)
     strides = row_major_strides(block)
     if not flat_counts:
         return tuple(segment_boxes(per_dim, strides, 0, (0,) * len(block), block))
-    start, length = nested_chunk(math.prod(block), flat_counts, flat_index)
+    start, length = nested_chunk(math.prod(block), flat_counts, shard[-1])
     return tuple(
         box
         for at, shape in range_boxes(block, start, start + length)

@@ -140,6 +140,15 @@ class Mesh:
             index = index * size + position // self._strides[name] % size
         return index
 
+    def rank_at(self, places: Iterable[tuple[tuple[str, ...], int]]) -> int:
+        """The rank at (axes, joint index) pairs of different axes; it is at 0 along the axes that are not named."""
+        position = 0
+        for axes, index in places:
+            for name in reversed(axes):
+                index, digit = divmod(index, self[name])
+                position += digit * self._strides[name]
+        return self._rank_at(position)
+
     def moved(self, rank: int, axes: str | Iterable[str], index: int) -> int:
         """The rank that differs from `rank` only in standing at `index` along the (joint) axes."""
         position = self._position(rank)

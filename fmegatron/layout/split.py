@@ -109,6 +109,18 @@ def overlapping_chunks(size: int, counts: tuple[int, ...], start: int, stop: int
     return found
 
 
+def overlapping_indices(parts: tuple[int, ...], counts: tuple[int, ...], start: int, stop: int) -> list[int]:
+    """The joint indices over axes of sizes `counts` that hold something of [start, stop) of a dim made of `parts`."""
+    if not counts:
+        return [0] if start < stop else []
+    found, base = set(), 0
+    for part in parts:
+        lo, hi = max(start - base, 0), min(stop - base, part)
+        found.update(i for i, _, _ in overlapping_chunks(part, counts, lo, hi))
+        base += part
+    return sorted(found)
+
+
 @lru_cache(maxsize=65536)
 def segments(parts: tuple[int, ...], counts: tuple[int, ...], index: int) -> tuple[Segment, ...]:
     """The pieces of a dim (made of `parts`) that position `index` over axes of sizes `counts` holds; none is empty."""

@@ -1,0 +1,73 @@
+"""How a layout is written: the entries of a spec, the one-line form for people, the JSON form for files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fmegatron.layout.dtypes import dtype_name
+from fmegatron.layout.split import Split
+
+Entry = None | str | tuple[str, ...] | Split
+
+
+def names(axes: str | tuple[str, ...] | list[str] | None) -> tuple[str, ...]:
+    """Axes as a tuple: one name, several, or none."""
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def entry(value: Any) -> Entry:
+    """One spelling for each meaning: None, an axis, a tuple of at least two axes, or a Split over at least one axis.
+
+    Raises ValueError for anything else.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, Split):
+        if not value.names:
+            return None
+        axes = value.names if len(value.names) > 1 else value.names[0]
+        return axes if value.parts == 1 else Split(axes, value.parts)
+    if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):
+        return None if not value else value[0] if len(value) == 1 else tuple(value)
+    raise ValueError(
+        f"got spec entry {value!r}, wanted None, an axis name, a tuple of axis names, or Split(axes, parts)"
+    )
+
+
+def entry_axes(value: Entry) -> tuple[str, ...]:
+    """The axes of an entry, major first."""
+    return value.names if isinstance(value, Split) else names(value)
+
+
+def entry_to_json(value: Entry) -> Any:
+    """An entry of lists, strings and integers."""
+    if isinstance(value, Split):
+        parts = value.parts if isinstance(value.parts, int) else list(value.parts)
+        return {"axes": list(value.names), "parts": parts}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def entry_from_json(value: Any) -> Entry:
+    """The entry that `entry_to_json` wrote."""
+    return Split(tuple(value["axes"]), value["parts"]) if isinstance(value, dict) else entry(value)
+
+
+def one_line(layout) -> str:
+    """The one-line form of a layout: `bf16[8192@fsdp, (512+128+128)@tp] flat@dp unreduced@cp on dp2·cp2·fsdp4·tp2`."""
+    dims = ", ".join(_dim(size, value) for size, value in zip(layout.shape, layout.spec, strict=True))
+    flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
+    unreduced = f" unreduced@{'·'.join(layout.unreduced)}" if layout.unreduced else ""
+    return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced} on {layout.mesh}"
+
+
+def _dim(size: int, value: Entry) -> str:
+    if value is None:
+        return str(size)
+    if isinstance(value, Split):
+        if isinstance(value.parts, int):
+            size = f"({value.parts}×{size // value.parts})"
+        else:
+            size = f"({'+'.join(str(part) for part in value.parts)})"
+    return f"{size}@{'·'.join(entry_axes(value))}"
