@@ -100,14 +100,14 @@ def watch(place: Place) -> Iterator[Faults | None]:
             if reason and not done.is_set():
                 end(f"rank {place.rank} ends because another failed: {reason}")
 
-    thread = threading.Thread(
-        target=look, args=(Faults(place, address, int(port)),), name="fmegatron-faults", daemon=True
-    )
+    thread = threading.Thread(target=look, args=(Faults(place, address, int(port)),), name="faults", daemon=True)
     thread.start()
     try:
         yield Faults(place, address, int(port))
     finally:
         done.set()
+        # A thread that is inside the store's C++ while Python shuts down takes the whole process with it.
+        thread.join(timeout=10)
 
 
 def fail(error: BaseException, place: Place, faults: Faults | None, status: int = 1, brief: bool = False) -> None:

@@ -1,0 +1,200 @@
+"""Processes as a user starts them: scripts, torchrun with real ranks, signals, and a rank that fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fmegatron.loop import Place, catch, launch, use_threads
+from tests.house import ROOT
+
+SCRIPT = """
+import os, sys, time
+from dataclasses import dataclass
+import torch
+import torch.distributed as dist
+from fmegatron.collectives import connect
+from fmegatron.layout import Mesh
+from fmegatron.loop import catch, launch, train
+
+@dataclass(frozen=True)
+class Config:
+    mesh: Mesh = Mesh()
+    do: str = "train"
+    seconds: float = 0.1
+
+def main(config):
+    if config.do == "raise":
+        raise ValueError("a bad thing")
+    world = connect(config.mesh)
+    print(f"started, {torch.get_num_threads()} threads", flush=True)
+    if config.do.startswith("one raises"):
+        if world.rank == 1:
+            raise ValueError("rank 1 saw a bad thing")
+        with catch():  # so that torchrun's SIGTERM alone would not end them
+            world.barrier() if config.do.endswith("collective") else time.sleep(300)
+    def step(state, batch):
+        time.sleep(config.seconds)
+        return state + 1, {"loss": state}
+    with catch() as stop:
+        for info in train(step, torch.tensor(0.0), lambda i: i, steps=300, stop=stop, world=world):
+            if info.step == 1:
+                print(f"pid {os.getpid()}", flush=True)
+            if info.last:
+                sys.stderr.write(f"rank {world.rank} saved step {info.step}\\n")
+    print("after the loop", flush=True)
+
+if __name__ == "__main__":
+    launch(main, Config)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(ranks, *flags) -> a running process of the script, under torchrun if ranks > 1; ended with the test."""
+    path, running = tmp_path / "script.py", []
+    path.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+    def begin(ranks, *flags):
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if ranks > 1 else []
+        command = [sys.executable, *torchrun, str(path), *flags]
+        pipe = subprocess.PIPE
+        running.append(
+            subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
+        )
+        return running[-1]
+
+    yield begin
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def ended(process, seconds=60):
+    """(status, stdout, stderr) of a process that must end within so many seconds."""
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def until(process, words):
+    """Lines of stdout up to one that holds `words`; returns that line."""
+    for line in process.stdout:
+        if words in line:
+            return line
+    raise AssertionError(f"{words!r} was never printed:\n{process.stderr.read()}")
+
+
+def test_a_bad_flag_ends_a_script_with_one_line(start):
+    status, out, err = ended(start(1, "--config_secnds=1"))
+    assert (status, out) == (2, "")
+    assert err == "script.py: Unknown command line flag 'config_secnds'. Did you mean: config_seconds ?\nTry --help.\n"
+
+
+def test_an_error_ends_a_script_with_its_traceback(start):
+    status, _, err = ended(start(1, "--config_do=raise"))
+    assert status == 1 and err.rstrip().endswith("ValueError: a bad thing")
+
+
+def test_sigterm_saves_and_ends_well(start):
+    process = start(1)
+    until(process, "pid")
+    process.send_signal(signal.SIGTERM)
+    status, out, err = ended(process)
+    assert status == 0 and "after the loop" in out
+    assert "SIGTERM: stops after this step" in err and "saved step" in err
+
+
+def test_ctrl_c_saves_and_ends_with_130(start):
+    process = start(1)
+    until(process, "pid")
+    process.send_signal(signal.SIGINT)
+    status, out, err = ended(process)
+    assert status == 130 and "after the loop" not in out
+    assert "saved step" in err and "script.py: stopped by Ctrl-C" in err and "Traceback" not in err
+
+
+def test_a_second_ctrl_c_ends_at_once(start):
+    process = start(1, "--config_seconds=30")
+    until(process, "started")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    status, _, err = ended(process)
+    assert status == 130 and time.monotonic() - began < 10
+    assert "saved step" not in err and "a second Ctrl-C" in err
+
+
+@pytest.mark.parametrize("place", ["", " before a collective"])
+def test_one_rank_that_raises_ends_all(start, place):
+    process = start(3, "--config_mesh=dp=3", f"--config_do=one raises{place}")
+    until(process, "started")
+    began = time.monotonic()
+    status, out, err = ended(process, seconds=30)
+    assert status != 0 and time.monotonic() - began < 30
+    assert "rank 1 of 3 failed: ValueError: rank 1 saw a bad thing" in err
+    assert "in main" in err and err.count("Traceback (most recent call last)") <= 3  # its own, and torchrun's two
+    for rank in (0, 2):
+        assert f"rank {rank} ends because another failed: rank 1: ValueError: rank 1 saw a bad thing" in err
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(start):
+    process = start(2, "--config_mesh=tp=2")
+    assert "threads" in until(process, "started")
+    pid = int(until(process, "pid").split()[1])
+    os.kill(pid, signal.SIGTERM)
+    status, out, err = ended(process)
+    assert status == 0, err
+    saved = sorted(line for line in err.splitlines() if "saved step" in line)
+    assert len(saved) == 2 and len({line.split()[-1] for line in saved}) == 1, err
+    assert out.count("after the loop") == 1  # rank 0 only
+
+
+def test_ctrl_c_under_torchrun_reaches_every_rank_twice_and_still_saves(start):
+    """A terminal signals the whole group, and torchrun then signals its ranks once more."""
+    process = start(2, "--config_mesh=tp=2", "--config_seconds=0.5")
+    until(process, "pid")
+    os.killpg(process.pid, signal.SIGINT)
+    status, _, err = ended(process)
+    assert status != 0
+    saved = [line for line in err.splitlines() if "saved step" in line]
+    assert len(saved) == 2 and len({line.split()[-1] for line in saved}) == 1, err
+
+
+def test_threads_are_the_cores_of_a_rank():
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    assert use_threads(Place(local_size=cores, size=cores)) == 1
+    assert use_threads(Place(local_size=1)) == 1  # a process of its own keeps what it has
+    torch.set_num_threads(before)
+
+
+def test_in_a_notebook_launch_returns_and_raises(monkeypatch):
+    @dataclass(frozen=True)
+    class Config:
+        lr: float = 0.5
+
+    monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
+    monkeypatch.setattr(sys, "argv", ["kernel", "-f", "connection.json"])
+    assert launch(lambda config: config.lr, Config) == 0.5
+
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(interrupt, Config)
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with catch() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed() and not stop.interrupted
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

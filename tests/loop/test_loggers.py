@@ -1,0 +1,144 @@
+"""Records reach the table, the file and the optional services; a resume leaves no step twice."""
+
+import sys
+import types
+
+import pytest
+
+from fmegatron.loop import JsonLines, Log, StepInfo, Table, TensorBoard, WeightsAndBiases, plot_loss, progress
+from fmegatron.loop import read_metrics as read
+
+
+def write(path, steps, after=0, **values):
+    with Log(JsonLines(path, after=after, mesh="tp2")) as log:
+        for step in steps:
+            log(step, {"loss": 1.0 / step, **values})
+
+
+def test_a_resume_leaves_no_step_twice(tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    write(path, [1, 2, 3, 4, 5])
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # torn by a crash
+    write(path, [4, 5, 6], after=3)
+    records = read(path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["run"] for record in records] == [0, 0, 0, 1, 1, 1]
+    assert records[0]["mesh"] == "tp2" and records[0]["loss"] == 1.0
+    write(path, [1])
+    assert [record["step"] for record in read(path)] == [1]  # from the start: nothing of the old run is left
+    assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_writes_nothing_leaves_the_file_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    with Log(JsonLines(path), active=False) as log:
+        log(1, {"loss": 0.0})
+    with Log(JsonLines(path)):
+        pass
+    assert [record["step"] for record in read(path)] == [1, 2]
+
+
+def test_a_file_of_something_else_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:2: got 'hello'"):
+        read(path)
+
+
+def test_table(capsys):
+    with Log(Table()) as log:
+        log(1, {"loss": 2.0, "learning_rate": 3e-4, "tokens_per_second": 1234.5})
+        log(10, {"heldout_loss": 1.5})
+        log(20, {"loss": float("nan"), "learning_rate": 0.0, "tokens_per_second": 9.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "loss", "lr", "tokens/s"]
+    assert lines[1].split() == ["1", "2.0000", "0.0003", "1,234"]
+    assert lines[2].split() == ["10", "heldout_loss", "1.5000"]
+    assert lines[3].split() == ["20", "nan", "0", "9"]
+    assert len(lines[0]) == len(lines[1])
+
+
+def test_progress_without_a_terminal_only_hands_on():
+    infos = [StepInfo(1, None, {}), StepInfo(2, None, {})]
+    assert list(progress(infos, 2)) == infos
+
+
+def test_progress_on_a_terminal(monkeypatch):
+    class Terminal:
+        text = ""
+
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            self.text += text
+            return len(text)
+
+        def flush(self):
+            pass
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    infos = [StepInfo(1, None, {}), StepInfo(2, None, {})]
+    assert list(progress(infos, 2)) == infos
+    assert "training" in terminal.text and "2/2" in terminal.text
+
+
+def test_services_that_are_not_installed_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    for logger in (WeightsAndBiases(project="x"), TensorBoard("/nowhere")):
+        with pytest.raises(ValueError, match=r"pip install 'fmegatron\[logs\]'"):
+            logger.write(1, {"loss": 1.0})
+        logger.close()
+
+
+def test_services_get_what_is_logged(monkeypatch):
+    """Stand-ins with the two services' own signatures; neither is installed for the tests."""
+    seen = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir, purge_step=None):
+            seen.append((log_dir, purge_step))
+
+        def add_scalar(self, tag, scalar_value, global_step=None):
+            seen.append((tag, scalar_value, global_step))
+
+        def close(self):
+            seen.append("closed")
+
+    class Run:
+        def log(self, data, step=None):
+            seen.append((data, step))
+
+        def finish(self):
+            seen.append("finished")
+
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **settings: seen.append(settings) or Run())
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    with Log(TensorBoard("events", after=5), WeightsAndBiases(project="p", id="i")) as log:
+        log(6, {"loss": 1.0})
+    assert seen == [
+        ("events", 6),
+        ("loss", 1.0, 6),
+        {"project": "p", "id": "i"},
+        ({"loss": 1.0}, 6),
+        "closed",
+        "finished",
+    ]
+
+
+def test_plot(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3])
+    write(path, [3, 4], after=2)
+    with Log(JsonLines(path, after=4)) as log:
+        log(4, {"heldout_loss": 0.5})
+    plot_loss(path, tmp_path / "loss.png", title="a run")
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="no record with a loss"):
+        plot_loss(path, tmp_path / "loss.png")
