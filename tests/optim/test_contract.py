@@ -1,0 +1,236 @@
+"""One contract for every optimizer: structure, dtypes, layouts kept; pure; resumable; init on specs tells the state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fmegatron import tree
+from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.optim import Optimizer, adamw, chain, clip_by_global_norm, cosine, masked, optimizer, sgd, wsd
+from fmegatron.optim.adamw import add_decayed_weights, scale_by_adam, scale_by_learning_rate
+from fmegatron.tree import ArraySpec, Normal
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer, the paths of its state for a parameter "w" (fp32), and whether it updates each leaf on its own."""
+
+    make: Callable[[], Optimizer]
+    state: set[str]
+    by_leaf: bool = True
+
+
+def _clipped() -> Optimizer:
+    adam = masked(scale_by_adam(0.8, 0.9), ["embed", "w"])
+    body = chain(adam=adam, decay=add_decayed_weights(0.05))
+    return optimizer(clip=clip_by_global_norm(0.5), body=body, rate=scale_by_learning_rate(wsd(1e-2, 40, 10, 3)))
+
+
+TABLE = {
+    "adamw": Row(lambda: adamw(1e-2), {"count", "adam/m/w", "adam/v/w"}),
+    "adamw-cosine-no-decay": Row(lambda: adamw(cosine(1e-2, 50, 5), weight_decay=0), {"count", "adam/m/w", "adam/v/w"}),
+    "adamw-patterns": Row(lambda: adamw(1e-2, decay=["table$"]), {"count", "adam/m/w", "adam/v/w"}),
+    "sgd": Row(lambda: sgd(1e-1), {"count"}),
+    "sgd-momentum": Row(lambda: sgd(1e-1, momentum=0.9, weight_decay=0.01), {"count", "momentum/w"}),
+    "sgd-nesterov": Row(lambda: sgd(cosine(1e-1, 50), momentum=0.9, nesterov=True), {"count", "momentum/w"}),
+    "chain-of-chains": Row(_clipped, {"count", "body/adam/m/w", "body/adam/v/w"}, by_leaf=False),
+}
+DTYPES = {
+    "fp32": [torch.float32] * 4,
+    "fp64": [torch.float64] * 4,
+    "bf16": [torch.bfloat16] * 4,
+    "mixed": [torch.bfloat16, torch.float32, torch.float16, torch.float64],
+}
+every_optimizer = pytest.mark.parametrize("opt", [row.make() for row in TABLE.values()], ids=TABLE)
+every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+
+
+ONE = Mesh(fsdp=1, tp=1)
+
+
+def make_specs(dtypes, mesh=ONE):
+    table, w, norm, scale = dtypes
+    halves = Split("tp", parts=2)
+    return {
+        "embed": {"table": ArraySpec(Layout((8, 6), table, mesh, ("tp", "fsdp")), Normal(0.5))},
+        "blocks": [
+            {
+                "w": ArraySpec(Layout((2, 6, 8), w, mesh, (None, "fsdp", halves)), Normal(0.5)),
+                "attention_norm": ArraySpec(Layout((2, 7), norm, mesh, (None, "fsdp")), Normal(1.0)),
+            }
+        ],
+        "scale": ArraySpec(Layout((), scale, mesh), Normal(1.0)),
+    }
+
+
+def make_params(dtypes):
+    return tree.init(make_specs(dtypes), key=0, rank=0)
+
+
+def loss_of(params, step=0):
+    """A quadratic with its minimum away from 0, a little different at each step."""
+    return sum(((x.double() - 0.3 - 0.01 * step) ** 2).sum() for x in tree.leaves(params))
+
+
+def grads_of(params, step=0):
+    return tree.map(lambda x: (2 * (x.double() - 0.3 - 0.01 * step)).to(x.dtype), params)
+
+
+def run(opt, params, state, steps):
+    for step in steps:
+        params, state = opt.update(grads_of(params, step), state, params)
+    return params, state
+
+
+def assert_same(a, b):
+    assert tree.paths(a) == tree.paths(b)
+    for path, x, y in zip(tree.paths(a), tree.leaves(a), tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y), path
+
+
+def facts(x):
+    """Structure, shape and dtype of every leaf."""
+    paths, leaves, spec = tree.flatten(x)
+    return spec, {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+def test_the_state_is_what_the_table_says(row):
+    state = row.make().init({"w": torch.ones(3)})
+    assert set(tree.paths(state)) == row.state
+    assert all(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(state))
+    assert state["count"].dtype == torch.int64 and state["count"].shape == ()
+
+
+@every_optimizer
+@every_dtype
+def test_structure_shapes_and_dtypes_are_kept(opt, dtypes):
+    params = make_params(dtypes)
+    state = opt.init(params)
+    new_params, new_state = opt.update(grads_of(params), state, params)
+    assert facts(new_params) == facts(params)
+    assert facts(new_state) == facts(state)
+    assert new_state["count"] == 1
+
+
+@every_optimizer
+@every_dtype
+@pytest.mark.parametrize("mesh", [ONE, Mesh(fsdp=2, tp=2)], ids=str)
+def test_init_on_specs_is_the_spec_of_init_on_params(opt, dtypes, mesh):
+    specs = make_specs(dtypes, mesh)
+    state_specs = opt.init(specs)
+    layouts = tree.layouts(state_specs)
+    for rank in range(mesh.size):
+        state = opt.init(tree.init(specs, key=0, rank=rank))
+        tree.check(state, layouts, rank)
+        assert facts(tree.init(state_specs, key=0, rank=rank)) == facts(state)
+    of_param = dict(zip(tree.paths(specs), tree.leaves(tree.layouts(specs)), strict=True))
+    for path, layout in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
+        if path == "count":
+            assert layout == Layout((), torch.int64, mesh)
+        else:
+            (source,) = [of_param[name] for name in of_param if path.endswith("/" + name)]
+            wanted = torch.float64 if source.dtype == torch.float64 else torch.float32
+            assert layout == source.replace(dtype=wanted), path
+
+
+@every_optimizer
+@every_dtype
+def test_pure(opt, dtypes):
+    params = make_params(dtypes)
+    state = opt.init(params)
+    arguments = (grads_of(params), *reversed(run(opt, params, state, range(2))))
+    before = tree.map(torch.clone, arguments)
+    first = opt.update(*arguments)
+    assert_same(before, arguments)
+    assert_same(first, opt.update(*arguments))
+    old = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(arguments)}
+    assert not old & {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(first)}
+
+
+@every_optimizer
+def test_the_state_shares_no_storage_with_the_parameters(opt):
+    params = make_params(DTYPES["mixed"])
+    leaves = tree.leaves((params, opt.init(params)))
+    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
+
+
+@every_optimizer
+@every_dtype
+def test_resumed_is_bitwise_the_uninterrupted_run(opt, dtypes, tmp_path):
+    params = make_params(dtypes)
+    state = opt.init(params)
+    whole = run(opt, params, state, range(6))
+    torch.save(run(opt, params, state, range(3)), tmp_path / "half")
+    assert_same(run(opt, *torch.load(tmp_path / "half"), range(3, 6)), whole)
+
+
+@every_optimizer
+@every_dtype
+def test_it_accumulates_and_descends(opt, dtypes):
+    params = make_params(dtypes)
+    state = opt.init(params)
+    after, end = run(opt, params, state, range(30))
+    assert loss_of(after, 30) < 0.9 * loss_of(params, 30)
+    assert end["count"] == 30
+    fresh, _ = run(opt, after, state, range(1))
+    continued, _ = run(opt, after, end, range(1))
+    if set(state) > {"count", "master"}:
+        assert any(not torch.equal(x, y) for x, y in zip(tree.leaves(fresh), tree.leaves(continued), strict=True))
+
+
+@pytest.mark.parametrize("opt", [row.make() for row in TABLE.values() if row.by_leaf])
+def test_a_part_of_the_tree_is_updated_like_the_whole(opt):
+    """So a step may update one layer's shards at a time."""
+    params = make_params(DTYPES["mixed"])
+    params, state = run(opt, params, opt.init(params), range(3))
+    grads = grads_of(params)
+    whole, whole_state = opt.update(grads, state, params)
+
+    def part(x):  # keep the branch "blocks" wherever the parameters' tree stands
+        if isinstance(x, dict):
+            return {"blocks": x["blocks"]} if "blocks" in x else {name: part(value) for name, value in x.items()}
+        return x
+
+    one, one_state = opt.update(part(grads), part(state), part(params))
+    assert_same(one, part(whole))
+    assert_same(one_state, part(whole_state))
+
+
+@every_optimizer
+@every_dtype
+def test_it_traces_without_data_and_without_promotion(opt, dtypes):
+    """No host synchronisation (fake tensors have no values), no float64 arithmetic on narrower leaves."""
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        params = tree.map(mode.from_tensor, make_params(dtypes))
+        state = opt.init(params)
+        graph = make_fx(lambda *args: opt.update(*args))(params, state, params).graph
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() and torch.float64 not in dtypes:
+            assert value.dtype != torch.float64, node
+
+
+def test_errors_for_people():
+    for make, message in [
+        (lambda: adamw(-1.0), "learning_rate: got -1.0"),
+        (lambda: adamw(float("nan")), "learning_rate"),
+        (lambda: adamw(1e-3, b1=1.0), "b1: got 1.0"),
+        (lambda: adamw(1e-3, b2=-0.1), "b2: got -0.1"),
+        (lambda: adamw(1e-3, eps=-1), "eps: got -1"),
+        (lambda: adamw(1e-3, weight_decay=-0.1), "weight_decay: got -0.1"),
+        (lambda: adamw(1e-3, decay="norm"), r"\['norm'\]"),
+        (lambda: sgd(1e-3, momentum=1.0), "momentum: got 1.0"),
+        (lambda: sgd(1e-3, nesterov=True), "momentum: got 0"),
+        (lambda: optimizer(master=scale_by_adam()), "'master'"),
+        (lambda: adamw(1e-3).init({}), "nothing to update"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+    opt, params = adamw(1e-3), make_params(DTYPES["fp32"])
+    with pytest.raises(ValueError, match="embed/table"):
+        opt.update({"blocks": params["blocks"]}, opt.init(params), params)
