@@ -1,0 +1,29 @@
+"""Simulated ranks, a pool of real ranks, parity with one rank, blame, purity: for this project's tests and for users'."""
+
+from fmegatron.testing.blame import Finding, align, blame, relate
+from fmegatron.testing.interpret import inline_layers, interpret
+from fmegatron.testing.parity import Parity, assert_parity, parity, relative_error
+from fmegatron.testing.purity import assert_pure
+from fmegatron.testing.ranks import RankError, RankPool
+from fmegatron.testing.simulate import Ranks, Simulation, join, simulate, split
+
+__all__ = [
+    "Finding",
+    "Parity",
+    "RankError",
+    "RankPool",
+    "Ranks",
+    "Simulation",
+    "align",
+    "assert_parity",
+    "assert_pure",
+    "blame",
+    "inline_layers",
+    "interpret",
+    "join",
+    "parity",
+    "relate",
+    "relative_error",
+    "simulate",
+    "split",
+]

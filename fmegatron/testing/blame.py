@@ -1,0 +1,249 @@
+"""Where a step on many ranks stops meaning what the step on one rank means: line by line, without a rule per op.
+
+For every node of the graph, `relate` looks for how the ranks' values make up the value of the same node on one rank:
+equal on all ranks, concatenated, summed, or maximum, axis by axis. Meaning is lost at a node whose own values make up
+nothing although those of all its inputs do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fmegatron.collectives import is_symbolic
+from fmegatron.layout import Mesh
+
+__all__ = ["Finding", "align", "blame", "relate"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the user's code where meaning is lost. at: "file.py:12", op: the graph's op, what: in words."""
+
+    at: str
+    op: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.op}: {self.what}"
+
+
+# ---- relate ----------------------------------------------------------------------------------------------------------
+def relate(
+    values: list[torch.Tensor],
+    reference: torch.Tensor,
+    mesh: Mesh,
+    parts: tuple[tuple[int, ...], ...] = (),
+    tolerance: float = 1e-9,
+) -> dict[str, Any] | None:
+    """How one value per rank makes up `reference`, or None if it does not.
+
+    -> per axis "equal", "sum", "max", ("concat", dim, stride) or ("concat", dim, sizes of interleaved parts). A stride
+    s > 1 joins each of s consecutive pieces of the dim on its own: a view that merges a whole dim with a split one makes
+    such shards. parts: sizes of the interleaved parts of global dims that are worth trying. tolerance: relative to the
+    element and to the typical element.
+    """
+    names = [name for name in mesh.names if mesh[name] > 1]
+    magnitude = reference.double().abs().nan_to_num(0.0, 0.0, 0.0)
+    typical = float(magnitude[magnitude > 0].median()) if bool((magnitude > 0).any()) else 0.0
+    limit = tolerance * (magnitude + typical)
+
+    def close(a, b, limit):
+        # NaN and infinities must stand at the same places: their difference is NaN and counts as none
+        same = a.shape == b.shape and a.dtype == b.dtype
+        if not same or a.is_floating_point() and not torch.equal(a.isnan(), b.isnan()):
+            return False
+        return bool(((a.double() - b.double()).abs().nan_to_num(nan=0.0) <= limit).all())
+
+    def equal(a, b):
+        return a is b or close(a, b, tolerance * b.double().abs())
+
+    def join(values, count, found):  # values over names[:count], the last of these minor
+        if count == 0:
+            return found if close(values[0], reference, limit) else None
+        name = names[count - 1]
+        n = mesh[name]
+        groups = [values[i : i + n] for i in range(0, len(values), n)]
+        if all(equal(other, group[0]) for group in groups for other in group[1:]):
+            result = join([group[0] for group in groups], count - 1, {**found, name: "equal"})
+            if result is not None:
+                return result
+        for how, function in _joins(values[0], reference, n, parts):
+            result = join([function(group) for group in groups], count - 1, {**found, name: how})
+            if result is not None:
+                return result
+        return None
+
+    return join(list(values), len(names), {})
+
+
+def _joins(local, reference, n, parts):
+    """The ways in which the values of n ranks might be put together, likely ones first."""
+    if local.dim() == reference.dim() and local.shape != reference.shape:
+        for dim in range(reference.dim()):
+            size, wanted = local.shape[dim], reference.shape[dim]
+            if size == wanted or size * n > wanted:
+                continue
+            for stride in (s for s in range(1, size + 1) if size % s == 0):
+                yield ("concat", dim, stride), lambda group, d=dim, s=stride: _concat(group, d, [group[0].shape[d] // s] * s)
+            for sizes in parts:
+                if sum(sizes) == wanted and all(part * size % wanted == 0 for part in sizes):
+                    mine = [part * size // wanted for part in sizes]
+                    yield ("concat", dim, sizes), lambda group, d=dim, mine=mine: _concat(group, d, mine)
+    if reference.is_floating_point():
+        yield "sum", lambda group: torch.stack(group).sum(0)
+        yield "max", lambda group: torch.stack(group).amax(0)
+
+
+def _concat(group, dim, pieces):
+    cut = [x.split(pieces, dim) for x in group]
+    return torch.cat([one[i] for i in range(len(pieces)) for one in cut], dim)
+
+
+# ---- align -----------------------------------------------------------------------------------------------------------
+_SAME_VALUE = frozenset(
+    ("clone", "detach", "alias", "_to_copy", "view", "_unsafe_view", "unsqueeze", "squeeze", "index_select", "getitem")
+)
+
+
+def _name(node):
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.split(".")[0] if node.op == "call_function" else node.name
+
+
+def _token(node):
+    return node.meta.get("at"), str(node.target)
+
+
+def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node of the graph over many ranks, the nodes of the graph of one rank that may be its twin, best first.
+
+    The graphs differ: over axes of size 1 collectives leave no node, and torch elides ops on dims of size 1. Nodes are
+    paired in order by (line, op); what lies on the same line with the same op is the second guess. A collective, and an
+    op that only one graph has and that keeps values, stands for the twin of its input.
+    """
+    calls = [n for n in many.nodes if n.op == "call_function" and not is_symbolic(n.target)]
+    others = [n for n in one.nodes if n.op == "call_function"]
+    first_guess = {}
+    matcher = difflib.SequenceMatcher(None, [_token(n) for n in calls], [_token(n) for n in others], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        first_guess |= {calls[block.a + i]: others[block.b + i] for i in range(block.size)}
+    same_line: dict[tuple, list[fx.Node]] = {}
+    for node in others:
+        same_line.setdefault(_token(node), []).append(node)
+    placeholders = (g.find_nodes(op="placeholder") for g in (many, one))
+    twins = {a: [b] for a, b in zip(*placeholders, strict=True)}
+    for node in many.nodes:
+        if node.op != "call_function":
+            continue
+        collective = is_symbolic(node.target)
+        guesses = [first_guess[node]] if node in first_guess else []
+        if not collective:
+            guesses += [n for n in same_line.get(_token(node), ()) if n not in guesses]
+        if not guesses and collective != "axis_index" and (collective or _name(node) in _SAME_VALUE):
+            guesses = twins.get(node.all_input_nodes[0], [])
+        twins[node] = guesses
+    return twins
+
+
+# ---- blame -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Judged:
+    """A node's state: "good" carries meaning; "unknown" depends on the rank's index, which means nothing by itself until
+    a collective or `declare` ends that; "lost" loses it; "bad" comes after. how: what `relate` found."""
+
+    state: str
+    how: dict | None = None
+
+
+def blame(
+    many: fx.Graph,
+    values: dict[fx.Node, list],
+    one: fx.Graph,
+    reference: dict[fx.Node, list],
+    mesh: Mesh,
+    wrong: list[fx.Node],
+    parts: tuple[tuple[int, ...], ...] = (),
+) -> list[Finding]:
+    """The nodes at which meaning is lost on the way to the `wrong` outputs, in the order of the graph.
+
+    many, one: the graphs over the mesh and over one rank (`inline_layers`), values and reference: what `interpret`
+    kept. A wrong output whose value does relate to one rank is itself a finding: it is returned in another form than
+    its layout says.
+    """
+    twins = align(many, one)
+    judged: dict[fx.Node, _Judged] = {}
+    for node in many.nodes:
+        if node.op != "output":
+            judged[node] = _judge(node, judged, twins[node] if node in twins else [], values, reference, mesh, parts)
+    reached, todo = set(), list(wrong)
+    while todo:
+        node = todo.pop()
+        if node not in reached and judged[node].state != "good":
+            reached.add(node)
+            todo += node.all_input_nodes
+    findings = []
+    for node in many.nodes:
+        if node in reached and judged[node].state == "lost":
+            findings.append(Finding(node.meta.get("at", "?"), _name(node), _explain(node, judged)))
+        elif node in wrong and judged[node].state == "good":
+            what = f"returned as {_say(node, judged)}, which is not what its layout says"
+            findings.append(Finding(node.meta.get("at", "?"), _name(node), what))
+    return findings
+
+
+def _judge(node, judged, guesses, values, reference, mesh, parts):
+    inputs = {judged[n].state for n in node.all_input_nodes}
+    collective = is_symbolic(node.target) if node.op == "call_function" else None
+    if collective == "axis_index":
+        return _Judged("unknown")
+    if isinstance(values[node][0], torch.Tensor):
+        for twin in guesses:
+            if isinstance(reference[twin][0], torch.Tensor):
+                how = relate(values[node], reference[twin][0], mesh, parts)
+                if how is not None:
+                    return _Judged("good", how)
+    if not inputs:  # an argument, or a constant of the graph
+        return _Judged("good")
+    if inputs & {"bad", "lost"}:
+        return _Judged("bad")
+    matched = collective or any(_token(twin) == _token(node) for twin in guesses)
+    if not matched or not isinstance(values[node][0], torch.Tensor):
+        return _Judged("unknown" if "unknown" in inputs else "good")
+    return _Judged("unknown" if "unknown" in inputs and not collective else "lost")
+
+
+def _say(node, judged):
+    """ "equal on all ranks", "a sum over dp since step.py:12", ...: how a good node's values make up those of one rank."""
+    how = judged[node].how
+    if not how:
+        return "a value without a twin"
+    words = []
+    for name, kind in how.items():
+        if kind in ("sum", "max"):
+            words.append(f"a {kind} over {name} since {_birth(node, name, kind, judged).meta.get('at', '?')}")
+        elif kind != "equal":
+            words.append(f"split over {name} on dim {kind[1]}")
+    return " and ".join(words) or "equal on all ranks"
+
+
+def _birth(node, name, kind, judged):
+    while True:
+        before = [n for n in node.all_input_nodes if (judged[n].how or {}).get(name) == kind]
+        if not before:
+            return node
+        node = before[0]
+
+
+def _explain(node, judged):
+    inputs = "; ".join(f"{_name(n)} is {_say(n, judged)}" for n in node.all_input_nodes)
+    collective = is_symbolic(node.target)
+    if collective == "declare":
+        kind = f"sharded on dim {node.args[3]}" if node.args[2] == "sharded" else node.args[2]
+        return f"declared {kind} over {'+'.join(node.args[1])}, but the ranks' values do not make that up ({inputs})"
+    over = f" over {'+'.join(node.args[1])}" if collective else ""
+    return f"what it makes{over} is not the value of a single rank, though its input is ({inputs})"

@@ -1,0 +1,150 @@
+"""A step on a mesh against the same step on one rank: equal, or the first output that differs and the line to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fmegatron import tree
+from fmegatron.layout import Mesh, Split
+from fmegatron.testing.blame import Finding, blame
+from fmegatron.testing.interpret import inline_layers, interpret
+from fmegatron.testing.simulate import Ranks, Simulation, simulate
+
+__all__ = ["Parity", "assert_parity", "parity", "relative_error"]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Result of `parity`. differences: (path, largest relative error) of outputs that differ, in the order of the result,
+    at the first step that differs (`step`, counted from 0). findings: where meaning is lost. sharded, single: the last
+    simulations on the mesh and on one rank. worst: (path, error) of the largest relative error seen, over all steps."""
+
+    mesh: Mesh
+    step: int
+    differences: tuple[tuple[str, float], ...]
+    findings: tuple[Finding, ...]
+    worst: tuple[str, float]
+    sharded: Simulation = field(repr=False)
+    single: Simulation = field(repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all outputs of all steps agree."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.mesh} computes what one rank computes (largest relative error {self.worst[1]:.1e})"
+        first, error = self.differences[0]
+        lines = [
+            f"on {self.mesh}, step {self.step}: {len(self.differences)} of {len(self.sharded.paths)} outputs differ from "
+            f"one rank; first {first} (relative error {error:.1e})"
+        ]
+        lines += [f"  also {path} ({error:.1e})" for path, error in self.differences[1:6]]
+        lines += ["meaning is lost at" if self.findings else "no node loses meaning: a factor that depends on the mesh?"]
+        return "\n".join(lines + [f"  {finding}" for finding in self.findings[:5]])
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest elementwise |got - wanted| / (|wanted| + typical |wanted|), where typical is the median of the nonzero.
+
+    An elementwise measure: one huge element (a mask's -1e9) must not hide the others, and an element that is zero up
+    to rounding must not fail. floor: absolute differences up to this count as none. inf for other shapes or dtypes, and
+    where one is NaN and the other is not.
+    """
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return float("inf")
+    if got.numel() == 0 or torch.equal(got, wanted):
+        return 0.0
+    a, b = got.detach().double(), wanted.detach().double()
+    difference = (a - b).abs()
+    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0
+    difference[difference <= floor] = 0.0
+    magnitude = b.abs().nan_to_num(0.0, 0.0, 0.0)
+    nonzero = magnitude[magnitude > 0]
+    typical = nonzero.median() if nonzero.numel() else 0.0
+    return float((difference / (magnitude + typical + 1e-300)).nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+
+
+def parity(
+    make_step: Callable[[Mesh], Callable],
+    mesh: Mesh,
+    *args: Any,
+    layouts: tuple | None = None,
+    out_layouts: Any = None,
+    steps: int = 1,
+    tolerance: float = 1e-10,
+    floor: float = 0.0,
+) -> Parity:
+    """Run the step of `mesh` on simulated ranks and the step of a mesh of ones, and compare every output.
+
+    make_step: mesh -> step; it is called for both meshes, so it must take axes and layouts from the mesh that it is
+    given. args: trees of global arrays (use fp64); layouts, out_layouts: on `mesh`, as for `simulate`. steps: how often;
+    then the first item of the result is the first argument of the next call, and any other argument may be a function
+    of the number of the step. tolerance, floor: see `relative_error`.
+    """
+    one = Mesh(**dict.fromkeys(mesh.names, 1))
+    layouts = (None,) * len(args) if layouts is None else tuple(layouts)
+    placed = {mesh: (layouts, out_layouts), one: (_move(layouts, one), _move(out_layouts, one))}
+    sims: dict[Mesh, Simulation] = {}
+    worst = ("", 0.0)
+    for i in range(steps):
+        now = [arg(i) if callable(arg) else arg for arg in args]
+        for m, (ins, outs) in placed.items():
+            if i == 0:
+                sims[m] = simulate(make_step(m), m, *now, layouts=ins, out_layouts=outs)
+            else:
+                sims[m] = sims[m].again(Ranks(out[0] for out in sims[m].outputs), *now[1:])
+        errors = _compare(sims[mesh], sims[one], floor)
+        worst = max([worst, *errors], key=lambda item: item[1])
+        differences = tuple(item for item in errors if not item[1] <= tolerance)
+        if differences:
+            findings = _find(sims[mesh], sims[one], [path for path, _ in differences], tolerance)
+            return Parity(mesh, i, differences, tuple(findings), worst, sims[mesh], sims[one])
+    return Parity(mesh, steps - 1, (), (), worst, sims[mesh], sims[one])
+
+
+def assert_parity(make_step: Callable[[Mesh], Callable], mesh: Mesh, *args: Any, **options: Any) -> Parity:
+    """`parity`, as an assertion: raises AssertionError with the outputs that differ and the lines to blame."""
+    result = parity(make_step, mesh, *args, **options)
+    assert result.ok, str(result)
+    return result
+
+
+def _move(layouts, mesh):
+    """The same layouts on another mesh with the same axis names."""
+    return tree.map(lambda layout: getattr(layout, "layout", layout).replace(mesh=mesh), layouts)
+
+
+def _compare(sharded: Simulation, single: Simulation, floor):
+    errors = []
+    if sharded.paths != single.paths:
+        missing = sorted(set(sharded.paths) ^ set(single.paths))
+        raise ValueError(f"the steps of {sharded.mesh} and of one rank return different leaves: {missing}")
+    for path in sharded.paths:
+        wanted = single.gather(path)
+        try:
+            errors.append((path, relative_error(sharded.gather(path), wanted, floor)))
+        except ValueError:  # replicas differ, or a local shape is not what the layout says
+            errors.append((path, float("inf")))
+    return errors
+
+
+def _find(sharded, single, wrong, tolerance):
+    graphs = [inline_layers(sim.traced.graph_module.graph) for sim in (sharded, single)]
+    values = [interpret(g, s.mesh, s.inputs, keep=True)[1] for g, s in zip(graphs, (sharded, single), strict=True)]
+    outputs: list[fx.Node] = list(graphs[0].output_node().args[0])
+    nodes = [outputs[sharded.paths.index(path)] for path in wrong]
+    layouts = [getattr(x, "layout", x) for x in tree.leaves((sharded.arg_layouts, sharded.layouts))]
+    parts = {
+        entry.sizes(size)
+        for layout in layouts
+        for entry, size in zip(layout.spec, layout.shape, strict=False)
+        if isinstance(entry, Split)
+    }
+    return blame(graphs[0], values[0], graphs[1], values[1], sharded.mesh, nodes, tuple(sorted(parts)))

@@ -1,0 +1,190 @@
+"""A pool of rank processes that is started once and then runs functions on real gloo groups in milliseconds.
+
+Starting processes and importing torch costs seconds; joining a fresh process group in a running process costs little.
+So every call gets a process group of its own, of the size that it asks for: calls cannot disturb each other, and one
+pool of 4 serves tests of 1, 2 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "RankPool"]
+
+
+class RankError(RuntimeError):
+    """A function raised on a rank of a pool; the message holds that rank's traceback. `rank`: which one."""
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankPool:
+    """`size` processes that run module-level functions as ranks of a gloo process group.
+
+    >>> with RankPool(2) as pool:
+    ...     pool.run(divmod_by_rank, 7, ranks=2)            # doctest: +SKIP
+    [(7, 0), (3, 1)]
+
+    `run` calls `function(rank, *args)` on each of the first `ranks` processes, inside a default process group of that
+    size, so `fmegatron.collectives.connect(mesh)` works in it. Functions are found by module and file, arguments and
+    results are pickled. The processes start at the first call. A rank that raises gives `RankError`; one that does not
+    answer in time gives `TimeoutError`; in both cases the pool can be used again.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 60.0):
+        if size < 1:
+            raise ValueError(f"a pool of {size} ranks; give at least 1")
+        self.size, self.timeout_s = size, timeout_s
+        self._workers: list[_Worker | None] = [None] * size
+        self._store, self._calls = None, 0
+
+    def start(self) -> None:
+        """Start the processes that are not running; `run` does it when needed."""
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for i in range(self.size):
+            if self._workers[i] is None or self._workers[i].process.poll() is not None:
+                self._workers[i] = _start_worker()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """`[function(0, *args), function(1, *args), ...]`, each computed by its own process; `ranks` defaults to all.
+
+        Raises RankError with the traceback of the rank that raised first, TimeoutError that names the silent ranks.
+        """
+        ranks = self.size if ranks is None else ranks
+        if not 1 <= ranks <= self.size:
+            raise ValueError(f"{ranks} ranks asked of a pool of {self.size}; start a larger RankPool")
+        self.start()
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        self._calls += 1
+        where = (function.__module__, sys.modules[function.__module__].__file__, function.__qualname__)
+        for rank in range(ranks):
+            group = (rank, ranks, self._store.port, f"call{self._calls}", timeout_s)
+            request = (list(sys.path), where, group, pickle.dumps(args))
+            self._workers[rank].pipe.send_bytes(pickle.dumps(request))
+        return self._collect(ranks, time.monotonic() + timeout_s, where[2])
+
+    def _collect(self, ranks, deadline, name):
+        waiting = {self._workers[rank].pipe: rank for rank in range(ranks)}
+        results, failures = [None] * ranks, []
+        try:
+            while waiting:
+                ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    break
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    try:
+                        failed_at, results[rank] = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        failed_at, results[rank] = 0.0, f"its process ended with exit code {self._stop_worker(rank)}"
+                    if failed_at is not None:
+                        failures.append((failed_at, rank))
+                        deadline = min(deadline, time.monotonic() + 5.0)  # the others wait for a rank that has left
+        finally:
+            for rank in waiting.values():  # what they would answer later belongs to no call
+                self._stop_worker(rank)
+        if failures:
+            rank = min(failures)[1]  # later ones mostly say that a connection was closed
+            raise RankError(f"{name} failed on rank {rank} of {ranks}:\n{results[rank]}", rank)
+        if waiting:
+            silent = ", ".join(str(rank) for rank in sorted(waiting.values()))
+            raise TimeoutError(f"{name}: no answer from rank {silent} of {ranks} in time; those processes were ended")
+        return results
+
+    def _stop_worker(self, i):
+        worker, self._workers[i] = self._workers[i], None
+        worker.process.kill()
+        worker.pipe.close()
+        return worker.process.wait()
+
+    def close(self) -> None:
+        """End the processes."""
+        for i, worker in enumerate(self._workers):
+            if worker is not None:
+                self._stop_worker(i)
+        self._store = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class _Worker:
+    def __init__(self, process, pipe):
+        self.process, self.pipe = process, pipe
+
+
+def _start_worker():
+    # Not multiprocessing.Process: its spawn imports the caller's main script again, guarded or not.
+    ours, theirs = multiprocessing.Pipe()
+    code = f"import sys; sys.path[:] = {sys.path!r}; from fmegatron.testing.ranks import _serve; _serve({theirs.fileno()})"
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _serve(descriptor):
+    """Main loop of a rank: receive a call, answer, again; until the caller closes the pipe."""
+    pipe = multiprocessing.connection.Connection(descriptor)
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except (EOFError, KeyboardInterrupt):
+            return
+        pipe.send_bytes(_answer(request))
+
+
+def _answer(request):
+    """Pickled (None, result), or (time of failure, traceback)."""
+    path, where, (rank, ranks, port, prefix, timeout_s), args = pickle.loads(request)
+    sys.path[:] = path  # before the arguments are unpickled: their classes may live on it
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+        return pickle.dumps((None, _find(*where)(rank, *pickle.loads(args))))
+    except BaseException:
+        return pickle.dumps((time.monotonic(), traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _find(module, file, qualname):
+    found = sys.modules.get(module)
+    if found is None or getattr(found, "__file__", None) != file:
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            found = None
+        if getattr(found, "__file__", None) != file:
+            spec = importlib.util.spec_from_file_location(module, file)
+            found = sys.modules[module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found

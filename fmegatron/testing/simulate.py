@@ -1,0 +1,300 @@
+"""Many ranks in one process: trace a step once, run its graph for every rank, put the results together.
+
+    axes = Axes(mesh)                                         # symbolic: no process group behind them
+    sim = simulate(step, mesh, state, batch, layouts=(state_layouts, batch_layouts))
+    sim.metrics["loss"]; sim.gather("0/params/head/w")        # global arrays; replicas were compared
+
+The same step runs on real ranks unchanged. What is simulated is bit for bit what gloo ranks compute, up to the order
+of additions in sums over more than two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import Traced, trace
+from fmegatron.testing.interpret import inline_layers, interpret
+
+__all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
+
+
+class Ranks(list):
+    """One tree of local tensors per rank of a mesh, in rank order; what `split` returns and `join` takes."""
+
+
+# ---- global <-> local ------------------------------------------------------------------------------------------------
+def split(values: Any, layouts: Any, mesh: Mesh | None = None) -> Ranks:
+    """Cut a tree of global arrays into each rank's local tensors.
+
+    layouts: the twin tree of Layouts (or of ArraySpecs); None for values that every rank of `mesh` holds whole. Ranks
+    that hold the same boxes share one tensor. A pending sum is cut into unequal terms that add up to the value.
+    Raises ValueError naming the path where the structures or shapes disagree.
+    """
+    paths, leaves, spec = tree.flatten(values)
+    layouts = _layouts_of(paths, leaves, layouts, mesh)
+    if mesh is None and not layouts:
+        raise ValueError("split of a tree without arrays needs mesh=")
+    mesh = mesh or layouts[0].mesh
+    local = [_split_leaf(*item) for item in zip(paths, leaves, layouts, strict=True)]
+    return Ranks(tree.unflatten(spec, [ranks[r] for ranks in local]) for r in range(mesh.size))
+
+
+def join(ranks: list, layouts: Any, mesh: Mesh | None = None, *, tolerance: float = 0.0) -> Any:
+    """Put each rank's local tensors together to the tree of global arrays; the inverse of `split`.
+
+    layouts: as for `split`; None where all ranks must hold the same. Pending sums are added up. Raises ValueError naming
+    path and ranks where two replicas of a box differ by more than `tolerance` relative to the larger magnitude (default:
+    by a single bit), or a local shape is not what the layout says.
+    """
+    flat = [tree.flatten(local) for local in ranks]
+    paths, leaves, spec = flat[0]
+    layouts = _layouts_of(paths, leaves, layouts, mesh, local=len(ranks))
+    out = []
+    for i, (path, layout) in enumerate(zip(paths, layouts, strict=True)):
+        out.append(_join_leaf(path, [f[1][i] for f in flat], layout, tolerance))
+    return tree.unflatten(spec, out)
+
+
+def _layouts_of(paths, leaves, layouts, mesh, local=None):
+    """One Layout per leaf; `None` in place of a tree means replicated."""
+    if layouts is None:
+        mesh = mesh or Mesh(rank=local or 1)
+        return [Layout(tuple(x.shape), x.dtype, mesh) for x in leaves]
+    got_paths, got, _ = tree.flatten(layouts)
+    if got_paths != paths:
+        missing, extra = sorted(set(paths) - set(got_paths)), sorted(set(got_paths) - set(paths))
+        raise ValueError(
+            f"values and layouts differ in structure: without a layout {missing or 'none'}, layouts without a value "
+            f"{extra or 'none'}; give a layout tree of the same structure as the values"
+        )
+    return [getattr(item, "layout", item) for item in got]
+
+
+def _split_leaf(path, x, layout):
+    if tuple(x.shape) != tuple(layout.shape):
+        raise ValueError(
+            f"{path}: got global shape {tuple(x.shape)}, the layout says {tuple(layout.shape)}; pass the whole array, "
+            "or per-rank trees as testing.Ranks"
+        )
+    weights, made, out = _terms(layout, x), {}, []
+    for rank in range(layout.mesh.size):
+        part = layout.mesh.index(rank, layout.unreduced) if layout.unreduced else 0
+        key = (layout.boxes(rank), part)
+        if key not in made:
+            made[key] = _local(x, layout, rank, key[0])
+            if layout.unreduced:
+                made[key] = weights[part](made[key])
+        out.append(made[key])
+    return out
+
+
+def _local(x, layout, rank, boxes):
+    local = torch.empty(layout.local_shape(rank), dtype=x.dtype, device=x.device)
+    for box in boxes:
+        box.view(local).copy_(x[box.slices])
+    return local
+
+
+def _terms(layout, x):
+    """Per position along the pending axes, what share of the value lies there; the shares are exact and unequal."""
+    n = 1
+    for axis in layout.unreduced:
+        n *= layout.mesh[axis]
+    if not x.is_floating_point():
+        return [lambda v, i=i: v if i == 0 else torch.zeros_like(v) for i in range(n)]
+    # 1/2, 1/4, ... with the rest at position 0: powers of two, so nothing is rounded
+    shares = [2.0 ** -(i + 1) for i in range(n)]
+    shares[0] += shares[-1]
+    return [lambda v, s=share: v * s for share in shares] if n > 1 else [lambda v: v]
+
+
+def _join_leaf(path, locals_, layout, tolerance):
+    first = locals_[0]
+    out = torch.zeros(layout.shape, dtype=first.dtype, device=first.device)
+    held = {}  # (boxes, position along the pending axes) -> first rank that holds them, its tensor
+    for rank, local in enumerate(locals_):
+        if tuple(local.shape) != tuple(layout.local_shape(rank)):
+            raise ValueError(
+                f"{path}: rank {rank} has local shape {tuple(local.shape)}, its layout {layout} says "
+                f"{tuple(layout.local_shape(rank))}"
+            )
+        boxes = layout.boxes(rank)
+        part = layout.mesh.index(rank, layout.unreduced) if layout.unreduced else 0
+        other, theirs = held.setdefault((boxes, part), (rank, local))
+        if theirs is not local and (worst := _disagreement(theirs, local)) > tolerance:
+            raise ValueError(
+                f"{path}: ranks {other} and {rank} should hold the same values of {layout}, but differ by {worst:.1e} "
+                f"relative: a sum over {_between(layout.mesh, other, rank)} is missing, or one rank did other work"
+            )
+    for (boxes, _), (_, local) in held.items():
+        local = local.contiguous()
+        for box in boxes:
+            if layout.unreduced:
+                out[box.slices] += box.view(local)
+            else:
+                out[box.slices] = box.view(local)
+    return out
+
+
+def _disagreement(a, b):
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return 0.0
+    difference = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"))
+    difference[a.isnan() & b.isnan()] = 0.0
+    largest = torch.maximum(a.double().abs(), b.double().abs()).nan_to_num(nan=0.0, posinf=0.0).clamp_min(1e-300)
+    return float((difference / largest).max())
+
+
+def _between(mesh, a, b):
+    here, there = mesh.coordinates(a), mesh.coordinates(b)
+    return "+".join(name for name in mesh.names if here[name] != there[name])
+
+
+# ---- simulate --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Simulation:
+    """What the ranks computed in one call of a step.
+
+    outputs: Ranks, each rank's result as the step returned it. layouts: flat list, one Layout per tensor leaf of the
+    result. traced: the one graph that all ranks ran. `again` runs it on other values.
+    """
+
+    mesh: Mesh
+    traced: Traced
+    outputs: Ranks = field(repr=False)
+    layouts: list[Layout] = field(repr=False)
+    inputs: list[list[torch.Tensor]] = field(repr=False)
+    arg_layouts: tuple = field(repr=False)
+    out_layouts: Any = field(repr=False, default=None)
+
+    @property
+    def paths(self) -> list[str]:
+        """Names of the tensor leaves of the result, e.g. "0/params/head/w", "1/loss"."""
+        return self.traced.out_paths
+
+    def gather(self, path: str) -> torch.Tensor:
+        """The global array of one leaf of the result. Raises ValueError if replicas differ, or there is no such path."""
+        if path not in self.paths:
+            raise ValueError(f"the step returned no {path!r}; it returned {', '.join(self.paths)}")
+        i = self.paths.index(path)
+        return _join_leaf(path, [_tensors(local)[i] for local in self.outputs], self.layouts[i], 0.0)
+
+    def globals(self) -> Any:
+        """The whole result with global arrays in place of the ranks' parts; replicas are compared."""
+        return self.traced.result([self.gather(path) for path in self.paths])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last item of the step's result as Python numbers (a step returns `(state, metrics)`)."""
+        return tree.map(lambda x: x.item() if isinstance(x, torch.Tensor) else x, self.globals()[-1])
+
+    def again(self, *args: Any) -> Simulation:
+        """Run the same graph on other arguments: global trees or `Ranks` (such as `Ranks(o[0] for o in sim.outputs)`)."""
+        ranks = _per_rank(args, self.arg_layouts, self.mesh)
+        inputs = _flat_inputs(ranks, self.mesh)
+        want = [tuple(f.shape) for f in self.traced.fakes]
+        got = [tuple(xs[0].shape) for xs in inputs]
+        if want != got:
+            raise ValueError(f"the graph was traced for local shapes {want}, got {got}; call simulate again")
+        return _run(self.traced, self.mesh, inputs, self.arg_layouts, self.out_layouts, self.layouts)
+
+
+def simulate(
+    step: Callable, mesh: Mesh, *args: Any, layouts: tuple | None = None, out_layouts: Any = None
+) -> Simulation:
+    """Run `step(*args)` on every rank of `mesh`, in this process, and return a `Simulation`.
+
+    step: a pure function whose collectives work over symbolic axes (`Axes(mesh)`); it is traced once, on rank 0's local
+    shapes. args: one tree each, of global arrays (which are cut by `layouts`) or `Ranks` of local trees.
+    layouts: per argument the tree of its Layouts, or None for an argument that every rank holds whole.
+    out_layouts: the layouts of the result, same structure, None for replicated parts. Left out: an item of the result
+    (or the result itself) that has the structure and local shapes of an argument has that argument's layouts, everything
+    else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
+    Raises ValueError where trees, layouts and mesh do not fit, or ranks have different local shapes.
+
+    >>> from fmegatron.collectives import Axes, psum
+    >>> from fmegatron.layout import Layout, Mesh
+    >>> mesh = Mesh(dp=4)
+    >>> dp = Axes(mesh)["dp"]
+    >>> x = torch.arange(8.0)
+    >>> sim = simulate(lambda x: psum(x.sum(), dp), mesh, x, layouts=(Layout((8,), x.dtype, mesh, ("dp",)),))
+    >>> sim.globals(), len(sim.outputs)
+    (tensor(28.), 4)
+    """
+    layouts = (None,) * len(args) if layouts is None else tuple(layouts)
+    if len(layouts) != len(args):
+        raise ValueError(f"{len(args)} arguments and {len(layouts)} layout trees; give one per argument, None = replicated")
+    ranks = _per_rank(args, layouts, mesh)
+    traced = trace(step, tuple(arg[0] for arg in ranks))
+    return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts)
+
+
+def _per_rank(args, layouts, mesh):
+    out = []
+    for i, (arg, wanted) in enumerate(zip(args, layouts, strict=True)):
+        ranks = arg if isinstance(arg, Ranks) else split(arg, wanted, mesh)
+        if len(ranks) != mesh.size:
+            raise ValueError(f"argument {i} has trees for {len(ranks)} ranks, the mesh {mesh} has {mesh.size}")
+        out.append(ranks)
+    return out
+
+
+def _tensors(values):
+    return [x for x in tree.leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _flat_inputs(ranks, mesh):
+    """Per tensor leaf of the arguments, the list of its values on the ranks."""
+    flat = [[x for arg in ranks for x in _tensors(arg[rank])] for rank in range(mesh.size)]
+    inputs = [list(values) for values in zip(*flat, strict=True)]
+    for i, values in enumerate(inputs):
+        if len({tuple(v.shape) for v in values}) > 1:
+            path = tree.paths(tuple(arg[0] for arg in ranks))[i]
+            raise ValueError(
+                f"{path}: the ranks' local shapes differ ({sorted({tuple(v.shape) for v in values})}); a simulated step "
+                "has one graph for all ranks, choose sizes that divide evenly"
+            )
+    return inputs
+
+
+def _run(traced, mesh, inputs, arg_layouts, out_layouts, flat_layouts=None):
+    values, _ = interpret(inline_layers(traced.graph_module.graph), mesh, inputs)
+    outputs = Ranks(traced.result([xs[rank] for xs in values]) for rank in range(mesh.size))
+    if flat_layouts is None:
+        flat_layouts = infer_out_layouts(traced, outputs[0], mesh, arg_layouts, out_layouts)
+    return Simulation(mesh, traced, outputs, flat_layouts, inputs, arg_layouts, out_layouts)
+
+
+def infer_out_layouts(traced: Traced, result: Any, mesh: Mesh, arg_layouts: tuple, out_layouts: Any) -> list[Layout]:
+    """One Layout per tensor leaf of a step's result: what `simulate` documents for its argument out_layouts."""
+    if out_layouts is None:
+        pieces = list(result) if type(result) is tuple else [result]
+        found = [_like_an_argument(piece, arg_layouts) for piece in pieces]
+        out_layouts = tuple(found) if type(result) is tuple else found[0]
+    pieces = zip(result, out_layouts, strict=True) if type(result) is tuple else [(result, out_layouts)]
+    flat = []
+    for piece, wanted in pieces:
+        tensors = [(p, x) for p, x in zip(*tree.flatten(piece)[:2], strict=True) if isinstance(x, torch.Tensor)]
+        flat += _layouts_of([p for p, _ in tensors], [x for _, x in tensors], wanted, mesh)
+    return flat
+
+
+def _like_an_argument(piece, arg_layouts):
+    paths, leaves, _ = tree.flatten(piece)
+    for layouts in arg_layouts:
+        if layouts is None or not paths:
+            continue
+        names, items, _ = tree.flatten(layouts)
+        items = [getattr(item, "layout", item) for item in items]
+        if names == paths and all(
+            isinstance(x, torch.Tensor) and tuple(x.shape) == tuple(item.local_shape(0))
+            for x, item in zip(leaves, items, strict=True)
+        ):
+            return layouts
+    return None
