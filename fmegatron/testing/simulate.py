@@ -18,7 +18,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Traced, trace
+from fmegatron.step.trace import Traced, trace
 from fmegatron.testing.interpret import inline_layers, interpret
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
