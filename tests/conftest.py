@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fmegatron.testing import RankPool
+
 
 @pytest.fixture(autouse=True)
 def _same_torch_for_every_test():
@@ -11,3 +13,10 @@ def _same_torch_for_every_test():
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """A pool of 4 gloo ranks, started once: `ranks.run(function, *args, ranks=2)` (see fmegatron.testing.RankPool)."""
+    with RankPool(4) as pool:
+        yield pool

@@ -112,7 +112,7 @@ _SAME_VALUE = frozenset(
 
 def _name(node):
     name = getattr(node.target, "__name__", str(node.target))
-    return name.split(".")[0] if node.op == "call_function" else node.name
+    return name.split(".")[0] if node.op == "call_function" else node.meta.get("path", node.name)
 
 
 def _token(node):

@@ -104,7 +104,7 @@ def parity(
         worst = max([worst, *errors], key=lambda item: item[1])
         differences = tuple(item for item in errors if not item[1] <= tolerance)
         if differences:
-            findings = _find(sims[mesh], sims[one], [path for path, _ in differences], tolerance)
+            findings = _find(sims[mesh], sims[one], [path for path, _ in differences])
             return Parity(mesh, i, differences, tuple(findings), worst, sims[mesh], sims[one])
     return Parity(mesh, steps - 1, (), (), worst, sims[mesh], sims[one])
 
@@ -135,10 +135,12 @@ def _compare(sharded: Simulation, single: Simulation, floor):
     return errors
 
 
-def _find(sharded, single, wrong, tolerance):
+def _find(sharded, single, wrong):
     graphs = [inline_layers(sim.traced.graph_module.graph) for sim in (sharded, single)]
     values = [interpret(g, s.mesh, s.inputs, keep=True)[1] for g, s in zip(graphs, (sharded, single), strict=True)]
     outputs: list[fx.Node] = list(graphs[0].output_node().args[0])
+    for node, path in zip(graphs[0].find_nodes(op="placeholder"), sharded.traced.in_paths, strict=True):
+        node.meta["path"] = path
     nodes = [outputs[sharded.paths.index(path)] for path in wrong]
     layouts = [getattr(x, "layout", x) for x in tree.leaves((sharded.arg_layouts, sharded.layouts))]
     parts = {

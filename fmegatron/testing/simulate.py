@@ -18,7 +18,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step.trace import Traced, trace
+from fmegatron.step import Traced, trace
 from fmegatron.testing.interpret import inline_layers, interpret
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
@@ -166,7 +166,7 @@ class Simulation:
     """
 
     mesh: Mesh
-    traced: Traced
+    traced: Traced = field(repr=False)
     outputs: Ranks = field(repr=False)
     layouts: list[Layout] = field(repr=False)
     inputs: list[list[torch.Tensor]] = field(repr=False)
@@ -192,7 +192,16 @@ class Simulation:
     @property
     def metrics(self) -> dict[str, float]:
         """The last item of the step's result as Python numbers (a step returns `(state, metrics)`)."""
-        return tree.map(lambda x: x.item() if isinstance(x, torch.Tensor) else x, self.globals()[-1])
+        last = [out[-1] for out in self.outputs]
+        layouts = self.layouts[len(self.layouts) - len(_tensors(last[0])) :]
+        paths, leaves, spec = tree.flatten(last[0])
+        at = iter(zip(self.paths[len(self.paths) - len(layouts) :], layouts, strict=True))
+        flat = [tree.leaves(one) for one in last]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                path, layout = next(at)
+                leaves[i] = _join_leaf(path, [one[i] for one in flat], layout, 0.0).item()
+        return tree.unflatten(spec, leaves)
 
     def again(self, *args: Any) -> Simulation:
         """Run the same graph on other arguments: global trees or `Ranks` (such as `Ranks(o[0] for o in sim.outputs)`)."""

@@ -1,0 +1,126 @@
+"""Every collective by its mathematical definition on the list of a group's tensors, and one step that runs them all."""
+
+import math
+
+import torch
+
+from fmegatron import collectives as c
+from fmegatron.collectives import Axes
+from fmegatron.layout import Mesh
+
+SHAPE = (4, 12, 2)  # the local tensor; dims differ, and dims 0 and 1 divide by groups of 2 and 4
+
+
+def total(xs):
+    return sum(xs[1:], xs[0])
+
+
+def concat(xs, dim):
+    return [torch.cat(xs, dim)] * len(xs)
+
+
+def parts(x, n, dim):
+    return list(x.chunk(n, dim))
+
+
+def exchange(xs, split_dim, concat_dim):
+    n = len(xs)
+    return [torch.cat([parts(x, n, split_dim)[i] for x in xs], concat_dim) for i in range(n)]
+
+
+def shifted(xs, shift):
+    return [xs[(i - shift) % len(xs)] for i in range(len(xs))]
+
+
+# name -> (the call, definition of the value, definition of the transpose); both on the list of a group
+CASES = {
+    "all_gather": (
+        lambda x, a: c.all_gather(x, a, 1),
+        lambda xs: concat(xs, 1),
+        lambda gs: parts(total(gs), len(gs), 1),
+    ),
+    "all_gather_negative_dim": (
+        lambda x, a: c.all_gather(x, a, -3),
+        lambda xs: concat(xs, 0),
+        lambda gs: parts(total(gs), len(gs), 0),
+    ),
+    "reduce_scatter": (
+        lambda x, a: c.reduce_scatter(x, a, 1),
+        lambda xs: parts(total(xs), len(xs), 1),
+        lambda gs: concat(gs, 1),
+    ),
+    "psum": (lambda x, a: c.psum(x, a), lambda xs: [total(xs)] * len(xs), lambda gs: gs),
+    "enter": (lambda x, a: c.enter(x, a), lambda xs: xs, lambda gs: [total(gs)] * len(gs)),
+    "pmax": (
+        lambda x, a: x * c.pmax(x, a),
+        lambda xs: [x * torch.stack(xs).amax(0) for x in xs],
+        None,  # no gradient passes through the maximum: see the test
+    ),
+    "all_to_all": (
+        lambda x, a: c.all_to_all(x, a, 0, 1),
+        lambda xs: exchange(xs, 0, 1),
+        lambda gs: exchange(gs, 1, 0),
+    ),
+    "all_to_all_same_dim": (
+        lambda x, a: c.all_to_all(x, a, 1, 1),
+        lambda xs: exchange(xs, 1, 1),
+        lambda gs: exchange(gs, 1, 1),
+    ),
+    "ppermute": (lambda x, a: c.ppermute(x, a, 1), lambda xs: shifted(xs, 1), lambda gs: shifted(gs, -1)),
+    "ppermute_back": (lambda x, a: c.ppermute(x, a, -1), lambda xs: shifted(xs, -1), lambda gs: shifted(gs, 1)),
+    "shard": (
+        lambda x, a: c.shard(x, a, 1),
+        lambda xs: [parts(x, len(xs), 1)[i] for i, x in enumerate(xs)],
+        lambda gs: concat(gs, 1),
+    ),
+    "axis_index": (
+        lambda x, a: x * c.axis_index(a, like=x),
+        lambda xs: [x * i for i, x in enumerate(xs)],
+        lambda gs: [g * i for i, g in enumerate(gs)],
+    ),
+    "declare": (lambda x, a: c.declare(x, a, "partial", ("sharded", 0)), lambda xs: xs, lambda gs: gs),
+}
+
+# mesh -> the axes to try, joint ones included
+AXES = {
+    Mesh(a=2): ["a"],
+    Mesh(a=2, b=2): ["a", "b", ("a", "b"), ("b", "a")],
+    Mesh(a=1, b=4): ["a", "b", ("a", "b")],
+}
+
+
+def inputs(mesh: Mesh, name: str, axis) -> tuple[list, list]:
+    """Per rank a tensor and a cotangent; multiples of 1/64, so that every order of additions gives the same bits."""
+    n = Axes(mesh)[axis].size
+
+    def draw(seed, shape):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(-512, 512, shape, generator=generator).double() / 64
+
+    xs = [draw(rank, SHAPE) for rank in range(mesh.size)]
+    shape = CASES[name][1](xs[:n])[0].shape
+    return xs, [draw(100 + rank, shape) for rank in range(mesh.size)]
+
+
+def make_step(name: str, axis):
+    """`step(x, g) -> (value, gradient)` of one collective."""
+
+    def step(x, g):
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = CASES[name][0](leaf, axis)
+        return y.detach(), torch.autograd.grad(y, leaf, g)[0]
+
+    return step
+
+
+def by_definition(mesh: Mesh, axis, definition, values: list) -> list:
+    """What each rank holds when the definition is applied to every group of the axis."""
+    axis = (axis,) if isinstance(axis, str) else axis
+    out = [None] * mesh.size
+    for rank in range(mesh.size):
+        group = mesh.group(rank, axis)
+        group = sorted(group, key=lambda r: mesh.index(r, axis))
+        assert math.prod(mesh[a] for a in axis) == len(group)
+        out[rank] = definition([values[r] for r in group])[group.index(rank)]
+    return out

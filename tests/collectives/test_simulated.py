@@ -1,0 +1,89 @@
+"""Value and gradient of every collective on simulated ranks, against its definition."""
+
+import pytest
+import torch
+
+from fmegatron import collectives as c
+from fmegatron.collectives import Axes
+from fmegatron.layout import Mesh
+from fmegatron.step import symbolic_nodes
+from fmegatron.testing import Ranks, simulate
+from tests.collectives.definitions import AXES, CASES, by_definition, inputs, make_step
+
+ALL = [(mesh, axis) for mesh, axes in AXES.items() for axis in axes] + [(Mesh(a=2, b=2, c=2), ("c", "a"))]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh, axis", ALL, ids=str)
+def test_value_and_transpose(name, mesh, axis):
+    xs, gs = inputs(mesh, name, axis)
+    sim = simulate(make_step(name, Axes(mesh)[axis]), mesh, Ranks(xs), Ranks(gs))
+    _, definition, transpose = CASES[name]
+    wanted = by_definition(mesh, axis, definition, xs)
+    if transpose is None:  # pmax: gradient of x * constant
+        maxima = by_definition(mesh, axis, lambda group: [torch.stack(group).amax(0)] * len(group), xs)
+        wanted_grads = [g * m for g, m in zip(gs, maxima, strict=True)]
+    else:
+        wanted_grads = by_definition(mesh, axis, transpose, gs)
+    for rank, (y, dx) in enumerate(sim.outputs):
+        assert torch.equal(y, wanted[rank]), f"value on rank {rank}"
+        assert torch.equal(dx, wanted_grads[rank]), f"gradient on rank {rank}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_size_one_leaves_no_node(name):
+    mesh = Mesh(a=1, b=2)
+    xs, gs = inputs(mesh, name, "a")
+    sim = simulate(make_step(name, Axes(mesh)["a"]), mesh, Ranks(xs), Ranks(gs))
+    assert not symbolic_nodes(sim.traced.graph_module.graph)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_node_per_collective(name):
+    """The value and its transpose are one collective each, at most; nothing else is exchanged."""
+    mesh = Mesh(a=2)
+    xs, gs = inputs(mesh, name, "a")
+    sim = simulate(make_step(name, Axes(mesh)["a"]), mesh, Ranks(xs), Ranks(gs))
+    names = [n.target._schema.name.split("::")[1] for n in symbolic_nodes(sim.traced.graph_module.graph)]
+    assert sorted(names) == {
+        "all_gather": ["all_gather", "reduce_scatter"],
+        "all_gather_negative_dim": ["all_gather", "reduce_scatter"],
+        "reduce_scatter": ["all_gather", "reduce_scatter"],
+        "psum": ["psum"],
+        "enter": ["psum"],
+        "pmax": ["pmax"],
+        "all_to_all": ["all_to_all", "all_to_all"],
+        "all_to_all_same_dim": ["all_to_all", "all_to_all"],
+        "ppermute": ["ppermute", "ppermute"],
+        "ppermute_back": ["ppermute", "ppermute"],
+        "shard": ["all_gather", "axis_index"],
+        "axis_index": ["axis_index"],
+        "declare": ["declare", "declare"],
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda x, a: c.all_gather(x, a, 3), "dim 3"),
+        (lambda x, a: c.reduce_scatter(x, a, 1), "not divisible by 2"),
+        (lambda x, a: c.shard(x, a, 1), "not divisible by 2"),
+        (lambda x, a: c.all_to_all(x, a, 1, 0), "not divisible by 2"),
+        (lambda x, a: c.declare(x, a, "whole"), "declare got 'whole'"),
+    ],
+)
+def test_bad_calls(call, says):
+    with pytest.raises(ValueError, match=says):
+        call(torch.zeros(2, 3), Axes(Mesh(a=2))["a"])
+
+
+def test_bad_axes():
+    with pytest.raises(ValueError, match="tp"):
+        Axes(Mesh(a=2))["tp"]
+    with pytest.raises(ValueError, match="twice"):
+        Axes(Mesh(a=2))["a", "a"]
+
+
+def test_symbolic_collectives_refuse_real_tensors():
+    with pytest.raises(RuntimeError, match="testing.simulate"):
+        c.psum(torch.zeros(2), Axes(Mesh(a=2))["a"])
