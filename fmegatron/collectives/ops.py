@@ -31,37 +31,37 @@ __all__ = [
 def _emit_all_gather(x, axis, dim):
     if axis.world is None:
         return torch.ops.fmegatron.all_gather(x, axis.names, axis.size, dim)
-    return real.all_gather(x, axis.world.group_name(axis.names), axis.size, dim)
+    return real.emit("all_gather", x, axis.world, axis.names, axis.size, dim)
 
 
 def _emit_reduce_scatter(x, axis, dim):
     if axis.world is None:
         return torch.ops.fmegatron.reduce_scatter(x, axis.names, axis.size, dim)
-    return real.reduce_scatter(x, axis.world.group_name(axis.names), axis.size, dim)
+    return real.emit("reduce_scatter", x, axis.world, axis.names, axis.size, dim)
 
 
 def _emit_psum(x, axis):
     if axis.world is None:
         return torch.ops.fmegatron.psum(x, axis.names)
-    return real.psum(x, axis.world.group_name(axis.names))
+    return real.emit("psum", x, axis.world, axis.names)
 
 
 def _emit_pmax(x, axis):
     if axis.world is None:
         return torch.ops.fmegatron.pmax(x, axis.names)
-    return real.pmax(x, axis.world.group_name(axis.names))
+    return real.emit("pmax", x, axis.world, axis.names)
 
 
 def _emit_all_to_all(x, axis, split_dim, concat_dim):
     if axis.world is None:
         return torch.ops.fmegatron.all_to_all(x, axis.names, axis.size, split_dim, concat_dim)
-    return real.all_to_all(x, axis.world.group_name(axis.names), axis.size, split_dim, concat_dim)
+    return real.emit("all_to_all", x, axis.world, axis.names, axis.size, split_dim, concat_dim)
 
 
 def _emit_ppermute(x, axis, shift):
     if axis.world is None:
         return torch.ops.fmegatron.ppermute(x, axis.names, axis.size, shift)
-    return real.ppermute(x, axis.world.group_name(axis.names), shift)
+    return real.emit("ppermute", x, axis.world, axis.names, axis.size, shift)
 
 
 def _emit_shard(x, axis, dim):

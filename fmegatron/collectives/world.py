@@ -51,6 +51,16 @@ class World:
         """This rank's process group over `axes`."""
         return self._groups[self.group_name(axes)]
 
+    def order(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Position in the group over `axes` of each index along them, None where they are the same.
+
+        torch numbers the ranks of a group in ascending order; along `("tp", "fsdp")` of a mesh `fsdp, tp` the index
+        counts otherwise.
+        """
+        ranks = self.mesh.group(self.rank, axes)
+        order = tuple(sorted(ranks).index(rank) for rank in ranks)
+        return None if order == tuple(range(len(order))) else order
+
     def _make_group(self, name, axes):
         if len(axes) == 1:
             group = self.device_mesh().get_group(axes[0])
@@ -67,7 +77,9 @@ class World:
     def device_mesh(self) -> dist.device_mesh.DeviceMesh:
         """The torch DeviceMesh of the same ranks and axis names."""
         if self._device_mesh is None:
-            ranks = torch.arange(self.size).view(self.mesh.sizes)
+            ranks = torch.empty(self.mesh.sizes, dtype=torch.int64)
+            for rank in range(self.size):
+                ranks[tuple(self.mesh.coordinates(rank).values())] = rank
             self._device_mesh = dist.device_mesh.DeviceMesh(self.device.type, ranks, mesh_dim_names=self.mesh.names)
         return self._device_mesh
 

@@ -79,10 +79,9 @@ def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
     rest = node.args[2:]
     key = (name, axes, rest, value.shape, value.stride(), value.dtype, value.device)
     if key not in snippets:
-        group = world.group_name(axes)
         with outside_of_tracing(), torch.no_grad(), fake_mode:
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            snippets[key] = make_fx(lambda t: getattr(real, name)(t, group, *_real_arguments(name, rest)))(fake).graph
+            snippets[key] = make_fx(lambda t: real.emit(name, t, world, axes, *rest))(fake).graph
     snippet = snippets[key]
     mapped = {next(n for n in snippet.nodes if n.op == "placeholder"): x}
     with graph.inserting_before(node):
@@ -94,8 +93,3 @@ def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
             mapped[inner] = copy
     result = snippet.output_node().args[0]
     node.replace_all_uses_with(mapped[result])
-
-
-def _real_arguments(name, rest):
-    """Arguments after the group: the real ppermute asks its group for the size."""
-    return rest[1:] if name == "ppermute" else rest

@@ -1,4 +1,4 @@
-"""Simulated ranks, a pool of real ranks, parity with one rank, blame, purity: for this project's tests and for users'."""
+"""Simulated ranks, a pool of real ranks, parity with one rank, blame, purity: for our tests and for users'."""
 
 from fmegatron.testing.blame import Finding, align, blame, relate
 from fmegatron.testing.interpret import inline_layers, interpret

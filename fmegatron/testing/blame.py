@@ -43,9 +43,9 @@ def relate(
     """How one value per rank makes up `reference`, or None if it does not.
 
     -> per axis "equal", "sum", "max", ("concat", dim, stride) or ("concat", dim, sizes of interleaved parts). A stride
-    s > 1 joins each of s consecutive pieces of the dim on its own: a view that merges a whole dim with a split one makes
-    such shards. parts: sizes of the interleaved parts of global dims that are worth trying. tolerance: relative to the
-    element and to the typical element.
+    s > 1 joins each of s consecutive pieces of the dim on its own: a view that merges a whole dim with a split one
+    makes such shards. parts: sizes of the interleaved parts of global dims that are worth trying. tolerance: relative
+    to the element and to the typical element.
     """
     names = [name for name in mesh.names if mesh[name] > 1]
     magnitude = reference.double().abs().nan_to_num(0.0, 0.0, 0.0)
@@ -89,7 +89,10 @@ def _joins(local, reference, n, parts):
             if size == wanted or size * n > wanted:
                 continue
             for stride in (s for s in range(1, size + 1) if size % s == 0):
-                yield ("concat", dim, stride), lambda group, d=dim, s=stride: _concat(group, d, [group[0].shape[d] // s] * s)
+                yield (
+                    ("concat", dim, stride),
+                    lambda group, d=dim, s=stride: _concat(group, d, [group[0].shape[d] // s] * s),
+                )
             for sizes in parts:
                 if sum(sizes) == wanted and all(part * size % wanted == 0 for part in sizes):
                     mine = [part * size // wanted for part in sizes]
@@ -153,8 +156,8 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 # ---- blame -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Judged:
-    """A node's state: "good" carries meaning; "unknown" depends on the rank's index, which means nothing by itself until
-    a collective or `declare` ends that; "lost" loses it; "bad" comes after. how: what `relate` found."""
+    """A node's state: "good" carries meaning; "unknown" depends on the rank's index, which means nothing by itself
+    until a collective or `declare` ends that; "lost" loses it; "bad" comes after. how: what `relate` found."""
 
     state: str
     how: dict | None = None
@@ -218,7 +221,7 @@ def _judge(node, judged, guesses, values, reference, mesh, parts):
 
 
 def _say(node, judged):
-    """ "equal on all ranks", "a sum over dp since step.py:12", ...: how a good node's values make up those of one rank."""
+    """How a good node's values make up those of one rank: "equal on all ranks", "a sum over dp since step.py:12"."""
     how = judged[node].how
     if not how:
         return "a value without a twin"

@@ -63,7 +63,7 @@ def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 def inline_layers(graph: fx.Graph) -> fx.Graph:
-    """A copy of a traced graph in which each opaque compiled layer is replaced by the nodes of its own symbolic graph."""
+    """A copy of a traced graph with the nodes of its own symbolic graph in place of each opaque compiled layer."""
     flat = fx.Graph()
     out = _copy_into(flat, graph, None)
     flat.output(out)
@@ -125,7 +125,9 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
             if argument.alias_info is None:
                 continue
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            for source in [v for v in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(v, fx.Node)]:
+            for source in [
+                v for v in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(v, fx.Node)
+            ]:
                 written += [source] if argument.alias_info.is_write else []
                 if any(r.alias_info is not None for r in schema.returns):
                     parent[root(node)] = root(source)

@@ -20,9 +20,12 @@ __all__ = ["Parity", "assert_parity", "parity", "relative_error"]
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of `parity`. differences: (path, largest relative error) of outputs that differ, in the order of the result,
-    at the first step that differs (`step`, counted from 0). findings: where meaning is lost. sharded, single: the last
-    simulations on the mesh and on one rank. worst: (path, error) of the largest relative error seen, over all steps."""
+    """Result of `parity`.
+
+    differences: (path, largest relative error) of the outputs that differ, in the order of the result, at the first
+    step that differs (`step`, counted from 0). findings: where meaning is lost. sharded, single: the last simulations
+    on the mesh and on one rank. worst: (path, error) of the largest relative error seen, over all steps.
+    """
 
     mesh: Mesh
     step: int
@@ -42,11 +45,13 @@ class Parity:
             return f"{self.mesh} computes what one rank computes (largest relative error {self.worst[1]:.1e})"
         first, error = self.differences[0]
         lines = [
-            f"on {self.mesh}, step {self.step}: {len(self.differences)} of {len(self.sharded.paths)} outputs differ from "
-            f"one rank; first {first} (relative error {error:.1e})"
+            f"on {self.mesh}, step {self.step}: {len(self.differences)} of {len(self.sharded.paths)} outputs differ "
+            f"from one rank; first {first} (relative error {error:.1e})"
         ]
         lines += [f"  also {path} ({error:.1e})" for path, error in self.differences[1:6]]
-        lines += ["meaning is lost at" if self.findings else "no node loses meaning: a factor that depends on the mesh?"]
+        lines += [
+            "meaning is lost at" if self.findings else "no node loses meaning: a factor that depends on the mesh?"
+        ]
         return "\n".join(lines + [f"  {finding}" for finding in self.findings[:5]])
 
 
@@ -84,9 +89,9 @@ def parity(
     """Run the step of `mesh` on simulated ranks and the step of a mesh of ones, and compare every output.
 
     make_step: mesh -> step; it is called for both meshes, so it must take axes and layouts from the mesh that it is
-    given. args: trees of global arrays (use fp64); layouts, out_layouts: on `mesh`, as for `simulate`. steps: how often;
-    then the first item of the result is the first argument of the next call, and any other argument may be a function
-    of the number of the step. tolerance, floor: see `relative_error`.
+    given. args: trees of global arrays (use fp64); layouts, out_layouts: on `mesh`, as for `simulate`. steps: how
+    often; then the first item of the result is the first argument of the next call, and any other argument may be a
+    function of the number of the step. tolerance, floor: see `relative_error`.
     """
     one = Mesh(**dict.fromkeys(mesh.names, 1))
     layouts = (None,) * len(args) if layouts is None else tuple(layouts)

@@ -27,12 +27,14 @@ def assert_pure(fn: Callable, *trees: Any) -> Any:
     paths_after, leaves_after, spec_after = tree.flatten(trees)
     if spec_after != spec:
         raise AssertionError(
-            f"{_name(fn)} changed the structure of its arguments: leaves {sorted(set(paths) ^ set(paths_after))} came or "
-            "went; build new containers instead"
+            f"{_name(fn)} changed the structure of its arguments: leaves {sorted(set(paths) ^ set(paths_after))} "
+            "came or went; build new containers instead"
         )
     changed = [p for p, x, y, old in zip(paths, leaves, leaves_after, before, strict=True) if not _same(x, y, old)]
     if changed:
-        raise AssertionError(f"{_name(fn)} changed its arguments in place: {', '.join(changed)}; return new values instead")
+        raise AssertionError(
+            f"{_name(fn)} changed its arguments in place: {', '.join(changed)}; return new values instead"
+        )
     return result
 
 

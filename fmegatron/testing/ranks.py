@@ -139,7 +139,9 @@ class _Worker:
 def _start_worker():
     # Not multiprocessing.Process: its spawn imports the caller's main script again, guarded or not.
     ours, theirs = multiprocessing.Pipe()
-    code = f"import sys; sys.path[:] = {sys.path!r}; from fmegatron.testing.ranks import _serve; _serve({theirs.fileno()})"
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from fmegatron.testing.ranks import _serve; _serve({theirs.fileno()})"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     return _Worker(process, ours)

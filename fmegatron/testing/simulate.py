@@ -48,9 +48,9 @@ def split(values: Any, layouts: Any, mesh: Mesh | None = None) -> Ranks:
 def join(ranks: list, layouts: Any, mesh: Mesh | None = None, *, tolerance: float = 0.0) -> Any:
     """Put each rank's local tensors together to the tree of global arrays; the inverse of `split`.
 
-    layouts: as for `split`; None where all ranks must hold the same. Pending sums are added up. Raises ValueError naming
-    path and ranks where two replicas of a box differ by more than `tolerance` relative to the larger magnitude (default:
-    by a single bit), or a local shape is not what the layout says.
+    layouts: as for `split`; None where all ranks must hold the same. Pending sums are added up. Raises ValueError
+    naming path and ranks where two replicas of a box differ by more than `tolerance` relative to the larger magnitude
+    (default: by a single bit), or a local shape is not what the layout says.
     """
     flat = [tree.flatten(local) for local in ranks]
     paths, leaves, spec = flat[0]
@@ -179,7 +179,7 @@ class Simulation:
         return self.traced.out_paths
 
     def gather(self, path: str) -> torch.Tensor:
-        """The global array of one leaf of the result. Raises ValueError if replicas differ, or there is no such path."""
+        """The global array of one leaf of the result. ValueError if replicas differ, or there is no such path."""
         if path not in self.paths:
             raise ValueError(f"the step returned no {path!r}; it returned {', '.join(self.paths)}")
         i = self.paths.index(path)
@@ -204,7 +204,7 @@ class Simulation:
         return tree.unflatten(spec, leaves)
 
     def again(self, *args: Any) -> Simulation:
-        """Run the same graph on other arguments: global trees or `Ranks` (such as `Ranks(o[0] for o in sim.outputs)`)."""
+        """Run the same graph on other arguments: global trees, or `Ranks` (`Ranks(o[0] for o in sim.outputs)`)."""
         ranks = _per_rank(args, self.arg_layouts, self.mesh)
         inputs = _flat_inputs(ranks, self.mesh)
         want = [tuple(f.shape) for f in self.traced.fakes]
@@ -223,8 +223,8 @@ def simulate(
     shapes. args: one tree each, of global arrays (which are cut by `layouts`) or `Ranks` of local trees.
     layouts: per argument the tree of its Layouts, or None for an argument that every rank holds whole.
     out_layouts: the layouts of the result, same structure, None for replicated parts. Left out: an item of the result
-    (or the result itself) that has the structure and local shapes of an argument has that argument's layouts, everything
-    else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
+    (or the result itself) that has the structure and local shapes of an argument has that argument's layouts,
+    everything else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
     Raises ValueError where trees, layouts and mesh do not fit, or ranks have different local shapes.
 
     >>> from fmegatron.collectives import Axes, psum
@@ -238,7 +238,9 @@ def simulate(
     """
     layouts = (None,) * len(args) if layouts is None else tuple(layouts)
     if len(layouts) != len(args):
-        raise ValueError(f"{len(args)} arguments and {len(layouts)} layout trees; give one per argument, None = replicated")
+        raise ValueError(
+            f"{len(args)} arguments and {len(layouts)} layout trees; give one per argument, None = replicated"
+        )
     ranks = _per_rank(args, layouts, mesh)
     traced = trace(step, tuple(arg[0] for arg in ranks))
     return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts)
@@ -266,8 +268,8 @@ def _flat_inputs(ranks, mesh):
         if len({tuple(v.shape) for v in values}) > 1:
             path = tree.paths(tuple(arg[0] for arg in ranks))[i]
             raise ValueError(
-                f"{path}: the ranks' local shapes differ ({sorted({tuple(v.shape) for v in values})}); a simulated step "
-                "has one graph for all ranks, choose sizes that divide evenly"
+                f"{path}: the ranks' local shapes differ ({sorted({tuple(v.shape) for v in values})}); a simulated "
+                "step has one graph for all ranks, choose sizes that divide evenly"
             )
     return inputs
 

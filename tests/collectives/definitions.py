@@ -1,7 +1,5 @@
 """Every collective by its mathematical definition on the list of a group's tensors, and one step that runs them all."""
 
-import math
-
 import torch
 
 from fmegatron import collectives as c
@@ -114,13 +112,17 @@ def make_step(name: str, axis):
     return step
 
 
+def same_elsewhere(mesh: Mesh, r: int, s: int, axis) -> bool:
+    """Whether two ranks differ only along the axes."""
+    return all(mesh.coordinates(r)[a] == mesh.coordinates(s)[a] for a in mesh.names if a not in axis)
+
+
 def by_definition(mesh: Mesh, axis, definition, values: list) -> list:
     """What each rank holds when the definition is applied to every group of the axis."""
     axis = (axis,) if isinstance(axis, str) else axis
     out = [None] * mesh.size
     for rank in range(mesh.size):
-        group = mesh.group(rank, axis)
-        group = sorted(group, key=lambda r: mesh.index(r, axis))
-        assert math.prod(mesh[a] for a in axis) == len(group)
+        others = [r for r in range(mesh.size) if same_elsewhere(mesh, r, rank, axis)]
+        group = sorted(others, key=lambda r: [mesh.coordinates(r)[a] for a in axis])
         out[rank] = definition([values[r] for r in group])[group.index(rank)]
     return out

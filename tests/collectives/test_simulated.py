@@ -45,21 +45,24 @@ def test_one_node_per_collective(name):
     xs, gs = inputs(mesh, name, "a")
     sim = simulate(make_step(name, Axes(mesh)["a"]), mesh, Ranks(xs), Ranks(gs))
     names = [n.target._schema.name.split("::")[1] for n in symbolic_nodes(sim.traced.graph_module.graph)]
-    assert sorted(names) == {
-        "all_gather": ["all_gather", "reduce_scatter"],
-        "all_gather_negative_dim": ["all_gather", "reduce_scatter"],
-        "reduce_scatter": ["all_gather", "reduce_scatter"],
-        "psum": ["psum"],
-        "enter": ["psum"],
-        "pmax": ["pmax"],
-        "all_to_all": ["all_to_all", "all_to_all"],
-        "all_to_all_same_dim": ["all_to_all", "all_to_all"],
-        "ppermute": ["ppermute", "ppermute"],
-        "ppermute_back": ["ppermute", "ppermute"],
-        "shard": ["all_gather", "axis_index"],
-        "axis_index": ["axis_index"],
-        "declare": ["declare", "declare"],
-    }[name]
+    assert (
+        sorted(names)
+        == {
+            "all_gather": ["all_gather", "reduce_scatter"],
+            "all_gather_negative_dim": ["all_gather", "reduce_scatter"],
+            "reduce_scatter": ["all_gather", "reduce_scatter"],
+            "psum": ["psum"],
+            "enter": ["psum"],
+            "pmax": ["pmax"],
+            "all_to_all": ["all_to_all", "all_to_all"],
+            "all_to_all_same_dim": ["all_to_all", "all_to_all"],
+            "ppermute": ["ppermute", "ppermute"],
+            "ppermute_back": ["ppermute", "ppermute"],
+            "shard": ["all_gather", "axis_index"],
+            "axis_index": ["axis_index"],
+            "declare": ["declare", "declare"],
+        }[name]
+    )
 
 
 @pytest.mark.parametrize(
