@@ -1,0 +1,174 @@
+"""The file system's side of a save: a directory is a complete checkpoint, or it is hidden and will be removed.
+
+    .NAME.tmp-TOKEN   being written, or (after an exchange) the old checkpoint on its way out
+    .NAME.old-TOKEN   the old checkpoint while the new one takes its name, where the system cannot exchange two names
+    .NAME.saving      the name of the hidden directory, for the other ranks
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from fmegatron.checkpoint.format import DIGESTS, MANIFEST, MARKER, ZARR, Manifest, zarr_metadata
+from fmegatron.checkpoint.manifest import manifest_to_json, marker_to_json, to_json_text
+
+_JOIN_SECONDS = 30.0  # a network file system may show the name of the hidden directory late
+
+
+def is_complete(path: str) -> bool:
+    """Whether a directory was written to its end (its content is checked when it is read)."""
+    return os.path.isfile(os.path.join(path, MARKER))
+
+
+def hidden_siblings(path: str, kind: str = "") -> list[str]:
+    """The hidden directories that saves of `path` have left behind, or have in use."""
+    parent, name = os.path.split(path)
+    starts = tuple(f".{name}.{k}-" for k in ([kind] if kind else ["tmp", "old"]))
+    names = os.listdir(parent) if os.path.isdir(parent) else []
+    return sorted(os.path.join(parent, n) for n in names if n.startswith(starts))
+
+
+def resolve(path: str | os.PathLike) -> str:
+    """The directory that holds the checkpoint `path`: itself, or, after a crash between two renames, the old or new one."""
+    path = os.path.realpath(os.fspath(path))
+    if not os.path.lexists(path):
+        # Only such a crash leaves an "old" without the name itself. Both are whole; the new one was decided upon.
+        for old in hidden_siblings(path, "old"):
+            new = _hidden(path, "tmp", old.rsplit("-", 1)[1])
+            if found := next((p for p in (new, old) if is_complete(p)), None):
+                return found
+    return path
+
+
+def begin(path: str, ranks: int) -> str:
+    """Rank 0: finish or remove what killed saves of this path left, make a new hidden directory, say its name."""
+    parent = os.path.dirname(path)
+    os.makedirs(parent, exist_ok=True)
+    if os.path.lexists(path):
+        if not os.path.isdir(path) or (os.listdir(path) and not any(os.path.lexists(f"{path}/{n}") for n in (MARKER, MANIFEST))):
+            raise ValueError(f"{path}: exists and is no checkpoint; choose another path, or remove it")
+    elif (found := resolve(path)) != path:
+        os.rename(found, path)
+    for left in hidden_siblings(path):
+        remove(left)
+    hidden = _hidden(path, "tmp", secrets.token_hex(6))
+    os.mkdir(hidden)
+    if ranks > 1:
+        put(_note(path) + ".new", os.path.basename(hidden).encode())
+        os.replace(_note(path) + ".new", _note(path))
+    return hidden
+
+
+def joined(path: str) -> str:
+    """Other ranks: the hidden directory that rank 0 made. Raises OSError when it does not appear."""
+    limit = time.monotonic() + _JOIN_SECONDS
+    while True:
+        try:
+            with open(_note(path), "rb") as f:
+                hidden = os.path.join(os.path.dirname(path), f.read(4096).decode())
+            if os.path.isdir(hidden):
+                return hidden
+        except FileNotFoundError:
+            pass
+        if time.monotonic() > limit:
+            raise OSError(
+                f"{path}: the hidden directory that rank 0 made is not visible here after {_JOIN_SECONDS:.0f} s;"
+                " save to a file system that all ranks share"
+            )
+        time.sleep(0.05)
+
+
+def complete(hidden: str, manifest: Manifest, digests: np.ndarray) -> None:
+    """Write the metadata, make everything durable, then write the marker."""
+    data = manifest_to_json(manifest)
+    files = {DIGESTS: digests.tobytes(), MANIFEST: data}
+    groups = {""}
+    for array in manifest.arrays.values():
+        files[f"{array.name}/{ZARR}"] = to_json_text(zarr_metadata(array)).encode()
+        parts = array.name.split("/")[:-1]
+        groups.update("".join(f"{p}/" for p in parts[: i + 1]) for i in range(len(parts)))
+    group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+    files |= {f"{name}{ZARR}": group for name in groups}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda item: put(os.path.join(hidden, item[0]), item[1]), files.items()))
+        list(pool.map(sync_directory, [folder for folder, _, _ in os.walk(hidden)]))
+    put(os.path.join(hidden, MARKER), marker_to_json(data))
+    sync_directory(hidden)
+
+
+def publish(hidden: str, path: str) -> None:
+    """Give the complete hidden directory its name, and remove what had the name before."""
+    parent = os.path.dirname(path)
+    if not os.path.lexists(path):
+        os.rename(hidden, path)
+    elif not _exchange(hidden, path):
+        # Two renames. Between them the name is missing, and `resolve` finds both: there is no moment without a whole one.
+        old = _hidden(path, "old", hidden.rsplit("-", 1)[1])
+        os.rename(path, old)
+        os.rename(hidden, path)
+    sync_directory(parent)
+    for left in hidden_siblings(path):
+        remove(left)
+
+
+def end(path: str, hidden: str | None) -> None:
+    """Rank 0, whatever happened: leave nothing hidden behind."""
+    if hidden is not None:
+        remove(hidden)
+        if (found := resolve(path)) != path:  # interrupted between the two renames of `publish`
+            os.rename(found, path)
+        for note in (_note(path), _note(path) + ".new"):
+            if os.path.lexists(note):
+                os.remove(note)
+
+
+def remove(path: str) -> None:
+    """Delete a directory tree; the marker goes first, so that half of it never counts as complete."""
+    if os.path.lexists(os.path.join(path, MARKER)):
+        os.remove(os.path.join(path, MARKER))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def put(path: str, data: bytes, durable: bool = True) -> None:
+    """Write a file, down to the disk if durable."""
+    with open(path, "wb") as f:
+        f.write(data)
+        f.flush()
+        if durable:
+            os.fsync(f.fileno())
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _hidden(path: str, kind: str, token: str) -> str:
+    parent, name = os.path.split(path)
+    return os.path.join(parent, f".{name}.{kind}-{token}")
+
+
+def _note(path: str) -> str:
+    parent, name = os.path.split(path)
+    return os.path.join(parent, f".{name}.saving")
+
+
+def _exchange(a: str, b: str) -> bool:
+    """Swap two names in one step (Linux renameat2); False where the system or the file system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    at_cwd, exchange = -100, 2
+    return call(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0

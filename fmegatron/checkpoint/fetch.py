@@ -1,0 +1,279 @@
+"""Bands from files into tensors: which bands a set of boxes needs, read, verified, copied.
+
+Nothing outside the checkpoint's directory is opened; every file must have exactly the size that the manifest implies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fmegatron.checkpoint.format import (
+    BAND_BYTES,
+    DIGESTS,
+    Array,
+    CheckpointError,
+    Leaf,
+    Manifest,
+    digest,
+    digest_text,
+    raw,
+    raw_dtype,
+)
+from fmegatron.checkpoint.manifest import RESTORE_ANOTHER
+from fmegatron.layout import Box
+
+_JOB_BYTES = 16 << 20  # work is dealt to threads in jobs of about this size
+
+
+@dataclass(frozen=True)
+class Target:
+    """A box of the global array and the view of the rank's tensor that it goes to; `stored` is the dtype on disk."""
+
+    path: str
+    box: Box
+    view: torch.Tensor
+    stored: torch.dtype
+
+    def put(self, start: Sequence[int], data: np.ndarray) -> None:
+        """Copy `data` (raw bits of the stored dtype), which begins at the global index `start`, to its place."""
+        at = tuple(slice(g - a, g - a + n) for g, a, n in zip(start, self.box.start, data.shape, strict=True))
+        if self.stored is self.view.dtype:
+            raw(self.view)[at] = data
+        else:
+            self.view[at].copy_(torch.from_numpy(data).view(self.stored))
+
+
+class Fetch:
+    """Collects what is wanted with `add`, then `run` reads every needed band once."""
+
+    def __init__(self, root: str, manifest: Manifest, verify: bool):
+        self.root, self.manifest, self.verify = root, manifest, verify
+        self.chunks: dict[tuple[str, tuple[int, ...]], list[Target]] = {}
+        self.ranges: dict[str, list[_Range]] = {}
+
+    def add(self, leaf: Leaf, target: Target) -> None:
+        """Want a box of a leaf."""
+        if leaf.array is not None:
+            array = self.manifest.arrays[leaf.array]
+            cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
+            for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
+                self.chunks.setdefault((array.name, index), []).append(target)
+            return
+        for piece in leaf.pieces:
+            for box in piece.boxes:
+                if (part := box.intersect(target.box.start, target.box.stop)) is not None:
+                    self.ranges.setdefault(piece.array, []).extend(_ranges(piece.offset, part, target))
+
+    def run(self) -> None:
+        """Read it all. Raises CheckpointError naming leaf and file."""
+        names = {name for name, _ in self.chunks} | self.ranges.keys()
+        digests = self._digests(names) if self.verify else {}
+        jobs = deque()
+        for (name, index), targets in self.chunks.items():
+            file = _File(self, self.manifest.arrays[name], index, digests.get(name), targets[0].path)
+            jobs.extend(file.chunk_jobs(targets))
+        for name, ranges in self.ranges.items():
+            file = _File(self, self.manifest.arrays[name], (0,), digests.get(name), ranges[0].target.path)
+            jobs.extend(file.range_jobs(ranges))
+        _run(jobs)
+
+    def _digests(self, names: set[str]) -> dict[str, np.ndarray]:
+        """By array: uint64 [chunks, bands], checked against the manifest."""
+        at, found = os.path.join(self.root, DIGESTS), {}
+        try:
+            with open(at, "rb") as f:
+                for name in names:
+                    array = self.manifest.arrays[name]
+                    f.seek(8 * array.first_digest)
+                    data = f.read(8 * array.digest_count)
+                    if digest_text(data) != array.digest:
+                        raise CheckpointError(f"{name}: its part of {at} was altered after the save; {RESTORE_ANOTHER}")
+                    found[name] = np.frombuffer(data, "<u8").reshape(math.prod(array.grid), -1)
+        except OSError as error:
+            raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
+        return found
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes [lo, hi) of a one-chunk array hold a box of a target, with `strides` in elements from `lo`."""
+
+    lo: int
+    hi: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    target: Target
+
+
+def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
+    """A stored box as ranges of bytes, cut along its widest strides until each range is of moderate length."""
+    width = target.stored.itemsize
+    span = 1 + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
+    widest = max(range(len(box.shape)), key=lambda d: (box.shape[d] > 1) * box.strides[d], default=None)
+    if span * width <= _JOB_BYTES or widest is None or box.shape[widest] == 1:
+        lo = base + box.offset * width
+        yield _Range(lo, lo + span * width, box.start, box.shape, box.strides, target)
+        return
+    step = max(1, min(box.shape[widest] - 1, _JOB_BYTES // (width * box.strides[widest])))
+    start, stop = list(box.start), list(box.stop)
+    for at in range(box.start[widest], box.stop[widest], step):
+        start[widest], stop[widest] = at, min(at + step, box.stop[widest])
+        yield from _ranges(base, box.intersect(start, stop), target)
+
+
+class _File:
+    """One chunk's file: reads bands of it. A job is a function of a scratch buffer, run on any thread."""
+
+    def __init__(self, fetch: Fetch, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
+        self.array, self.index, self.leaf = array, index, leaf
+        self.name = array.chunk_file(index)
+        self.at = os.path.join(fetch.root, self.name)
+        number = int(np.ravel_multi_index(index, array.grid)) if index else 0
+        self.digests = None if digests is None else digests[number]
+
+    def open(self) -> int:
+        """A file descriptor, after a look at kind and size. Raises CheckpointError."""
+        wanted = math.prod(self.array.chunk) * self.array.itemsize
+        try:
+            # Neither follow a link out of the directory nor wait for a pipe.
+            fd = os.open(self.at, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != wanted:
+            os.close(fd)
+            raise self.error(f"has {found.st_size} bytes, wanted {wanted}")
+        return fd
+
+    def error(self, what: str, leaf: str | None = None) -> CheckpointError:
+        """The error that names the leaf, the file and what to do."""
+        return CheckpointError(f"{leaf or self.leaf}: its chunk file {self.at} {what}; {RESTORE_ANOTHER}")
+
+    def band(self, fd: int, number: int, offset: int, into: np.ndarray, leaf: str | None = None) -> None:
+        """Read band `number`, at `offset`, into all of `into`; verify it."""
+        done = 0
+        while done < into.nbytes:
+            try:
+                got = os.preadv(fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise self.error(f"cannot be read ({error.strerror})", leaf) from None
+            if got == 0:
+                raise self.error(f"ends at byte {offset + done}", leaf)
+            done += got
+        if self.digests is not None and digest(into) != self.digests[number]:
+            raise self.error(
+                f"is damaged between bytes {offset} and {offset + done}: got xxh3_64 {digest(into):016x},"
+                f" wanted {int(self.digests[number]):016x}",
+                leaf,
+            )
+
+    # ---- a chunk of an array in global shape
+
+    def chunk_jobs(self, targets: list[Target]) -> Iterator[Callable[[np.ndarray], None]]:
+        """Jobs that copy what `targets` want of this chunk."""
+        a, wanted = self.array, {}
+        origin = tuple(i * c for i, c in zip(self.index, a.chunk, strict=True))
+        for target in targets:
+            # The part of the target in this chunk, counted from the chunk's first element.
+            lo = [max(s - o, 0) for s, o in zip(target.box.start, origin, strict=True)]
+            hi = [min(s - o, c) for s, o, c in zip(target.box.stop, origin, a.chunk, strict=True)]
+            ranges = (range(x // b, -(-y // b)) for x, y, b in zip(lo, hi, a.band, strict=True))
+            for index in itertools.product(*ranges):
+                wanted.setdefault(index, []).append((target, lo, hi))
+        bands = sorted(wanted.items())
+        size = max(1, _JOB_BYTES // (math.prod(a.band) * a.itemsize))
+        for i in range(0, len(bands), size):
+            yield lambda scratch, part=bands[i : i + size]: self._copy_bands(part, origin, scratch)
+
+    def _copy_bands(self, bands, origin: tuple[int, ...], scratch: np.ndarray) -> None:
+        a, fd = self.array, self.open()
+        steps = [math.prod(a.chunk[d + 1 :]) for d in range(len(a.chunk))]
+        counts = [math.prod(a.bands[d + 1 :]) for d in range(len(a.bands))]
+        try:
+            for index, wants in bands:
+                start = [i * b for i, b in zip(index, a.band, strict=True)]
+                shape = [min(b, c - s) for s, b, c in zip(start, a.band, a.chunk, strict=True)]
+                offset = sum(s * step for s, step in zip(start, steps, strict=True)) * a.itemsize
+                number = sum(i * count for i, count in zip(index, counts, strict=True))
+                into = scratch[: math.prod(shape) * a.itemsize]
+                self.band(fd, number, offset, into)
+                data = into.view(raw_dtype(a.itemsize)).reshape(shape)
+                for target, lo, hi in wants:
+                    low = [max(x, s) for x, s in zip(lo, start, strict=True)]
+                    high = [min(y, s + n) for y, s, n in zip(hi, start, shape, strict=True)]
+                    part = data[tuple(slice(x - s, y - s) for x, y, s in zip(low, high, start, strict=True))]
+                    target.put([o + x for o, x in zip(origin, low, strict=True)], part)
+        finally:
+            os.close(fd)
+
+    # ---- a one-chunk array that holds pieces
+
+    def range_jobs(self, ranges: list[_Range]) -> Iterator[Callable[[np.ndarray], None]]:
+        """Jobs that copy the ranges; ranges that share bands are read together."""
+        group: list[_Range] = []
+        for r in sorted(ranges, key=lambda r: r.lo):
+            if group and r.hi - group[0].lo > _JOB_BYTES + BAND_BYTES and r.lo - group[0].lo > _JOB_BYTES // 2:
+                yield lambda scratch, part=group: self._copy_ranges(part)
+                group = []
+            group.append(r)
+        if group:
+            yield lambda scratch, part=group: self._copy_ranges(part)
+
+    def _copy_ranges(self, ranges: list[_Range]) -> None:
+        a = self.array
+        width, total = a.band[0] * a.itemsize, a.shape[0] * a.itemsize
+        first, stop = ranges[0].lo // width, -(-max(r.hi for r in ranges) // width)
+        base, end = first * width, min(stop * width, total)
+        window, fd = np.empty(end - base, np.uint8), self.open()
+        wanted = {n for r in ranges for n in range(r.lo // width, -(-r.hi // width))}
+        try:
+            for n in sorted(wanted):
+                at = n * width
+                inside = next((r.target.path for r in ranges if r.lo < at + width and at < r.hi), None)
+                self.band(fd, n, at, window[at - base : min(at + width, end) - base], inside)
+        finally:
+            os.close(fd)
+        for r in ranges:
+            width = r.target.stored.itemsize
+            strides = [s * width for s in r.strides]
+            r.target.put(r.start, np.ndarray(r.shape, raw_dtype(width), window, r.lo - base, strides))
+
+
+def _run(jobs: deque[Callable[[np.ndarray], None]]) -> None:
+    """Run the jobs on a few threads; the first error ends it and is raised."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    errors: list[BaseException] = []
+
+    def worker() -> None:
+        scratch = np.empty(BAND_BYTES, np.uint8)
+        try:
+            while not errors:
+                jobs.popleft()(scratch)
+        except IndexError:
+            if jobs:
+                raise
+        except BaseException as error:
+            errors.append(error)
+
+    count = min(4, cores, len(jobs))
+    if count <= 1:
+        worker()
+    else:
+        with ThreadPoolExecutor(count) as pool:
+            try:
+                list(pool.map(lambda _: worker(), range(count)))
+            finally:
+                jobs.clear()  # an interrupted main thread does not wait for all the rest
+    if errors:
+        raise errors[0]

@@ -1,0 +1,196 @@
+"""What a checkpoint is on disk: names, types, sizes. FORMAT.md says the same for the writer of another reader."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from fmegatron.layout import Box
+
+FORMAT, VERSION = "fmegatron.checkpoint", 1
+MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "zarr.json"
+SMALL_BYTES = 64 << 10  # leaves below this (global) are packed
+CHUNK_BYTES = 16 << 20  # aim for the size of a chunk
+BAND_BYTES = 1 << 20  # most bytes under one digest
+ALIGN_BYTES = 64  # of a leaf inside a packed array
+
+# Types that zarr3 readers know, spelled as torch spells them; others are stored as unsigned integers of their width.
+_ZARR_TYPES = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
+    " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
+)
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, incomplete, damaged or of another format; other steps may be good.
+
+    A request that does not fit a good checkpoint (wrong shape, unknown leaf) is a plain ValueError.
+    """
+
+
+# ---- the typed content of the manifest
+
+
+@dataclass(frozen=True)
+class Array:
+    """One stored zarr3 array. `chunk` and `band` are shapes: bands tile a chunk, each is contiguous in the chunk's file.
+
+    first_digest: index into digests.bin of the digest of the first band of the first chunk (chunks row-major, then
+    bands row-major).  digest: xxh3_64 of the array's part of digests.bin.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    band: tuple[int, ...]
+    first_digest: int = 0
+    digest: str = ""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dim."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def bands(self) -> tuple[int, ...]:
+        """Number of bands of a chunk along each dim."""
+        return tuple(-(-c // b) for c, b in zip(self.chunk, self.band, strict=True))
+
+    @property
+    def digest_count(self) -> int:
+        """Number of digests of the whole array."""
+        return math.prod(self.grid) * math.prod(self.bands)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+    def chunk_file(self, index: tuple[int, ...]) -> str:
+        """Path of a chunk's file inside the checkpoint."""
+        return f"{self.name}/{'.'.join(('c', *map(str, index)))}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A writer's local storage of a leaf, verbatim, `offset` bytes into a one-chunk array; `boxes` say what lies where."""
+
+    array: str
+    offset: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the state: in an array of its own in global shape (`array`), or in pieces."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: dict[str, Any]  # spec and flat, and the index of the mesh; see manifest.py
+    array: str | None = None
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint except the elements."""
+
+    step: int | None
+    metadata: dict[str, Any]
+    meshes: tuple[dict[str, Any], ...]
+    leaves: dict[str, Leaf]
+    arrays: dict[str, Array]
+    digest_count: int
+
+
+# ---- names, types, bits
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Name of a dtype in the JSON: torch's own, e.g. `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name in the JSON. Raises CheckpointError for one that this torch does not have."""
+    dtype = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]{1,32}", name) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"dtype: got {name[:40]!r}, wanted a dtype of torch {torch.__version__}")
+    return dtype
+
+
+def raw(x: torch.Tensor) -> np.ndarray:
+    """The bits of a contiguous CPU tensor as integers of the same width (complex128 stays); the same memory."""
+    x = x.detach()
+    return x.view(_RAW[x.element_size()]).numpy()
+
+
+def raw_dtype(itemsize: int) -> np.dtype:
+    """The numpy type of `raw` for elements of this many bytes."""
+    return np.dtype(dtype_text(_RAW[itemsize]))
+
+
+def digest(data: Any) -> int:
+    """xxh3_64 of a contiguous buffer."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def digest_text(data: Any) -> str:
+    """xxh3_64 of a contiguous buffer, 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def array_name(path: str) -> str:
+    """The directory of a leaf's array: its path, percent-quoted where a file system or a reserved name would object.
+
+    >>> array_name("blocks/w qkv"), array_name("../x"), array_name("manifest.json")
+    ('blocks/w%20qkv', '%2E./x', '%6Danifest.json')
+    """
+
+    def quote(part: str, first: bool) -> str:
+        text = "".join(c if re.fullmatch(r"[A-Za-z0-9_.\-]", c) else "".join(f"%{b:02X}" for b in c.encode()) for c in part)
+        reserved = text == ZARR or (first and (text in (MANIFEST, DIGESTS, MARKER) or text.startswith(("__", "part."))))
+        if not text or text[0] == "." or reserved:
+            text = f"%{ord(text[0]):02X}{text[1:]}" if text else "%"
+        return text
+
+    return "/".join(quote(part, i == 0) for i, part in enumerate(path.split("/"))) if path else "%"
+
+
+def band_shape(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The digested bands of a chunk: whole trailing dims, then as many rows as fit 1 MiB (an exact divisor if near)."""
+    band, size = [1] * len(chunk), itemsize
+    for d in reversed(range(len(chunk))):
+        most = max(1, min(chunk[d], BAND_BYTES // size))
+        if most < chunk[d]:
+            band[d] = next((n for n in range(most, most // 2, -1) if chunk[d] % n == 0), most)
+            break
+        band[d] = chunk[d]
+        size *= chunk[d]
+    return tuple(band)
+
+
+def zarr_metadata(array: Array) -> dict[str, Any]:
+    """The zarr3 metadata of an array, as its zarr.json holds it."""
+    name = array.dtype if array.dtype in _ZARR_TYPES else f"uint{8 * array.itemsize}"
+    fill = False if name == "bool" else [0.0, 0.0] if "complex" in name else 0.0 if "float" in name else 0
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(array.shape),
+        "data_type": name,
+        "fill_value": fill,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": {},
+    }

@@ -1,0 +1,287 @@
+"""Save: a traversal that emits (layout, local shard) of every leaf to zarr3 arrays, and a commit that is all or nothing.
+
+    hidden sibling directory -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
+    -> rename -> fsync of the parent
+
+No tensor and no object is communicated. The ranks agree three times whether all went well so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import torch
+
+from fmegatron import tree
+from fmegatron.checkpoint import commit
+from fmegatron.checkpoint.format import (
+    ALIGN_BYTES,
+    Array,
+    Piece,
+    array_name,
+    digest,
+    dtype_text,
+    raw,
+    raw_dtype,
+    zarr_metadata,
+)
+from fmegatron.checkpoint.part import Part, grid_array, merge, one_chunk, plan_digest
+from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write, plan
+from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.layout import Box, Layout
+
+_STAGED_BYTES = 1 << 30  # host copies (of device or strided tensors) held at a time
+
+
+def save(
+    path: str | os.PathLike,
+    state: Any,
+    layouts: Any,
+    world: Ranks | None = None,
+    metadata: dict[str, Any] | None = None,
+    *,
+    step: int | None = None,
+) -> None:
+    """Write a checkpoint directory; durable and complete when this returns, on all ranks.
+
+    state: tree of this rank's local tensors, any device.  layouts: the same tree of Layouts (or ArraySpecs).
+    world: the ranks that call this together, with one file system; None for one process.  metadata: JSON values.
+    An existing checkpoint at `path` stays complete until the new one takes its place.
+
+    Raises ValueError when state and layouts disagree or the metadata is not JSON (then nothing is written);
+    RuntimeError, on every rank and with the first failing rank's message, when anything fails later (full disk). Then
+    nothing is left behind and earlier checkpoints are untouched.
+
+    >>> import tempfile
+    >>> from fmegatron.layout import Layout, Mesh
+    >>> state = {"w": torch.arange(6.0).view(2, 3)}
+    >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(folder + "/first", state, layouts, metadata={"note": "hello"})
+    ...     os.listdir(folder)
+    ['first']
+    """
+    world, path = world or Alone(), os.path.realpath(os.fspath(path))
+    lead, what, hidden = world.rank == 0, f"saving the checkpoint {path}", None
+
+    def prepare():
+        nonlocal hidden
+        tensors, plans = _check(state, layouts, world, metadata)
+        if lead:
+            hidden = commit.begin(path, world.size)
+        return tensors, plans
+
+    def write():
+        target = hidden or commit.joined(path)
+        part = write_part(target, plans, tensors, world.rank)
+        if not lead:
+            part.store(target)
+        return part
+
+    def finish():
+        if lead:
+            parts = itertools.chain([part], (Part.load(hidden, rank) for rank in range(1, world.size)))
+            manifest, digests = merge(plans, parts, step, metadata or {})
+            commit.complete(hidden, manifest, digests)
+            commit.publish(hidden, path)
+
+    try:
+        tensors, plans = together(world, what, prepare)
+        part = together(world, what, write)
+        together(world, what, finish)
+    finally:
+        if lead:
+            commit.end(path, hidden)
+
+
+def _check(state: Any, layouts: Any, world: Ranks, metadata: Any) -> tuple[list[torch.Tensor], tuple[LeafPlan, ...]]:
+    """The leaves and their plan, or ValueError."""
+    paths, leaves, _ = tree.flatten(layouts)
+    leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
+    for path, layout in zip(paths, leaves, strict=True):
+        if layout.mesh.size != world.size:
+            raise ValueError(
+                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), but {world.size} save together;"
+                " pass world= of the ranks that hold the state, or layouts on their mesh"
+            )
+        if layout.unreduced:
+            raise ValueError(f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save")
+    tree.check(state, layouts, world.rank)
+    known = set(paths)
+    if len(known) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise ValueError(f"{twice}: two leaves have this path (a key that contains '/'?); rename one")
+    for path in paths:
+        parts = path.split("/")
+        if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
+            raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
+    _check_json(metadata or {}, "metadata")
+    return tree.leaves(state), plan(paths, leaves)
+
+
+def _check_json(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: got the key {key!r}, wanted a string, as JSON has it; write str({key!r})")
+            _check_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_json(item, f"{where}[{i}]")
+    elif not (value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))):
+        raise ValueError(
+            f"{where}: got {value!r:.80} ({type(value).__name__}), wanted a JSON value; pass numbers (finite), strings,"
+            " lists and dicts, and tensors as leaves of the state"
+        )
+
+
+# ---- one rank's writes
+
+
+def write_part(root: str, plans: tuple[LeafPlan, ...], tensors: list[torch.Tensor], rank: int) -> Part:
+    """Write all that `rank` has to write below `root`; durable on return. Raises OSError naming the leaf.
+
+    tensorstore's threads copy and write straight from the tensors' memory while this thread digests the same bytes.
+    """
+    part = Part(rank, plan_digest(plans))
+    writer = _Writer(root, part)
+    small: list[np.ndarray] = []
+    size = 0
+    try:
+        for leaf, x in zip(plans, tensors, strict=True):
+            if leaf.home == "grid":
+                if chunks := chunks_to_write(leaf, rank):
+                    writer.grid(leaf, chunks, x)
+            elif leaf.home != "empty" and leaf.writes(rank):
+                boxes = leaf.layout.boxes(rank)
+                if leaf.home == "packed":
+                    data = raw(_on_host(x)).reshape(-1).view(np.uint8)
+                    part.pieces[leaf.path] = Piece(f"__small__.{rank}", size, boxes)
+                    small += [data, np.zeros(-data.nbytes % ALIGN_BYTES, np.uint8)]
+                    size += data.nbytes + small[-1].nbytes
+                else:
+                    name = f"{array_name(leaf.path)}/piece.{rank}"
+                    part.pieces[leaf.path] = Piece(name, 0, boxes)
+                    writer.whole(name, x, dtype_text(x.dtype), leaf.path)
+        if small:
+            writer.whole(f"__small__.{rank}", torch.from_numpy(np.concatenate(small)), "uint8", "the small leaves")
+        writer.drain()
+    finally:
+        writer.wait()  # after an error, too: nothing may be written any more when the hidden directory is removed
+    return part
+
+
+class _Writer:
+    """Writes in flight, and the digests still to be made of the same memory."""
+
+    def __init__(self, root: str, part: Part):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.root, self.part, self.staged = root, part, 0
+        self.pending: list[tuple[str, ts.Future]] = []
+        self.undigested: list[tuple[Array, list[np.ndarray]]] = []
+        # One writer per chunk in a directory of our own: no locks. Sync: each file is on disk when its write is done.
+        self.context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "file_io_concurrency": {"limit": 4},
+                "data_copy_concurrency": {"limit": min(4, cores)},
+                "file_io_sync": True,
+                "file_io_locking": {"mode": "none"},
+            }
+        )
+
+    def grid(self, leaf: LeafPlan, chunks: list[tuple[tuple[int, ...], Box]], x: torch.Tensor) -> None:
+        """Write these chunks of a leaf that has an array of its own in global shape."""
+        layout = leaf.layout
+        array = grid_array(leaf)
+        name = array.name
+        local, store = self._host_bits(x), self._open(array)
+        whole = layout.boxes(self.part.rank) if layout.replicas == 1 else [box for _, box in chunks]
+        for box in whole:
+            self._start(leaf.path, store, box.slices, box.view(local).numpy())
+        self.part.chunks[name] = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks]
+        self.undigested.append((array, [box.view(local).numpy() for _, box in chunks]))
+        self._bound()
+
+    def whole(self, name: str, x: torch.Tensor, dtype: str, what: str) -> None:
+        """Write a tensor, flattened, as an array of one chunk."""
+        data = self._host_bits(x).reshape(-1)
+        array = one_chunk(name, data.numel(), dtype)
+        self._start(what, self._open(array), (slice(0, data.numel()),), data.numpy())
+        self.part.arrays[name], self.part.chunks[name] = array, [0]
+        self.undigested.append((array, [data.numpy()]))
+        self._bound()
+
+    def _host_bits(self, x: torch.Tensor) -> torch.Tensor:
+        host = _on_host(x)
+        self.staged += 0 if host.data_ptr() == x.data_ptr() else host.nbytes
+        return torch.from_numpy(raw(host))
+
+    def _open(self, array: Array) -> ts.Future:
+        # Bits move as integers of the same width; the zarr.json that is written at the end names the real type. Both
+        # flags matter: by default a chunk of zeros is not stored, and a missing chunk reads as zeros.
+        metadata = {**zarr_metadata(array), "data_type": raw_dtype(array.itemsize).name, "fill_value": 0}
+        if array.itemsize == 16:
+            metadata["fill_value"] = [0.0, 0.0]
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{self.root}/{array.name}/"},
+            "metadata": metadata,
+            "store_data_equal_to_fill_value": True,
+            "fill_missing_data_reads": False,
+        }
+        return ts.open(spec, open=True, assume_metadata=True, context=self.context)
+
+    def _start(self, what: str, store: ts.Future, where: tuple[slice, ...], data: np.ndarray) -> None:
+        self.pending.append((what, write_chunks(store.result(), where, data)))
+
+    def _bound(self) -> None:
+        if self.staged > _STAGED_BYTES:
+            self.drain()
+
+    def drain(self) -> None:
+        """Make the digests that are due, then wait for the writes. Raises OSError naming the leaf."""
+        for array, views in self.undigested:
+            digests = [band_digests(view, array.chunk, array.band) for view in views]
+            self.part.digests[array.name] = np.array(digests, "<u8")
+        for what, future in self.pending:
+            try:
+                future.result()
+            except Exception as error:
+                raise OSError(f"{what}: a chunk could not be written: {error}") from error
+        self.undigested.clear()
+        self.pending.clear()
+        self.staged = 0
+
+    def wait(self) -> None:
+        """Wait for all writes, whatever becomes of them."""
+        for _, future in self.pending:
+            future.exception()
+
+
+def write_chunks(store: ts.TensorStore, where: tuple[slice, ...], data: np.ndarray) -> ts.Future:
+    """Start to write `data`, whose memory the caller keeps alive and unchanged until the future is done."""
+    return store[where].write(data, can_reference_source_data_indefinitely=True)
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is contiguous in host memory; otherwise a copy that is."""
+    return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def band_digests(view: np.ndarray, chunk: tuple[int, ...], band: tuple[int, ...]) -> list[int]:
+    """The digest of each band of a chunk, bands row-major. Where `view` is smaller, the chunk is padded with zeros."""
+    starts = itertools.product(*(range(0, c, b) for c, b in zip(chunk, band, strict=True)))
+    digests = []
+    for start in starts:
+        shape = tuple(min(b, c - a) for a, b, c in zip(start, band, chunk, strict=True))
+        data = view[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        if data.shape != shape:
+            data = np.pad(data, [(0, n - m) for n, m in zip(shape, data.shape, strict=True)])
+        digests.append(digest(np.ascontiguousarray(data)))
+    return digests
