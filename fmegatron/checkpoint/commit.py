@@ -1,8 +1,8 @@
 """The file system's side of a save: a directory is a complete checkpoint, or it is hidden and will be removed.
 
-    .NAME.tmp-TOKEN   being written, or (after an exchange) the old checkpoint on its way out
-    .NAME.old-TOKEN   the old checkpoint while the new one takes its name, where the system cannot exchange two names
-    .NAME.saving      the name of the hidden directory, for the other ranks
+.NAME.tmp-TOKEN   being written, or (after an exchange) the old checkpoint on its way out
+.NAME.old-TOKEN   the old checkpoint while the new one takes its name, where the system cannot exchange two names
+.NAME.gone-TOKEN  a checkpoint that is being deleted
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import ctypes
 import os
 import secrets
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from fmegatron.checkpoint.format import DIGESTS, MANIFEST, MARKER, ZARR, Manifest, zarr_metadata
 from fmegatron.checkpoint.manifest import manifest_to_json, marker_to_json, to_json_text
-
-_JOIN_SECONDS = 30.0  # a network file system may show the name of the hidden directory late
 
 
 def is_complete(path: str) -> bool:
@@ -47,12 +44,14 @@ def resolve(path: str | os.PathLike) -> str:
     return path
 
 
-def begin(path: str, ranks: int) -> str:
-    """Rank 0: finish or remove what killed saves of this path left, make a new hidden directory, say its name."""
+def begin(path: str) -> str:
+    """Finish or remove what killed saves of this path left, and make a new hidden directory: rank 0 only."""
     parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
     if os.path.lexists(path):
-        if not os.path.isdir(path) or (os.listdir(path) and not any(os.path.lexists(f"{path}/{n}") for n in (MARKER, MANIFEST))):
+        if not os.path.isdir(path) or (
+            os.listdir(path) and not any(os.path.lexists(f"{path}/{n}") for n in (MARKER, MANIFEST))
+        ):
             raise ValueError(f"{path}: exists and is no checkpoint; choose another path, or remove it")
     elif (found := resolve(path)) != path:
         os.rename(found, path)
@@ -60,29 +59,7 @@ def begin(path: str, ranks: int) -> str:
         remove(left)
     hidden = _hidden(path, "tmp", secrets.token_hex(6))
     os.mkdir(hidden)
-    if ranks > 1:
-        put(_note(path) + ".new", os.path.basename(hidden).encode())
-        os.replace(_note(path) + ".new", _note(path))
     return hidden
-
-
-def joined(path: str) -> str:
-    """Other ranks: the hidden directory that rank 0 made. Raises OSError when it does not appear."""
-    limit = time.monotonic() + _JOIN_SECONDS
-    while True:
-        try:
-            with open(_note(path), "rb") as f:
-                hidden = os.path.join(os.path.dirname(path), f.read(4096).decode())
-            if os.path.isdir(hidden):
-                return hidden
-        except FileNotFoundError:
-            pass
-        if time.monotonic() > limit:
-            raise OSError(
-                f"{path}: the hidden directory that rank 0 made is not visible here after {_JOIN_SECONDS:.0f} s;"
-                " save to a file system that all ranks share"
-            )
-        time.sleep(0.05)
 
 
 def complete(hidden: str, manifest: Manifest, digests: np.ndarray) -> None:
@@ -124,9 +101,6 @@ def end(path: str, hidden: str | None) -> None:
         remove(hidden)
         if (found := resolve(path)) != path:  # interrupted between the two renames of `publish`
             os.rename(found, path)
-        for note in (_note(path), _note(path) + ".new"):
-            if os.path.lexists(note):
-                os.remove(note)
 
 
 def remove(path: str) -> None:
@@ -134,6 +108,13 @@ def remove(path: str) -> None:
     if os.path.lexists(os.path.join(path, MARKER)):
         os.remove(os.path.join(path, MARKER))
     shutil.rmtree(path, ignore_errors=True)
+
+
+def renamed_away(path: str) -> str:
+    """Hide a directory that is to be deleted, in one step; returns its new name."""
+    gone = _hidden(path, "gone", secrets.token_hex(6))
+    os.rename(path, gone)
+    return gone
 
 
 def put(path: str, data: bytes, durable: bool = True) -> None:
@@ -157,11 +138,6 @@ def sync_directory(path: str) -> None:
 def _hidden(path: str, kind: str, token: str) -> str:
     parent, name = os.path.split(path)
     return os.path.join(parent, f".{name}.{kind}-{token}")
-
-
-def _note(path: str) -> str:
-    parent, name = os.path.split(path)
-    return os.path.join(parent, f".{name}.saving")
 
 
 def _exchange(a: str, b: str) -> bool:

@@ -223,7 +223,7 @@ class _File:
         """Jobs that copy the ranges; ranges that share bands are read together."""
         group: list[_Range] = []
         for r in sorted(ranges, key=lambda r: r.lo):
-            if group and r.hi - group[0].lo > _JOB_BYTES + BAND_BYTES and r.lo - group[0].lo > _JOB_BYTES // 2:
+            if group and r.lo - group[0].lo > _JOB_BYTES:
                 yield lambda scratch, part=group: self._copy_ranges(part)
                 group = []
             group.append(r)
@@ -257,14 +257,15 @@ def _run(jobs: deque[Callable[[np.ndarray], None]]) -> None:
 
     def worker() -> None:
         scratch = np.empty(BAND_BYTES, np.uint8)
-        try:
-            while not errors:
-                jobs.popleft()(scratch)
-        except IndexError:
-            if jobs:
-                raise
-        except BaseException as error:
-            errors.append(error)
+        while not errors:
+            try:
+                job = jobs.popleft()
+            except IndexError:
+                return
+            try:
+                job(scratch)
+            except BaseException as error:
+                errors.append(error)
 
     count = min(4, cores, len(jobs))
     if count <= 1:

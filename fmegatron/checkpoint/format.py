@@ -157,7 +157,9 @@ def array_name(path: str) -> str:
     """
 
     def quote(part: str, first: bool) -> str:
-        text = "".join(c if re.fullmatch(r"[A-Za-z0-9_.\-]", c) else "".join(f"%{b:02X}" for b in c.encode()) for c in part)
+        text = "".join(
+            c if re.fullmatch(r"[A-Za-z0-9_.\-]", c) else "".join(f"%{b:02X}" for b in c.encode()) for c in part
+        )
         reserved = text == ZARR or (first and (text in (MANIFEST, DIGESTS, MARKER) or text.startswith(("__", "part."))))
         if not text or text[0] == "." or reserved:
             text = f"%{ord(text[0]):02X}{text[1:]}" if text else "%"

@@ -96,7 +96,9 @@ def load_json(data: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not the JSON that was written ({str(error)[:200]}); {RESTORE_ANOTHER}") from None
+        raise CheckpointError(
+            f"{where}: not the JSON that was written ({str(error)[:200]}); {RESTORE_ANOTHER}"
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: got a {type(value).__name__}, wanted an object; {RESTORE_ANOTHER}")
     return value
@@ -119,7 +121,9 @@ def read_manifest(root: str) -> Manifest:
         ) from None
     if (marker.get("format"), marker.get("version")) != (FORMAT, VERSION):
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
-        raise CheckpointError(f"{root}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version")
+        raise CheckpointError(
+            f"{root}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
+        )
     try:
         with open(manifest_at, "rb") as f:
             data = f.read()
@@ -160,7 +164,9 @@ def _parse(value: dict[str, Any], where: str) -> Manifest:
         what = f"array {name!r}"
         parts = name.split("/")
         need(all(p and p[0] != "." and "\0" not in p and "\\" not in p for p in parts), f"{what}: not a name inside")
-        shape, chunk, band = (ints(child(row, k, list, what), what, int(k != "shape")) for k in ("shape", "chunk", "band"))
+        shape, chunk, band = (
+            ints(child(row, k, list, what), what, int(k != "shape")) for k in ("shape", "chunk", "band")
+        )
         need(len(shape) == len(chunk) == len(band), f"{what}: shape, chunk and band differ in length")
         dtype, first = child(row, "dtype", str, what), child(row, "first_digest", int, what)
         arrays[name] = Array(name, shape, dtype, chunk, band, first, child(row, "digest", str, what))
@@ -170,7 +176,9 @@ def _parse(value: dict[str, Any], where: str) -> Manifest:
         need(size <= max(BAND_BYTES, 16) and contiguous, f"{what}: band {band} of chunk {chunk} is not contiguous")
     count = child(value, "digest_count", int, "manifest")
     for a in arrays.values():
-        need(0 <= a.first_digest and a.first_digest + a.digest_count <= count, f"array {a.name!r}: digests out of range")
+        need(
+            0 <= a.first_digest and a.first_digest + a.digest_count <= count, f"array {a.name!r}: digests out of range"
+        )
     leaves: dict[str, Leaf] = {}
     for path, row in child(value, "leaves", dict, "manifest").items():
         what = f"leaf {path!r}"
@@ -185,11 +193,16 @@ def _parse(value: dict[str, Any], where: str) -> Manifest:
         for p in child(row, "pieces", list, what):
             a, offset = arrays.get(child(p, "array", str, what)), child(p, "offset", int, what)
             boxes = tuple(box(b, what) for b in child(p, "boxes", list, what))
-            need(a is not None and len(a.shape) == 1 and a.shape == a.chunk, f"{what}: its array is not one chunk of one dim")
+            need(
+                a is not None and len(a.shape) == 1 and a.shape == a.chunk,
+                f"{what}: its array is not one chunk of one dim",
+            )
             for b in boxes:
                 need(len(b.start) == len(b.shape) == len(b.strides) == len(shape), f"{what}: a box with other dims")
                 need(all(e <= n for e, n in zip(b.stop, shape, strict=True)), f"{what}: a box outside the array")
-                last = offset + width * (1 + b.offset + sum((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True)))
+                last = offset + width * (
+                    1 + b.offset + sum((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True))
+                )
                 need(offset >= 0 and last <= a.shape[0] * a.itemsize, f"{what}: a box outside the stored bytes")
             pieces.append(Piece(a.name, offset, boxes))
         stored = sum(b.size for p in pieces for b in p.boxes)
@@ -206,4 +219,6 @@ def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
     try:
         return Layout.from_json({**row, "mesh": meshes[leaf.layout["mesh"]]})
     except (ValueError, TypeError, KeyError, IndexError, AssertionError) as error:
-        raise CheckpointError(f"leaf {leaf.path!r}: its stored layout cannot be read ({error}); {RESTORE_ANOTHER}") from None
+        raise CheckpointError(
+            f"leaf {leaf.path!r}: its stored layout cannot be read ({error}); {RESTORE_ANOTHER}"
+        ) from None

@@ -141,6 +141,10 @@ def merge(
     for p in plans:
         row = layout_to_json(p.layout, meshes)
         common = (p.path, p.layout.shape, dtype_text(p.layout.dtype), row)
-        leaves[p.path] = Leaf(*common, array_name(p.path)) if p.home == "grid" else Leaf(*common, None, tuple(pieces.get(p.path, ())))
+        leaves[p.path] = (
+            Leaf(*common, array_name(p.path))
+            if p.home == "grid"
+            else Leaf(*common, None, tuple(pieces.get(p.path, ())))
+        )
     known = tuple(mesh.to_json() for mesh in meshes)
     return Manifest(step, metadata, known, leaves, arrays, len(digests)), digests

@@ -41,3 +41,18 @@ def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
             raise error from None
         raise raised from error
     return result
+
+
+def announce(world: Ranks, text: str | None) -> str:
+    """Rank 0's text, on all ranks, by the one means there is: the message of an agreement. Raises RuntimeError."""
+    if world.size == 1:
+        return text or ""
+    mark = "\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}fmegatron\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}"
+    try:
+        world.agree(f"{mark}{text}{mark}" if world.rank == 0 else None, "passing on a text")
+    except RuntimeError as message:
+        _, *found = str(message).split(mark)
+        if len(found) == 2:
+            return found[0]
+        raise
+    raise RuntimeError("passing on a text: the world's agree() lost the message of rank 0")

@@ -47,7 +47,7 @@ def restore(
     world_or_alone = world or Alone()
 
     def work() -> Any:
-        return read_state(path, target_layouts, _rank_of(target_layouts, world, rank), strict, cast, device, verify)
+        return read_state(path, target_layouts, rank_of(target_layouts, world, rank), strict, cast, device, verify)
 
     return together(world_or_alone, f"restoring the checkpoint {os.fspath(path)}", work)
 
@@ -92,7 +92,7 @@ def read_state(path, target_layouts, rank, strict="error", cast=False, device=No
     return tree.unflatten(spec, tensors)
 
 
-def _rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
+def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
     meshes = {(x if isinstance(x, Layout) else x.layout).mesh for x in tree.leaves(target_layouts)}
     for mesh in meshes:
         if world is not None and mesh.size != world.size:
@@ -117,11 +117,17 @@ def _check_targets(
         leaf = stored.get(name)
         if leaf is None:
             near = tree.did_you_mean(name, unused or list(stored))
-            problems.append(f"{name}: not in the checkpoint{near}; rename it, or leave it out of the target and make it anew")
+            problems.append(
+                f"{name}: not in the checkpoint{near}; rename it, or leave it out of the target and make it anew"
+            )
         elif leaf.shape != layout.shape:
-            problems.append(f"{name}: stored with global shape {leaf.shape}, wanted {layout.shape}; use the stored shape")
+            problems.append(
+                f"{name}: stored with global shape {leaf.shape}, wanted {layout.shape}; use the stored shape"
+            )
         elif layout.unreduced:
-            problems.append(f"{name}: wanted as a pending sum over {layout.unreduced}; ask for a layout without unreduced")
+            problems.append(
+                f"{name}: wanted as a pending sum over {layout.unreduced}; ask for a layout without unreduced"
+            )
         elif dtype_of(leaf.dtype) is not layout.dtype:
             problems += _dtype_problem(leaf, layout, cast)
     if strict == "error" and unused:
@@ -136,7 +142,9 @@ def _check_targets(
 def _dtype_problem(leaf: Leaf, layout: Layout, cast: bool) -> list[str]:
     wanted = dtype_text(layout.dtype)
     if not cast:
-        return [f"{leaf.path}: stored as {leaf.dtype}, wanted {wanted}; pass cast=True to convert, or ask for {leaf.dtype}"]
+        return [
+            f"{leaf.path}: stored as {leaf.dtype}, wanted {wanted}; pass cast=True to convert, or ask for {leaf.dtype}"
+        ]
     if not torch.can_cast(dtype_of(leaf.dtype), layout.dtype):
         return [f"{leaf.path}: stored as {leaf.dtype}, wanted {wanted}, which cannot hold it; ask for {leaf.dtype}"]
     return []

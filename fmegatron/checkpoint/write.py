@@ -3,7 +3,8 @@
     hidden sibling directory -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
     -> rename -> fsync of the parent
 
-No tensor and no object is communicated. The ranks agree three times whether all went well so far.
+No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 tells the
+name of the hidden directory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fmegatron.checkpoint.format import (
 )
 from fmegatron.checkpoint.part import Part, grid_array, merge, one_chunk, plan_digest
 from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write, plan
-from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.ranks import Alone, Ranks, announce, together
 from fmegatron.layout import Box, Layout
 
 _STAGED_BYTES = 1 << 30  # host copies (of device or strided tensors) held at a time
@@ -73,14 +74,13 @@ def save(
         nonlocal hidden
         tensors, plans = _check(state, layouts, world, metadata)
         if lead:
-            hidden = commit.begin(path, world.size)
+            hidden = commit.begin(path)
         return tensors, plans
 
     def write():
-        target = hidden or commit.joined(path)
-        part = write_part(target, plans, tensors, world.rank)
+        part = write_part(folder, plans, tensors, world.rank)
         if not lead:
-            part.store(target)
+            part.store(folder)
         return part
 
     def finish():
@@ -92,6 +92,7 @@ def save(
 
     try:
         tensors, plans = together(world, what, prepare)
+        folder = announce(world, hidden)
         part = together(world, what, write)
         together(world, what, finish)
     finally:
@@ -110,7 +111,9 @@ def _check(state: Any, layouts: Any, world: Ranks, metadata: Any) -> tuple[list[
                 " pass world= of the ranks that hold the state, or layouts on their mesh"
             )
         if layout.unreduced:
-            raise ValueError(f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save")
+            raise ValueError(
+                f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save"
+            )
     tree.check(state, layouts, world.rank)
     known = set(paths)
     if len(known) < len(paths):
@@ -133,7 +136,9 @@ def _check_json(value: Any, where: str) -> None:
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             _check_json(item, f"{where}[{i}]")
-    elif not (value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))):
+    elif not (
+        value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+    ):
         raise ValueError(
             f"{where}: got {value!r:.80} ({type(value).__name__}), wanted a JSON value; pass numbers (finite), strings,"
             " lists and dicts, and tensors as leaves of the state"

@@ -1,0 +1,8 @@
+"""Checkpoints: any mesh to any mesh; complete or not there; every byte verified. FORMAT.md describes the files."""
+
+from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.manager import Manager
+from fmegatron.checkpoint.read import layouts, metadata, restore
+from fmegatron.checkpoint.write import save
+
+__all__ = ["CheckpointError", "Manager", "layouts", "metadata", "restore", "save"]
