@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -123,12 +124,13 @@ def segment_boxes(
     for found, lo, hi in zip(segments, start, stop, strict=True):
         cut = []
         for g, at, n in found:
-            low, high = max(at, lo), min(at + n, hi)
+            low = at if at > lo else lo
+            high = at + n if at + n < hi else hi
             if low < high:
                 cut.append((g + low - at, low, high - low))
         if not cut:
             return
         per_dim.append(cut)
     for combination in itertools.product(*per_dim):
-        offset = sum(at * stride for (_, at, _), stride in zip(combination, strides, strict=True)) - base
-        yield Box(tuple(g for g, _, _ in combination), tuple(n for _, _, n in combination), offset, strides)
+        at, local, shape = zip(*combination, strict=True) if combination else ((), (), ())
+        yield Box(at, shape, sum(map(operator.mul, local, strides)) - base, strides)

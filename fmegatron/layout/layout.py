@@ -187,15 +187,23 @@ class Layout:
 
         Costs what it returns (with flat axes: at most one look at each range between the first and the last).
         """
+        for shard in self.candidates(start, stop):
+            found = self.intersection(shard, start, stop)
+            if found:
+                yield shard, found
+
+    def intersection(self, shard: Shard, start: Sequence[int], stop: Sequence[int]) -> list[Box]:
+        """What a shard holds of the global indices [start, stop)."""
+        return [box for b in self.shard_boxes(shard) if (box := b.intersect(start, stop))]
+
+    def candidates(self, start: Sequence[int], stop: Sequence[int]) -> Iterator[Shard]:
+        """The shards that hold something of [start, stop); with flat axes a few may turn out to hold nothing of it."""
         per_dim = []
         for parts, counts, lo, hi in zip(self.parts, self.counts, start, stop, strict=True):
             per_dim.append(overlapping_indices(parts, counts, lo, hi))
         for indices in itertools.product(*per_dim):
             for flat_index in self._flat_indices(indices, start, stop):
-                shard = (*indices, flat_index)
-                found = [box for b in self.shard_boxes(shard) if (box := b.intersect(start, stop))]
-                if found:
-                    yield shard, found
+                yield (*indices, flat_index)
 
     def _flat_indices(self, indices: tuple[int, ...], start: Sequence[int], stop: Sequence[int]) -> list[int]:
         """Flat ranges of a block that may hold something of [start, stop)."""

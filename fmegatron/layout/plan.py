@@ -90,7 +90,8 @@ def _sends(src: Layout, dst: Layout, rank: int, mine: Shard | None):
         return ()
     replica, replicas, sends = src.replica(rank), src.replicas, []
     for box in src.boxes(rank):
-        for shard, found in dst.overlapping(box.start, box.stop):
+        for shard in dst.candidates(box.start, box.stop):
+            peers = []
             # The replicas of the receiving shard whose `_turn` is this rank's replica: one in each run of `replicas`.
             shift = _turn(src, shard, dst, 0)
             for run in range(-(-dst.replicas // replicas)):
@@ -98,10 +99,11 @@ def _sends(src: Layout, dst: Layout, rank: int, mine: Shard | None):
                 if taker >= dst.replicas:
                     continue
                 peer = dst.rank_of(shard, taker)
-                if peer == rank or (peer < src.mesh.size and src.shard(peer) == mine):
-                    continue  # it has these elements itself
-                for piece in found:
-                    sends.append(Transfer(peer, box.intersect(piece.start, piece.stop), piece))
+                if peer >= src.mesh.size or src.shard(peer) != mine:  # else it has these elements itself
+                    peers.append(peer)
+            for piece in dst.intersection(shard, box.start, box.stop) if peers else ():
+                own = box.intersect(piece.start, piece.stop)
+                sends.extend(Transfer(peer, own, piece) for peer in peers)
     return tuple(sorted(sends, key=_order))
 
 

@@ -2,6 +2,7 @@
 
 from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, subtract
 from fmegatron.tree.check import check
+from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
 from fmegatron.tree.spec import ArraySpec, Constant, Init, Normal, Uniform, layouts, ones, zeros, zeros_like
@@ -19,6 +20,7 @@ __all__ = [
     "count",
     "did_you_mean",
     "dot",
+    "dump",
     "flatten",
     "fold_in",
     "init",

@@ -97,8 +97,8 @@ def uniform_values(left: np.ndarray, right: np.ndarray, lo: float, hi: float, sp
 def normal_values(left: np.ndarray, right: np.ndarray, std: float, space: Scratch) -> np.ndarray:
     """float32 values of a normal distribution of mean 0, from two words for each pair (which are overwritten).
 
-    With u = (left // 256 + 1) / 2²⁴ and angle a = 2π·right / 2³²: elements 2p, 2p + 1 are
-    std·sqrt(-2·ln u)·(cos a, sin a). The largest possible is 5.8·std.
+    Elements 2p, 2p + 1 are std·sqrt(-2·ln u)·(cos a, sin a) with u = (left // 256 + 1) / 2²⁴ and a an angle whose low
+    31 bits choose it in the right half plane and whose top bit mirrors it. The largest possible is 5.8·std.
     """
     n = left.size
     m, s = (buffer[:n].view(np.float32) for buffer in space.words[2:4])
