@@ -58,5 +58,6 @@ def _place(path: str, layout: Layout, axis: Axis) -> tuple[int, tuple[int, ...]]
 
 def _lay_out(piece: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
     """[ranks, *local shape] -> the local shape with `dim` whole; parts of an interleaved dim are joined one by one."""
-    joined = [part.movedim(0, dim).flatten(dim, dim + 1) for part in piece.split(list(parts), dim + 1)]
-    return torch.cat(joined, dim) if len(joined) > 1 else joined[0]
+    if len(parts) == 1:  # no split: its transpose, a cat of one tensor, has other strides once it is compiled
+        return piece.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat([part.movedim(0, dim).flatten(dim, dim + 1) for part in piece.split(list(parts), dim + 1)], dim)

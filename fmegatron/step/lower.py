@@ -79,6 +79,7 @@ def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
     rest = node.args[2:]
     key = (name, axes, rest, value.shape, value.stride(), value.dtype, value.device)
     if key not in snippets:
+        world.group_name(axes)  # real groups, so they are made before fake tensors rule
         with outside_of_tracing(), torch.no_grad(), fake_mode:
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             snippets[key] = make_fx(lambda t: real.emit(name, t, world, axes, *rest))(fake).graph
