@@ -1,0 +1,131 @@
+"""The whole model on simulated ranks equals one rank: loss, metrics and each gradient, fp64, 1e-10; and what it costs."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+
+from fmegatron import model, tree
+from fmegatron.collectives import Axes, is_symbolic
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import compiled_layer, raw_gradient_layout, trace, value_and_grad
+from fmegatron.testing import assert_parity, inline_layers, split
+from tests.model.test_reference import TINY, leaves_that_differ, make_batch
+
+CONFIG = dataclasses.replace(TINY, heads=8, kv_heads=4, dim=64, ffn_dim=48, vocab_size=90)
+MESHES = [Mesh(), Mesh(dp=2), Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)]
+VARIANTS = {
+    "plain": {},
+    "tied, z-loss": {"tied": True, "z_loss": 1e-2},
+    "sequence parallel": {"sequence_parallel": True},
+    "sequence parallel, tied": {"sequence_parallel": True, "tied": True},
+}
+
+
+def data_axes(mesh):
+    return tuple(name for name in model.DATA_AXES if name in mesh)
+
+
+def batch_layouts(batch, mesh):
+    return {name: Layout(x.shape, x.dtype, mesh, (data_axes(mesh),)) for name, x in batch.items()}
+
+
+def make_step(config, layer=model.plain_layer, rules=model.RULES):
+    def of_mesh(mesh):
+        layouts, axes = model.layouts(config, mesh, rules), Axes(mesh)
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, layer))
+
+        def step(params, batch):
+            (loss, metrics), grads = f(params, batch)
+            return grads, loss, metrics
+
+        return step
+
+    return of_mesh
+
+
+def check(config, mesh, mask=False, layer=model.plain_layer, rules=model.RULES):
+    params = leaves_that_differ(model.init(config, Mesh(), key=3))
+    batch = make_batch(config, batch_size=4, mask=mask)
+    layouts = model.layouts(config, mesh, rules)
+    raw = tree.map(lambda layout: raw_gradient_layout(layout, data_axes(mesh)), layouts)
+    loss = Layout((), torch.float64, mesh, unreduced=data_axes(mesh))
+    return assert_parity(
+        make_step(config, layer, rules), mesh, params, batch,
+        layouts=(layouts, batch_layouts(batch, mesh)), out_layouts=(raw, loss, None),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_each_gradient(name, mesh):
+    check(dataclasses.replace(CONFIG, **VARIANTS[name]), mesh)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)], ids=str)
+def test_with_a_mask(mesh):
+    """The number of tokens that count differs between data ranks: the divisor must be the global one."""
+    check(dataclasses.replace(CONFIG, z_loss=1e-2), mesh, mask=True)
+
+
+@pytest.mark.parametrize("save", ["mincut", "inputs"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_with_compiled_layers(save, sequence_parallel):
+    config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel)
+    check(config, Mesh(fsdp=2, tp=2), layer=compiled_layer(save))
+
+
+def test_with_other_rules():
+    """Norms sharded too, weights over dp and fsdp jointly: the model follows its layouts, not a fixed scheme."""
+    rules = [(r".*norm", (None, "fsdp")), (r"blocks/mlp/w_down", (None, ("tp", "dp"), "fsdp")), *model.RULES.table]
+    rules.insert(0, (r"final_norm", ("fsdp",)))
+    rules.insert(0, (r"head/w", (("dp", "fsdp"), "tp")))
+    check(CONFIG, Mesh(dp=2, fsdp=2, tp=2), rules=type(model.RULES)(rules))
+
+
+def collectives(config, mesh, layer=model.plain_layer, inline=True):
+    """How often each collective appears, as "op axes" -> number."""
+    params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
+    batch = make_batch(config, batch_size=4)
+    local = split(batch, batch_layouts(batch, mesh))[0]
+    graph = trace(make_step(config, layer)(mesh), (params, local)).graph_module.graph
+    nodes = (inline_layers(graph) if inline else graph).nodes
+    names = [(is_symbolic(n.target), n) for n in nodes if n.op == "call_function" and is_symbolic(n.target)]
+    return collections.Counter(f"{name} {'+'.join(n.args[1])}" for name, n in names if name not in ("declare", "axis_index"))
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_number_of_collectives(layers):
+    """What the layouts imply, and not one more: counted in the traced graph."""
+    config = dataclasses.replace(CONFIG, layers=layers)
+    assert collectives(config, Mesh(dp=2)) == {"psum dp": 1}  # the metric; gradients are summed by the train step
+    assert collectives(config, Mesh(fsdp=2)) == {
+        "all_gather fsdp": layers + 1, "reduce_scatter fsdp": layers + 1, "psum fsdp": 1,
+    }  # fmt: skip
+    remat = collectives(config, Mesh(fsdp=2), compiled_layer("inputs"), inline=False)
+    assert remat["all_gather fsdp"] == 2 * layers + 1 and remat["reduce_scatter fsdp"] == layers + 1
+    # forward: lookup, two per layer, softmax sum; backward: two per layer, head
+    assert collectives(config, Mesh(tp=2)) == {"psum tp": 2 * layers + 2 + 2 * layers + 1, "pmax tp": 1}
+    sp = collectives(dataclasses.replace(config, sequence_parallel=True), Mesh(tp=2))
+    assert sp["all_gather tp"] == sp["reduce_scatter tp"] == 2 * (2 * layers + 1)
+    assert sp["psum tp"] == 1 + 2 * layers + 1  # softmax sum; gradients of the norm weights
+
+
+def test_sequence_that_does_not_divide():
+    config = dataclasses.replace(CONFIG, sequence_parallel=True)
+    mesh = Mesh(tp=2)
+    params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
+    with pytest.raises(ValueError, match="got sequences of 11, wanted a multiple of tp=2"):
+        tokens = torch.zeros(2, 11, dtype=torch.int64)
+        model.logits(params, tokens, config, model.layouts(config, mesh), Axes(mesh))
+
+
+@pytest.mark.parametrize("mesh", [*MESHES[1:], Mesh(fsdp=4, tp=2)], ids=str)
+def test_initial_values_do_not_depend_on_the_mesh(mesh):
+    whole = model.init(CONFIG, Mesh(), key=7)
+    shards = split(whole, model.layouts(CONFIG, mesh))
+    for rank in range(mesh.size):
+        mine = model.init(CONFIG, mesh, key=7, rank=rank)
+        for path, got, wanted in zip(tree.paths(mine), tree.leaves(mine), tree.leaves(shards[rank]), strict=True):
+            assert torch.equal(got, wanted), f"{path} on rank {rank}"
