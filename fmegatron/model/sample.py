@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +33,8 @@ def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) ->
     return gather_weights({**params, "blocks": layers}, {**layouts, "blocks": layer_layouts}, config, axes)
 
 
-def prefill(weights: dict, tokens_BP: Tensor, config: Config, tp: Axis, slots: int) -> tuple[Tensor, dict]:
-    """Read the prompt: (logits[B, V_tp] after its last token, cache with its keys and values in slots 0 .. P-1).
+def prefill(weights: dict, tokens_BP: Tensor, config: Config, tp: Axis, slots: int) -> tuple[dict, Tensor]:
+    """Read the prompt: (cache with its keys and values in slots 0 .. P-1, logits[B, V_tp] after its last token).
 
     The cache is {"k", "v": per layer [B, T, G_tp, K]}, T = `slots`, fixed for the whole generation.
     """
@@ -51,15 +52,16 @@ def prefill(weights: dict, tokens_BP: Tensor, config: Config, tp: Axis, slots: i
         x_BPD = finish_block(x_BPD, nn.attention(q, k, v), w, config, tp)
         for name, new in (("k", k), ("v", v)):
             cache[name].append(F.pad(new, (0, 0, 0, 0, 0, slots - P)))
-    return read_out(x_BPD[:, -1:], weights, config, tp)[:, 0], cache
+    return cache, read_out(x_BPD[:, -1:], weights, config, tp)[:, 0]
 
 
 def decode(
-    weights: dict, token_B: Tensor, position: Tensor, cache: dict, config: Config, tp: Axis
-) -> tuple[Tensor, dict]:
-    """One more token at `position` (0-d int64, the slot it takes): (logits[B, V_tp] after it, the cache with it).
+    cache: dict, weights: dict, token_B: Tensor, position: Tensor, config: Config, tp: Axis
+) -> tuple[dict, Tensor]:
+    """One more token at `position` (0-d int64, the slot it takes): (the cache with it, logits[B, V_tp] after it).
 
-    Shapes do not depend on the position, so one compiled form serves all steps; donate the cache to update it in place.
+    Shapes do not depend on the position, so one compiled form serves all tokens; with the cache donated
+    (`jit(decode, donate=0)`) it is updated in place.
     """
     config = _whole_sequence(config)
     position_1 = position.view(1)
@@ -74,7 +76,7 @@ def decode(
         x_B1D = finish_block(x_B1D, nn.attention(q, keys, values, mask_1T), w, config, tp)
         out["k"].append(keys)
         out["v"].append(values)
-    return read_out(x_B1D, weights, config, tp)[:, 0], out
+    return out, read_out(x_B1D, weights, config, tp)[:, 0]
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
@@ -118,13 +120,13 @@ def generate(
     key: int = 0,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    compile: Callable = lambda fn: fn,
+    compile: Callable | None = None,
 ) -> Tensor:
     """`count` tokens after each prompt, int64 [B, count]; the same on all ranks of a mesh, all of which must call it.
 
     params, layouts: this rank's shards and the layouts of all. axes: bound to the running ranks (`Axes(mesh, world)`),
-    or of a mesh of size 1. temperature 0 is greedy; `choose` has the rest. compile: wraps the two pure functions that
-    run the model, `prefill(weights, tokens)` and `decode(weights, token, position, cache)`, e.g. with step.jit.
+    or of a mesh of size 1. key, temperature (0 is greedy), top_p: see `choose`. compile: what compiles the two
+    functions that run the model, as `compile(fn)` and `compile(fn, donate=0)`: `partial(step.jit, world=world)`.
     Raises ValueError when prompt and count do not fit into config.max_seq, or the axes have no processes behind them.
     """
     B, P = prompt_BP.shape
@@ -139,11 +141,13 @@ def generate(
             "pass Axes(mesh, connect(mesh)), or restore the parameters onto a mesh of size 1"
         )
     tp = axis_of(axes, "tp")
-    read = compile(lambda weights, tokens: prefill(weights, tokens, config, tp, P + count))
-    step = compile(lambda weights, token, position, cache: decode(weights, token, position, cache, config, tp))
+    inside = tp if compile is None else axis_of(Axes(axes.mesh), "tp")  # jit binds symbolic axes itself
+    read, step = partial(prefill, config=config, tp=inside, slots=P + count), partial(decode, config=config, tp=inside)
+    if compile is not None:
+        read, step = compile(read), compile(step, donate=0)
     with torch.no_grad():
         weights = sampling_weights(params, config, layouts, axes)
-        logits_BV, cache = read(weights, prompt_BP)
+        cache, logits_BV = read(weights, prompt_BP)
         tokens = []
         for i in range(count):
             whole_BV = all_gather(logits_BV, tp, 1)[:, : config.vocab_size]  # one row per sequence: small
@@ -151,7 +155,7 @@ def generate(
             tokens.append(choose(whole_BV, u_B, temperature, top_p))
             if i + 1 < count:
                 position = torch.full((), P + i, dtype=torch.int64, device=whole_BV.device)
-                logits_BV, cache = step(weights, tokens[-1], position, cache)
+                cache, logits_BV = step(cache, weights, tokens[-1], position)
     return torch.stack(tokens, 1) if tokens else prompt_BP[:, :0]
 
 

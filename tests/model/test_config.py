@@ -8,8 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fmegatron import model, tree
+from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh, Rules
 from tests.model import plain_llama
+from tests.model.test_golden import MODELS
 from tests.model.test_reference import TINY, make_batch
 
 
@@ -69,8 +71,6 @@ def test_residual_outputs_start_smaller():
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():
-    from fmegatron.collectives import Axes
-
     value, _ = model.loss(
         model.init(TINY, Mesh(), 0), make_batch(TINY), TINY, model.layouts(TINY, Mesh()), Axes(Mesh())
     )
@@ -93,6 +93,10 @@ def test_parameters_and_flops(tied):
                 value.backward()
         wanted = model.flops_per_token(config, batch["tokens"].shape[1], training=training, causal=False)["total"]
         assert counter.get_total_flops() == wanted * batch["tokens"].numel()
+
+
+def test_llama_3_8b_has_the_published_number_of_parameters():
+    assert model.parameters(MODELS["llama3_8b"])["total"] == 8_030_261_248
 
 
 def test_cache_bytes():

@@ -9,6 +9,7 @@ from fmegatron import model
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.model.sample import choose, decode, prefill, sampling_weights, uniform
+from fmegatron.step import jit
 from tests.model.test_reference import TINY, leaves_that_differ, make_batch
 
 MESH = Mesh()
@@ -29,11 +30,11 @@ def test_cached_decode_equals_the_full_forward(variant, prompt):
     full = model.logits(params, tokens, config, layouts, axes)
     tp = axes[()]
     weights = sampling_weights(params, config, layouts, axes)
-    logits, cache = prefill(weights, tokens[:, :prompt], config, tp, slots=tokens.shape[1])
+    cache, logits = prefill(weights, tokens[:, :prompt], config, tp, slots=tokens.shape[1])
     got = [logits]
     for i in range(prompt, tokens.shape[1]):
         before = [k.clone() for k in cache["k"]]
-        logits, new = decode(weights, tokens[:, i], torch.tensor(i), cache, config, tp)
+        new, logits = decode(cache, weights, tokens[:, i], torch.tensor(i), config, tp)
         assert all(torch.equal(a, b) for a, b in zip(before, cache["k"], strict=True)), "decode changed its argument"
         cache = new
         got.append(logits)
@@ -49,6 +50,20 @@ def test_greedy_equals_the_argmax_of_growing_prompts():
         scores = model.logits(params, text, TINY, LAYOUTS, axes)[:, -1, : TINY.vocab_size]
         text = torch.cat((text, scores.argmax(-1, keepdim=True)), 1)
     assert torch.equal(ours, text[:, 4:])
+
+
+def test_compiled_decoding_writes_the_same_text_with_one_graph():
+    params, axes = setup()
+    prompt = make_batch(TINY)["tokens"][:, :4]
+    made = []
+
+    def compile(fn, donate=None):
+        made.append(jit(fn, donate=donate, backend="aot_eager"))
+        return made[-1]
+
+    plain = model.generate(params, prompt, 6, TINY, LAYOUTS, axes, key=1, temperature=0.8)
+    compiled = model.generate(params, prompt, 6, TINY, LAYOUTS, axes, key=1, temperature=0.8, compile=compile)
+    assert torch.equal(plain, compiled) and [len(fn.cache) for fn in made] == [1, 1]
 
 
 def test_one_key_gives_one_text():

@@ -1,7 +1,7 @@
 """Every op of nn on simulated ranks equals itself on one rank: values and each gradient, fp64, 1e-10.
 
-A failure names the op and the mesh; the message names the line where meaning is lost. Rows of the table: inputs with their
-global shapes and layouts, outputs with theirs. Sizes differ per dim, and every local dim is larger than 1 on every mesh.
+A failure names the op and the mesh; the message names the line where meaning is lost. Rows of the table: inputs with
+their global shapes and layouts, outputs with theirs. Sizes differ, and every local dim is above 1 on every mesh.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ H, G, K = 16, 8, 6  # heads, kv heads, head width
 
 @dataclass(frozen=True)
 class Op:
-    """One row: `run(tp, *inputs) -> outputs`. inputs, outputs: (shape, spec) each; an input without a batch is a weight."""
+    """One row: `run(tp, *inputs) -> outputs`; (shape, spec) of each. An input without a batch is a weight."""
 
     run: callable
     inputs: tuple
@@ -137,7 +137,9 @@ GATHERED = {  # every place where the gathered axis can stand
 @pytest.mark.parametrize("mesh", [m for m in MESHES if m["fsdp"] > 1] + [Mesh(dp=1, fsdp=4, tp=1)], ids=str)
 def test_gather_tree(mesh):
     generator = torch.Generator().manual_seed(0)
-    arrays = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, (shape, _) in GATHERED.items()}
+    arrays = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, (shape, _) in GATHERED.items()
+    }
     arrays["other dtype"] = torch.randn(8, generator=generator)
     places = {**GATHERED, "other dtype": ((8,), ("fsdp",))}
     cotangents = {name: torch.randn(x.shape, generator=generator, dtype=x.dtype) for name, x in arrays.items()}
@@ -173,7 +175,11 @@ def test_gather_tree(mesh):
     ("shape", "spec", "message"),
     [
         ((5, 4), ("fsdp",), r"w: .* is uneven, .* make the dim a multiple of 2"),
-        ((8, 4), (("fsdp", "tp"),), r"w: dim 0 of .* is split over \('fsdp', 'tp'\); fsdp can be gathered only as its minor"),
+        (
+            (8, 4),
+            (("fsdp", "tp"),),
+            r"w: dim 0 of .* is split over \('fsdp', 'tp'\); fsdp can be gathered only as its minor",
+        ),
     ],
 )
 def test_gather_tree_errors(shape, spec, message):
