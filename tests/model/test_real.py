@@ -50,6 +50,7 @@ def text_on_rank(rank, mesh, config, temperature, compiled):
         layouts = model.layouts(config, mesh)
         params = split(whole_params(config), layouts)[rank]
         prompt = make_batch(config, batch_size=2)["tokens"][:, :4]
+        world.group_name(("tp",)) if compiled else None
         options = {"compile": functools.partial(jit, world=world, backend="aot_eager")} if compiled else {}
         return model.generate(
             params,
