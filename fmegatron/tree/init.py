@@ -30,23 +30,33 @@ def init(specs: Any, key: int, rank: int, device: torch.device | str | None = No
     )
 
 
+def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scratch | None = None) -> None:
+    """Write the initial values of a rank's part of one array into `local`, a contiguous CPU tensor of its local size.
+
+    key: of this leaf, its path folded in. Raises ValueError for an init that the dtype cannot hold.
+    """
+    if isinstance(spec.init, Constant):
+        local.fill_(spec.init.value)
+        return
+    if not isinstance(spec.init, Normal | Uniform):
+        raise ValueError(f"got init {spec.init!r}, wanted Normal(std), Uniform(lo, hi) or Constant(value)")
+    if not spec.dtype.is_floating_point:
+        raise ValueError(f"got {spec.init} for {spec.layout}, wanted a floating-point dtype or a Constant")
+    keys, space = round_keys(key), scratch() if space is None else space
+    for box in spec.layout.boxes(rank):
+        _fill_box(box.view(local), box, spec.shape, keys, spec.init, space)
+
+
 def _leaf(spec: ArraySpec, key: int, rank: int, path: str, space: Scratch, device) -> torch.Tensor:
     if not isinstance(spec, ArraySpec):
         raise ValueError(f"{path}: got {type(spec).__name__}, wanted an ArraySpec(layout, init)")
     if spec.layout.unreduced:
         raise ValueError(f"{path}: got {spec.layout}, wanted no unreduced axes: a pending sum has no initial value")
     local = torch.empty(spec.layout.local_shape(rank), dtype=spec.dtype)
-    match spec.init:
-        case Constant(value):
-            local.fill_(value)
-        case Normal() | Uniform() if not spec.dtype.is_floating_point:
-            raise ValueError(f"{path}: got {spec.init} for {spec.layout}, wanted a floating-point dtype or a Constant")
-        case Normal() | Uniform():
-            keys = round_keys(key)
-            for box in spec.layout.boxes(rank):
-                _fill_box(box.view(local), box, spec.shape, keys, spec.init, space)
-        case _:
-            raise ValueError(f"{path}: got init {spec.init!r}, wanted Normal(std), Uniform(lo, hi) or Constant(value)")
+    try:
+        fill(local, spec, key, rank, space)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return local if device is None else local.to(device)
 
 
@@ -68,7 +78,7 @@ def _fill_box(view: torch.Tensor, box: Box, shape: tuple[int, ...], keys, distri
 
 def _tiles(view, start, counts, strides, pairs) -> Iterator[tuple[torch.Tensor, int, tuple[int, ...]]]:
     """Cut a block of rows into tiles of at most `pairs` pairs: (view, first global index, counts)."""
-    per_row = counts[-1] // 2 + 1
+    per_row = _pairs_per_row(start, counts, strides)
     if math.prod(counts[:-1]) * per_row <= pairs:
         yield view, start, counts
         return
@@ -84,22 +94,25 @@ def _tiles(view, start, counts, strides, pairs) -> Iterator[tuple[torch.Tensor, 
         yield from _tiles(piece, start + i * strides[dim], smaller, strides, pairs)
 
 
+def _pairs_per_row(start: int, counts: tuple[int, ...], row_strides: tuple[int, ...]) -> int:
+    """Pairs that every row of a tile needs: one more where a row may begin with the second element of a pair."""
+    odd = start % 2 or any(n > 1 and stride % 2 for n, stride in zip(counts[:-1], row_strides, strict=False))
+    return (counts[-1] + 2) // 2 if odd else (counts[-1] + 1) // 2
+
+
 def _fill_tile(view, start, counts, row_strides, keys, distribution, space: Scratch) -> None:
     """Write the values of one tile: rows of `counts[-1]` consecutive global indices."""
     run = counts[-1]
-    per_row = run // 2 + 1
+    per_row = _pairs_per_row(start, counts, row_strides)
     starts = np.array(start, np.int64)
     for n, stride in zip(counts[:-1], row_strides, strict=True):
         starts = starts[..., None] + np.arange(n, dtype=np.int64) * stride
     starts = starts.reshape(-1)
     first = starts >> 1
-    if first.size == 1 and (int(first[0]) & 0xFFFFFFFF) + per_row <= 1 << 32:
-        low = space.counters[:per_row] + np.uint32(int(first[0]) & 0xFFFFFFFF)
-        high = np.uint32(int(first[0]) >> 32) if int(first[0]) >> 32 else None
-    else:
-        pairs = (first[:, None] + np.arange(per_row)).reshape(-1)
-        low = pairs.astype(np.uint32)  # the lower 32 bits
-        high = (pairs >> 32).astype(np.uint32) if int(pairs.max()) >> 32 else None
+    low = (first.astype(np.uint32)[:, None] + space.counters[:per_row]).reshape(-1)  # the lower 32 bits of each pair
+    high = None
+    if int(first.max()) + per_row > 1 << 32:
+        high = ((first[:, None] + np.arange(per_row)) >> 32).astype(np.uint32).reshape(-1)
     left, right = pair_words(keys, low, high, space)
     if isinstance(distribution, Normal):
         values = normal_values(left, right, distribution.std, space)
