@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import torch
 
+from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.step.compile import compile_graph, usable_backend
 from fmegatron.step.lower import copy_module, lower
@@ -34,6 +35,7 @@ class Compiled:
         self.stages = {"trace": self.traced.graph_module, "lower": lowered}
         self.stages["donate"] = _donation_pass(lowered, self.traced, self.donated)
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
+        self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run = self.artifact = None
 
     def compile(self) -> None:
@@ -44,34 +46,43 @@ class Compiled:
         rank_inputs = tuple(self.rank_inputs.tensors)
         self.run = (lambda *t: self.artifact(*t, *rank_inputs)) if rank_inputs else self.artifact
 
+    def finish(self, tensors: list, outs) -> Any:
+        """The result of a call: what the graph returned, and for donated leaves the argument with its new value."""
+        results: list[Any] = [None] * len(self.traced.out_paths)
+        for i, out in zip(self.kept, outs, strict=True):
+            results[i] = out
+        for i, position in self.donated.items():
+            results[i] = tensors[position]
+        return self.traced.result(results)
+
 
 class Jitted:
     """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
 
     def __init__(self, fn, donate, world, backend, patches, options):
         self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
-        self.patches, self.options, self.cache = patches, options, {}
+        self.patches, self.options, self.cache, self._last = patches, options, {}, None
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args):
         leaves, spec = optree.tree_flatten(args)
-        key = (spec, tuple([meta_of(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves]))
-        compiled = self.cache.get(key)
+        # The signature: everything that the graph is specialised to. Written out and compared with the last one before
+        # it is hashed, because this runs at every step for every leaf.
+        signature = [
+            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves
+        ]
         if is_tracing():
-            return self._call_inside(args, leaves, key)
-        if compiled is None:
-            compiled = self.cache[key] = self._build(args, leaves)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            return self._call_inside(args, leaves, (spec, tuple(signature)))
+        if self._last is None or signature != self._last[0] or spec != self._last[1]:
+            key = (spec, tuple(signature))
+            if key not in self.cache:
+                self.cache[key] = self._build(args, leaves)
+            self._last = (signature, spec, self.cache[key])
+        compiled = self._last[2]
+        tensors = leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)]
         with torch.no_grad():
             outs = compiled.run(*tensors)
-        if not self.donate:
-            return compiled.traced.result(outs)
-        filled: list[Any] = [None] * len(compiled.traced.out_paths)
-        for i, out in zip(compiled.kept, outs, strict=True):
-            filled[i] = out
-        for i, position in compiled.donated.items():
-            filled[i] = tensors[position]
-        return compiled.traced.result(filled)
+        return compiled.finish(tensors, outs)
 
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))

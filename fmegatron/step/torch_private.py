@@ -65,8 +65,12 @@ def inductor_decompositions():
 
 
 def min_cut(joint, inputs, budget: float):
-    """(forward, backward) modules of a joint graph, cut where the fewest bytes are saved under an activation budget."""
-    with _functorch_config.patch(activation_memory_budget=budget):
+    """(forward, backward) modules of a joint graph, cut where the fewest bytes are saved under an activation budget.
+
+    Unlike torch.compile's default, a pointwise value is made again even where a matmul reads it in the backward (the
+    normed input, the product in SwiGLU): measured at the same time and 0.8 of the peak (experiments/LOG.md).
+    """
+    with _functorch_config.patch(activation_memory_budget=budget, ban_recompute_materialized_backward=False):
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=1)
 
 

@@ -58,6 +58,8 @@ class Traced:
 
     def result(self, tensors) -> Any:
         """Put output tensors back into the tree that the step returned."""
+        if len(self.out_paths) == len(self.out_static):
+            return tree.unflatten(self.out_tree, tensors)
         rest = iter(tensors)
         return tree.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
 

@@ -1,0 +1,221 @@
+"""How fast is one compiled functional step? Against a straight nn.Module + torch.compile(model) + fused AdamW + clip.
+
+    python experiments/benchmarks/step.py [--sizes=tiny,small,deep] [--rounds=9] [--only=time,memory,first_call]
+
+One process, 2 threads, fp32, CPU. Forms alternate in one process (order reversed every other round); a ratio is
+the median over rounds of ours / peer's. JSON lines on stdout, as DESIGN.md section 10 has them; a table on stderr.
+Expected on 2 cores of a shared x86 machine: ratios about 1.0 (min-cut) and 1.2 to 1.3 (inputs only).
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+from experiments.benchmarks.step_peer import peer_step
+from fmegatron import model, optim, step, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Mesh
+
+THREADS = 2
+SIZES = {
+    "tiny": (
+        {"dim": 192, "layers": 4, "heads": 6, "kv_heads": 3, "ffn_dim": 512, "vocab_size": 65, "max_seq": 128},
+        16,
+    ),
+    "small": (
+        {"dim": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn_dim": 1408, "vocab_size": 8192, "max_seq": 256},
+        4,
+    ),
+    "deep": (
+        {"dim": 256, "layers": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 704, "vocab_size": 1024, "max_seq": 128},
+        4,
+    ),
+}
+BARS = {("mincut", "tiny"): 1.00, ("mincut", "small"): 1.02, ("mincut", "deep"): 1.00}
+BARS |= {("inputs", size): 1.28 for size in SIZES}
+PEAK_BARS = {"mincut": 1.00, "inputs": 0.60}
+
+
+def setup(size: str, layers: int | None = None):
+    """(config, params, batch) of a benchmark size."""
+    fields, batch_size = SIZES[size]
+    config = model.Config(**{**fields, "layers": layers or fields["layers"]}, vocab_multiple=1, tied=False)
+    params = model.init(config, Mesh(dp=1), key=0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (batch_size, config.max_seq + 1), generator=generator)
+    return config, params, {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def our_step(config, params, save, **jit_options):
+    """(step(batch) -> loss, holder): the project's own train step, state donated."""
+    mesh = Mesh(dp=1)
+    axes, layouts = Axes(mesh), model.layouts(config, mesh)
+    loss = functools.partial(
+        model.loss, config=config, layouts=layouts, axes=axes, layer=step.compiled_layer(save=save)
+    )
+    optimizer = optim.adamw(3e-4)
+    train = step.jit(step.build_train_step(loss, optimizer, layouts, axes, data_axes=("dp",)), donate=0, **jit_options)
+    holder = [step.init_state(tree.map(torch.clone, params), optimizer)]
+
+    def run(batch):
+        holder[0], metrics = train(holder[0], batch)
+        return metrics["loss"]
+
+    run.jitted = train
+    return run, holder
+
+
+def forms(size, layers=None):
+    """name -> zero-argument function that makes one step and reads the loss back."""
+    config, params, batch = setup(size, layers)
+    runs = {
+        "peer": peer_step(config, params, 3e-4)[0],
+        "mincut": our_step(config, params, "mincut")[0],
+        "inputs": our_step(config, params, "inputs")[0],
+    }
+    return {name: functools.partial(lambda run: float(run(batch)), run) for name, run in runs.items()}
+
+
+def report(metric, value, unit, against, bar, n, spread=None):
+    """One JSON line; `bar` is an upper bound or None."""
+    line = {
+        "metric": metric,
+        "value": round(value, 4),
+        "unit": unit,
+        "against": against,
+        "bar": None if bar is None else f"<= {bar:.2f}",
+        "holds": None if bar is None else bool(value <= bar),
+        "n": n,
+        "spread": None if spread is None else [round(s, 4) for s in spread],
+        "where": f"CPU, 1 process, {THREADS} threads, fp32, torch {torch.__version__}",
+    }
+    print(json.dumps(line), flush=True)
+
+
+def ratios(runs: dict, rounds: int) -> dict:
+    """name -> list of seconds; forms alternate, the order is reversed every other round."""
+    seconds = {name: [] for name in runs}
+    for r in range(rounds):
+        for name in list(runs)[:: 1 if r % 2 else -1]:
+            start = time.perf_counter()
+            runs[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def peak_bytes(fn) -> int:
+    """Largest sum of live allocations during fn(), above what was live before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        fn()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = top = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events):
+        live += size
+        top = max(top, live)
+    return top
+
+
+def time_and_memory(sizes, rounds, with_memory):
+    for size in sizes:
+        runs = forms(size)
+        losses = {name: [run() for _ in range(3)] for name, run in runs.items()}
+        worst = max(abs(a - b) for n in losses for a, b in zip(losses[n], losses["peer"], strict=True))
+        print(f"{size}: losses of the first 3 steps differ by at most {worst:.1e}", file=sys.stderr)
+        seconds = ratios(runs, rounds)
+        for name in ("mincut", "inputs"):
+            r = sorted(a / b for a, b in zip(seconds[name], seconds["peer"], strict=True))
+            quartiles = [r[len(r) // 4], r[-1 - len(r) // 4]]
+            report(f"step_time_{name}_{size}", statistics.median(r), "ratio", "torch.compile(model) + fused AdamW",
+                   BARS[name, size], rounds, quartiles)  # fmt: skip
+        for name, s in seconds.items():
+            print(f"{size:6s} {name:7s} {statistics.median(s) * 1e3:8.1f} ms  min {min(s) * 1e3:8.1f}", file=sys.stderr)
+        if with_memory:
+            peaks = {name: peak_bytes(run) for name, run in runs.items()}
+            for name in ("mincut", "inputs"):
+                report(f"peak_above_state_{name}_{size}", peaks[name] / peaks["peer"], "ratio",
+                       f"{peaks['peer'] / 2**20:.0f} MiB of the peer", PEAK_BARS[name], 1)  # fmt: skip
+
+
+def first_call(form: str, layers: int, cache: str) -> float:
+    """Seconds of trace + compile + run in a fresh process with the given compile cache."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": str(THREADS)}
+    command = [sys.executable, os.path.abspath(__file__), f"--child={form}:{layers}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def child(spec: str) -> None:
+    form, layers = spec.split(":")
+    torch.compile(lambda x: x + 1)(torch.zeros(8))  # the precompiled C++ header, once per cache directory
+    config, params, batch = setup("deep", int(layers))
+    run = peer_step(config, params, 3e-4)[0] if form == "peer" else our_step(config, params, form)[0]
+    start = time.perf_counter()
+    float(run(batch))
+    print(time.perf_counter() - start)
+
+
+def first_calls():
+    with tempfile.TemporaryDirectory() as root:
+        cold, warm = {}, {}
+        for form, layers in (("peer", 32), ("mincut", 32), ("mincut", 4)):
+            cache = os.path.join(root, f"{form}{layers}")
+            cold[form, layers] = first_call(form, layers, cache)
+            warm[form, layers] = first_call(form, layers, cache)
+            both = f"cold {cold[form, layers]:.1f} s, warm {warm[form, layers]:.1f} s"
+            print(f"first call {form}, {layers} layers: {both}", file=sys.stderr)
+    ours, peer, four = cold["mincut", 32], cold["peer", 32], cold["mincut", 4]
+    report("first_call_cold_32_layers", ours / peer, "ratio", "torch.compile(model), 32 layers", 0.5, 1)
+    report("first_call_32_over_4_layers", ours / four, "ratio", "ours at 4 layers", 1.4, 1)
+    report("first_call_warm_over_cold", warm["mincut", 32] / ours, "ratio", "ours, cold cache", 0.2, 1)
+
+
+def overhead():
+    """Microseconds per leaf that a call costs outside of the graph, from two jits that differ in their leaves alone."""
+
+    def many(xs):
+        return [x + 1 for x in xs[:1]] + xs[1:]
+
+    def once(n):
+        xs = [torch.zeros(1) for _ in range(n)]
+        run = step.jit(many, donate=0)
+        run(xs)
+        times = []
+        for _ in range(300):
+            start = time.perf_counter()
+            run(xs)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    slope = (once(410) - once(10)) / 400 * 1e6
+    report("jit_call_overhead", slope, "us per leaf", "slope from 10 to 410 leaves", 2.0, 300)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="tiny,small,deep")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="time,memory,first_call,overhead")
+    parser.add_argument("--child", default=None)
+    flags = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    if flags.child:
+        return child(flags.child)
+    only = flags.only.split(",")
+    if "time" in only:
+        time_and_memory(flags.sizes.split(","), flags.rounds, "memory" in only)
+    if "overhead" in only:
+        overhead()
+    if "first_call" in only:
+        first_calls()
+
+
+if __name__ == "__main__":
+    main()
