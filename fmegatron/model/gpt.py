@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -153,10 +152,11 @@ def logits(params: dict, tokens_BS: Tensor, config: Config, layouts: dict, axes:
     outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
     outer = gather_weights(outer, {name: layouts[name] for name in outer}, config, axes)
     layer_layouts = tree.map(layer_layout, layouts["blocks"])
-    run = layer(
-        functools.partial(block, config=config, tp=tp),
-        lambda shards: gather_weights(shards, layer_layouts, config, axes),
-    )
+
+    def decoder_block(x_BSD, weights, cos_Sh, sin_Sh):
+        return block(x_BSD, weights, cos_Sh, sin_Sh, config=config, tp=tp)
+
+    run = layer(decoder_block, lambda shards: gather_weights(shards, layer_layouts, config, axes))
     positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     cos_Sh, sin_Sh = nn.rope_angles(positions_S, config.head_dim, config.rope_theta, config.compute_dtype)
 

@@ -8,6 +8,8 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.step import value_and_grad
+from fmegatron.testing import assert_pure
 from tests.model import plain_llama
 
 TINY = model.Config(
@@ -93,3 +95,17 @@ def test_low_precision_compute_follows_fp32():
     exact, _ = model.loss(params, batch, wide, layouts, Axes(mesh))
     assert ours.dtype == torch.float32 and abs(ours - exact) < 1e-2
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(ours, tree.leaves(params)))
+
+
+def test_loss_changes_none_of_its_arguments():
+    mesh = Mesh()
+    layouts, axes = model.layouts(TINY, mesh), Axes(mesh)
+    f = value_and_grad(lambda params, batch: model.loss(params, batch, TINY, layouts, axes))
+    assert_pure(f, model.init(TINY, mesh, 0), make_batch(TINY, mask=True))
+
+
+def test_a_sequence_longer_than_the_model_was_made_for():
+    mesh = Mesh()
+    tokens = torch.zeros(1, 13, dtype=torch.int64)
+    with pytest.raises(ValueError, match="got sequences of 13, wanted at most Config.max_seq=12"):
+        model.logits(model.init(TINY, mesh, 0), tokens, TINY, model.layouts(TINY, mesh), Axes(mesh))
