@@ -9,12 +9,12 @@ from fmegatron.layout import Layout
 
 def startup(
     layouts: Any,
-    *,
     batch_size: int,
     seq_len: int,
     steps: int,
     start: int = 0,
     data_ranks: int = 1,
+    *,
     microbatches: int = 1,
     flops_per_token: float | None = None,
 ) -> str:
