@@ -33,7 +33,7 @@ def hidden_siblings(path: str, kind: str = "") -> list[str]:
 
 
 def resolve(path: str | os.PathLike) -> str:
-    """The directory that holds the checkpoint `path`: itself, or, after a crash between two renames, the old or new one."""
+    """The directory that holds the checkpoint `path`: itself, or after a crash in `publish` the old or new one."""
     path = os.path.realpath(os.fspath(path))
     if not os.path.lexists(path):
         # Only such a crash leaves an "old" without the name itself. Both are whole; the new one was decided upon.
@@ -86,7 +86,7 @@ def publish(hidden: str, path: str) -> None:
     if not os.path.lexists(path):
         os.rename(hidden, path)
     elif not _exchange(hidden, path):
-        # Two renames. Between them the name is missing, and `resolve` finds both: there is no moment without a whole one.
+        # Between two renames the name is missing, but `resolve` finds both: there is no moment without a whole one.
         old = _hidden(path, "old", hidden.rsplit("-", 1)[1])
         os.rename(path, old)
         os.rename(hidden, path)

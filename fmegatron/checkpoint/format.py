@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Array:
-    """One stored zarr3 array. `chunk` and `band` are shapes: bands tile a chunk, each is contiguous in the chunk's file.
+    """One stored zarr3 array. `chunk` and `band` are shapes: bands tile a chunk, and each is contiguous in its file.
 
     first_digest: index into digests.bin of the digest of the first band of the first chunk (chunks row-major, then
     bands row-major).  digest: xxh3_64 of the array's part of digests.bin.
@@ -81,7 +81,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Piece:
-    """A writer's local storage of a leaf, verbatim, `offset` bytes into a one-chunk array; `boxes` say what lies where."""
+    """A writer's local storage of a leaf, verbatim, `offset` bytes into a one-chunk array; `boxes` give it meaning."""
 
     array: str
     offset: int

@@ -68,7 +68,7 @@ class Manager:
         return self.path(step)
 
     def steps(self) -> list[int]:
-        """All complete steps, in rising order. (Complete: saved to the end. Their content is verified when it is read.)"""
+        """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
         directory = os.path.realpath(os.fspath(self.directory))
         names = os.listdir(directory) if os.path.isdir(directory) else []
         found = {m[1] for name in names if (m := re.fullmatch(r"\.?(step_\d{8,})(\.old-[0-9a-f]+)?", name))}

@@ -4,8 +4,8 @@ Three homes for a leaf:
 - `grid`: an array of its own in global shape, with a chunk grid that no writer's box crosses, so every chunk has one
   writer. The rule for nearly everything: even, uneven, interleaved, flattened along whole rows, replicated.
 - `packed`: small; a few bytes in the one file of its owner.
-- `piece`: no such grid is coarse enough (a flattened range that ends inside a row). The writer's local storage, verbatim,
-  with the boxes that say what lies where.
+- `piece`: no such grid is coarse enough (a flattened range that ends inside a row). The writer's local storage,
+  verbatim, with the boxes that say what lies where.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _home(layout: Layout) -> tuple[str, tuple[int, ...]]:
     """The home of a leaf and its chunk shape."""
     if layout.nbytes == 0:
         return "empty", ()
-    if layout.nbytes < SMALL_BYTES:
+    if layout.nbytes < SMALL_BYTES or not layout.shape:
         return "packed", ()
     itemsize, local = layout.dtype.itemsize, layout.local_nbytes(0)  # rank 0 holds as much as any
     unit = cut_unit(layout)

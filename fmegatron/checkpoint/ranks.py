@@ -28,7 +28,7 @@ class Alone:
 
 
 def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
-    """Run `work()` on all ranks; if it raises on one, raise on all. A rank's own bad input or Ctrl-C is raised as it is."""
+    """Run `work()` on all ranks; if it raises on one, raise on all. A rank's own ValueError or Ctrl-C stays."""
     error = result = None
     try:
         result = work()

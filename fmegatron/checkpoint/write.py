@@ -1,4 +1,4 @@
-"""Save: a traversal that emits (layout, local shard) of every leaf to zarr3 arrays, and a commit that is all or nothing.
+"""Save: a traversal that emits (layout, local shard) of every leaf to zarr3 arrays; the commit is all or nothing.
 
     hidden sibling directory -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
     -> rename -> fsync of the parent

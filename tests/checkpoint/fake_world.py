@@ -1,0 +1,92 @@
+"""Several ranks in one process: threads that meet at a barrier; and small sizes, so that small arrays have many chunks."""
+
+import contextlib
+import threading
+from unittest import mock
+
+import torch
+
+from fmegatron import checkpoint, tree
+from fmegatron.checkpoint import fetch, format, manifest, plan
+
+
+class FakeWorld:
+    """One rank of `run`; has what `checkpoint` needs of a World."""
+
+    def __init__(self, rank, size, barrier, errors):
+        self.rank, self.size, self._barrier, self._errors = rank, size, barrier, errors
+
+    def agree(self, error, what):
+        self._errors[self.rank] = error
+        self._barrier.wait(30)
+        first = next((r for r, e in enumerate(self._errors) if e is not None), None)
+        message = None if first is None else f"{what} failed on rank {first} of {self.size}: {self._errors[first]}"
+        self._barrier.wait(30)
+        if message is not None:
+            raise RuntimeError(message)
+
+
+def run(size, function):
+    """[function(world) on every rank]; a raised error stands in the place of its rank's result."""
+    results, barrier, errors = [None] * size, threading.Barrier(size), [None] * size
+
+    def rank_main(rank):
+        try:
+            results[rank] = function(FakeWorld(rank, size, barrier, errors))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def cut(x, layout):
+    """The local tensor of every rank, bit by bit."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[x.element_size()]
+    parts = [torch.empty(layout.local_shape(rank), dtype=x.dtype) for rank in range(layout.mesh.size)]
+    for rank, part in enumerate(parts):
+        for box in layout.boxes(rank):
+            box.view(part.view(width)).copy_(x.view(width)[box.slices])
+    return parts
+
+
+def cut_tree(state, layouts):
+    """The local trees of all ranks."""
+    _, leaves, spec = tree.flatten(layouts)
+    parts = [cut(x, layout) for x, layout in zip(tree.leaves(state), leaves, strict=True)]
+    return [tree.unflatten(spec, [part[rank] for part in parts]) for rank in range(leaves[0].mesh.size)]
+
+
+def save_all(path, state, layouts, **options):
+    """Save a tree of global arrays from all ranks of the layouts' mesh; returns what each rank got."""
+    local = cut_tree(state, layouts)
+    return run(len(local), lambda world: checkpoint.save(path, local[world.rank], layouts, world, **options))
+
+
+def assert_same_bits(got, wanted, note=""):
+    """Trees of tensors are equal bit for bit, dtypes and shapes included."""
+    for path, a, b in zip(tree.paths(wanted), tree.leaves(got), tree.leaves(wanted), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (path, a.dtype, a.shape, b.dtype, b.shape, note)
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), (path, note)
+
+
+@contextlib.contextmanager
+def small_sizes(chunk=128, band=32):
+    """Sizes in bytes instead of MiB: nothing is packed for being small, chunks and bands are tiny."""
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (plan, "SMALL_BYTES", 1),
+            (plan, "_FINEST_BYTES", 1),
+            (plan, "_SENSIBLE_BYTES", 4),
+            (plan, "CHUNK_BYTES", chunk),
+            (format, "BAND_BYTES", band),
+            (manifest, "BAND_BYTES", band),
+            (fetch, "BAND_BYTES", band),
+            (fetch, "_JOB_BYTES", 2 * band),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield

@@ -1,0 +1,174 @@
+"""Whatever the layouts: what is restored is bitwise what was saved, on every rank of every mesh."""
+
+import itertools
+import os
+import tempfile
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmegatron import checkpoint, tree
+from fmegatron.checkpoint import plan
+from fmegatron.layout import Layout, Mesh, Split
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
+from tests.layout import strategies
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
+
+MESHES = (
+    Mesh(dp=1, fsdp=1, tp=1),
+    Mesh(dp=2, fsdp=1, tp=1),
+    Mesh(dp=1, fsdp=2, tp=1),
+    Mesh(dp=1, fsdp=1, tp=2),
+    Mesh(dp=1, fsdp=2, tp=2),
+    Mesh(dp=2, fsdp=2, tp=2),
+    Mesh(dp=1, fsdp=3, tp=1),
+    Mesh(dp=1, fsdp=1, tp=4),
+    Mesh(tp=2, dp=3, fsdp=1),
+    Mesh(dp=2, fsdp=2, tp=1).view(order=("fsdp", "dp", "tp"), dp=2, tp=2, fsdp=1),
+)
+
+
+class Moments(NamedTuple):
+    """A node of the state's tree."""
+
+    m: object
+    v: object
+
+
+def any_bits(shape, dtype, seed=0):
+    """A tensor of any bit patterns (NaNs with payloads included), but for bool."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    n = torch.Size(shape).numel()
+    data = torch.randint(0, 256, (max(n, 1) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype)[:n].reshape(shape)
+
+
+def layouts_on(mesh):
+    """Every kind of leaf: stacked, uneven, fused, flat (along rows and not), replicated, small, 0-d, empty."""
+
+    def on(shape, *spec, dtype=torch.bfloat16, flat=()):
+        return Layout(shape, dtype, mesh, spec, flat=flat)
+
+    return {
+        "embed": on((101, 24), "tp", "fsdp"),
+        "blocks": {
+            "wqkv": on((4, 24, 48), None, "fsdp", Split("tp", parts=(24, 12, 12))),
+            "w_gate_up": on((4, 24, 64), None, "fsdp", Split("tp", parts=2), dtype=torch.float32),
+            "wo": on((4, 20, 24), ("fsdp", "dp"), "tp"),
+            "norm": on((4, 24)),
+        },
+        "opt": [
+            Moments(
+                on((7, 33), dtype=torch.float32, flat=("dp", "fsdp")), on((8, 6, 4), None, "tp", flat=("dp", "fsdp"))
+            ),
+            on((6, 12), "fsdp", Split("tp", parts=3), flat=("dp",), dtype=torch.float64),
+        ],
+        "step": on((), dtype=torch.int64),
+        "none": on((0, 5), "fsdp", "tp"),
+        "bias": on((13,), ("fsdp", "tp")),
+    }
+
+
+def state_for(layouts):
+    """Global arrays of these layouts."""
+    counter = itertools.count()
+    return tree.map(lambda layout: any_bits(layout.shape, layout.dtype, next(counter)), layouts)
+
+
+@pytest.mark.parametrize("source", MESHES, ids=str)
+def test_every_pair_of_meshes(tmp_path, source):
+    saved = layouts_on(source)
+    state = state_for(saved)
+    with small_sizes():
+        assert save_all(tmp_path / "a", state, saved) == [None] * source.size
+        homes = {p.home for p in plan.plan(tree.paths(saved), tree.leaves(saved))}
+        assert {"grid", "empty"} <= homes
+        for target in MESHES:
+            wanted = layouts_on(target)
+            for rank, local in enumerate(cut_tree(state, wanted)):
+                got = checkpoint.restore(tmp_path / "a", wanted, rank=rank)
+                assert_same_bits(got, local, f"{source} -> {target}, rank {rank}")
+    stored = checkpoint.layouts(tmp_path / "a")
+    assert stored["blocks"] == saved["blocks"]
+    assert stored["opt"]["0"] == saved["opt"][0]._asdict() and stored["opt"]["1"] == saved["opt"][1]
+    assert sorted(os.listdir(tmp_path)) == ["a"]
+
+
+@pytest.mark.parametrize("source, target", [(MESHES[4], MESHES[8]), (MESHES[8], MESHES[0]), (MESHES[5], MESHES[9])])
+def test_real_sizes_pack_the_small_leaves(tmp_path, source, target):
+    saved, wanted = layouts_on(source), layouts_on(target)
+    big = lambda mesh: Layout((96, 1024), torch.float32, mesh, ("fsdp", "tp"))  # noqa: E731
+    saved["big"], wanted["big"] = big(source), big(target)
+    state = state_for(saved)
+    assert save_all(tmp_path / "a", state, saved) == [None] * source.size
+    # The big leaf has an array of its own in global shape; the others are in one file of each rank that owns some.
+    assert {n for n in os.listdir(tmp_path / "a") if not n.startswith("__small__")} == {
+        "COMPLETE", "manifest.json", "digests.bin", "zarr.json", "big"
+    }  # fmt: skip
+    locals_ = cut_tree(state, wanted)
+    restored = run(target.size, lambda world: checkpoint.restore(tmp_path / "a", wanted, world=world))
+    for rank, got in enumerate(restored):
+        assert_same_bits(got, locals_[rank])
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_any_layout_to_any_layout(data):
+    mesh, shape = data.draw(strategies.meshes()), data.draw(strategies.shapes())
+    dtype = data.draw(st.sampled_from(DTYPES))
+    saved = {"x": data.draw(strategies.layouts(shape=shape, mesh=mesh, dtype=dtype))}
+    wanted = {"x": data.draw(strategies.layouts(shape=shape, dtype=dtype))}
+    state = state_for(saved)
+    chunk, band = data.draw(st.sampled_from([(128, 32), (32, 16), (1 << 20, 1 << 20)]))
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        with small_sizes(chunk, band):
+            assert save_all(folder + "/a", state, saved) == [None] * mesh.size
+            assert checkpoint.layouts(folder + "/a") == saved
+            for rank, local in enumerate(cut_tree(state, wanted)):
+                assert_same_bits(checkpoint.restore(folder + "/a", wanted, rank=rank), local)
+
+
+def test_all_dtypes_bit_exact(tmp_path):
+    mesh = Mesh(fsdp=2)
+    layouts = {str(d): [Layout((5, 40), d, mesh, ("fsdp",)), Layout((), d, mesh)] for d in DTYPES}
+    layouts |= {"big": {str(d): Layout((1 << 18,), d, mesh, ("fsdp",)) for d in DTYPES}}
+    state = state_for(layouts)
+    assert save_all(tmp_path / "a", state, layouts) == [None] * 2
+    for rank, local in enumerate(cut_tree(state, layouts)):
+        assert_same_bits(checkpoint.restore(tmp_path / "a", layouts, rank=rank), local)
+
+
+def test_packed_fp4_bit_exact(tmp_path):
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        return
+    x = torch.randint(0, 256, (1 << 17,), dtype=torch.uint8)
+    layouts = {"x": Layout((1 << 17,), torch.uint8, Mesh())}
+    checkpoint.save(tmp_path / "a", {"x": x}, layouts)
+    assert torch.equal(checkpoint.restore(tmp_path / "a", layouts)["x"], x)
+
+
+def test_a_state_that_is_a_single_tensor(tmp_path):
+    x = torch.randn(3)
+    checkpoint.save(tmp_path / "a", x, Layout((3,), torch.float32, Mesh()))
+    assert torch.equal(checkpoint.restore(tmp_path / "a", Layout((3,), torch.float32, Mesh())), x)
+
+
+def test_strided_and_offset_tensors(tmp_path):
+    x = torch.randn(300, 200)
+    state = {"t": x.t(), "part": x[10:20, 5:], "row": x.view(-1)[7:12], "conj": torch.randn(9, dtype=torch.complex64).conj()}
+    layouts = tree.map(lambda t: Layout(tuple(t.shape), t.dtype, Mesh()), state)
+    checkpoint.save(tmp_path / "a", state, layouts)
+    got = checkpoint.restore(tmp_path / "a", layouts)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(state), strict=True))
+    size = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(tmp_path) for f in files)
+    assert size < 2 * sum(t.nbytes for t in tree.leaves(state))  # a view does not drag its base along
