@@ -66,7 +66,7 @@ def complete(hidden: str, manifest: Manifest, digests: np.ndarray) -> None:
     """Write the metadata, make everything durable, then write the marker."""
     data = manifest_to_json(manifest)
     files = {DIGESTS: digests.tobytes(), MANIFEST: data}
-    groups = {""}
+    groups = set()
     for array in manifest.arrays.values():
         files[f"{array.name}/{ZARR}"] = to_json_text(zarr_metadata(array)).encode()
         parts = array.name.split("/")[:-1]

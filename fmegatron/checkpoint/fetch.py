@@ -77,6 +77,10 @@ class Fetch:
     def run(self) -> None:
         """Read it all. Raises CheckpointError naming leaf and file."""
         names = {name for name, _ in self.chunks} | self.ranges.keys()
+        for name in names:
+            at = os.path.join(self.root, name)
+            if os.path.realpath(at) != at:
+                raise CheckpointError(f"{name}: {at} leads outside of the checkpoint; {RESTORE_ANOTHER}")
         digests = self._digests(names) if self.verify else {}
         jobs = deque()
         for (name, index), targets in self.chunks.items():

@@ -150,22 +150,34 @@ def digest_text(data: Any) -> str:
 
 
 def array_name(path: str) -> str:
-    """The directory of a leaf's array: its path, percent-quoted where a file system or a reserved name would object.
+    """The directory of a leaf's array: its path, percent-quoted where a file system or zarr would object.
 
-    >>> array_name("blocks/w qkv"), array_name("../x"), array_name("manifest.json")
-    ('blocks/w%20qkv', '%2E./x', '%6Danifest.json')
+    >>> array_name("blocks/w qkv"), array_name("../x"), array_name("a/zarr.json")
+    ('arrays/blocks/w%20qkv', 'arrays/%2E./x', 'arrays/a/%7Aarr.json')
     """
+    return f"arrays/{_quoted(path)}"
 
-    def quote(part: str, first: bool) -> str:
+
+def piece_name(path: str, rank: int) -> str:
+    """The directory of what a rank keeps of a leaf that has no array in global shape."""
+    return f"pieces/{_quoted(path)}/{rank}"
+
+
+def packed_name(rank: int) -> str:
+    """The directory of a rank's small leaves."""
+    return f"packed/{rank}"
+
+
+def _quoted(path: str) -> str:
+    def quote(part: str) -> str:
         text = "".join(
             c if re.fullmatch(r"[A-Za-z0-9_.\-]", c) else "".join(f"%{b:02X}" for b in c.encode()) for c in part
         )
-        reserved = text == ZARR or (first and (text in (MANIFEST, DIGESTS, MARKER) or text.startswith(("__", "part."))))
-        if not text or text[0] == "." or reserved:
-            text = f"%{ord(text[0]):02X}{text[1:]}" if text else "%"
-        return text
+        if not text:
+            return "%"
+        return f"%{ord(text[0]):02X}{text[1:]}" if text[0] == "." or text == ZARR else text
 
-    return "/".join(quote(part, i == 0) for i, part in enumerate(path.split("/"))) if path else "%"
+    return "/".join(map(quote, path.split("/")))
 
 
 def band_shape(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

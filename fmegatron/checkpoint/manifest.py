@@ -219,6 +219,4 @@ def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
     try:
         return Layout.from_json({**row, "mesh": meshes[leaf.layout["mesh"]]})
     except (ValueError, TypeError, KeyError, IndexError, AssertionError) as error:
-        raise CheckpointError(
-            f"leaf {leaf.path!r}: its stored layout cannot be read ({error}); {RESTORE_ANOTHER}"
-        ) from None
+        raise CheckpointError(f"{leaf.path}: its stored layout cannot be read ({error}); {RESTORE_ANOTHER}") from None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fmegatron.checkpoint.format import CHUNK_BYTES, SMALL_BYTES
 from fmegatron.layout import Box, Layout, Split, chunk
 
-_FINEST_BYTES = 16 << 10  # no chunk below this
+_FINEST_BYTES = 4 << 10  # no chunk below a page
 _SENSIBLE_BYTES = 1 << 20  # a chunk of this size is never refused as too fine
 _MOST_DIVISORS_TRIED = 4096
 

@@ -24,9 +24,10 @@ from fmegatron.checkpoint.format import (
     ALIGN_BYTES,
     Array,
     Piece,
-    array_name,
     digest,
     dtype_text,
+    packed_name,
+    piece_name,
     raw,
     raw_dtype,
     zarr_metadata,
@@ -166,15 +167,15 @@ def write_part(root: str, plans: tuple[LeafPlan, ...], tensors: list[torch.Tenso
                 boxes = leaf.layout.boxes(rank)
                 if leaf.home == "packed":
                     data = raw(_on_host(x)).reshape(-1).view(np.uint8)
-                    part.pieces[leaf.path] = Piece(f"__small__.{rank}", size, boxes)
+                    part.pieces[leaf.path] = Piece(packed_name(rank), size, boxes)
                     small += [data, np.zeros(-data.nbytes % ALIGN_BYTES, np.uint8)]
                     size += data.nbytes + small[-1].nbytes
                 else:
-                    name = f"{array_name(leaf.path)}/piece.{rank}"
+                    name = piece_name(leaf.path, rank)
                     part.pieces[leaf.path] = Piece(name, 0, boxes)
                     writer.whole(name, x, dtype_text(x.dtype), leaf.path)
         if small:
-            writer.whole(f"__small__.{rank}", torch.from_numpy(np.concatenate(small)), "uint8", "the small leaves")
+            writer.whole(packed_name(rank), torch.from_numpy(np.concatenate(small)), "uint8", "the small leaves")
         writer.drain()
     finally:
         writer.wait()  # after an error, too: nothing may be written any more when the hidden directory is removed

@@ -1,4 +1,4 @@
-"""Several ranks in one process: threads that meet at a barrier; and small sizes, so that small arrays have many chunks."""
+"""Several ranks in one process: threads that meet at a barrier; small sizes, so that small arrays have many chunks."""
 
 import contextlib
 import threading
@@ -80,7 +80,7 @@ def small_sizes(chunk=128, band=32):
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (plan, "SMALL_BYTES", 1),
-            (plan, "_FINEST_BYTES", 1),
+            (plan, "_FINEST_BYTES", 8),
             (plan, "_SENSIBLE_BYTES", 4),
             (plan, "CHUNK_BYTES", chunk),
             (format, "BAND_BYTES", band),

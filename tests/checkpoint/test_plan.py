@@ -1,0 +1,114 @@
+"""Plans: one writer for every chunk, shared evenly, cheap for any number of ranks; chunks of sensible shapes."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from fmegatron.checkpoint.format import CHUNK_BYTES, array_name, band_shape
+from fmegatron.checkpoint.plan import chunk_shape, chunks_to_write, cut_unit, plan
+from fmegatron.layout import Layout, Mesh, Split
+
+BF16 = torch.bfloat16
+
+
+def one(layout):
+    (leaf,) = plan(["w"], [layout])
+    return leaf
+
+
+@pytest.mark.parametrize(
+    "layout, chunk",
+    [
+        (Layout((8192, 8192), BF16, Mesh(fsdp=4), ("fsdp",)), (1024, 8192)),  # rows
+        (Layout((8192, 8192), BF16, Mesh(tp=4), (None, "tp")), (4096, 2048)),  # near-square
+        (Layout((8192, 8192), BF16, Mesh(tp=4, fsdp=2), ("fsdp", "tp")), (4096, 2048)),
+        (Layout((24, 4096, 4096), BF16, Mesh(fsdp=2), (None, "fsdp")), (1, 2048, 4096)),  # a layer at a time
+        (Layout((24, 512, 512), BF16, Mesh(fsdp=2), (None, "fsdp")), (24, 256, 512)),  # 6 MiB: whole
+        (Layout((24, 4096, 6144), BF16, Mesh(fsdp=2, tp=2), (None, "fsdp", Split("tp", (4096, 1024, 1024)))),
+         (8, 2048, 512)),
+        (Layout((50257, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (1733, 1024)),  # 50257 = 29 * 1733
+        (Layout((50261, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (50261, 1024)),  # a prime: whole
+        (Layout((1000, 4096), torch.float32, Mesh(fsdp=3), ("fsdp",)), (334, 4096)),  # uneven: the last is padded
+        (Layout((64, 4096, 4096), BF16, Mesh(dp=8), flat=("dp",)), (1, 2048, 4096)),  # flat, along whole rows
+    ],
+    ids=str,
+)  # fmt: skip
+def test_chunk_shapes(layout, chunk):
+    leaf = one(layout)
+    assert leaf.home == "grid" and leaf.chunk == chunk
+    assert math.prod(chunk) * layout.dtype.itemsize <= 1.5 * CHUNK_BYTES or chunk[0] == 50261
+
+
+def test_homes():
+    mesh = Mesh(dp=4)
+    assert one(Layout((128, 128), BF16, mesh)).home == "packed"
+    assert one(Layout((0, 128), BF16, mesh)).home == "empty"
+    assert one(Layout((), BF16, mesh)).home == "packed"
+    assert one(Layout((1001, 1001), BF16, mesh, flat=("dp",))).home == "piece"  # ranges end inside rows
+    assert one(Layout((8192, 8192), BF16, Mesh(fsdp=4096), ("fsdp",))).chunk == (2, 8192)
+    assert one(Layout((8192, 128), BF16, Mesh(fsdp=4096), ("fsdp",))).home == "packed"  # 512 bytes for each rank
+
+
+def test_units():
+    assert cut_unit(Layout((12, 12), BF16, Mesh(a=2, b=3), (("a", "b"), None))) == (2, 12)
+    assert cut_unit(Layout((12,), BF16, Mesh(a=2), (Split("a", (4, 8)),))) == (2,)
+    assert cut_unit(Layout((10,), BF16, Mesh(a=4), ("a",))) == (3,)
+    assert cut_unit(Layout((6, 4, 5), BF16, Mesh(a=3), flat=("a",))) == (2, 4, 5)
+    assert cut_unit(Layout((2, 6, 5), BF16, Mesh(a=4), flat=("a",))) == (1, 3, 5)
+    assert cut_unit(Layout((3, 5), BF16, Mesh(a=4), flat=("a",))) == (1, 1)
+
+
+def test_replicas_share_the_bytes():
+    """8 replicas of 13 leaves of different sizes: no replica writes more than one chunk above another."""
+    mesh = Mesh(dp=8, tp=2)
+    shapes = [(2048 * n, 4096) for n in (1, 3, 2, 7, 1, 5, 2, 2, 9, 1, 1, 4, 6)]
+    layouts = [Layout(shape, BF16, mesh, (None, "tp")) for shape in shapes]
+    leaves = plan([str(i) for i in range(len(shapes))], layouts)
+    written = [
+        sum(box.size * 2 for leaf in leaves for _, box in chunks_to_write(leaf, rank)) for rank in range(mesh.size)
+    ]
+    assert sum(written) == sum(layout.nbytes for layout in layouts)
+    assert max(written) - min(written) <= 1.5 * CHUNK_BYTES
+
+
+def test_bands_are_contiguous_and_small():
+    assert band_shape((1024, 8192), 2) == (64, 8192)
+    assert band_shape((4096, 2048), 2) == (256, 2048)
+    assert band_shape((1, 2048, 4096), 2) == (1, 128, 4096)
+    assert band_shape((1000, 4096), 4) == (50, 4096)  # a divisor of 1000, not 64
+    assert band_shape((1 << 24,), 4) == (1 << 18,)
+    assert band_shape((3, 1 << 24), 4) == (1, 1 << 18)
+    assert band_shape((), 4) == ()
+
+
+def test_the_divisor_search_is_bounded():
+    start = time.perf_counter()
+    assert chunk_shape((10_000_019, 1 << 14), 4, False) == (10_000_019, 1 << 14)  # a prime of 610 GiB
+    assert time.perf_counter() - start < 0.5
+
+
+def test_names_are_different_and_inside():
+    names = [array_name(p) for p in ("a/b", "a%2Fb", "../b", "%2E./b", "", "%", "a//b", "A", "a", ".", "zarr.json")]
+    assert len(set(names)) == len(names)
+    assert not any(part in ("", ".", "..", "zarr.json") for name in names for part in name.split("/"))
+
+
+def test_one_rank_of_many_plans_in_a_second():
+    """2,000 leaves on 16,384 ranks: the plan and the chunks of one rank."""
+    mesh = Mesh(pp=8, dp=16, fsdp=16, tp=8)
+    experts = mesh.view(pp=8, edp=4, ep=64, etp=8)
+    kinds = [
+        Layout((96, 8192, 10240), BF16, mesh, ("pp", "fsdp", Split("tp", (8192, 1024, 1024)))),
+        Layout((96, 8192, 57344), BF16, mesh, ("pp", "fsdp", Split("tp", 2))),
+        Layout((96, 28672, 8192), torch.float32, mesh, ("pp", "tp", "fsdp"), flat=("dp",)),
+        Layout((96, 64, 8192, 4096), BF16, experts, ("pp", "ep", None, "etp")),
+        Layout((96, 8192), torch.float32, mesh, ("pp",)),
+    ]
+    layouts = [kinds[i % 5].replace(shape=(96, *kinds[i % 5].shape[1:])) for i in range(2000)]
+    start = time.perf_counter()
+    leaves = plan([f"leaf/{i}" for i in range(2000)], layouts)
+    chunks = [chunks_to_write(leaf, 12_345) for leaf in leaves if leaf.home == "grid"]
+    assert time.perf_counter() - start < 1.0 * 3  # three times the bar: other tests run beside this one
+    assert sum(map(len, chunks)) > 1000
