@@ -3,7 +3,6 @@
 After a change that is meant, `python tests/model/test_golden.py` writes the files again; read the diff, then commit.
 """
 
-import math
 from pathlib import Path
 
 import pytest
@@ -31,17 +30,7 @@ MESHES = {
 
 
 def dump(config, mesh):
-    """One line per leaf: path, layout, local shape, initial values; then the totals."""
-    specs = model.specs(config, mesh)
-    leaves = list(zip(tree.paths(specs), tree.leaves(specs), strict=True))
-    width = max(len(path) for path, _ in leaves)
-    lines = [
-        f"{path:{width}}  {spec.layout}  local {list(spec.layout.local_shape(0))}  x{spec.layout.replicas}  {spec.init}"
-        for path, spec in leaves
-    ]
-    parameters = sum(math.prod(spec.shape) for _, spec in leaves)
-    per_rank = sum(spec.layout.local_nbytes(0) for _, spec in leaves)
-    return "\n".join([*lines, f"{parameters:,} parameters, {per_rank:,} bytes on each of {mesh.size} ranks"]) + "\n"
+    return tree.dump(model.specs(config, mesh)) + "\n"
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -50,7 +50,6 @@ def text_on_rank(rank, mesh, config, temperature, compiled):
         layouts = model.layouts(config, mesh)
         params = split(whole_params(config), layouts)[rank]
         prompt = make_batch(config, batch_size=2)["tokens"][:, :4]
-        world.group_name(("tp",)) if compiled else None
         options = {"compile": functools.partial(jit, world=world, backend="aot_eager")} if compiled else {}
         return model.generate(
             params,
@@ -66,10 +65,10 @@ def text_on_rank(rank, mesh, config, temperature, compiled):
         )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "compiled"), [(Mesh(tp=2), False), (Mesh(tp=2), True), (Mesh(fsdp=2), False), (Mesh(fsdp=2, tp=2), False)]
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+TEXTS = [(mesh, False, t) for mesh in (Mesh(tp=2), Mesh(fsdp=2), Mesh(fsdp=2, tp=2)) for t in (0.0, 1.2)]
+
+
+@pytest.mark.parametrize(("mesh", "compiled", "temperature"), [*TEXTS, (Mesh(tp=2), True, 1.2)])
 def test_every_rank_of_every_mesh_writes_the_same_text(ranks, mesh, compiled, temperature):
     config = dataclasses.replace(CONFIG, sequence_parallel=True)  # ignored while sampling
     wanted = text_on_rank(0, Mesh(), config, temperature, False)
