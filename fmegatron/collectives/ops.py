@@ -87,6 +87,17 @@ class _AllGather(torch.autograd.Function):
         return _emit_reduce_scatter(g, ctx.axis, ctx.dim), None, None
 
 
+class _Lend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dim):
+        ctx.axis, ctx.dim = axis, dim
+        return _emit_all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, g):
+        return _emit_shard(g, ctx.axis, ctx.dim), None, None
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, dim):
@@ -185,6 +196,15 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """
     dim = _dim(x, dim, "all_gather")
     return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
+
+
+def lend(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """`x[S_a] -> x[S]` as all_gather, for a value that every rank then treats alike and cuts by a again (in `reshard`).
+
+    Transpose: shard over a. After the cut's transpose, an all_gather, each rank has the whole gradient: the
+    reduce-scatter of a plain all_gather would add up as many copies as there are ranks.
+    """
+    return x if axis.size == 1 else _Lend.apply(x, axis, dim)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

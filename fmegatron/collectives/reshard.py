@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fmegatron.collectives.axes import Axes
-from fmegatron.collectives.ops import all_gather, all_to_all, psum, reduce_scatter, shard
+from fmegatron.collectives.ops import all_gather, all_to_all, lend, psum, reduce_scatter, shard
 from fmegatron.layout import Layout, Split
 
 __all__ = ["Move", "reshard", "reshard_moves"]
@@ -37,7 +37,7 @@ def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tens
     The collectives are those that `reshard_moves(src, dst)` lists, and their transposes are those of the ops: nothing
     is exchanged that need not be (pending sums are reduce-scattered where dst shards by that axis, else summed; an axis
     that moves from dim to dim is one all_to_all). Inside a graph all ranks have one shape, so both layouts must be
-    even;    uneven ones are moved by `layout.plan_reshard` outside of graphs.
+    even; uneven ones are moved by `layout.plan_reshard` outside of graphs.
     Raises ValueError when shapes or meshes differ, a layout is uneven, or dst has a pending sum that src has not.
     """
     for move in reshard_moves(src, dst):
@@ -55,8 +55,18 @@ def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tens
         elif move.op == "shard":
             x = _by_parts(x, move, lambda piece, axis=axis, dim=move.dim: shard(piece, axis, dim))
         else:
-            x = all_gather(x, axis, move.dim)
+            x = _gathered(x, move, dst, axes)
             x = _rejoin(x, move, axis.size) if move.parts else x
+    return x
+
+
+def _gathered(x, move, dst, axes):
+    """all_gather over the axes that dst does not shard by, `lend` over those by which a later move cuts again."""
+    again = [name in dst.sharded for name in move.axes]
+    if len(set(again)) == 1:
+        return (lend if again[0] else all_gather)(x, axes[move.axes], move.dim)
+    for name in reversed(move.axes):  # minor first: the same as jointly
+        x = (lend if name in dst.sharded else all_gather)(x, axes[name], move.dim)
     return x
 
 

@@ -1,0 +1,140 @@
+"""reshard between even layouts chosen by hypothesis: the same global value, and the transpose of each move."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmegatron.collectives import Axes, connect, reshard, reshard_moves
+from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.testing import Ranks, join, simulate, split
+
+MESHES = [Mesh(a=2, b=2), Mesh(a=2, b=1, c=3), Mesh(a=2, b=2, c=2)]
+SHAPE = (96, 48)
+
+
+@st.composite
+def pairs(draw, meshes=tuple(MESHES)):
+    """(source, target) over one mesh; the target's pending sums are among the source's."""
+    mesh = draw(st.sampled_from(meshes))
+    source = draw(layouts(mesh, mesh.names))
+    return source, draw(layouts(mesh, source.unreduced))
+
+
+@st.composite
+def layouts(draw, mesh, may_pend):
+    """An even layout; an axis splits a dim (alone, jointly, interleaved) or the flat block, is pending, or unused."""
+    order = draw(st.permutations(mesh.names))
+    uses = [draw(st.sampled_from((0, 0, 1, 1, "flat", "pending", None))) for _ in order]
+    spec = []
+    for dim in range(2):
+        axes = tuple(a for a, use in zip(order, uses, strict=True) if use == dim)
+        parts = draw(st.sampled_from((1, 2, 2, "uneven"))) if axes else 1
+        sizes = (SHAPE[dim] // 2, SHAPE[dim] // 2) if parts == "uneven" and dim else (24, 48, 24)
+        spec.append((axes or None) if parts == 1 else Split(axes, sizes if parts == "uneven" else parts))
+    flat = tuple(a for a, use in zip(order, uses, strict=True) if use == "flat")
+    pending = tuple(a for a, use in zip(order, uses, strict=True) if use == "pending" and a in may_pend)
+    return Layout(SHAPE, torch.float64, mesh, tuple(spec), unreduced=pending, flat=flat)
+
+
+def make_step(source, target, axes):
+    """`step(x, g) -> (resharded, gradient)`."""
+
+    def step(x, g):
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = reshard(leaf, source, target, axes)
+        return y.detach().clone(), torch.autograd.grad(y, leaf, g)[0]
+
+    return step
+
+
+def problem(source, target):
+    """Per rank: the value under the source layout, and a cotangent of the result.
+
+    What is replicated only in the target was gathered: each rank uses it for its own purpose, so its cotangents are
+    terms of a sum. All other cotangents are whole. The gradient then is whole, laid out as the source.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randint(-512, 512, SHAPE, generator=generator).double() for _ in range(2))
+    gathered = tuple(a for a in source.sharded if a not in target.sharded)
+    local_x = split(x, source)
+    local_g = split(g, target.replace(unreduced=gathered))
+    return x, g, local_x, local_g
+
+
+@settings(max_examples=50, deadline=None)
+@given(pairs())
+def test_reshard(pair):
+    source, target = pair
+    x, g, local_x, local_g = problem(source, target)
+    sim = simulate(make_step(source, target, Axes(source.mesh)), source.mesh, local_x, local_g)
+    said = f"{source} -> {target} by {[str(m) for m in reshard_moves(source, target)]}"
+    assert torch.equal(join([y for y, _ in sim.outputs], target), x), f"value of {said}"
+    assert torch.equal(join([dx for _, dx in sim.outputs], source.replace(unreduced=())), g), f"gradient of {said}"
+
+
+def on_a_rank(rank, pairs):
+    """All pairs on real ranks: (resharded, gradient) of each."""
+    axes = Axes(pairs[0][0].mesh, connect(pairs[0][0].mesh))
+    found = []
+    for source, target in pairs:
+        _, _, local_x, local_g = problem(source, target)
+        found.append(make_step(source, target, axes)(local_x[rank], local_g[rank]))
+    return found
+
+
+def test_real_ranks(ranks):
+    """A dozen layouts of 4 ranks into each other: gloo has the bits of the simulation."""
+    mesh = Mesh(a=2, b=2)
+
+    def lay(*spec, **other):
+        return Layout(SHAPE, torch.float64, mesh, spec, **other)
+
+    chosen = [
+        (lay("a", "b"), lay("b", "a")),
+        (lay(("a", "b")), lay(("b", "a"))),
+        (lay(("a", "b")), lay(None, ("b", "a"))),
+        (lay(unreduced=("a", "b")), lay("a", "b")),
+        (lay("b", unreduced=("a",)), lay(flat=("a", "b"))),
+        (lay(Split("a", 2), Split("b", (24, 24))), lay("a", "b")),
+        (lay(flat=("b", "a")), lay("b")),
+        (lay("a"), lay(Split(("a", "b"), (24, 48, 24)))),
+    ]
+    real = ranks.run(on_a_rank, chosen)
+    for i, (source, target) in enumerate(chosen):
+        _, _, local_x, local_g = problem(source, target)
+        sim = simulate(make_step(source, target, Axes(mesh)), mesh, local_x, local_g)
+        for rank, wanted in enumerate(sim.outputs):
+            for got, want in zip(real[rank][i], wanted, strict=True):
+                assert torch.equal(got, want), f"{source} -> {target} on rank {rank}"
+
+
+def test_is_short():
+    """Nothing is exchanged that need not be."""
+    mesh = Mesh(a=2, b=2)
+
+    def moves(source, target):
+        lay = [Layout(SHAPE, torch.float64, mesh, spec, unreduced=pending) for spec, pending in (source, target)]
+        return [str(move) for move in reshard_moves(*lay)]
+
+    assert moves((("a", "b"), ()), (("a", "b"), ())) == []
+    assert moves(((), ("a",)), (("a",), ())) == ["reduce_scatter(a dim 0)"]
+    assert moves(((), ("a", "b")), ((), ())) == ["psum(a+b)"]
+    assert moves((("a",), ()), ((None, "a"), ())) == ["all_to_all(a dim 0 -> dim 1)"]
+    assert moves(((), ()), ((("a", "b"),), ())) == ["shard(a+b dim 0)"]
+
+
+def test_refuses():
+    mesh = Mesh(a=2)
+    whole, uneven = Layout((3,), torch.float32, mesh), Layout((3,), torch.float32, mesh, ("a",))
+    with pytest.raises(ValueError, match="uneven"):
+        reshard_moves(whole, uneven)
+    with pytest.raises(ValueError, match="cannot become partial"):
+        reshard_moves(whole, whole.replace(unreduced=("a",)))
+    with pytest.raises(ValueError, match="shape and mesh"):
+        reshard_moves(whole, Layout((4,), torch.float32, mesh))
+
+
+def test_split_ranks_type():
+    assert isinstance(split(torch.zeros(2), None, Mesh(a=2)), Ranks)
