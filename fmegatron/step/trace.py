@@ -164,13 +164,16 @@ def _place_lines(graph_module) -> None:
         if node.op != "call_function":
             continue
         if node.meta.get("autograd_backward") or node.meta.get("is_gradient_acc"):
-            line = forward_line.get(node.meta.get("seq_nr"))
+            number = node.meta.get("seq_nr", -1)
+            # An autograd.Function that calls another one inside has no op of its own number, but of the next ones.
+            line = next((forward_line[number + i] for i in range(4) if number + i in forward_line), None)
             if line is None:
                 line = next((m.meta["at"] for m in node.all_input_nodes if "at" in m.meta), "?").split(" ")[0]
             node.meta["at"] = f"{line} (backward)"
         else:
             line = (node.meta.get("stack_trace") or "?").strip()
-            node.meta["at"] = forward_line[node.meta.get("seq_nr")] = line
+            node.meta["at"] = line
+            forward_line.setdefault(node.meta.get("seq_nr"), line)  # later ops without gradient have the same number
 
 
 # ---- purity ----------------------------------------------------------------------------------------------------------
