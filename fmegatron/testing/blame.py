@@ -48,37 +48,68 @@ def relate(
     to the element and to the typical element.
     """
     names = [name for name in mesh.names if mesh[name] > 1]
-    magnitude = reference.double().abs().nan_to_num(0.0, 0.0, 0.0)
-    typical = float(magnitude[magnitude > 0].median()) if bool((magnitude > 0).any()) else 0.0
-    limit = tolerance * (magnitude + typical)
+    fits = _Fit(reference, tolerance)
 
-    def close(a, b, limit):
-        # NaN and infinities must stand at the same places: their difference is NaN and counts as none
-        same = a.shape == b.shape and a.dtype == b.dtype
-        if not same or a.is_floating_point() and not torch.equal(a.isnan(), b.isnan()):
+    def search(values, count, found):  # values over names[:count], the last of these minor
+        if count == 0:
+            return found if fits(values[0]) else None
+        name = names[count - 1]
+        groups = _groups(values, mesh[name])
+        same = all(fits.equal(other, group[0]) for group in groups for other in group[1:])
+        if same:
+            result = search([group[0] for group in groups], count - 1, {**found, name: "equal"})
+            if result is not None:
+                return result
+        for how in _joins(values[0], reference, mesh[name], parts):
+            if not (same and how == "max"):
+                result = search([_join(group, how) for group in groups], count - 1, {**found, name: how})
+                if result is not None:
+                    return result
+        return None
+
+    return search(list(values), len(names), {})
+
+
+def relates(
+    values: list[torch.Tensor], reference: torch.Tensor, mesh: Mesh, how: dict, tolerance: float = 1e-9
+) -> bool:
+    """Whether the ranks' values make up `reference` in just this way (a result of `relate`)."""
+    fits = _Fit(reference, tolerance)
+    for name, kind in how.items():  # as relate found them: minor axes first
+        groups = _groups(values, mesh[name])
+        if kind == "equal" and not all(fits.equal(other, group[0]) for group in groups for other in group[1:]):
+            return False
+        values = [group[0] if kind == "equal" else _join(group, kind) for group in groups]
+    return fits(values[0])
+
+
+class _Fit:
+    """Comparison with one reference, relative to the element and to the typical element."""
+
+    def __init__(self, reference, tolerance):
+        self.reference, self.tolerance = reference, tolerance
+        magnitude = reference.double().abs().nan_to_num(0.0, 0.0, 0.0)
+        nonzero = magnitude[magnitude > 0]
+        self.limit = tolerance * (magnitude + (float(nonzero.median()) if nonzero.numel() else 0.0))
+
+    def __call__(self, value):
+        return self._close(value, self.reference, self.limit)
+
+    def equal(self, a, b):
+        """Whether two ranks hold the same."""
+        return a is b or self._close(a, b, self.tolerance * b.double().abs())
+
+    def _close(self, a, b, limit):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        # NaN must stand at the same places; where both are NaN or infinite the difference is NaN and counts as none
+        if a.is_floating_point() and not torch.equal(a.isnan(), b.isnan()):
             return False
         return bool(((a.double() - b.double()).abs().nan_to_num(nan=0.0) <= limit).all())
 
-    def equal(a, b):
-        return a is b or close(a, b, tolerance * b.double().abs())
 
-    def join(values, count, found):  # values over names[:count], the last of these minor
-        if count == 0:
-            return found if close(values[0], reference, limit) else None
-        name = names[count - 1]
-        n = mesh[name]
-        groups = [values[i : i + n] for i in range(0, len(values), n)]
-        if all(equal(other, group[0]) for group in groups for other in group[1:]):
-            result = join([group[0] for group in groups], count - 1, {**found, name: "equal"})
-            if result is not None:
-                return result
-        for how, function in _joins(values[0], reference, n, parts):
-            result = join([function(group) for group in groups], count - 1, {**found, name: how})
-            if result is not None:
-                return result
-        return None
-
-    return join(list(values), len(names), {})
+def _groups(values, n):
+    return [values[i : i + n] for i in range(0, len(values), n)]
 
 
 def _joins(local, reference, n, parts):
@@ -89,28 +120,37 @@ def _joins(local, reference, n, parts):
             if size == wanted or size * n > wanted:
                 continue
             for stride in (s for s in range(1, size + 1) if size % s == 0):
-                yield (
-                    ("concat", dim, stride),
-                    lambda group, d=dim, s=stride: _concat(group, d, [group[0].shape[d] // s] * s),
-                )
+                yield "concat", dim, stride
             for sizes in parts:
                 if sum(sizes) == wanted and all(part * size % wanted == 0 for part in sizes):
-                    mine = [part * size // wanted for part in sizes]
-                    yield ("concat", dim, sizes), lambda group, d=dim, mine=mine: _concat(group, d, mine)
+                    yield "concat", dim, sizes
     if reference.is_floating_point():
-        yield "sum", lambda group: torch.stack(group).sum(0)
-        yield "max", lambda group: torch.stack(group).amax(0)
+        yield "sum"
+        yield "max"
 
 
-def _concat(group, dim, pieces):
+def _join(group, how):
+    if how == "sum":
+        return torch.stack(group).sum(0)
+    if how == "max":
+        return torch.stack(group).amax(0)
+    _, dim, pieces = how
+    size = group[0].shape[dim]
+    if isinstance(pieces, int):
+        pieces = [size // pieces] * pieces
+    else:
+        pieces = [part * size // sum(pieces) for part in pieces]
     cut = [x.split(pieces, dim) for x in group]
     return torch.cat([one[i] for i in range(len(pieces)) for one in cut], dim)
 
 
 # ---- align -----------------------------------------------------------------------------------------------------------
-_SAME_VALUE = frozenset(
-    ("clone", "detach", "alias", "_to_copy", "view", "_unsafe_view", "unsqueeze", "squeeze", "index_select", "getitem")
+# Ops that only look at the same elements in another shape: they lose nothing, but their result may be a kind of shard
+# that `relate` does not know.
+_LOOKS = frozenset(
+    ("clone", "detach", "alias", "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "t", "transpose", "permute")
 )
+_KEEPS = _LOOKS | {"_to_copy", "index_select"}
 
 
 def _name(node):
@@ -147,7 +187,7 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         guesses = [first_guess[node]] if node in first_guess else []
         if not collective:
             guesses += [n for n in same_line.get(_token(node), ()) if n not in guesses]
-        if not guesses and collective != "axis_index" and (collective or _name(node) in _SAME_VALUE):
+        if not guesses and collective != "axis_index" and (collective or _name(node) in _KEEPS):
             guesses = twins.get(node.all_input_nodes[0], [])
         twins[node] = guesses
     return twins
@@ -180,9 +220,12 @@ def blame(
     """
     twins = align(many, one)
     judged: dict[fx.Node, _Judged] = {}
+    seen: dict[tuple, list[dict]] = {}  # (local shape, shape on one rank) -> ways that were found; they recur
     for node in many.nodes:
         if node.op != "output":
-            judged[node] = _judge(node, judged, twins[node] if node in twins else [], values, reference, mesh, parts)
+            before = {judged[n].state for n in node.all_input_nodes}
+            how = _relate_to_twins(node, twins.get(node, ()), values, reference, mesh, parts, seen, before)
+            judged[node] = _judge(node, before, how, twins.get(node, ()), values)
     reached, todo = set(), list(wrong)
     while todo:
         node = todo.pop()
@@ -195,36 +238,61 @@ def blame(
             findings.append(Finding(node.meta.get("at", "?"), _name(node), _explain(node, judged)))
         elif node in wrong and judged[node].state == "good":
             what = f"returned as {_say(node, judged)}, which is not what its layout says"
+            while _name(node) == "detach":
+                node = node.args[0]
             findings.append(Finding(node.meta.get("at", "?"), _name(node), what))
     return findings
 
 
-def _judge(node, judged, guesses, values, reference, mesh, parts):
-    inputs = {judged[n].state for n in node.all_input_nodes}
+def _relate_to_twins(node, twins, values, reference, mesh, parts, seen, before):
+    if not isinstance(values[node][0], torch.Tensor):
+        return None
+    pairs = [(values[node], reference[t][0]) for t in twins[:8] if isinstance(reference[t][0], torch.Tensor)]
+    for mine, one in pairs:
+        for how in seen.get((mine[0].shape, one.shape), ()):
+            if relates(mine, one, mesh, how):
+                return how
+    if before & {"bad", "lost"}:
+        return None  # most probably nothing to be found, and a search that fails is slow
+    for mine, one in pairs:
+        how = relate(mine, one, mesh, parts)
+        if how is not None:
+            seen.setdefault((mine[0].shape, one.shape), []).append(how)
+            return how
+    return None
+
+
+def _judge(node, before, how, twins, values):
     collective = is_symbolic(node.target) if node.op == "call_function" else None
     if collective == "axis_index":
         return _Judged("unknown")
-    if isinstance(values[node][0], torch.Tensor):
-        for twin in guesses:
-            if isinstance(reference[twin][0], torch.Tensor):
-                how = relate(values[node], reference[twin][0], mesh, parts)
-                if how is not None:
-                    return _Judged("good", how)
-    if not inputs:  # an argument, or a constant of the graph
-        return _Judged("good")
-    if inputs & {"bad", "lost"}:
+    if how is not None or not before:  # no inputs: an argument, or a constant of the graph
+        return _Judged("good", how)
+    if before & {"bad", "lost"}:
         return _Judged("bad")
-    matched = collective or any(_token(twin) == _token(node) for twin in guesses)
-    if not matched or not isinstance(values[node][0], torch.Tensor):
-        return _Judged("unknown" if "unknown" in inputs else "good")
-    return _Judged("unknown" if "unknown" in inputs and not collective else "lost")
+    must_relate = collective or _ends_shard(node)
+    matched = _name(node) not in _LOOKS and any(_token(twin) == _token(node) for twin in twins)
+    if not isinstance(values[node][0], torch.Tensor) or not (must_relate or matched):
+        return _Judged("unknown" if "unknown" in before else "good")
+    return _Judged("unknown" if "unknown" in before and not must_relate else "lost")
+
+
+def _ends_shard(node):
+    """`shard` leaves three nodes: a view, index_select by the rank's index, squeeze; the last must mean something."""
+    return _name(node) == "squeeze" and _name(node.args[0]) == "index_select" and _is_index(node.args[0].args[2])
+
+
+def _is_index(node):
+    while is_symbolic(node.target) is None and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return is_symbolic(node.target) == "axis_index"
 
 
 def _say(node, judged):
     """How a good node's values make up those of one rank: "equal on all ranks", "a sum over dp since step.py:12"."""
     how = judged[node].how
     if not how:
-        return "a value without a twin"
+        return "made from the rank's index" if judged[node].state == "unknown" else "without a counterpart"
     words = []
     for name, kind in how.items():
         if kind in ("sum", "max"):
@@ -248,5 +316,16 @@ def _explain(node, judged):
     if collective == "declare":
         kind = f"sharded on dim {node.args[3]}" if node.args[2] == "sharded" else node.args[2]
         return f"declared {kind} over {'+'.join(node.args[1])}, but the ranks' values do not make that up ({inputs})"
-    over = f" over {'+'.join(node.args[1])}" if collective else ""
-    return f"what it makes{over} is not the value of a single rank, though its input is ({inputs})"
+    advice = ""
+    if collective:
+        how = judged[node.all_input_nodes[0]].how or {}
+        over = f" over {'+'.join(node.args[1])}"
+        if collective in ("psum", "reduce_scatter") and all(how.get(name) == "equal" for name in node.args[1]):
+            advice = "; its input is the same on all these ranks already, the sum is too large"
+        elif collective in ("psum", "reduce_scatter") and not all(how.get(name) == "sum" for name in node.args[1]):
+            advice = "; only a pending sum over these axes may be reduced over them: another axis is meant?"
+    else:
+        over = ""
+        if any("sum" in (judged[n].how or {}).values() for n in node.all_input_nodes):
+            advice = "; reduce the sum first, or reduce it over fewer axes"
+    return f"what it makes{over} is not the value of a single rank, though its input is ({inputs}){advice}"

@@ -97,7 +97,10 @@ def _copy_into(flat, graph, arguments):
 
 
 def _constant(value):
-    return functools.partial(lambda value: value, value)
+    def constant():
+        return value
+
+    return constant
 
 
 _VIEWS_BY_NATURE = frozenset(

@@ -27,6 +27,9 @@ import torch.distributed as dist
 __all__ = ["RankError", "RankPool"]
 
 
+_START_S = 300
+
+
 class RankError(RuntimeError):
     """A function raised on a rank of a pool; the message holds that rank's traceback. `rank`: which one."""
 
@@ -38,9 +41,8 @@ class RankError(RuntimeError):
 class RankPool:
     """`size` processes that run module-level functions as ranks of a gloo process group.
 
-    >>> with RankPool(2) as pool:
-    ...     pool.run(divmod_by_rank, 7, ranks=2)            # doctest: +SKIP
-    [(7, 0), (3, 1)]
+        with RankPool(4) as pool:
+            losses = pool.run(train_a_little, config, ranks=2)      # [on rank 0, on rank 1]
 
     `run` calls `function(rank, *args)` on each of the first `ranks` processes, inside a default process group of that
     size, so `fmegatron.collectives.connect(mesh)` works in it. Functions are found by module and file, arguments and
@@ -59,9 +61,13 @@ class RankPool:
         """Start the processes that are not running; `run` does it when needed."""
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for i in range(self.size):
-            if self._workers[i] is None or self._workers[i].process.poll() is not None:
-                self._workers[i] = _start_worker()
+        new = [i for i, w in enumerate(self._workers) if w is None or w.process.poll() is not None]
+        for i in new:
+            self._workers[i] = _start_worker()
+        for i in new:  # the time limits of calls begin when all processes have imported torch
+            if not self._workers[i].pipe.poll(_START_S):
+                raise TimeoutError(f"process {i} of the pool did not start within {_START_S} s")
+            self._workers[i].pipe.recv_bytes()
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout_s: float | None = None
@@ -152,6 +158,7 @@ def _serve(descriptor):
     pipe = multiprocessing.connection.Connection(descriptor)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    pipe.send_bytes(b"ready")
     while True:
         try:
             request = pipe.recv_bytes()

@@ -85,7 +85,7 @@ def _split_leaf(path, x, layout):
     weights, made, out = _terms(layout, x), {}, []
     for rank in range(layout.mesh.size):
         part = layout.mesh.index(rank, layout.unreduced) if layout.unreduced else 0
-        key = (layout.boxes(rank), part)
+        key = (layout.boxes(rank), layout.local_shape(rank), part)
         if key not in made:
             made[key] = _local(x, layout, rank, key[0])
             if layout.unreduced:
@@ -143,7 +143,7 @@ def _join_leaf(path, locals_, layout, tolerance):
 
 
 def _disagreement(a, b):
-    if a.dtype == b.dtype and torch.equal(a, b):
+    if a.numel() == 0 or a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
     difference = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"))
     difference[a.isnan() & b.isnan()] = 0.0

@@ -1,0 +1,72 @@
+"""The pool of real ranks: results, sub-pools, a rank that raises, hangs or dies, and time."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fmegatron.testing import RankError, RankPool
+
+
+def total(rank, x):
+    value = torch.full((2,), float(rank)) + x
+    dist.all_reduce(value)
+    return value, dist.get_world_size()
+
+
+def raise_on(rank, who):
+    if rank == who:
+        raise ValueError(f"rank {rank} cannot")
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on(rank, who):
+    if rank == who:
+        time.sleep(60)
+    return rank
+
+
+def die_on(rank, who):
+    if rank == who:
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_ranks_of_4_2_and_1(ranks):
+    for n in (4, 2, 1):
+        wanted = torch.full((2,), sum(range(n)) + 0.5 * n)
+        for value, size in ranks.run(total, 0.5, ranks=n):
+            assert torch.equal(value, wanted) and size == n
+
+
+def test_calls_are_cheap(ranks):
+    ranks.run(total, 0.0)
+    start = time.monotonic()
+    for _ in range(5):
+        ranks.run(total, 0.0)
+    assert time.monotonic() - start < 5  # about 0.25 s on two idle cores
+
+
+def test_the_traceback_of_the_rank_that_raised(ranks):
+    with pytest.raises(RankError, match=r"(?s)raise_on failed on rank 2 of 4:.*ValueError: rank 2 cannot") as caught:
+        ranks.run(raise_on, 2)
+    assert caught.value.rank == 2
+    assert len(ranks.run(total, 0.0)) == 4
+
+
+def test_hanging_and_dying_ranks(ranks):
+    """The pool ends what does not answer, and starts that process again at the next call."""
+    with pytest.raises(TimeoutError, match="hang_on: no answer from rank 1 of 2"):
+        ranks.run(hang_on, 1, ranks=2, timeout_s=3)
+    with pytest.raises(RankError, match="die_on failed on rank 1 of 2:\nits process ended with exit code 3"):
+        ranks.run(die_on, 1, ranks=2)
+    assert len(ranks.run(total, 0.0)) == 4
+
+
+def test_bad_sizes(ranks):
+    with pytest.raises(ValueError, match="5 ranks asked of a pool of 4"):
+        ranks.run(total, 0.0, ranks=5)
+    with pytest.raises(ValueError, match="at least 1"):
+        RankPool(0)
