@@ -111,8 +111,8 @@ def _check_targets(
     root: str, manifest: Manifest, paths: list[str], targets: list[Layout], strict: str, cast: bool
 ) -> None:
     problems = []
-    stored = manifest.leaves
-    unused = [name for name in stored if name not in set(paths)]
+    stored, asked = manifest.leaves, set(paths)
+    unused = [name for name in stored if name not in asked]
     for name, layout in zip(paths, targets, strict=True):
         leaf = stored.get(name)
         if leaf is None:
