@@ -203,12 +203,12 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
     safe = []
     with graph.inserting_before(output):
         for i, node in enumerate(outs):
-            unchanged = i in donated and node is inputs[donated[i]]
+            unchanged = i in donated and _behind_aliases(node) is inputs[donated[i]]
             if traced.aliased[i] and not unchanged:
                 value = node.meta.get("val")
                 node = graph.call_function(torch.ops.fmegatron_step.barrier.default, (node, node))
                 node.meta["val"] = value
-            safe.append(node)
+            safe.append(inputs[donated[i]] if unchanged else node)
         for i, position in donated.items():
             if safe[i] is not inputs[position]:
                 graph.call_function(torch.ops.aten.copy_.default, (inputs[position], safe[i]))
@@ -216,3 +216,10 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
     graph.lint()
     copy.recompile()
     return copy
+
+
+def _behind_aliases(node: torch.fx.Node) -> torch.fx.Node:
+    """The node of which this one is only another name (detach of a detach ...)."""
+    while node.op == "call_function" and node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+        node = node.args[0]
+    return node
