@@ -128,12 +128,13 @@ def test_uniform_distribution():
 
 @pytest.mark.parametrize("init", [tree.Normal(1.0), tree.Uniform(-(3**0.5), 3**0.5)])
 def test_neighbours_leaves_and_keys_are_independent(init):
-    x, other_leaf, other_key = draw(init), draw(init, path="v"), draw(init, key=1)
+    n = 1 << 18
+    x, other_leaf, other_key = (y[:n] for y in (draw(init), draw(init, path="v"), draw(init, key=1)))
     for lag in (1, 2, 3, 4, 64, 1024, 4096, 1 << 16):
-        assert abs((x[:-lag] * x[lag:]).mean()) < 5 / N**0.5, lag
-        assert abs((x[:-lag] ** 2 * x[lag:] ** 2).mean() - 1) < 25 / N**0.5, lag
+        assert abs((x[:-lag] * x[lag:]).mean()) < 5 / n**0.5, lag
+        assert abs((x[:-lag] ** 2 * x[lag:] ** 2).mean() - 1) < 25 / n**0.5, lag
     for y in (other_leaf, other_key):
-        assert abs((x * y).mean()) < 5 / N**0.5
+        assert abs((x * y).mean()) < 5 / n**0.5
         # no run of one stream is found in another, shifted or not: pairs of values as 64-bit words
         pairs = [t.float().view(torch.int32).view(-1, 2).numpy().copy().view(np.int64).ravel() for t in (x, y)]
         assert np.intersect1d(*pairs).size <= 2
@@ -211,3 +212,24 @@ def test_errors():
             tree.init({"w": spec}, 0, 0)
     with pytest.raises(ValueError, match="got rank 2, wanted 0 to 1"):
         tree.init({"w": tree.ArraySpec(Layout((2,), torch.float32, mesh))}, 0, 2)
+
+
+def test_arrays_of_more_than_2_to_the_33_elements():
+    """Pair numbers above 32 bits: two ways to cut the same array agree around 2**33, where the high word begins."""
+    size, around = (1 << 33) + 40_000, 1 << 33
+    pieces = []
+    for mesh in (Mesh(a=1 << 20), Mesh(a=3 << 18)):
+        spec = tree.ArraySpec(Layout((size,), torch.float32, mesh, ("a",)), tree.Normal(1.0))
+        window = torch.zeros(4096)
+        for shard, boxes in spec.layout.overlapping((around - 2048,), (around + 2048,)):
+            local = tree.init({"w": spec}, 0, spec.layout.rank_of(shard))["w"]
+            for box in boxes:
+                at = box.start[0] - around + 2048
+                window[at : at + box.size] = box.view(local)
+        pieces.append(window)
+    assert torch.equal(*pieces) and pieces[0].ne(0).all()
+    assert (
+        pieces[0][2048:]
+        .ne(tree.init({"w": tree.ArraySpec(Layout((2048,), torch.float32, Mesh()), spec.init)}, 0, 0)["w"])
+        .all()
+    )
