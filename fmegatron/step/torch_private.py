@@ -15,11 +15,16 @@ from torch._functorch.partitioners import (
     min_cut_rematerialization_partition,
 )
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+try:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+except ImportError:
+    get_cpp_compiler = None
 try:
     from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 except ImportError:  # lines of backward nodes are lost without it, nothing else
@@ -90,10 +95,10 @@ def compile_flat_graph(graph_module, fakes, config_patches: dict):
 
 def has_cpp_compiler() -> bool:
     """Whether Inductor can compile for the CPU here."""
+    if get_cpp_compiler is None:
+        return False
     try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
         with contextlib.redirect_stderr(sys.stdout):
             return shutil.which(get_cpp_compiler()) is not None
-    except Exception:
+    except InvalidCxxCompiler:
         return False
