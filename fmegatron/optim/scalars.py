@@ -15,9 +15,8 @@ _INPUTS_OF_A_CONCATENATION_THAT_IS_STORED = 9
 
 def stored(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same 0-d tensors (of one dtype), which the compiler now computes once instead of inside of every kernel."""
-    n = len(values)
-    repeated = [values[i % n] for i in range(max(n, _INPUTS_OF_A_CONCATENATION_THAT_IS_STORED))]
-    return torch.stack(repeated).unbind()[:n]
+    padding = max(0, _INPUTS_OF_A_CONCATENATION_THAT_IS_STORED - len(values))
+    return torch.stack([*values, *[torch.zeros_like(values[0])] * padding]).unbind()[: len(values)]
 
 
 def per_dtype(

@@ -1,0 +1,89 @@
+"""What the compiler makes of an update: scalars once, and each of p, m, v and g read once."""
+
+import operator
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fmegatron import optim, tree
+from fmegatron.step import jit, trace
+
+OPTIMIZERS = {
+    "adamw": optim.adamw(optim.cosine(1e-2, 100, 10)),
+    "sgd": optim.sgd(optim.wsd(1e-2, 100, 10, 5), momentum=0.9, weight_decay=0.1),
+}
+
+
+def make_trees(dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw():
+        shapes = {"w": (32, 128), "norm": (64,), "blocks": (3, 16, 80)}
+        return {path: torch.randn(shape, generator=generator).to(dtype) for path, shape in shapes.items()}
+
+    return draw(), draw()
+
+
+def clipped_update(opt):
+    def update(grads, state, params):
+        norm = optim.global_norm(grads)
+        return (*opt.update(optim.clip(grads, norm, 1.0), state, params), norm)
+
+    return update
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_tensor_meets_only_scalars_that_are_stored(opt, dtype):
+    """Else Inductor computes them again for each element; `optim.scalars` has the measurement."""
+    params, grads = make_trees(dtype)
+    graph = trace(clipped_update(opt), (grads, opt.init(params), params)).graph_module.graph
+    met = 0
+    for node in graph.nodes:
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not node.meta["val"].dim():
+            continue
+        for source in node.all_input_nodes:
+            if source.meta["val"].dim() or node.target is torch.ops.aten.stack.default:
+                continue
+            assert source.target is operator.getitem and "unbind" in str(source.args[0].target), (node, source)
+            met += 1
+    assert met >= 2 * len(params)
+
+
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_compiled_is_eager(opt):
+    params, grads = make_trees(torch.float64)
+    state = opt.init(params)
+    compiled = jit(opt.update)
+    for _ in range(5):
+        wanted = opt.update(grads, state, params)
+        got = compiled(grads, state, params)
+        for path, x, y in zip(tree.paths(got), tree.leaves(got), tree.leaves(wanted), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-15, msg=path)
+        params, state = got
+    assert len(compiled.cache) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_pass_over_the_memory_of_a_leaf(dtype):
+    """In the C++ that Inductor writes: one load of p (or its master), m, v, g per leaf; transcendentals before them."""
+    opt = OPTIMIZERS["adamw"]
+    params, grads = make_trees(dtype)
+    arguments = (grads, opt.init(params), params)
+    leaves, spec = tree.flatten(arguments)[1:]
+
+    def update(*leaves):
+        results = tree.leaves(opt.update(*tree.unflatten(spec, leaves)))
+        for old, new in zip(tree.leaves(tree.unflatten(spec, leaves)[2]), results[: len(params)], strict=True):
+            old.copy_(new)
+        return results
+
+    graph_module = make_fx(update, tracing_mode="fake")(*leaves)
+    code = "\n".join(run_and_get_code(torch.compile(graph_module, fullgraph=True), *leaves)[1])
+    assert len(re.findall(r"::loadu\(", code)) == 4 * len(params)
+    assert (code.count("std::expm1("), code.count("std::cos(")) == (2, 1)
+    assert max(code.rindex("std::expm1("), code.rindex("std::cos(")) < code.index("::loadu(")
