@@ -10,6 +10,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, reshard
 from fmegatron.layout import Layout
+from fmegatron.step.jit import jit
 from fmegatron.step.torch_private import is_tracing, mark_backward
 
 __all__ = ["accumulate", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
@@ -50,15 +51,18 @@ def _without_history(x: Any) -> Any:
 def accumulate(grad_fn: Callable, n: int) -> Callable:
     """`f(params, batch)` that runs `grad_fn(params, microbatch) -> ((loss, aux), grads)` on n microbatches and sums.
 
-    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts. The losses and the
-    0-d tensors of aux are averaged, because each microbatch's loss is normalised by its own token count, and so are the
-    gradients; sums are kept in fp32 at least. With uneven token masks, normalise by a count that is part of the batch.
+    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts. Losses, gradients
+    and floating-point leaves of aux are averaged, because each microbatch's loss is normalised by its own token count;
+    whole numbers in aux are counts, and are summed. Sums are kept in fp32 at least. With uneven token masks this is the
+    mean of the microbatches' means; normalise by a count that is part of the batch where that matters.
+    Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
     Raises ValueError when dim 0 does not divide by n.
     """
     if n < 1:
         raise ValueError(f"accumulate over n={n} microbatches; n must be at least 1")
     if n == 1:
         return grad_fn
+    one_node = jit(grad_fn)
 
     def accumulated(params, batch, *args):
         for path, x in zip(tree.paths(batch), tree.leaves(batch), strict=True):
@@ -67,13 +71,14 @@ def accumulate(grad_fn: Callable, n: int) -> Callable:
                     f"batch leaf {path!r} of local shape {tuple(x.shape)} cannot be cut into {n} microbatches on "
                     "dim 0; choose a number of microbatches that divides this rank's rows"
                 )
-        paths, leaves, spec = tree.flatten(batch)
+        run = one_node if is_tracing() else grad_fn
+        _, leaves, spec = tree.flatten(batch)
         total = None
         for parts in zip(*[x.chunk(n, 0) for x in leaves], strict=True):
-            out, grads = grad_fn(params, tree.unflatten(spec, list(parts)), *args)
+            out, grads = run(params, tree.unflatten(spec, list(parts)), *args)
             new = (out, tree.map(_wide, grads))
             total = new if total is None else tree.map(torch.add, total, new)
-        (loss, aux), grads = tree.map(lambda x: x / n, total)
+        (loss, aux), grads = tree.map(lambda x: x / n if x.is_floating_point() else x, total)
         return (loss, aux), tree.map(lambda g, p: g.to(p.dtype), grads, params)
 
     return accumulated

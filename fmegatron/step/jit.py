@@ -62,6 +62,7 @@ class Jitted:
     def __init__(self, fn, donate, world, backend, patches, options):
         self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
         self.patches, self.options, self.cache, self._last = patches, options, {}, None
+        self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args):
@@ -88,18 +89,17 @@ class Jitted:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         backend = usable_backend(self.backend, device)
         compiled = Compiled(self.fn, args, self.donate, self.world, backend, self.patches, self.options)
-        name = f"compiling {self.fn.__name__}" if hasattr(self.fn, "__name__") else "compiling a function"
         if self.world is None:
             compiled.compile()
         else:
-            self.world.leader_first(compiled.compile, name)
+            self.world.leader_first(compiled.compile, f"compiling {self.name}")
         return compiled
 
     def _call_inside(self, args, leaves, key):
         """Called while another function is traced: one opaque node, compiled once."""
         if self.donate:
             raise ValueError(
-                f"{self.fn.__name__} donates an argument and is called inside another jit; only the outermost may"
+                f"{self.name} donates an argument and is called inside another jit; only the outermost may"
             )
         known = self.cache.get(key)
         if known is None:
@@ -108,12 +108,14 @@ class Jitted:
             if any(traced.aliased):
                 path = traced.out_paths[traced.aliased.index(True)]
                 raise ValueError(
-                    f"output {path!r} of {self.fn.__name__} is one of its inputs or a view of one; return a new tensor"
+                    f"output {path!r} of {self.name} is one of its inputs or a view of one; return a new tensor"
                 )
-            entry = Entry.make(self.fn.__name__, traced.graph_module, traced.fakes, traced.fake_mode)
-            known = self.cache[key] = (traced, entry)
-        traced, entry = known
-        return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
+            graph_module, places = _with_distinct_outputs(traced)
+            entry = Entry.make(self.name, graph_module, traced.fakes, traced.fake_mode)
+            known = self.cache[key] = (traced, entry, places)
+        traced, entry, places = known
+        outs = entry.op([x for x in leaves if isinstance(x, torch.Tensor)])
+        return traced.result([outs[i] for i in places])
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
         """The graph after a stage ("trace", "lower", "donate") of the call-th signature; print it to read it."""
@@ -216,6 +218,35 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
     graph.lint()
     copy.recompile()
     return copy
+
+
+def _with_distinct_outputs(traced: Traced) -> tuple[torch.fx.GraphModule, list[int]]:
+    """The graph with every returned value once, and where each leaf of the result then stands.
+
+    Outputs of an opaque node may not share memory: the same value under two names is returned once, a view of another
+    output is copied.
+    """
+    copy = copy_module(traced.graph_module)
+    output = copy.graph.output_node()
+    unique: list[torch.fx.Node] = []
+    storages: set[int] = set()
+    places: list[int] = []
+    known: dict[torch.fx.Node, int] = {}
+    for node in map(_behind_aliases, output.args[0]):
+        if node not in known:
+            storage = node.meta["val"].untyped_storage()._cdata
+            value = node
+            if storage in storages:
+                with copy.graph.inserting_before(output):
+                    value = copy.graph.call_function(torch.ops.fmegatron_step.barrier.default, (node, node))
+                value.meta.update(node.meta)
+            storages.add(storage)
+            known[node] = len(unique)
+            unique.append(value)
+        places.append(known[node])
+    output.args = (unique,)
+    copy.recompile()
+    return copy, places
 
 
 def _behind_aliases(node: torch.fx.Node) -> torch.fx.Node:
