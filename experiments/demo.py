@@ -63,7 +63,7 @@ def stop_when(process: subprocess.Popen, reached: Callable[[], bool]) -> None:
             print(f"\n$ kill -TERM {rank.pid}    # one rank of the run", flush=True)
             rank.send_signal(signal.SIGTERM)
             return
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 def finish(process: subprocess.Popen, what: str) -> None:

@@ -102,6 +102,7 @@ def main(config: Config) -> dict[str, float]:
     print(loop.startup(layouts, config.batch_size, config.seq_len, config.steps, start, parts, flops_per_token=flops))
 
     records = loop.JsonLines(run / "metrics.jsonl", after=start, mesh=str(config.mesh))
+    result = {}
     with loop.Log(loop.Table(), records, active=world.rank == 0) as log, loop.catch() as stop:
         if start:
             log(start, {"resumed_heldout_loss": evaluate(state.params)["heldout_loss"]})
@@ -130,10 +131,11 @@ def main(config: Config) -> dict[str, float]:
 
     axes = Axes(config.mesh, world if world.size > 1 else None)
     prompt = on_device(torch.from_numpy(tokenizer.encode("ROMEO:"))[None].long())
+    count = min(config.sample, config.seq_len - prompt.shape[1])
     settings = {"key": config.seed, "temperature": 0.8, "top_p": 0.95}
-    written = model.generate(state.params, prompt, config.sample, of, layouts, axes, **settings)
+    written = model.generate(state.params, prompt, count, of, layouts, axes, **settings)
     print("ROMEO:" + tokenizer.decode(written[0].tolist()))
-    return evaluate(state.params)
+    return result or evaluate(state.params)
 
 
 if __name__ == "__main__":

@@ -43,19 +43,23 @@ class Log:
 
 
 class Table:
-    """A line of numbers on stdout for each record, with a header now and then; odd records get a line in words."""
+    """A line of numbers on stdout for each record, with a header now and then; odd records get a line in words.
+
+    The first record of several numbers gives the columns. hide: names that are not shown.
+    """
 
     HEADER_EVERY = 20
     SHORT = (("tokens_per_second", "tokens/s"), ("learning_rate", "lr"), ("seconds", "s/step"))
 
-    def __init__(self):
-        self._names, self._rows = None, 0
+    def __init__(self, hide: tuple[str, ...] = ("tokens",)):
+        self.hide, self._columns, self._rows = hide, None, 0
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Print one row, or `step 100: heldout_loss 1.7321` for a record that is not like the first one."""
-        if self._names is None:
-            self._names = tuple(values)
-        if tuple(values) != self._names:
+        """Print one row, or `100  heldout_loss 1.7321` for a record that has not the columns of the table."""
+        values = {name: value for name, value in values.items() if name not in self.hide}
+        if self._columns is None and len(values) > 1:
+            self._columns = tuple(values)
+        if tuple(values) != self._columns:
             words = ", ".join(f"{name} {_number(name, value)}" for name, value in values.items())
             print(f"{step:>6}  {words}", flush=True)
             return

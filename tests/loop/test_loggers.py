@@ -48,15 +48,17 @@ def test_a_file_of_something_else_is_named(tmp_path):
 
 def test_table(capsys):
     with Log(Table()) as log:
-        log(1, {"loss": 2.0, "learning_rate": 3e-4, "tokens_per_second": 1234.5})
-        log(10, {"heldout_loss": 1.5})
+        log(0, {"heldout_loss": 1.5})
+        log(1, {"loss": 2.0, "tokens": 4096.0, "learning_rate": 3e-4, "tokens_per_second": 1234.5})
+        log(10, {"heldout_loss": 1.25})
         log(20, {"loss": float("nan"), "learning_rate": 0.0, "tokens_per_second": 9.0})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "loss", "lr", "tokens/s"]
-    assert lines[1].split() == ["1", "2.0000", "0.0003", "1,234"]
-    assert lines[2].split() == ["10", "heldout_loss", "1.5000"]
-    assert lines[3].split() == ["20", "nan", "0", "9"]
-    assert len(lines[0]) == len(lines[1])
+    assert lines[0].split() == ["0", "heldout_loss", "1.5000"]
+    assert lines[1].split() == ["step", "loss", "lr", "tokens/s"]
+    assert lines[2].split() == ["1", "2.0000", "0.0003", "1,234"]
+    assert lines[3].split() == ["10", "heldout_loss", "1.2500"]
+    assert lines[4].split() == ["20", "nan", "0", "9"]
+    assert len(lines[1]) == len(lines[2])
 
 
 def test_progress_without_a_terminal_only_hands_on():
