@@ -1,0 +1,131 @@
+"""Five AdamW steps of the whole model: on every mesh what one rank computes, simulated and on real gloo ranks.
+
+Loss, grad_norm, every parameter, and both moments of every gradient are compared. With and without an active clip,
+because a clip and Adam each hide a factor that all gradients share.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from fmegatron import model, tree
+from fmegatron.collectives import connect
+from fmegatron.layout import Mesh
+from fmegatron.step import compiled_layer, jit
+from fmegatron.testing import Ranks, assert_parity, assert_pure, relative_error, simulate, split
+from tests.step.whole_step import MESHES, layouts_of, make_config, make_step, whole_batch, whole_state
+
+SWITCHES = list(itertools.product([0.01, None], [False, True], [False, True]))  # clip, sequence parallel, tied
+QUICK = [(0.01, True, True), (None, True, False)]  # tests/model/test_train_step.py has those without
+
+
+def check(mesh, clip_norm, sequence_parallel, tied):
+    config = make_config(tied, sequence_parallel)
+    result = assert_parity(
+        lambda m: make_step(config, m, clip_norm), mesh, whole_state(config), lambda i: whole_batch(config, i),
+        layouts=layouts_of(config, mesh), out_layouts=(layouts_of(config, mesh)[0], None), steps=5,
+    )  # fmt: skip
+    clipped = result.sharded.metrics["grad_norm"] > (clip_norm or float("inf"))
+    assert clipped == (clip_norm is not None)
+
+
+@pytest.mark.parametrize("switches", QUICK, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_simulated(mesh, switches):
+    check(mesh, *switches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switches", [s for s in SWITCHES if s not in QUICK], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_simulated_all(mesh, switches):
+    check(mesh, *switches)
+
+
+def test_simulated_fp32_losses():
+    """Losses to 1e-5; parameters only to about 1e-4, because Adam turns rounding of small gradients into steps."""
+    config = make_config(sequence_parallel=True, dtype=torch.float32)
+    losses = {}
+    for mesh in (Mesh(), Mesh(dp=2, fsdp=2, tp=2)):
+        state, run = whole_state(config), []
+        for i in range(5):
+            ins = layouts_of(config, mesh)
+            step = make_step(config, mesh, 1.0)
+            sim = simulate(step, mesh, state, whole_batch(config, i), layouts=ins, out_layouts=(ins[0], None))
+            state = sim.globals()[0]
+            run.append(sim.metrics["loss"])
+        losses[mesh] = run
+    for one, many in zip(*losses.values(), strict=True):
+        assert abs(one - many) <= 1e-5 * one
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+def steps_on_rank(rank, mesh, config, clip_norm, layer_policy):
+    """Five steps on this rank, through jit and with donation: (final state, metrics of each step)."""
+    layouts = layouts_of(config, mesh)
+    layer = compiled_layer(layer_policy) if layer_policy else model.plain_layer
+    with connect(mesh) as world:
+        step = jit(make_step(config, mesh, clip_norm, layer), donate=0, world=world, backend="aot_eager")
+        state = tree.map(lambda x: x.clone(), split(whole_state(config), layouts[0])[rank])
+        metrics = []
+        for i in range(5):
+            batch = split(whole_batch(config, i), layouts[1])[rank]
+            state, found = step(state, batch)
+            metrics.append({k: v.item() for k, v in found.items()})
+        assert len(step.cache) == 1
+    return state, metrics
+
+
+def simulated_steps(mesh, config, clip_norm, layer_policy=None):
+    layouts = layouts_of(config, mesh)
+    layer = compiled_layer(layer_policy) if layer_policy else model.plain_layer
+    step = make_step(config, mesh, clip_norm, layer)
+    state, out_layouts = whole_state(config), (layouts[0], None)
+    sims = [simulate(step, mesh, state, whole_batch(config, 0), layouts=layouts, out_layouts=out_layouts)]
+    for i in range(1, 5):
+        sims.append(sims[-1].again(Ranks(out[0] for out in sims[-1].outputs), whole_batch(config, i)))
+    return [o[0] for o in sims[-1].outputs], [sim.metrics for sim in sims]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "policy"),
+    [
+        (Mesh(tp=2), None),
+        (Mesh(fsdp=2, tp=2), "mincut"),
+        pytest.param(Mesh(fsdp=2), "inputs", marks=pytest.mark.slow),
+        pytest.param(Mesh(dp=2, tp=2), None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_real_ranks_equal_simulated_ranks(ranks, mesh, policy):
+    """Bit for bit where groups have 2 ranks; in a group of 4 gloo may add in another order."""
+    config = make_config(sequence_parallel=True)
+    real = ranks.run(steps_on_rank, mesh, config, 0.01, policy, ranks=mesh.size, timeout_s=240)
+    states, metrics = simulated_steps(mesh, config, 0.01, policy)
+    tolerance = 0.0 if policy is None else 1e-12
+    for rank, (state, found) in enumerate(real):
+        for i, wanted in enumerate(metrics):
+            assert found[i] == pytest.approx(wanted, rel=1e-12), f"metrics of step {i} on rank {rank}"
+        for path, got, wanted in zip(tree.paths(state), tree.leaves(state), tree.leaves(states[rank]), strict=True):
+            assert relative_error(got, wanted) <= tolerance, f"{path} on rank {rank}"
+
+
+def test_real_ranks_fp32_losses(ranks):
+    config, mesh = make_config(dtype=torch.float32), Mesh(fsdp=2)
+    real = ranks.run(steps_on_rank, mesh, config, 1.0, None, ranks=2, timeout_s=240)
+    _, one = simulated_steps(Mesh(), config, 1.0)
+    for _, metrics in real:
+        for got, wanted in zip(metrics, one, strict=True):
+            assert abs(got["loss"] - wanted["loss"]) <= 1e-5 * wanted["loss"]
+
+
+# ---- purity ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_without_donation_changes_no_argument(compiled):
+    """Called plainly and through jit; a donated step is the one exception, and says so."""
+    config, mesh = make_config(), Mesh()
+    step = make_step(config, mesh, 0.01)
+    step = jit(step, backend="aot_eager") if compiled else step
+    state, _ = assert_pure(step, whole_state(config), whole_batch(config, 0))
+    assert int(state.step) == 1

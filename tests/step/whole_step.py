@@ -1,0 +1,62 @@
+"""The whole training step of a small model, for any mesh and dtype: what the parity tests run."""
+
+import torch
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import build_train_step, init_state, state_specs
+
+MESHES = [
+    Mesh(),
+    Mesh(dp=2),
+    Mesh(fsdp=2),
+    Mesh(tp=2),
+    Mesh(fsdp=2, tp=2),
+    Mesh(dp=2, fsdp=2, tp=2),
+    Mesh(tp=4),
+]
+BATCH, SEQ = 8, 12
+OPTIMIZER = optim.adamw(learning_rate=1e-2)
+
+
+def make_config(tied=False, sequence_parallel=False, dtype=torch.float64):
+    """Two layers; every local dim is above 1 on every mesh, and the vocabulary is padded."""
+    return model.Config(
+        vocab_size=90, dim=64, layers=2, heads=8, kv_heads=4, ffn_dim=48, max_seq=SEQ, z_loss=1e-3, tied=tied,
+        sequence_parallel=sequence_parallel, param_dtype=dtype, compute_dtype=dtype,
+    )  # fmt: skip
+
+
+def make_step(config, mesh, clip_norm, layer=model.plain_layer):
+    """`train_step(state, batch) -> (state, metrics)` over the symbolic axes of a mesh."""
+    layouts, axes = model.layouts(config, mesh), Axes(mesh)
+
+    def loss_fn(params, batch):
+        return model.loss(params, batch, config, layouts, axes, layer)
+
+    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, clip_norm=clip_norm)
+
+
+def whole_state(config):
+    """The global state; parameters moved off their initial values: norms of all ones would hide a missing factor."""
+    generator = torch.Generator().manual_seed(1)
+
+    def move(x):
+        return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+
+    return init_state(tree.map(move, model.init(config, Mesh(), key=3)), OPTIMIZER)
+
+
+def whole_batch(config, step):
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, config.vocab_size, (BATCH, SEQ + 1), generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def layouts_of(config, mesh):
+    """Layouts of (state, batch)."""
+    data = tuple(name for name in model.DATA_AXES if name in mesh)
+    tokens = Layout((BATCH, SEQ), torch.int64, mesh, (data,))
+    return tree.layouts(state_specs(model.specs(config, mesh), OPTIMIZER)), {"tokens": tokens, "labels": tokens}
