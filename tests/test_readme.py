@@ -13,8 +13,9 @@ FOLDERS = ("experiments", "notebooks", "tests")
 
 
 def sentence(path) -> str:
-    """First line of a file's docstring."""
-    return (ast.get_docstring(syntax(path.relative_to(ROOT))) or "").partition("\n")[0]
+    """First sentence of the first line of a file's docstring."""
+    line = (ast.get_docstring(syntax(path.relative_to(ROOT))) or "").partition("\n")[0]
+    return line.partition(". ")[0].rstrip(".")
 
 
 def tree() -> str:
@@ -52,6 +53,16 @@ def test_commands_exist():
             assert command in targets or benchmark, f"{name} says `make {command}`, which the Makefile does not know"
             if benchmark:
                 assert (ROOT / f"experiments/benchmarks/{command.removeprefix('bench-')}.py").exists(), command
+
+
+def test_the_experiment_runs(capsys, monkeypatch):
+    """The first Python block of the README, as it stands there, for a few steps."""
+    code = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert "steps=200" in code and len(code.splitlines()) <= 25
+    monkeypatch.chdir(ROOT)
+    exec(compile(code.replace("steps=200", "steps=2, log_every=1"), "README.md", "exec"), {})
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 2 and losses[1] < losses[0]
 
 
 def test_paths_exist():
