@@ -152,9 +152,14 @@ class _Lines(TorchDispatchMode):
             frame = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, _COLLECTIVES, _TREE, "<")):
                 frame = frame.f_back
-            where = [f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"] if frame is not None else []
-            fx_traceback.set_stack_trace(where)
+            fx_traceback.set_stack_trace([_where(frame)] if frame is not None else [])
         return func(*args, **(kwargs or {}))
+
+
+def _where(frame) -> str:
+    """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
+    folder, name = os.path.split(frame.f_code.co_filename)
+    return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{frame.f_lineno}"
 
 
 def _place_lines(graph_module) -> None:

@@ -293,13 +293,14 @@ def _say(node, judged):
     how = judged[node].how
     if not how:
         return "made from the rank's index" if judged[node].state == "unknown" else "without a counterpart"
-    words = []
+    words, splits = [], {}
     for name, kind in how.items():
         if kind in ("sum", "max"):
             words.append(f"a {kind} over {name} since {_birth(node, name, kind, judged).meta.get('at', '?')}")
         elif kind != "equal":
-            words.append(f"split over {name} on dim {kind[1]}")
-    return " and ".join(words) or "equal on all ranks"
+            splits.setdefault(kind[1], []).insert(0, name)
+    words += [f"split over {'·'.join(names)} on dim {dim}" for dim, names in splits.items()]
+    return ", ".join(words) or "equal on all ranks"
 
 
 def _birth(node, name, kind, judged):
