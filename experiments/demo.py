@@ -68,7 +68,11 @@ def stop_when(process: subprocess.Popen, reached: Callable[[], bool]) -> None:
 
 def finish(process: subprocess.Popen, what: str) -> None:
     """Wait for a run; end the demo with its status when it failed."""
-    status = process.wait()
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:  # the ranks got it too: let them save
+        process.wait()
+        raise
     if status:
         raise SystemExit(f"demo: {what} ended with status {status}; its message stands above")
 
