@@ -15,6 +15,7 @@ import torch
 from fmegatron.collectives import World
 from fmegatron.step.compile import compile_graph
 from fmegatron.step.lower import copy_module, lower
+from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.trace import meta_of
 
 __all__ = ["Entry", "barrier", "entry_of", "opaque_entries"]
@@ -61,7 +62,7 @@ class Entry:
     def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Entry:
         """Entry for a graph; `label` only makes the name readable."""
         outs = [meta_of(n.meta["val"]) for n in graph_module.graph.output_node().args[0]]
-        text = "\n".join([graph_module.code, repr([meta_of(f) for f in fakes]), repr(outs)])
+        text = "\n".join([graph_module.code, *_constants(graph_module), repr([meta_of(f) for f in fakes]), repr(outs)])
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         name = f"{re.sub(r'[^0-9a-zA-Z]+', '_', label)}_{digest}"
         known = _existing(_SYMBOLIC, name)
@@ -73,6 +74,17 @@ class Entry:
         if key not in self.bound:
             self.bound[key] = Bound(self, world, backend, patches, f"{self.name}_{len(self.bound)}")
         return self.bound[key].op
+
+
+def _constants(graph_module) -> list[str]:
+    """The constant tensors of a graph with their bytes: its code has only their names, alike in every graph."""
+    constants = [getattr(graph_module, n.target) for n in graph_module.graph.find_nodes(op="get_attr")]
+    with outside_of_tracing():
+        return [
+            f"{meta_of(c)} {c.detach().cpu().reshape(-1).view(torch.uint8).tolist()}"
+            for c in constants
+            if isinstance(c, torch.Tensor)
+        ]
 
 
 class Bound:

@@ -190,12 +190,21 @@ def _require_pure(graph_module, in_paths) -> None:
     for node in graph_module.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
             continue
-        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            value = given.meta.get("val") if written and isinstance(given, torch.fx.Node) else None
-            if isinstance(value, FakeTensor) and _storage(value) in owner:
-                raise ValueError(
-                    f"argument {owner[_storage(value)]!r} is changed in place by {node.target} at "
-                    f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
-                    "(jit(..., donate=...) reuses the memory)"
-                )
+        for argument, given in _given(node):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for source in given if isinstance(given, (list, tuple)) else [given]:
+                value = source.meta.get("val") if isinstance(source, torch.fx.Node) else None
+                if isinstance(value, FakeTensor) and _storage(value) in owner:
+                    raise ValueError(
+                        f"argument {owner[_storage(value)]!r} is changed in place by {node.target} at "
+                        f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
+                        "(jit(..., donate=...) reuses the memory)"
+                    )
+
+
+def _given(node) -> list[tuple]:
+    """(argument of the schema, what the node passes for it), whether by position or by name."""
+    arguments = node.target._schema.arguments
+    by_name = ((a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs)
+    return [*zip(arguments, node.args, strict=False), *by_name]
