@@ -17,7 +17,7 @@ from fmegatron.step.torch_private import (
     mark_backward,
     min_cut,
 )
-from fmegatron.step.trace import make_fakes, record
+from fmegatron.step.trace import explained, make_fakes, record, require_pure
 
 __all__ = ["Cut", "Joint", "Policy", "cut_joint", "joint_graph"]
 
@@ -55,7 +55,7 @@ class Cut:
     residual_bytes: int
 
 
-def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name: str) -> Joint:
+def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name: str, paths: list[str]) -> Joint:
     """Trace `flat(*tensors) -> y` together with the gradients of its differentiable inputs.
 
     Two traces: autograd's formulas contain in-place ops, and the partitioner needs a functional graph; functionalizing
@@ -64,7 +64,7 @@ def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name:
     mode = FakeTensorMode()
     fakes = make_fakes(tensors, mode)
     wanted = [i for i, d in enumerate(differentiable) if d]
-    with torch.no_grad(), mode:
+    with explained(name), torch.no_grad(), mode:
         y = flat(*fakes)
         if not isinstance(y, torch.Tensor):
             raise ValueError(f"layer {name!r} returned {type(y).__name__}; it must return one tensor")
@@ -82,6 +82,7 @@ def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name:
         return [y.detach(), *grads]
 
     raw = record(joint, [*fakes, tangent], mode, name)
+    require_pure(raw, [*paths, "gradient"])
     return Joint(_functionalize(raw, fakes, tangent, mode), fakes, tangent, wanted, mode)
 
 

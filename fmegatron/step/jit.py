@@ -62,6 +62,7 @@ class Jitted:
     def __init__(self, fn, donate, world, backend, patches, options):
         self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
         self.patches, self.options, self.cache, self._last = patches, options, {}, None
+        self._inside = {}  # the same for calls inside another jit: key -> (traced, entry, places of its outputs)
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         functools.update_wrapper(self, fn)
 
@@ -76,7 +77,7 @@ class Jitted:
             return self._call_inside(args, leaves, (spec, tuple(signature)))
         if self._last is None or signature != self._last[0] or spec != self._last[1]:
             key = (spec, tuple(signature))
-            if key not in self.cache:
+            if not _known(key, self.cache, args):
                 self.cache[key] = self._build(args, leaves)
             self._last = (signature, spec, self.cache[key])
         compiled = self._last[2]
@@ -89,6 +90,7 @@ class Jitted:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         backend = usable_backend(self.backend, device)
         compiled = Compiled(self.fn, args, self.donate, self.world, backend, self.patches, self.options)
+        _require_own_memory([x for x in leaves if isinstance(x, torch.Tensor)], compiled)
         if self.world is None:
             compiled.compile()
         else:
@@ -101,8 +103,12 @@ class Jitted:
             raise ValueError(
                 f"{self.name} donates an argument and is called inside another jit; only the outermost may"
             )
-        known = self.cache.get(key)
-        if known is None:
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+            raise ValueError(
+                f"{self.name} is a jit inside of a gradient, and a jit is one node without a gradient; differentiate "
+                "inside of it, call the plain function (.fn), or make it a compiled_layer"
+            )
+        if not _known(key, self._inside, args):
             with outside_of_tracing():
                 traced = trace(self.fn, args)
             if any(traced.aliased):
@@ -112,14 +118,14 @@ class Jitted:
                 )
             graph_module, places = _with_distinct_outputs(traced)
             entry = Entry.make(self.name, graph_module, traced.fakes, traced.fake_mode)
-            known = self.cache[key] = (traced, entry, places)
-        traced, entry, places = known
+            self._inside[key] = (traced, entry, places)
+        traced, entry, places = self._inside[key]
         outs = entry.op([x for x in leaves if isinstance(x, torch.Tensor)])
         return traced.result([outs[i] for i in places])
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
         """The graph after a stage ("trace", "lower", "donate") of the call-th signature; print it to read it."""
-        entries = [c for c in self.cache.values() if isinstance(c, Compiled)]
+        entries = list(self.cache.values())
         if not entries:
             raise ValueError("nothing is compiled yet; call the function once")
         stages = entries[call].stages
@@ -152,6 +158,19 @@ def jit(
     return Jitted(fn, positions, world, backend, dict(patches or {}), dict(options or {}))
 
 
+def _known(key, cache: dict, args) -> bool:
+    """Whether a signature is in a cache. ValueError for a leaf that cannot be part of one (a numpy array, say)."""
+    try:
+        return key in cache
+    except TypeError:
+        paths, leaves, _ = tree.flatten(args)
+        wrong = [(p, type(x)) for p, x in zip(paths, leaves, strict=True) if type(x).__hash__ is None]
+        raise ValueError(
+            f"argument leaf {wrong[0][0]!r} is a {wrong[0][1].__name__}; jit takes tensors (make it one: "
+            "torch.as_tensor) and hashable constants"
+        ) from None
+
+
 # ---- donation --------------------------------------------------------------------------------------------------------
 def _donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
     """Output index -> input index, for every tensor leaf of the donated arguments; checked before compiling."""
@@ -163,6 +182,8 @@ def _donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
         outputs = {p: i for i, p in enumerate(traced.out_paths)}
         if traced.out_tree.type is tuple:
             outputs = {p: i for p, i in outputs.items() if _under(p, str(position))}
+        elif len(donate) > 1:
+            raise ValueError(f"donate={donate}, but the function returns one result, no tuple with one for each")
         else:  # the result as a whole stands for the donated argument
             outputs = {f"{position}/{p}" if p else str(position): i for p, i in outputs.items()}
         missing, extra = sorted(set(inputs) - set(outputs)), sorted(set(outputs) - set(inputs))
@@ -184,6 +205,26 @@ def _donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
 
 def _under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + "/")
+
+
+def _require_own_memory(tensors: list, compiled: Compiled) -> None:
+    """Donated leaves are written while others are still read, so none may share memory with another argument."""
+    paths, donated = compiled.traced.in_paths, set(compiled.donated.values())
+    spans = []
+    for i, t in enumerate(tensors):
+        steps = [(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+        if i in donated and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise ValueError(f"donated leaf {paths[i]!r} is expanded: its elements share memory; donate a .clone()")
+        if t.numel():
+            spans.append((t.data_ptr(), t.data_ptr() + (sum(steps) + 1) * t.element_size(), i))
+    behind, last = -1, -1  # where the memory ends that was seen so far, and whose that end is
+    for start, end, i in sorted(spans):
+        if start < behind and (i in donated or last in donated):
+            raise ValueError(
+                f"leaves {paths[last]!r} and {paths[i]!r} share memory and one is donated: writing it would change the "
+                "other; pass a .clone() of one"
+            )
+        behind, last = max((behind, last), (end, i))
 
 
 def _words(meta) -> str:

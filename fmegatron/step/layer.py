@@ -35,9 +35,10 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callabl
     """A transformer of layers: `layer(fn, prepare=None) -> g(x, shards, *rest)`, differentiable in x and shards.
 
     fn(x, weights, *rest) -> y: a pure function; x and y tensors, weights and rest trees of tensors (no gradient flows
-    to rest). prepare(shards) -> weights: runs outside of the opaque node, once before the forward and again before the
-    backward, so gathered weights live only while a layer runs (ZeRO-3); its collectives stay visible in the step's
-    graph, and its transpose (the reduce-scatter) is applied to the gradients. None: the shards are the weights.
+    to rest: ValueError for a tensor there that needs one). prepare(shards) -> weights: runs outside of the opaque node,
+    once before the forward and again before the backward, so gathered weights live only while a layer runs (ZeRO-3);
+    its collectives stay visible in the step's graph, and its transpose (the reduce-scatter) is applied to the
+    gradients. None: the shards are the weights.
 
     save: what the forward keeps for the backward.
       "mincut"    what AOTAutograd's min-cut partitioner chooses, as torch.compile would
@@ -64,7 +65,7 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callabl
             tensors = [x, *weight_leaves, *rest_leaves]
             with outside_of_tracing():
                 differentiable = [i < count and t.is_floating_point() for i, t in enumerate(tensors)]
-                joint = joint_graph(flat, tensors, differentiable, name)
+                joint = joint_graph(flat, tensors, differentiable, name, tree.paths((x, weights, *rest)))
                 cut = cut_joint(joint, save, name)
             forward = Entry.make(f"{name}_fwd", cut.forward, cut.forward_fakes, joint.fake_mode)
             backward = Entry.make(f"{name}_bwd", cut.backward, cut.backward_fakes, joint.fake_mode)
@@ -114,15 +115,27 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callabl
                 if prepare is None:
                     grad_shards = grad_weights
                 else:
-                    pairs = [(w, gw) for w, gw in zip(weights, grad_weights, strict=True) if gw is not None]
-                    grad_shards = torch.autograd.grad(
-                        [w for w, _ in pairs], shard_leaves, [gw for _, gw in pairs], allow_unused=True
+                    pairs = [(w, gw) for w, gw in zip(weights, grad_weights, strict=True) if w.requires_grad]
+                    taken = torch.autograd.grad(
+                        [w for w, _ in pairs],
+                        [t for t in shard_leaves if t.requires_grad],
+                        [gw for _, gw in pairs],
+                        allow_unused=True,
                     )
+                    taken = iter(taken)
+                    grad_shards = [next(taken) if t.requires_grad else None for t in shard_leaves]
                 return None, grads.get(0), *grad_shards, *[None] * rest_spec.num_leaves
 
         def apply(x, shards, *rest):
             shard_leaves, shard_spec = tree.leaves(shards), tree.flatten(shards)[2]
             rest_leaves, rest_spec = tree.leaves(rest), tree.flatten(rest)[2]
+            for path, t in zip(tree.paths(rest), rest_leaves, strict=True):
+                if not isinstance(t, torch.Tensor) or t.requires_grad:
+                    got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else repr(t)
+                    raise ValueError(
+                        f"layer {name!r}: argument {path!r} after the shards is {got}; no gradient flows there. Make "
+                        "it part of the shards, detach it, or bind a number with functools.partial"
+                    )
             return Layer.apply((shard_spec, rest_spec, len(shard_leaves)), x, *shard_leaves, *rest_leaves)
 
         apply.halves = halves

@@ -6,8 +6,10 @@ recorded on a laptop. Each node knows the line of the user's code that it comes 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,8 @@ import torch
 
 from fmegatron import collectives, tree
 from fmegatron.step.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -24,12 +28,13 @@ from fmegatron.step.torch_private import (
     outside_of_tracing,
 )
 
-__all__ = ["Traced", "make_fakes", "meta_of", "record", "symbolic_nodes", "trace"]
+__all__ = ["Traced", "explained", "make_fakes", "meta_of", "record", "require_pure", "symbolic_nodes", "trace"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
 _TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, "<")
 
 
 @dataclass
@@ -80,7 +85,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     args: trees whose tensor leaves give shape, stride, dtype and device (values are not read; meta tensors will do);
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
-    Raises ValueError if `fn` changes an argument in place (naming the leaf and the line), or closes over a real tensor.
+    Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`), or
+    uses a tensor that is not an argument.
     """
     paths, leaves, spec = tree.flatten(args)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
@@ -102,7 +108,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     mode = fake_mode or FakeTensorMode()
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
     graph_module = record(flat, fakes, mode, getattr(fn, "__name__", "fn"))
-    _require_pure(graph_module, in_paths)
+    require_pure(graph_module, in_paths)
     return Traced(graph_module, fakes, in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"], mode)
 
 
@@ -119,24 +125,42 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
         with _Lines():
             return flat(*tensors)
 
-    try:
-        with (
-            outside_of_tracing(),
-            torch.enable_grad(),
-            torch.autograd.set_multithreading_enabled(False),
-            mode,
-            fx_traceback.preserve_node_meta(),
-        ):
-            graph_module = make_fx(lined)(*fakes)
-    except AssertionError as e:
-        if "convert all Tensors to FakeTensors" not in str(e):
-            raise
-        raise ValueError(
-            f"{name} uses a real tensor that is not among its arguments (a constant in a closure or a global). "
-            f"Pass it as an argument, or make it inside the function from Python numbers. ({e})"
-        ) from None
+    with (
+        explained(name),
+        outside_of_tracing(),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+        mode,
+        fx_traceback.preserve_node_meta(),
+    ):
+        graph_module = make_fx(lined)(*fakes)
     _place_lines(graph_module)
     return graph_module
+
+
+@contextlib.contextmanager
+def explained(name: str):
+    """What torch refuses to trace, as a ValueError that names the line and says what to do."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise ValueError(
+            f"{name} reads the value of a tensor at {_raised_at(e)} ({e}): its graph would depend on data. Keep it in "
+            "tensors (torch.where instead of if, no .item(), no nonzero or boolean index)"
+        ) from None
+    except AssertionError as e:
+        if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
+            raise
+        raise ValueError(
+            f"{name} uses a tensor at {_raised_at(e)} that is not among its arguments (from a closure or a global). "
+            f"Pass it as an argument, or make it inside the function from Python numbers. ({e})"
+        ) from None
+    except RuntimeError as e:
+        if "leaf Variable that requires grad" not in str(e):
+            raise
+        raise ValueError(
+            f"{name} changes an argument in place at {_raised_at(e)}; a step is pure: return the new value instead"
+        ) from None
 
 
 def _storage(t: torch.Tensor) -> int:
@@ -162,6 +186,12 @@ def _where(frame) -> str:
     return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{frame.f_lineno}"
 
 
+def _raised_at(e: BaseException) -> str:
+    """The innermost line of the user's code that an exception went through."""
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_MACHINERY)]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+
+
 def _place_lines(graph_module) -> None:
     """meta["at"]: the line of each node; for a node of the backward the line of its forward, marked "(backward)"."""
     forward_line = {}
@@ -182,8 +212,8 @@ def _place_lines(graph_module) -> None:
 
 
 # ---- purity ----------------------------------------------------------------------------------------------------------
-def _require_pure(graph_module, in_paths) -> None:
-    """A step may write into its own temporaries, never into an argument."""
+def require_pure(graph_module, in_paths) -> None:
+    """A step may write into its own temporaries, never into an argument: ValueError naming leaf and line."""
     owner = {}
     for node, path in zip(graph_module.graph.find_nodes(op="placeholder"), in_paths, strict=True):
         owner[_storage(node.meta["val"])] = path
