@@ -11,11 +11,12 @@ import ctypes
 import os
 import secrets
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from fmegatron.checkpoint.format import DIGESTS, MANIFEST, MARKER, ZARR, Manifest, zarr_metadata
+from fmegatron.checkpoint.format import DIGESTS, MANIFEST, MARKER, ZARR, Array, Manifest, zarr_metadata
 from fmegatron.checkpoint.manifest import manifest_to_json, marker_to_json, to_json_text
 
 
@@ -62,18 +63,23 @@ def begin(path: str) -> str:
     return hidden
 
 
+def describe(hidden: str, arrays: Iterable[Array]) -> None:
+    """Write the zarr.json of arrays, for other readers; while the chunks are on their way."""
+    for array in arrays:
+        folder = os.path.join(hidden, array.name)
+        os.makedirs(folder, exist_ok=True)
+        put(os.path.join(folder, ZARR), to_json_text(zarr_metadata(array)).encode())
+
+
 def complete(hidden: str, manifest: Manifest, digests: np.ndarray) -> None:
-    """Write the metadata, make everything durable, then write the marker."""
-    data = manifest_to_json(manifest)
-    files = {DIGESTS: digests.tobytes(), MANIFEST: data}
-    groups = set()
-    for array in manifest.arrays.values():
-        files[f"{array.name}/{ZARR}"] = to_json_text(zarr_metadata(array)).encode()
-        parts = array.name.split("/")[:-1]
-        groups.update("".join(f"{p}/" for p in parts[: i + 1]) for i in range(len(parts)))
+    """Write the metadata of the whole, make everything durable, then write the marker."""
+    data, groups = manifest_to_json(manifest), set()
+    for name in manifest.arrays:
+        parts = name.split("/")[:-1]
+        groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
     group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
-    files |= {f"{name}{ZARR}": group for name in groups}
-    with ThreadPoolExecutor(8) as pool:
+    files = {DIGESTS: digests.tobytes(), MANIFEST: data} | {f"{name}/{ZARR}": group for name in groups}
+    with ThreadPoolExecutor(8) as pool:  # a disk takes many fsyncs at a time
         list(pool.map(lambda item: put(os.path.join(hidden, item[0]), item[1]), files.items()))
         list(pool.map(sync_directory, [folder for folder, _, _ in os.walk(hidden)]))
     put(os.path.join(hidden, MARKER), marker_to_json(data))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import queue
 import stat
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,58 +54,93 @@ class Target:
 
 
 class Fetch:
-    """Collects what is wanted with `add`, then `run` reads every needed band once."""
+    """Reads every needed band once, on a few threads, while the caller is still naming what it wants.
+
+    Use as a context manager: `add` starts to read; when the block is left, all is there. Raises CheckpointError naming
+    leaf and file.
+    """
 
     def __init__(self, root: str, manifest: Manifest, verify: bool):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.root, self.manifest, self.verify = root, manifest, verify
-        self.chunks: dict[tuple[str, tuple[int, ...]], list[Target]] = {}
-        self.ranges: dict[str, list[_Range]] = {}
+        self._ranges: dict[str, list[_Range]] = {}
+        self._jobs: queue.SimpleQueue[Callable[[np.ndarray], None] | None] = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(4, cores))]
 
-    def add(self, leaf: Leaf, target: Target) -> None:
-        """Want a box of a leaf."""
+    def add(self, leaf: Leaf, targets: Sequence[Target]) -> None:
+        """Want these boxes of a leaf; each leaf is added once."""
         if leaf.array is not None:
-            array = self.manifest.arrays[leaf.array]
-            cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
-            for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
-                self.chunks.setdefault((array.name, index), []).append(target)
+            array, chunks = self._array(leaf.array), {}
+            for target in targets:
+                cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
+                for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
+                    chunks.setdefault(index, []).append(target)
+            digests = self._digests(array) if self.verify and chunks else None
+            for index, wanted in chunks.items():
+                for job in _File(self.root, array, index, digests, leaf.path).chunk_jobs(wanted):
+                    self._jobs.put(job)
             return
         for piece in leaf.pieces:
             for box in piece.boxes:
-                if (part := box.intersect(target.box.start, target.box.stop)) is not None:
-                    self.ranges.setdefault(piece.array, []).extend(_ranges(piece.offset, part, target))
+                for target in targets:
+                    if (part := box.intersect(target.box.start, target.box.stop)) is not None:
+                        self._ranges.setdefault(piece.array, []).extend(_ranges(piece.offset, part, target))
 
-    def run(self) -> None:
-        """Read it all. Raises CheckpointError naming leaf and file."""
-        names = {name for name, _ in self.chunks} | self.ranges.keys()
-        for name in names:
-            at = os.path.join(self.root, name)
-            if os.path.realpath(at) != at:
-                raise CheckpointError(f"{name}: {at} leads outside of the checkpoint; {RESTORE_ANOTHER}")
-        digests = self._digests(names) if self.verify else {}
-        jobs = deque()
-        for (name, index), targets in self.chunks.items():
-            file = _File(self, self.manifest.arrays[name], index, digests.get(name), targets[0].path)
-            jobs.extend(file.chunk_jobs(targets))
-        for name, ranges in self.ranges.items():
-            file = _File(self, self.manifest.arrays[name], (0,), digests.get(name), ranges[0].target.path)
-            jobs.extend(file.range_jobs(ranges))
-        _run(jobs)
+    def __enter__(self) -> Fetch:
+        for thread in self._threads:
+            thread.start()
+        return self
 
-    def _digests(self, names: set[str]) -> dict[str, np.ndarray]:
-        """By array: uint64 [chunks, bands], checked against the manifest."""
-        at, found = os.path.join(self.root, DIGESTS), {}
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if error is None:
+                for name, ranges in self._ranges.items():
+                    array = self._array(name)
+                    digests = self._digests(array) if self.verify else None
+                    for job in _File(self.root, array, (0,), digests, ranges[0].target.path).range_jobs(ranges):
+                        self._jobs.put(job)
+        except BaseException as late:
+            error = late
+            raise
+        finally:
+            if error is not None:
+                self._errors.append(error)  # the threads skip what is left
+            for _ in self._threads:
+                self._jobs.put(None)
+            for thread in self._threads:
+                thread.join()
+        if error is None and self._errors:
+            raise self._errors[0]
+
+    def _work(self) -> None:
+        scratch = np.empty(BAND_BYTES, np.uint8)
+        while (job := self._jobs.get()) is not None:
+            if not self._errors:
+                try:
+                    job(scratch)
+                except BaseException as error:
+                    self._errors.append(error)
+
+    def _array(self, name: str) -> Array:
+        """An array of the manifest, after a look that its directory is where it says."""
+        at = os.path.join(self.root, name)
+        if os.path.realpath(at) != at:
+            raise CheckpointError(f"{name}: {at} leads outside of the checkpoint; {RESTORE_ANOTHER}")
+        return self.manifest.arrays[name]
+
+    def _digests(self, array: Array) -> np.ndarray:
+        """The array's part of digests.bin, uint64 [chunks, bands], checked against the manifest."""
+        at = os.path.join(self.root, DIGESTS)
         try:
             with open(at, "rb") as f:
-                for name in names:
-                    array = self.manifest.arrays[name]
-                    f.seek(8 * array.first_digest)
-                    data = f.read(8 * array.digest_count)
-                    if digest_text(data) != array.digest:
-                        raise CheckpointError(f"{name}: its part of {at} was altered after the save; {RESTORE_ANOTHER}")
-                    found[name] = np.frombuffer(data, "<u8").reshape(math.prod(array.grid), -1)
+                f.seek(8 * array.first_digest)
+                data = f.read(8 * array.digest_count)
         except OSError as error:
             raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
-        return found
+        if digest_text(data) != array.digest:
+            raise CheckpointError(f"{array.name}: its part of {at} was altered after the save; {RESTORE_ANOTHER}")
+        return np.frombuffer(data, "<u8").reshape(math.prod(array.grid), -1)
 
 
 @dataclass(frozen=True)
@@ -139,10 +174,10 @@ def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
 class _File:
     """One chunk's file: reads bands of it. A job is a function of a scratch buffer, run on any thread."""
 
-    def __init__(self, fetch: Fetch, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
+    def __init__(self, root: str, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
         self.array, self.index, self.leaf = array, index, leaf
         self.name = array.chunk_file(index)
-        self.at = os.path.join(fetch.root, self.name)
+        self.at = os.path.join(root, self.name)
         number = int(np.ravel_multi_index(index, array.grid)) if index else 0
         self.digests = None if digests is None else digests[number]
 
@@ -252,33 +287,3 @@ class _File:
             width = r.target.stored.itemsize
             strides = [s * width for s in r.strides]
             r.target.put(r.start, np.ndarray(r.shape, raw_dtype(width), window, r.lo - base, strides))
-
-
-def _run(jobs: deque[Callable[[np.ndarray], None]]) -> None:
-    """Run the jobs on a few threads; the first error ends it and is raised."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    errors: list[BaseException] = []
-
-    def worker() -> None:
-        scratch = np.empty(BAND_BYTES, np.uint8)
-        while not errors:
-            try:
-                job = jobs.popleft()
-            except IndexError:
-                return
-            try:
-                job(scratch)
-            except BaseException as error:
-                errors.append(error)
-
-    count = min(4, cores, len(jobs))
-    if count <= 1:
-        worker()
-    else:
-        with ThreadPoolExecutor(count) as pool:
-            try:
-                list(pool.map(lambda _: worker(), range(count)))
-            finally:
-                jobs.clear()  # an interrupted main thread does not wait for all the rest
-    if errors:
-        raise errors[0]

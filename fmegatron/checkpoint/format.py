@@ -122,7 +122,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of a name in the JSON. Raises CheckpointError for one that this torch does not have."""
-    dtype = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]{1,32}", name) else None
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"dtype: got {name[:40]!r}, wanted a dtype of torch {torch.__version__}")
     return dtype

@@ -140,77 +140,88 @@ def read_manifest(root: str) -> Manifest:
 
 def _parse(value: dict[str, Any], where: str) -> Manifest:
     """The manifest of parsed JSON, every type and size checked."""
+    name = "manifest"
+    try:
+        count, arrays, leaves = _child(value, "digest_count", int), {}, {}
+        for name, row in _child(value, "arrays", dict).items():
+            arrays[name] = _parse_array(name, row, count)
+        for name, row in _child(value, "leaves", dict).items():
+            leaves[name] = _parse_leaf(name, row, arrays)
+        name, step = "manifest", value.get("step")
+        if step is not None and type(step) is not int:
+            raise ValueError(f"got step {step!r:.60}, wanted a whole number or null")
+        meshes, metadata = _child(value, "meshes", list), _child(value, "metadata", dict)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {name[:200]}: {error}; {RESTORE_ANOTHER}") from None
+    return Manifest(step, metadata, tuple(meshes), leaves, arrays, count)
 
-    def need(condition: bool, what: str) -> None:
-        if not condition:
-            raise CheckpointError(f"{where}: {what[:300]}; {RESTORE_ANOTHER}")
 
-    def ints(x: Any, what: str, least: int = 0) -> tuple[int, ...]:
-        ok = isinstance(x, list) and all(type(n) is int and least <= n < 1 << 62 for n in x)
-        need(ok, f"{what}: got {str(x)[:60]}, wanted a list of whole numbers of at least {least}")
-        return tuple(x)
+def _parse_array(name: str, row: Any, count: int) -> Array:
+    if not all(p and p[0] != "." and "\0" not in p and "\\" not in p for p in name.split("/")):
+        raise ValueError("not the name of a directory inside")
+    shape, chunk, band = (_ints(_child(row, k, list), int(k != "shape")) for k in ("shape", "chunk", "band"))
+    first, dtype = _child(row, "first_digest", int), _child(row, "dtype", str)
+    if not len(shape) == len(chunk) == len(band):
+        raise ValueError(f"shape {shape}, chunk {chunk} and band {band} differ in length")
+    array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str))
+    last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be whole
+    if math.prod(band) * array.itemsize > max(BAND_BYTES, 16) or band[last + 1 :] != chunk[last + 1 :]:
+        raise ValueError(f"band {band} is not a contiguous part of at most 1 MiB of chunk {chunk}")
+    if first < 0 or first + array.digest_count > count:
+        raise ValueError(f"digests {first} to {first + array.digest_count} of {count}")
+    return array
 
-    def child(x: Any, key: str, kind: type, what: str) -> Any:
-        got = x.get(key) if isinstance(x, dict) else None
-        need(type(got) is kind, f"{what}: got {key} {str(got)[:60]!r}, wanted {kind.__name__}")
-        return got
 
-    def box(x: Any, what: str) -> Box:
-        need(isinstance(x, list) and len(x) == 4 and type(x[2]) is int and x[2] >= 0, f"{what}: not a box")
-        return Box(ints(x[0], what), ints(x[1], what, 1), x[2], ints(x[3], what))
+def _parse_leaf(path: str, row: Any, arrays: dict[str, Array]) -> Leaf:
+    shape, dtype, layout = _ints(_child(row, "shape", list)), _child(row, "dtype", str), _child(row, "layout", dict)
+    width = dtype_of(dtype).itemsize
+    if "array" in row:
+        array = arrays.get(_child(row, "array", str))
+        if array is None or (array.shape, array.dtype) != (shape, dtype):
+            raise ValueError("its array is missing, or has another shape or dtype")
+        return Leaf(path, shape, dtype, layout, array.name)
+    pieces, stored = [], 0
+    for piece in _child(row, "pieces", list):
+        array, offset = arrays.get(_child(piece, "array", str)), _child(piece, "offset", int)
+        if array is None or len(array.shape) != 1 or array.shape != array.chunk or offset < 0:
+            raise ValueError("a piece is not in an array of one dim and one chunk")
+        size, boxes = array.shape[0] * array.itemsize - offset, []
+        for box in _child(piece, "boxes", list):
+            if type(box) is not list or len(box) != 4 or type(box[2]) is not int or box[2] < 0:
+                raise ValueError(f"got {box!r:.60}, wanted a box [start, shape, offset, strides]")
+            box = Box(_ints(box[0]), _ints(box[1], 1), box[2], _ints(box[3]))
+            if not len(box.start) == len(box.shape) == len(box.strides) == len(shape):
+                raise ValueError(f"{box} has other dims than the array")
+            if any(a + n > whole for a, n, whole in zip(box.start, box.shape, shape, strict=True)):
+                raise ValueError(f"{box} lies outside the array")
+            last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
+            if (last + 1) * width > size:
+                raise ValueError(f"{box} lies outside the stored bytes")
+            stored += box.size
+            boxes.append(box)
+        pieces.append(Piece(array.name, offset, tuple(boxes)))
+    if stored != math.prod(shape):
+        raise ValueError(f"pieces hold {stored} of {math.prod(shape)} elements")
+    return Leaf(path, shape, dtype, layout, None, tuple(pieces))
 
-    arrays: dict[str, Array] = {}
-    for name, row in child(value, "arrays", dict, "manifest").items():
-        what = f"array {name!r}"
-        parts = name.split("/")
-        need(all(p and p[0] != "." and "\0" not in p and "\\" not in p for p in parts), f"{what}: not a name inside")
-        shape, chunk, band = (
-            ints(child(row, k, list, what), what, int(k != "shape")) for k in ("shape", "chunk", "band")
-        )
-        need(len(shape) == len(chunk) == len(band), f"{what}: shape, chunk and band differ in length")
-        dtype, first = child(row, "dtype", str, what), child(row, "first_digest", int, what)
-        arrays[name] = Array(name, shape, dtype, chunk, band, first, child(row, "digest", str, what))
-        size = math.prod(band) * arrays[name].itemsize
-        tail = next((d for d, (c, b) in enumerate(zip(chunk, band, strict=True)) if b > 1), len(band))
-        contiguous = band[tail + 1 :] == chunk[tail + 1 :]
-        need(size <= max(BAND_BYTES, 16) and contiguous, f"{what}: band {band} of chunk {chunk} is not contiguous")
-    count = child(value, "digest_count", int, "manifest")
-    for a in arrays.values():
-        need(
-            0 <= a.first_digest and a.first_digest + a.digest_count <= count, f"array {a.name!r}: digests out of range"
-        )
-    leaves: dict[str, Leaf] = {}
-    for path, row in child(value, "leaves", dict, "manifest").items():
-        what = f"leaf {path!r}"
-        shape, dtype = ints(child(row, "shape", list, what), what), child(row, "dtype", str, what)
-        layout, width = child(row, "layout", dict, what), dtype_of(dtype).itemsize
-        if "array" in row:
-            a = arrays.get(child(row, "array", str, what))
-            need(a is not None and (a.shape, a.dtype) == (shape, dtype), f"{what}: no array of this shape and dtype")
-            leaves[path] = Leaf(path, shape, dtype, layout, a.name)
-            continue
-        pieces = []
-        for p in child(row, "pieces", list, what):
-            a, offset = arrays.get(child(p, "array", str, what)), child(p, "offset", int, what)
-            boxes = tuple(box(b, what) for b in child(p, "boxes", list, what))
-            need(
-                a is not None and len(a.shape) == 1 and a.shape == a.chunk,
-                f"{what}: its array is not one chunk of one dim",
-            )
-            for b in boxes:
-                need(len(b.start) == len(b.shape) == len(b.strides) == len(shape), f"{what}: a box with other dims")
-                need(all(e <= n for e, n in zip(b.stop, shape, strict=True)), f"{what}: a box outside the array")
-                last = offset + width * (
-                    1 + b.offset + sum((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True))
-                )
-                need(offset >= 0 and last <= a.shape[0] * a.itemsize, f"{what}: a box outside the stored bytes")
-            pieces.append(Piece(a.name, offset, boxes))
-        stored = sum(b.size for p in pieces for b in p.boxes)
-        need(stored == math.prod(shape), f"{what}: pieces hold {stored} of {math.prod(shape)} elements")
-        leaves[path] = Leaf(path, shape, dtype, layout, None, tuple(pieces))
-    step, meshes = value.get("step"), child(value, "meshes", list, "manifest")
-    need(step is None or type(step) is int, "step: wanted a whole number or null")
-    return Manifest(step, child(value, "metadata", dict, "manifest"), tuple(meshes), leaves, arrays, count)
+
+def _child(row: Any, key: str, kind: type) -> Any:
+    """row[key], which must have exactly this type."""
+    got = row.get(key) if type(row) is dict else None
+    if type(got) is not kind:
+        raise ValueError(f"got {key} {got!r:.60}, wanted {kind.__name__}")
+    return got
+
+
+def _ints(values: Any, least: int = 0) -> tuple[int, ...]:
+    """A list of whole numbers in a range where products do no harm."""
+    if type(values) is list:
+        for n in values:
+            if type(n) is not int or not least <= n < 1 << 62:
+                break
+        else:
+            return tuple(values)
+    raise ValueError(f"got {values!r:.60}, wanted a list of whole numbers of at least {least}")
 
 
 def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:

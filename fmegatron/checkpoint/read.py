@@ -79,13 +79,14 @@ def read_state(path, target_layouts, rank, strict="error", cast=False, device=No
     paths, targets, spec = tree.flatten(target_layouts)
     targets = [x if isinstance(x, Layout) else x.layout for x in targets]
     _check_targets(root, manifest, paths, targets, strict, cast)
-    tensors, fetch = [], Fetch(root, manifest, verify)
-    for name, layout in zip(paths, targets, strict=True):
-        leaf = manifest.leaves[name]
-        tensors.append(torch.empty(layout.local_shape(rank), dtype=layout.dtype))
-        for box in layout.boxes(rank):
-            fetch.add(leaf, Target(leaf.path, box, box.view(tensors[-1]), dtype_of(leaf.dtype)))
-    fetch.run()
+    tensors: list[torch.Tensor | None] = [None] * len(paths)
+    leaves = [manifest.leaves[name] for name in paths]
+    # Leaves with files of their own first: they are read while this thread goes through the many small ones.
+    with Fetch(root, manifest, verify) as fetch:
+        for i in sorted(range(len(paths)), key=lambda i: leaves[i].array is None):
+            x = tensors[i] = torch.empty(targets[i].local_shape(rank), dtype=targets[i].dtype)
+            stored = dtype_of(leaves[i].dtype)
+            fetch.add(leaves[i], [Target(paths[i], box, box.view(x), stored) for box in targets[i].boxes(rank)])
     if device is not None:
         for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
             tensors[i] = x.to(device)

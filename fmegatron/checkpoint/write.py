@@ -255,6 +255,8 @@ class _Writer:
         for array, views in self.undigested:
             digests = [band_digests(view, array.chunk, array.band) for view in views]
             self.part.digests[array.name] = np.array(digests, "<u8")
+        # Of an array that several ranks write, the one with its first chunk writes the metadata.
+        commit.describe(self.root, [a for a, _ in self.undigested if 0 in self.part.chunks[a.name]])
         for what, future in self.pending:
             try:
                 future.result()
@@ -277,7 +279,10 @@ def write_chunks(store: ts.TensorStore, where: tuple[slice, ...], data: np.ndarr
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is contiguous in host memory; otherwise a copy that is."""
-    return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    x = x.detach()
+    if x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
+    return x.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def band_digests(view: np.ndarray, chunk: tuple[int, ...], band: tuple[int, ...]) -> list[int]:

@@ -254,12 +254,12 @@ def test_full_disk_on_one_rank(tmp_path, monkeypatch, existing):
 
 
 def test_a_file_system_that_refuses(tmp_path):
-    """A real error of tensorstore's own: a file stands where a directory must be."""
+    """A real error of tensorstore's own: a directory stands where a file must be."""
     layouts = {"w": Layout((4, 4), torch.float32, Mesh())}
 
     def in_the_way(path):
         hidden = begin(path)
-        (tmp_path / os.path.basename(hidden) / "arrays").write_text("")
+        (tmp_path / os.path.basename(hidden) / "arrays/w/c.0.0/x").mkdir(parents=True)
         return hidden
 
     begin = commit.begin
