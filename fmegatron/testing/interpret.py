@@ -48,7 +48,7 @@ def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
     if name == "declare":
         return values
     if name == "axis_index":
-        indices = [torch.tensor(i) for i in range(functools.reduce(operator.mul, (mesh[a] for a in axes)))]
+        indices = [torch.tensor(i, device=values[0].device) for i in range(mesh.extent(axes))]
         return [indices[mesh.index(rank, axes)] for rank in range(mesh.size)]
     out = list(values)
     done = {}  # groups that hold the same tensors compute once

@@ -84,6 +84,7 @@ AXES = {
     Mesh(a=2): ["a"],
     Mesh(a=2, b=2): ["a", "b", ("a", "b"), ("b", "a")],
     Mesh(a=1, b=4): ["a", "b", ("a", "b")],
+    Mesh(a=2, b=2).view(order=("b", "a"), c=4): ["c"],  # another naming of the ranks: 0, 2, 1, 3 along c
 }
 
 

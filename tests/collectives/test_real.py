@@ -31,6 +31,32 @@ def test_bits_of_simulated_ranks(ranks, mesh):
                 assert torch.equal(got, wanted), f"{kind} of {name} over {axis} on rank {rank}"
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool)
+
+
+def values_only(name, axis):
+    """A collective without its gradient, which integers do not have."""
+    return lambda x: CASES[name][0](x, axis)
+
+
+def run_dtypes(rank, mesh):
+    axis = Axes(mesh, connect(mesh))["a"]
+    xs = {dtype: local.to(dtype) for dtype in DTYPES for local in [inputs(mesh, "psum", "a")[0][rank]]}
+    return {(name, dtype): values_only(name, axis)(x) for name in CASES for dtype, x in xs.items()}
+
+
+def test_dtypes(ranks):
+    """Sums in the dtype that came in, on real ranks as simulated; integers and booleans too."""
+    mesh = Mesh(a=2)
+    real = ranks.run(run_dtypes, mesh, ranks=2)
+    for name, dtype in real[0]:
+        local = Ranks(x.to(dtype) for x in inputs(mesh, name, "a")[0])
+        sim = simulate(values_only(name, Axes(mesh)["a"]), mesh, local)
+        for rank in range(2):
+            got, wanted = real[rank][name, dtype], sim.outputs[rank]
+            assert got.dtype == wanted.dtype and torch.equal(got, wanted), f"{name} of {dtype} on rank {rank}"
+
+
 def wrong_mesh(rank):
     connect(Mesh(a=3))
 
