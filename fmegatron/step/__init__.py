@@ -1,11 +1,12 @@
 """One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
 
 from fmegatron.step.compile import BACKENDS, compile_graph
+from fmegatron.step.fresh import barrier
 from fmegatron.step.grad import accumulate, raw_gradient_layout, reduce_gradients, value_and_grad
 from fmegatron.step.jit import Compiled, Jitted, jit
 from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
-from fmegatron.step.opaque import Entry, barrier, entry_of, opaque_entries
+from fmegatron.step.opaque import Entry, entry_of, opaque_entries
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
 from fmegatron.step.train_step import State, build_train_step, init_state, state_specs
 

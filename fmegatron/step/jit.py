@@ -12,6 +12,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.step.compile import compile_graph, usable_backend
+from fmegatron.step.fresh import copied_inputs
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
@@ -235,8 +236,8 @@ def _words(meta) -> str:
 def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> torch.fx.GraphModule:
     """Write new values into the old leaves at the end of the graph; the copy folds into the kernel that makes it.
 
-    Every output that shares memory with an input is first copied by an opaque op: Inductor 2.13 drops `clone` there,
-    and then a step that swaps two leaves would leave both equal.
+    Every output that is or may become a copy of an input (`copied_inputs`) is first copied by an opaque op, else a step
+    that swaps two leaves would leave both equal.
     """
     copy = copy_module(graph_module)
     graph = copy.graph
@@ -247,7 +248,10 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
     with graph.inserting_before(output):
         for i, node in enumerate(outs):
             unchanged = i in donated and _behind_aliases(node) is inputs[donated[i]]
-            if traced.aliased[i] and not unchanged:
+            copied = copied_inputs(node)
+            if i in donated and copied.get(inputs[donated[i]]) is False:
+                del copied[inputs[donated[i]]]  # in place, element by element
+            if (copied or traced.aliased[i]) and not unchanged:
                 value = node.meta.get("val")
                 node = graph.call_function(torch.ops.fmegatron_step.barrier.default, (node, node))
                 node.meta["val"] = value

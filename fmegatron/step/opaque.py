@@ -14,11 +14,12 @@ import torch
 
 from fmegatron.collectives import World
 from fmegatron.step.compile import compile_graph
+from fmegatron.step.fresh import with_fresh_outputs
 from fmegatron.step.lower import copy_module, lower
-from fmegatron.step.torch_private import outside_of_tracing
+from fmegatron.step.torch_private import below_autograd, outside_of_tracing
 from fmegatron.step.trace import meta_of
 
-__all__ = ["Entry", "barrier", "entry_of", "opaque_entries"]
+__all__ = ["Entry", "entry_of", "opaque_entries"]
 
 _SYMBOLIC, _COMPILED = "fmegatron_layer", "fmegatron_compiled"
 
@@ -60,7 +61,8 @@ class Entry:
 
     @classmethod
     def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Entry:
-        """Entry for a graph; `label` only makes the name readable."""
+        """Entry for a graph; `label` only makes the name readable. No output shares memory with an input or another."""
+        with_fresh_outputs(graph_module)
         outs = [meta_of(n.meta["val"]) for n in graph_module.graph.output_node().args[0]]
         text = "\n".join([graph_module.code, *_constants(graph_module), repr([meta_of(f) for f in fakes]), repr(outs)])
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -101,7 +103,8 @@ class Bound:
         if self.run is None:
             for inner in opaque_entries(self.graph_module.graph):
                 inner.compile()
-            self.run = compile_graph(self.graph_module, self.fakes, self.backend, self.patches)
+            run = compile_graph(self.graph_module, self.fakes, self.backend, self.patches)
+            self.run = run if self.backend == "inductor" else below_autograd(run)
 
     def _call(self, *args):
         if self.run is None:
@@ -129,20 +132,3 @@ def bind_inner(graph_module, world, backend, patches) -> torch.fx.GraphModule:
             node.target = entry_of(node).bind(world, backend, patches)
     copy.recompile()
     return copy
-
-
-# ---- a copy that no compiler pass removes ----------------------------------------------------------------------------
-def _define_barrier():
-    library = torch.library.Library("fmegatron_step", "DEF")
-    library.define("barrier(Tensor x, Tensor after) -> Tensor")
-    library.impl("barrier", lambda x, after: x.clone(), "CompositeExplicitAutograd")
-    library.impl("barrier", lambda x, after: torch.empty_like(x), "Meta")
-    return library
-
-
-_LIBRARY = _define_barrier()
-
-
-def barrier(x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A copy of x that is made after `after` exists; opaque, as Inductor drops `clone` and reorders writes."""
-    return torch.ops.fmegatron_step.barrier(x, after)

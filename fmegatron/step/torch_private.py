@@ -41,6 +41,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "below_autograd",
     "compile_flat_graph",
     "extract_subgraph",
     "fx_traceback",
@@ -62,6 +63,18 @@ def is_tracing() -> bool:
 def outside_of_tracing():
     """Context in which ops run for real although an outer trace is active; for building an inner graph."""
     return _disable_current_modes()
+
+
+def below_autograd(run):
+    """`run` without autograd's dispatch keys. torch makes its first call of compiled code under a mode (a check of
+    aliases) that hides them from the ops inside; Dynamo guards on the keys, and would compile again at the second call.
+    """
+
+    def below(*tensors):
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return run(*tensors)
+
+    return below
 
 
 def mark_backward(roots) -> None:
