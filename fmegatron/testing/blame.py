@@ -197,10 +197,12 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 @dataclass(frozen=True)
 class _Judged:
     """A node's state: "good" carries meaning; "unknown" depends on the rank's index, which means nothing by itself
-    until a collective or `declare` ends that; "lost" loses it; "bad" comes after. how: what `relate` found."""
+    until a collective or `declare` ends that; "lost" loses it; "bad" comes after. how: what `relate` found, twin: with
+    which node of the graph of one rank."""
 
     state: str
     how: dict | None = None
+    twin: fx.Node | None = None
 
 
 def blame(
@@ -219,24 +221,23 @@ def blame(
     its layout says.
     """
     twins = align(many, one)
-    judged: dict[fx.Node, _Judged] = {}
-    seen: dict[tuple, list[dict]] = {}  # (local shape, shape on one rank) -> ways that were found; they recur
-    for node in many.nodes:
-        if node.op != "output":
-            before = {judged[n].state for n in node.all_input_nodes}
-            how = _relate_to_twins(node, twins.get(node, ()), values, reference, mesh, parts, seen, before)
-            judged[node] = _judge(node, before, how, twins.get(node, ()), values)
+    judged = _judge_all(many, values, reference, mesh, parts, twins)
+    findings = _collect(many, judged, wrong)
+    return findings or _collect(many, _judge_all(many, values, reference, mesh, parts, twins, strict=False), wrong)
+
+
+def _collect(many, judged, wrong):
     reached, todo = set(), list(wrong)
     while todo:
         node = todo.pop()
-        if node not in reached and judged[node].state != "good":
+        if node not in reached and judged[node].how is None:
             reached.add(node)
             todo += node.all_input_nodes
     findings = []
     for node in many.nodes:
         if node in reached and judged[node].state == "lost":
             findings.append(Finding(node.meta.get("at", "?"), _name(node), _explain(node, judged)))
-        elif node in wrong and judged[node].state == "good":
+        elif node in wrong and judged[node].how is not None:
             what = f"returned as {_say(node, judged)}, which is not what its layout says"
             while _name(node) == "detach":
                 node = node.args[0]
@@ -244,37 +245,68 @@ def blame(
     return findings
 
 
-def _relate_to_twins(node, twins, values, reference, mesh, parts, seen, before):
-    if not isinstance(values[node][0], torch.Tensor):
-        return None
-    pairs = [(values[node], reference[t][0]) for t in twins[:8] if isinstance(reference[t][0], torch.Tensor)]
-    for mine, one in pairs:
+def _judge_all(many, values, reference, mesh, parts, twins, strict=True):
+    judged: dict[fx.Node, _Judged] = {}
+    seen: dict[tuple, list[dict]] = {}  # (local shape, shape on one rank) -> ways that were found; they recur
+    for node in many.nodes:
+        if node.op != "output":
+            candidates = [t for t in twins.get(node, ()) if isinstance(reference[t][0], torch.Tensor)]
+            before = {judged[n].state for n in node.all_input_nodes}
+            how, twin = None, None
+            if isinstance(values[node][0], torch.Tensor):
+                how, twin = _find_twin(values[node], candidates, reference, mesh, parts, seen, before)
+            judged[node] = _judge(node, judged, before, how, twin, candidates, strict)
+    return judged
+
+
+def _find_twin(mine, candidates, reference, mesh, parts, seen, before):
+    for twin in candidates:
+        one = reference[twin][0]
         for how in seen.get((mine[0].shape, one.shape), ()):
             if relates(mine, one, mesh, how):
-                return how
-    if before & {"bad", "lost"}:
-        return None  # most probably nothing to be found, and a search that fails is slow
-    for mine, one in pairs:
-        how = relate(mine, one, mesh, parts)
-        if how is not None:
-            seen.setdefault((mine[0].shape, one.shape), []).append(how)
-            return how
-    return None
+                return how, twin
+    if not before & {"bad", "lost"}:  # after a fault there is probably nothing to find, and a search that fails is slow
+        for twin in candidates:
+            one = reference[twin][0]
+            how = relate(mine, one, mesh, parts)
+            if how is not None:
+                seen.setdefault((mine[0].shape, one.shape), []).append(how)
+                return how, twin
+    return None, None
 
 
-def _judge(node, before, how, twins, values):
+def _judge(node, judged, before, how, twin, candidates, strict):
     collective = is_symbolic(node.target) if node.op == "call_function" else None
     if collective == "axis_index":
         return _Judged("unknown")
     if how is not None or not before:  # no inputs: an argument, or a constant of the graph
-        return _Judged("good", how)
+        return _Judged("good", how, twin)
     if before & {"bad", "lost"}:
         return _Judged("bad")
-    must_relate = collective or _ends_shard(node)
-    matched = _name(node) not in _LOOKS and any(_token(twin) == _token(node) for twin in twins)
-    if not isinstance(values[node][0], torch.Tensor) or not (must_relate or matched):
-        return _Judged("unknown" if "unknown" in before else "good")
-    return _Judged("unknown" if "unknown" in before and not must_relate else "lost")
+    if collective or _ends_shard(node):
+        # Its twin is that of its input, so it can be judged where the input has one, or had one before rank indices
+        if candidates and ("unknown" in before or judged[node.args[0]].how is not None or not strict):
+            return _Judged("lost")
+    elif "unknown" not in before and any(_corresponds(node, c, judged, strict) for c in candidates):
+        return _Judged("lost")
+    return _Judged("unknown" if "unknown" in before else "good")
+
+
+def _corresponds(node, candidate, judged, strict):
+    """Whether a node of the graph of one rank does the same with the same: same line and op, and the same inputs."""
+    if _name(node) in _LOOKS or _token(node) != _token(candidate):
+        return False
+    twins = [
+        judged[n].twin for n in node.all_input_nodes if n.all_input_nodes or judged[n].twin
+    ]  # constants may differ
+    theirs = {_seen_through(n) for n in candidate.all_input_nodes}
+    return not strict or None not in twins and {_seen_through(t) for t in twins} <= theirs
+
+
+def _seen_through(node):
+    while node.op == "call_function" and _name(node) in _LOOKS:
+        node = node.args[0]
+    return node
 
 
 def _ends_shard(node):

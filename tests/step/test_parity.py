@@ -13,7 +13,7 @@ from fmegatron import model, tree
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
 from fmegatron.step import compiled_layer, jit
-from fmegatron.testing import Ranks, assert_parity, assert_pure, relative_error, simulate, split
+from fmegatron.testing import Ranks, assert_parity, assert_pure, parity, relative_error, simulate, split
 from tests.step.whole_step import MESHES, layouts_of, make_config, make_step, whole_batch, whole_state
 
 SWITCHES = list(itertools.product([0.01, None], [False, True], [False, True]))  # clip, sequence parallel, tied
@@ -58,6 +58,19 @@ def test_simulated_fp32_losses():
         losses[mesh] = run
     for one, many in zip(*losses.values(), strict=True):
         assert abs(one - many) <= 1e-5 * one
+
+
+def test_blame_in_the_whole_model():
+    """Gradients of replicated norm weights that are not summed over fsdp: found through compiled layers and a clip that
+    groups the leaves otherwise on every mesh, with the line where the sum began and no other finding."""
+    config, mesh, layer = make_config(sequence_parallel=True), Mesh(dp=2, fsdp=2, tp=2), compiled_layer("inputs")
+    ins = layouts_of(config, mesh)
+    result = parity(
+        lambda m: make_step(config, m, 0.01, layer, data_axes=("dp",)), mesh, whole_state(config),
+        whole_batch(config, 0), layouts=ins, out_layouts=(ins[0], None),
+    )  # fmt: skip
+    assert [finding.at.split(":")[0] for finding in result.findings] == ["clip.py"] * 3
+    assert all("a sum over fsdp since norm.py:" in finding.what for finding in result.findings), result
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------

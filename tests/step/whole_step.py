@@ -28,14 +28,14 @@ def make_config(tied=False, sequence_parallel=False, dtype=torch.float64):
     )  # fmt: skip
 
 
-def make_step(config, mesh, clip_norm, layer=model.plain_layer):
+def make_step(config, mesh, clip_norm, layer=model.plain_layer, data_axes=model.DATA_AXES):
     """`train_step(state, batch) -> (state, metrics)` over the symbolic axes of a mesh."""
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
         return model.loss(params, batch, config, layouts, axes, layer)
 
-    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, clip_norm=clip_norm)
+    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, clip_norm=clip_norm, data_axes=data_axes)
 
 
 def whole_state(config):
