@@ -31,7 +31,7 @@ class Config:
     run: str = "runs/demo"
     first: str = "fsdp=2,tp=2"  # mesh of the first half
     second: str = "fsdp=2"  # mesh of the second half
-    steps: int = 300
+    steps: int = 500
     target: float = 1.75  # held-out loss to reach, nats per character
     flags: tuple[str, ...] = ()  # more flags for shakespeare.py
 
