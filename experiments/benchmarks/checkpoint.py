@@ -2,8 +2,8 @@
 
     make bench-checkpoint        python experiments/benchmarks/checkpoint.py [MiB=512] [rounds=7]
 
-Plain is one file and one thread: `write` of the same bytes from memory, `readinto` fresh tensors. Both sides alternate in
-one process; the ratios are paired. On memory-backed storage (/dev/shm), so that the disk is not what is measured.
+Plain is one file and one thread: `write` of the same bytes from memory, `readinto` fresh tensors. Both sides alternate
+in one process; the ratios are paired. On memory-backed storage (/dev/shm), so that the disk is not what is measured.
 """
 
 import json

@@ -53,8 +53,9 @@ def accumulate(grad_fn: Callable, n: int) -> Callable:
 
     batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts. Losses, gradients
     and floating-point leaves of aux are averaged, because each microbatch's loss is normalised by its own token count;
-    whole numbers in aux are counts, and are summed. Gradients are summed, and returned, in fp32 at least. With uneven token masks this is the
-    mean of the microbatches' means; normalise by a count that is part of the batch where that matters.
+    whole numbers in aux are counts, and are summed. Gradients are summed, and returned, in fp32 at least. With uneven
+    token masks this is the mean of the microbatches' means; normalise by a count that is part of the batch where that
+    matters.
     Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
     Raises ValueError when dim 0 does not divide by n.
     """
