@@ -1,4 +1,4 @@
-"""Every private name of torch that the step uses, in one place. Tried on torch 2.13.
+"""Every private name of torch that the step uses, in one place. Tried on torch 2.11 and 2.13.
 
 Nothing else in the room imports from a module with a leading underscore; when torch moves something, it is mended here.
 """

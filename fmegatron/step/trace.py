@@ -168,11 +168,16 @@ def _storage(t: torch.Tensor) -> int:
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
+_BACKWARD = "<backward>"
+
+
 class _Lines(TorchDispatchMode):
     """Notes for every op of the forward the innermost line that is neither torch's nor this machinery's."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not fx_traceback.current_meta.get("autograd_backward"):
+        if fx_traceback.current_meta.get("in_grad_fn"):
+            fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
+        else:
             frame = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, _COLLECTIVES, _TREE, "<")):
                 frame = frame.f_back
@@ -198,7 +203,8 @@ def _place_lines(graph_module) -> None:
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.meta.get("autograd_backward") or node.meta.get("is_gradient_acc"):
+        trace_text = (node.meta.get("stack_trace") or "?").strip()
+        if trace_text == _BACKWARD or node.meta.get("is_gradient_acc"):
             number = node.meta.get("seq_nr", -1)
             # An autograd.Function that calls another one inside has no op of its own number, but of the next ones.
             line = next((forward_line[number + i] for i in range(4) if number + i in forward_line), None)
@@ -206,9 +212,10 @@ def _place_lines(graph_module) -> None:
                 line = next((m.meta["at"] for m in node.all_input_nodes if "at" in m.meta), "?").split(" ")[0]
             node.meta["at"] = f"{line} (backward)"
         else:
-            line = (node.meta.get("stack_trace") or "?").strip()
-            node.meta["at"] = line
-            forward_line.setdefault(node.meta.get("seq_nr"), line)  # later ops without gradient have the same number
+            node.meta["at"] = trace_text
+            forward_line.setdefault(
+                node.meta.get("seq_nr"), trace_text
+            )  # later ops without gradient have the same number
 
 
 # ---- purity ----------------------------------------------------------------------------------------------------------
