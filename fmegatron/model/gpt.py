@@ -36,7 +36,8 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
 
     `rules` gives the axes of each leaf; axes of MODEL_AXES that the mesh lacks count as size 1. Dims that hold several
     matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis.
-    Raises ValueError when a size does not divide by the axes that split it, naming leaf, size and fix.
+    Raises ValueError when a size does not divide by the axes that split it, naming leaf, size and fix, and when an axis
+    of the mesh would do nothing.
     """
     config.check_mesh(mesh)
     D, L, F, V = config.dim, config.layers, config.ffn_dim, config.padded_vocab
@@ -74,7 +75,20 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
         "blocks": blocks,
         "final_norm": array("final_norm", (D,), Constant(1.0)),
     }
-    return out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
+    out = out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
+    _check_every_axis_works(out, mesh)
+    return out
+
+
+def _check_every_axis_works(specs: dict, mesh: Mesh) -> None:
+    """ValueError for an axis that splits neither the model nor the batch: its ranks would all do the same work."""
+    used = {*MODEL_AXES, *(name for spec in tree.leaves(specs) for name in spec.layout.sharded)}
+    if idle := [name for name in mesh.names if mesh[name] > 1 and name not in used]:
+        raise ValueError(
+            f"mesh {mesh}: got the axis {idle[0]!r}, which splits no array of the model and no batch, so its "
+            f"{mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(MODEL_AXES)}, or give a rule "
+            "that uses it"
+        )
 
 
 def layouts(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
