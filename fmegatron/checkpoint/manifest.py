@@ -130,6 +130,9 @@ def read_manifest(root: str) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     want = (marker.get("manifest_bytes"), marker.get("manifest_xxh3_64"))
+    for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
+        if found is None:
+            raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
     if (len(data), digest_text(data)) != want:
         raise CheckpointError(
             f"{manifest_at}: got {len(data)} bytes with xxh3_64 {digest_text(data)}, wanted {want[0]!r:.20} bytes with"

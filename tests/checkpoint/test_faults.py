@@ -5,11 +5,12 @@ import os
 import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError, commit, write
+from fmegatron.checkpoint import CheckpointError, commit, format, write
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 
@@ -376,3 +377,24 @@ def test_ranks_with_different_trees(tmp_path):
     got = run(4, other)
     assert all("rank 3 saved a tree" in str(e) for e in got)
     assert os.listdir(tmp_path) == []
+
+
+def test_digests_that_were_changed_together_with_their_chunk(saved):
+    """The digests are pinned by the manifest, and it by the marker: no consistent pair of changes passes."""
+    chunk, digests = saved / "arrays/b/c.1", saved / "digests.bin"
+
+    def first_band(size):
+        return format.digest(np.frombuffer(chunk.read_bytes()[:size], np.uint8)).to_bytes(8, "little")
+
+    size = next(n for n in range(4, 25, 4) if first_band(n) in digests.read_bytes())
+    at = digests.read_bytes().index(first_band(size))
+    change(chunk, 0, bytes([chunk.read_bytes()[0] ^ 1]))
+    change(digests, at, first_band(size))
+    with pytest.raises(CheckpointError, match=r"arrays/b: .*digests.bin was altered after the save"):
+        read_all(saved)
+
+
+def test_a_changed_marker_is_the_file_that_is_named(saved):
+    change(saved / "COMPLETE", (saved / "COMPLETE").read_bytes().index(b"manifest_bytes"), b"M")
+    with pytest.raises(CheckpointError, match="COMPLETE: got no manifest_bytes.*restore another step"):
+        read_all(saved)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fmegatron.collectives import Axes, connect
+from fmegatron.collectives.real import _by_index, _by_position
 from fmegatron.layout import Mesh
 from fmegatron.testing import Ranks, simulate
 from tests.collectives.definitions import AXES, CASES, inputs, make_step
@@ -29,6 +30,13 @@ def test_bits_of_simulated_ranks(ranks, mesh):
         for rank in range(mesh.size):
             for kind, got, wanted in zip(("value", "gradient"), real[rank][name, axis], sim.outputs[rank], strict=True):
                 assert torch.equal(got, wanted), f"{kind} of {name} over {axis} on rank {rank}"
+
+
+def test_positions_in_a_group_and_indices_along_its_axes():
+    """An order that is not its own inverse, which needs more than 4 ranks: index i stands at position order[i]."""
+    order, parts = (1, 2, 0), ["of index 0", "of index 1", "of index 2"]
+    placed = _by_position(parts, order)
+    assert [placed[position] for position in order] == parts == _by_index(placed, order)
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool)

@@ -69,6 +69,8 @@ def test_replicas_and_owners():
     for turn in range(9):
         owners = [rank for rank in range(MESH.size) if layout.owner(rank, turn)]
         assert len(owners) == 8 and len({layout.shard(rank) for rank in owners}) == 4  # 4 shards, 2 pending parts
+    in_turn = [rank for turn in range(layout.replicas) for rank in range(MESH.size) if layout.owner(rank, turn)]
+    assert sorted(in_turn) == list(range(MESH.size))  # every replica has its turn
     assert layout.without("dp") == layout.replace(unreduced=())
     assert layout.without(("dp", "fsdp")) == Layout((8, 8), F32, MESH)
     assert Layout((8,), F32, MESH, (("dp", "tp"),)).without("dp").spec == ("tp",)
