@@ -83,6 +83,8 @@ class Jitted:
             self._last = (signature, spec, self.cache[key])
         compiled = self._last[2]
         tensors = leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)]
+        if compiled.donated and len({x.data_ptr() for x in tensors}) < len(tensors):
+            _require_own_memory(tensors, compiled)  # not only at the first call: any state may be handed in later
         with torch.no_grad():
             outs = compiled.run(*tensors)
         return compiled.finish(tensors, outs)
