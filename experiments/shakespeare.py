@@ -93,7 +93,10 @@ def main(config: Config) -> dict[str, float]:
         return tree.map(lambda x: x.to(world.device), tensors)
 
     def evaluate(params):
-        return loop.evaluate(heldout_step, params, lambda i: on_device(heldout.at(i, part, parts)), len(heldout))
+        def batch_at(i):
+            return on_device(heldout.at(i, part, parts))
+
+        return loop.evaluate(heldout_step, params, batch_at, len(heldout), heldout.real_tokens)
 
     manager = checkpoint.Manager(run / "checkpoints", keep=2)
     start, state = 0, on_device(tree.init(state_specs, config.seed, world.rank))

@@ -1,4 +1,4 @@
-"""Checkpoints: any mesh to any mesh; complete or not there; every byte verified. FORMAT.md describes the files."""
+"""Checkpoints: any mesh to any mesh; complete or not there; every element verified. FORMAT.md describes the files."""
 
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.manager import Manager

@@ -26,11 +26,20 @@ def fetch(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: values[name] if name in values else float(value) for name, value in metrics.items()}
 
 
-def mean(many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each metric over several dicts of the same names, in float64, still on the device."""
+def mean(many: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> dict[str, Any]:
+    """The (weighted) mean of each metric over several dicts of the same names, in float64, still on the device.
+
+    >>> float(mean([{"loss": 1.0}, {"loss": 4.0}], weights=[2, 1])["loss"])
+    2.0
+    """
     if not many:
         raise ValueError("got no metrics to average, wanted at least one dict")
+    weights = [1.0] * len(many) if weights is None else weights
+    total = float(sum(weights))
     return {
-        name: torch.stack([torch.as_tensor(metrics[name]).detach().double() for metrics in many]).mean()
+        name: torch.stack(
+            [torch.as_tensor(metrics[name]).detach().double() * w for metrics, w in zip(many, weights, strict=True)]
+        ).sum()
+        / total
         for name in many[0]
     }

@@ -82,12 +82,18 @@ def train(
 
 
 def evaluate(
-    metrics_of: Callable[[Any, Any], dict], params: Any, batch_at: Callable[[int], Any], count: int
+    metrics_of: Callable[[Any, Any], dict],
+    params: Any,
+    batch_at: Callable[[int], Any],
+    count: int,
+    weight_of: Callable[[int], float] | None = None,
 ) -> dict[str, float]:
-    """Means of the metrics of `metrics_of(params, batch)` over batches 0 .. count - 1, which hold equally many tokens.
+    """Means of the metrics of `metrics_of(params, batch)` over batches 0 .. count - 1.
 
+    weight_of: the weight of a batch, such as its number of tokens (`EvaluationBatches.real_tokens`); None: all alike.
     One host synchronisation, at the end. Raises ValueError for count < 1.
     """
     if count < 1:
         raise ValueError(f"evaluate: got {count} batches, wanted 1 or more; is the held-out text shorter than a batch?")
-    return fetch(mean([metrics_of(params, batch_at(index)) for index in range(count)]))
+    weights = None if weight_of is None else [weight_of(index) for index in range(count)]
+    return fetch(mean([metrics_of(params, batch_at(index)) for index in range(count)], weights))

@@ -197,6 +197,12 @@ def loss(
     has the same part. `layer(fn, prepare)` decides how a block is run (`plain_layer`, or step.compiled_layer).
     metrics: 0-d, equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if configured), "tokens" (int64).
     """
+    for name in ("labels", "mask"):
+        if name in batch and batch[name].shape != batch["tokens"].shape:
+            raise ValueError(
+                f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
+                f"{tuple(batch['tokens'].shape)}; give one entry for each token"
+            )
     logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer)
     data = axis_of(axes, *DATA_AXES)
     nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axis_of(axes, "tp"), config.vocab_size)

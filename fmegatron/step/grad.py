@@ -26,6 +26,12 @@ def value_and_grad(loss_fn: Callable) -> Callable:
 
     def with_grad(params, *args):
         paths, leaves, spec = tree.flatten(params)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                raise ValueError(
+                    f"parameter {path!r} is {leaf.dtype}, which has no gradient; pass it as another argument, not "
+                    "among the parameters"
+                )
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
             out = loss_fn(tree.unflatten(spec, leaves), *args)

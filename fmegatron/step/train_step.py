@@ -51,10 +51,14 @@ def build_train_step(
     loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
     the loss; metrics are 0-d tensors that are alike on all ranks. layouts: of the parameters. clip_norm: largest global
     gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
+
+    The step raises ValueError, naming the leaf, when it is first called with parameters that are not what `layouts`
+    says (structure, local shape, dtype).
     """
     grad_fn = accumulate(value_and_grad(loss_fn), microbatches)
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
+        tree.check(state.params, layouts, rank=0)  # while tracing; shapes are alike on all ranks inside a step
         (_, metrics), grads = grad_fn(state.params, batch)
         grads = reduce_gradients(grads, layouts, axes, data_axes)
         norm = optim.global_norm(grads, layouts, axes)

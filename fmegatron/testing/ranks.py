@@ -188,6 +188,8 @@ def _answer(request, stores):
 
 
 def _find(module, file, qualname):
+    if module == "__main__":  # under its own name a script would run as a script, and start a pool in every rank
+        module = "__rank_main__"
     found = sys.modules.get(module)
     if found is None or getattr(found, "__file__", None) != file:
         try:

@@ -100,6 +100,8 @@ def test_evaluate():
         return {"loss": params * batch}
 
     assert evaluate(metrics_of, torch.tensor(2.0), torch.tensor, 4) == {"loss": 3.0}
+    weighted = evaluate(metrics_of, torch.tensor(2.0), torch.tensor, 4, lambda index: float(index == 3))
+    assert weighted == {k: float(v) for k, v in metrics_of(torch.tensor(2.0), torch.tensor(3)).items()}
     with pytest.raises(ValueError, match="got 0 batches"):
         evaluate(metrics_of, None, None, 0)
 

@@ -1,6 +1,8 @@
 """The pool of real ranks: results, sub-pools, a rank that raises, hangs or dies, and time."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -70,3 +72,25 @@ def test_bad_sizes(ranks):
         ranks.run(total, 0.0, ranks=5)
     with pytest.raises(ValueError, match="at least 1"):
         RankPool(0)
+
+
+SCRIPT = """
+from fmegatron.testing import RankPool
+
+def ten_times(rank):
+    return rank * 10
+
+if __name__ == "__main__":
+    with RankPool(2) as pool:
+        print(pool.run(ten_times))
+"""
+
+
+def test_functions_of_a_script(tmp_path):
+    """A rank looks the function up in the script without running it as a script: that would start a pool in each rank,
+    and a pool in each of theirs."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "[0, 10]", done.stderr
