@@ -153,7 +153,7 @@ def cut_joint(joint: Joint, policy: Policy, name: str) -> Cut:
 
 
 def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
-    if policy != "mincut" and (isinstance(policy, (str, bool)) or callable(policy)):
+    if policy != "mincut" and (isinstance(policy, bool) or not isinstance(policy, (int, float))):
         return None
     budget = 1.0 if policy == "mincut" else float(policy)
     if not 0.0 <= budget <= 1.0:

@@ -1,0 +1,176 @@
+"""The collectives of a compiled step on real ranks: as many as the layouts imply, the same graph on every rank.
+
+Counted in the lowered graphs, and in the code that Inductor generates: what a layer communicates counts once per call.
+"""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+
+from fmegatron import model, tree
+from fmegatron.collectives import connect
+from fmegatron.layout import Mesh
+from fmegatron.step import entry_of, init_state, jit
+from fmegatron.step.jit import Compiled
+from tests.step import tiny
+
+KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def implied(config, mesh, recomputed: bool) -> Counter:
+    """What the layouts say, read off the paper: the model's collectives, then those of the train step."""
+    count, L = Counter(), config.layers
+    layouts = model.layouts(config, mesh)
+    data = [a for a in model.DATA_AXES if a in mesh and mesh[a] > 1]
+    inner = tree.leaves(layouts["blocks"])
+    outer = tree.leaves({name: leaf for name, leaf in layouts.items() if name != "blocks"})
+    for axis in data:
+        if any(axis in leaf.sharded for leaf in outer):  # one buffer for all, gathered once
+            count += Counter(all_gather=1, reduce_scatter=1)
+        if any(axis in leaf.sharded for leaf in inner):  # gathered again for the backward: ZeRO-3
+            count += Counter(all_gather=2 * L, reduce_scatter=L)
+    if "tp" in mesh and mesh["tp"] > 1:
+        count["all_reduce"] += 2 * L + 2 * L  # row-parallel outputs; gradients of column-parallel inputs
+        count["all_reduce"] += L if recomputed else 0  # the attention's output again
+        count["all_reduce"] += 1 + 2 + 1  # lookup; maximum and sum of the softmax; gradient of the head's input
+    if data:
+        count["all_reduce"] += 1  # the loss for the metrics
+        count["all_reduce"] += sum(any(a not in leaf.sharded for a in data) for leaf in inner + outer)  # replicas
+    return count + Counter(all_reduce=len({leaf.sharded for leaf in inner + outer if leaf.sharded}))  # squared norms
+
+
+def in_graph(graph) -> Counter:
+    """Collectives of a lowered graph, with what its opaque nodes contain, once per call."""
+    count = Counter()
+    for node in graph.nodes:
+        if entry_of(node) is not None:
+            count += in_graph(entry_of(node).graph_module.graph)
+        elif node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional":
+            count[KINDS.get(node.target._opname, "")] += 1
+    return count - Counter({"": count[""]})  # without wait_tensor
+
+
+def in_code(codes: list[str]) -> tuple[Counter, Counter]:
+    """(collectives, calls of opaque layers) in generated code: that of the layers, in any order, then the outer one."""
+    *layers, outer = codes
+    calls = Counter(re.findall(r"torch\.ops\.fmegatron_compiled\.(\w+)\.default\(", outer))
+    names = list(calls)  # in the order of their first use, as they were compiled
+    assert len(layers) == len(names)
+    count = _collectives(outer)
+    for name, code in zip(names, layers, strict=True):
+        count += Counter({kind: n * calls[name] for kind, n in _collectives(code).items()})
+    return count, calls
+
+
+def _collectives(code: str) -> Counter:
+    found = re.findall(r"torch\.ops\._c10d_functional\.(\w+)\.(?:default|out)\(", code)
+    return Counter(KINDS[name.removesuffix("_out")] for name in found if name != "wait_tensor")
+
+
+def events(code: str) -> str:
+    """The order of things in generated code: G gather, R reduce-scatter, F and B a layer's forward and backward."""
+    found = re.findall(r"(all_gather_into_tensor|reduce_scatter_tensor|_fwd_|_bwd_)\w*\.(?:default|out)\(", code)
+    letters = {"all_gather_into_tensor": "G", "reduce_scatter_tensor": "R", "_fwd_": "F", "_bwd_": "B"}
+    return "".join(letters[name] for name in found)
+
+
+# ---- lowered graphs --------------------------------------------------------------------------------------------------
+def lowered_on_rank(rank, mesh, save):
+    """(collectives of the lowered step, its text); nothing is compiled or run."""
+    with connect(mesh) as world:
+        args = (tiny.decoder_state(mesh=mesh, rank=rank), tiny.decoder_batch(mesh=mesh, rank=rank))
+        step = Compiled(tiny.decoder_step(save=save, mesh=mesh), args, (0,), world, "inductor", {}, {})
+        graphs = [stage.graph for stage in step.stages.values()]
+        return in_graph(graphs[-1]), "\n".join(map(str, graphs))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "save"),
+    [
+        (Mesh(dp=2), "mincut"),
+        (Mesh(fsdp=2), "mincut"),
+        (Mesh(tp=2), "mincut"),
+        (Mesh(tp=2), "inputs"),
+        (Mesh(dp=2, fsdp=2), "mincut"),
+    ],
+    ids=str,
+)
+def test_lowered_graph(ranks, mesh, save):
+    found = ranks.run(lowered_on_rank, mesh, save, ranks=mesh.size)
+    assert found[0][0] == implied(tiny.CONFIG, mesh, save == "inputs")
+    assert all(other == found[0] for other in found)
+
+
+# ---- generated code --------------------------------------------------------------------------------------------------
+def compiled_on_rank(rank, mesh, save):
+    """(generated code of every graph, text of the lowered graph, losses)."""
+    with connect(mesh) as world:
+        step = jit(tiny.decoder_step(save=save, mesh=mesh), donate=0, world=world)
+        state = tiny.decoder_state(mesh=mesh, rank=rank)
+        batches = [tiny.decoder_batch(mesh=mesh, rank=rank, seed=i) for i in range(3)]
+        (first, state), codes = run_and_get_code(tiny.run_steps, step, state, batches[:1])
+        losses, _ = tiny.run_steps(step, state, batches[1:])
+        return codes, str(step.graph("donate")), first + losses
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(Mesh(fsdp=2), marks=pytest.mark.slow), Mesh(fsdp=2, tp=2)], ids=str)
+def test_generated_code(ranks, mesh):
+    found = ranks.run(compiled_on_rank, mesh, "inputs", ranks=mesh.size, timeout_s=240)
+    wanted, _ = tiny.run_steps(
+        tiny.decoder_step(), tiny.decoder_state(), [tiny.decoder_batch(seed=i) for i in range(3)]
+    )
+    for codes, graph, losses in found:
+        count, calls = in_code(codes)
+        assert count == implied(tiny.CONFIG, mesh, True)
+        assert set(calls.values()) == {tiny.CONFIG.layers} and len(calls) == 2
+        assert graph == found[0][1]
+        assert losses == pytest.approx(wanted, rel=1e-10)
+        order = events(codes[-1])
+        backward = order[order.rindex("F") + 1 :]
+        assert backward.count("G") == backward.count("B") == tiny.CONFIG.layers, order  # not merged with the forward's
+
+
+# ---- one compiles, the others load -----------------------------------------------------------------------------------
+def count_compilations(rank, cache):
+    """(graphs found in the compile cache, graphs that were not), on this rank, with an empty cache to begin with."""
+    with (
+        connect(Mesh(dp=2)) as world,
+        pytest.MonkeyPatch.context() as patched,
+        config.patch(cpp_cache_precompile_headers=False),
+    ):
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        counters.clear()
+        step = jit(tiny.mlp_step("mincut"), donate=0, world=world)
+        tiny.run_steps(step, init_state(tiny.mlp_params(), tiny.OPTIMIZER), [tiny.mlp_batch()])
+        return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+
+
+def test_followers_load_what_the_leader_compiled(ranks, tmp_path):
+    graphs = 3  # a layer's forward and backward, and the step around them
+    assert ranks.run(count_compilations, str(tmp_path), ranks=2, timeout_s=120) == [(0, graphs), (graphs, 0)]
+
+
+def compile_with_a_bug_on_the_leader(rank):
+    with connect(Mesh(dp=2)) as world, pytest.MonkeyPatch.context() as patched:
+        if rank == 0:
+            patched.setattr(Compiled, "compile", lambda self: 1 / 0)
+        try:
+            jit(lambda x: x + 1, world=world)(torch.ones(1))
+        except RuntimeError as e:
+            return str(e)
+
+
+def test_an_error_of_the_leader_reaches_all_ranks(ranks):
+    for message in ranks.run(compile_with_a_bug_on_the_leader, ranks=2):
+        assert "compiling" in message and "failed on rank 0 of 2: ZeroDivisionError" in message

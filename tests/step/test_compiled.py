@@ -1,0 +1,169 @@
+"""A compiled step computes what the plain function computes, on every backend and policy, and is compiled once.
+
+In fp64 losses, parameters and both moments agree to 1e-10 after five AdamW steps. In fp32 only losses are compared:
+AdamW turns the rounding of gradients near zero into steps of the size of the learning rate.
+"""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fmegatron import tree
+from fmegatron.step import init_state, jit
+from fmegatron.testing import assert_pure, relative_error
+from tests.step import tiny
+
+CALLS = 10
+DECODER_BATCHES = [tiny.decoder_batch(seed=i) for i in range(CALLS)]
+MLP_BATCHES = [tiny.mlp_batch(seed=i) for i in range(5)]
+POLICIES = ["mincut", "inputs", "all", 0.5, lambda node: node.target is torch.ops.aten.mm.default]
+
+
+def compilations() -> tuple:
+    """What torch has compiled or loaded in this process so far."""
+    inductor = counters["inductor"]
+    return (
+        counters["stats"]["unique_graphs"],
+        counters["aot_autograd"]["total"],
+        inductor["fxgraph_cache_hit"] + inductor["fxgraph_cache_miss"],
+    )
+
+
+def assert_equal_states(got, wanted):
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(wanted), strict=True):
+        assert relative_error(a, b) <= 1e-10, path
+
+
+# ---- the decoder -----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def plain():
+    """The plain Python function with plain layers: (loss of each call, state after five, state after the last)."""
+    step = tiny.decoder_step()
+    first, state = tiny.run_steps(step, tiny.decoder_state(), DECODER_BATCHES[:5])
+    rest, last = tiny.run_steps(step, state, DECODER_BATCHES[5:])
+    return first + rest, state, last
+
+
+@pytest.fixture(scope="module", params=["inductor", "compile", "aot_eager"])
+def compiled(request):
+    """(step, loss of each call, state after five, state after the last, what was compiled after 1 and after all)."""
+    step = jit(tiny.decoder_step(save="mincut"), donate=0, backend=request.param)
+    first, state = tiny.run_steps(step, tiny.decoder_state(), DECODER_BATCHES[:1])
+    after_one = compilations()
+    losses, state = tiny.run_steps(step, state, DECODER_BATCHES[1:5])
+    after_five = tiny.copied(state)
+    rest, state = tiny.run_steps(step, state, DECODER_BATCHES[5:])
+    return step, first + losses + rest, after_five, state, (after_one, compilations())
+
+
+def test_decoder_equals_the_plain_function(compiled, plain):
+    assert compiled[1] == pytest.approx(plain[0], rel=1e-10)
+    assert_equal_states(compiled[2], plain[1])
+    assert_equal_states(compiled[3], plain[2])
+
+
+def test_nothing_is_compiled_after_the_first_call(compiled):
+    after_one, after_all = compiled[4]
+    assert after_one == after_all
+    assert len(compiled[0].cache) == 1
+
+
+@pytest.mark.parametrize(
+    ("compute", "tolerance"),
+    [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.bfloat16, 2e-2)],
+    ids=str,
+)
+def test_lower_precision(compute, tolerance):
+    """fp32 against the plain function in fp32; bf16 matrices and activations over fp32 weights against all fp32."""
+    single = tiny.config_with(torch.float32, layers=1)
+    wanted, _ = tiny.run_steps(tiny.decoder_step(single), tiny.decoder_state(single), DECODER_BATCHES[:5])
+    config = tiny.config_with(torch.float32, compute_dtype=compute, layers=1)
+    step = jit(tiny.decoder_step(config, save="mincut"), donate=0)
+    losses, state = tiny.run_steps(step, tiny.decoder_state(config), DECODER_BATCHES[:5])
+    assert losses == pytest.approx(wanted, rel=tolerance)
+    assert {x.dtype for x in tree.leaves(state) if x.is_floating_point()} == {torch.float32}
+
+
+# ---- plain functions -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("save", POLICIES, ids=lambda p: "callable" if callable(p) else str(p))
+def test_policies(save):
+    wanted = tiny.run_steps(tiny.mlp_step(), init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+    step = jit(tiny.mlp_step(save), donate=0)
+    losses, state = tiny.run_steps(step, init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+    assert losses == pytest.approx(wanted[0], rel=1e-10)
+    assert_equal_states(state, wanted[1])
+
+
+def test_losses_in_fp32():
+    params, batches = (
+        tiny.mlp_params(dtype=torch.float32),
+        [tiny.mlp_batch(dtype=torch.float32, seed=i) for i in range(5)],
+    )
+    wanted, _ = tiny.run_steps(tiny.mlp_step(params=params), init_state(params, tiny.OPTIMIZER), batches)
+    losses, _ = tiny.run_steps(jit(tiny.mlp_step("mincut", params)), init_state(params, tiny.OPTIMIZER), batches)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "compile", "aot_eager", "eager"])
+def test_any_pure_function(backend):
+    """Trees of any kind in and out, constants in the arguments and in the result."""
+
+    def f(numbers, scale, name):
+        total = sum(x.sum() for x in numbers["list"])
+        return {"scaled": [scale * x + total for x in numbers["list"]], "same": (numbers["one"], name, scale)}
+
+    numbers = {
+        "list": [torch.randn(3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)],
+        "one": torch.ones(2),
+    }
+    compiled = jit(f, backend=backend)
+    got, wanted = assert_pure(compiled, numbers, 2.5, "name"), f(numbers, 2.5, "name")
+    assert tree.paths(got) == tree.paths(wanted)
+    assert got["same"][1:] == ("name", 2.5)
+    for a, b in zip(got["scaled"] + [got["same"][0]], wanted["scaled"] + [wanted["same"][0]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+
+
+def test_signature():
+    """Shape, stride, dtype, structure and Python constants make a graph; values of tensors do not."""
+    calls = []
+
+    def f(x, n=1):
+        calls.append(n)
+        return x * n
+
+    step = jit(f, backend="eager")
+    for x, n, entries in [
+        (torch.ones(2, 3), 1, 1),
+        (torch.zeros(2, 3), 1, 1),
+        (torch.ones(2, 4), 1, 2),
+        (torch.ones(3, 2).t(), 1, 3),
+        (torch.ones(2, 3, dtype=torch.float64), 1, 4),
+        (torch.ones(2, 3), 2, 5),
+        (torch.ones(2, 3), 2.0, 6),
+        (torch.ones(2, 3), True, 7),
+        (torch.ones(2, 3), 1, 7),
+    ]:
+        assert torch.equal(step(x, n), x * n)
+        assert len(step.cache) == len(calls) == entries
+    with pytest.raises(ValueError, match="leaf '1' is a list|leaf '1' is a ndarray"):
+        step(torch.ones(2), torch.ones(2).numpy())
+
+
+def test_a_tree_of_another_structure_is_another_graph():
+    step = jit(lambda t: t["a"] if "a" in t else t["b"] * 2, backend="eager")
+    assert torch.equal(step({"b": torch.ones(1)}), torch.full((1,), 2.0))
+    assert torch.equal(step({"a": torch.ones(1)}), torch.ones(1))
+
+
+def test_without_a_compiler(monkeypatch):
+    """One line names the package to install; the result is right, and nothing else changes."""
+    monkeypatch.setattr("fmegatron.step.compile.has_cpp_compiler", lambda: False)
+    step = jit(tiny.mlp_step("mincut"), donate=0)
+    with pytest.warns(UserWarning) as warnings:
+        losses, _ = tiny.run_steps(step, init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+    assert len(warnings) == 1 and "g++" in str(warnings[0].message) and "aot_eager" in str(warnings[0].message)
+    assert "\n" not in str(warnings[0].message)
+    wanted, _ = tiny.run_steps(tiny.mlp_step(), init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    assert {c.backend for c in step.cache.values()} == {"aot_eager"}

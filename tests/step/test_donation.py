@@ -1,0 +1,189 @@
+"""Donation: the old leaves hold the new values, nothing else changes, and there is no second copy of the state."""
+
+import pytest
+import torch
+
+from fmegatron import tree
+from fmegatron.step import init_state, jit
+from fmegatron.testing import assert_pure
+from tests.step import tiny
+
+BACKENDS = ["inductor", "compile", "aot_eager"]
+
+
+def pointers(t):
+    return [x.data_ptr() for x in tree.leaves(t)]
+
+
+# ---- a whole training step -------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def wide():
+    """(state, batch) whose weights are far larger than its activations."""
+    params = tiny.mlp_params(width=256, hidden=256, dtype=torch.float32)
+    return init_state(params, tiny.OPTIMIZER), tiny.mlp_batch(rows=8, width=256, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def donated(wide):
+    return jit(tiny.mlp_step(params=wide[0].params), donate=0)
+
+
+@pytest.fixture(scope="module")
+def undonated(wide):
+    return jit(tiny.mlp_step(params=wide[0].params))
+
+
+def test_every_leaf_of_the_state_stays_where_it_is(wide, donated):
+    state = tiny.copied(wide[0])
+    before, where = tiny.copied(state), pointers(state)
+    for _ in range(3):
+        old = state
+        state, _ = donated(state, wide[1])
+        assert pointers(state) == where
+        assert all(a is b for a, b in zip(tree.leaves(state), tree.leaves(old), strict=True))
+    unchanged = [p for p, a, b in zip(*tree.flatten(state)[:2], tree.leaves(before), strict=True) if torch.equal(a, b)]
+    assert not unchanged
+
+
+def test_without_donation_no_argument_changes(wide, undonated):
+    state, batch = tiny.copied(wide[0]), wide[1]
+    new, metrics = assert_pure(undonated, state, batch)
+    assert not set(pointers((new, metrics))) & set(pointers((state, batch)))
+
+
+def test_memory(wide, donated, undonated):
+    """Above the state: the gradients once, and activations; without donation, the new state too."""
+    state, batch = tiny.copied(wide[0]), wide[1]
+    donated(state, batch), undonated(state, batch)  # compiled before it is measured
+    peaks = [tiny.peak_bytes(lambda step=step: step(state, batch)) for step in (donated, undonated)]
+    gradients = sum(x.nbytes for x in tree.leaves(state.params))
+    activations = 16 * batch["x"].nbytes  # a few [B, D] of each layer, forward and backward
+    assert activations < 0.2 * gradients  # else the bounds below would say little
+    assert gradients <= peaks[0] <= gradients + activations
+    assert peaks[1] >= peaks[0] + 0.95 * 3 * gradients
+
+
+# ---- values that come from other leaves ------------------------------------------------------------------------------
+COPIES = {
+    "itself": lambda x: x,
+    "clone": torch.clone,
+    "cast there and back": lambda x: x.double().float(),
+    "times ones": lambda x: x * torch.ones(3, 3),
+    "transposed": lambda x: x.t(),
+    "transposed twice": lambda x: x.t().clone().t().clone(),
+    "cat of one": lambda x: torch.cat([x]),
+    "written into a new tensor": lambda x: torch.empty_like(x).copy_(x),
+    "written by parts": lambda x: torch.zeros(3, 3).index_put((torch.arange(3),), x),
+    "assigned": lambda x: _assigned(torch.zeros(3, 3), x),
+    "computed": lambda x: x + 1,
+}
+
+
+def _assigned(to, x):
+    to[:] = x
+    return to
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leaves_that_change_places(backend):
+    """Inductor drops copies that change nothing; then each leaf would be read after it was overwritten."""
+    state = {name: {"a": torch.randn(3, 3), "b": torch.randn(3, 3)} for name in COPIES}
+
+    def swap(state):
+        return {name: {"a": COPIES[name](s["b"]), "b": COPIES[name](s["a"])} for name, s in state.items()}
+
+    wanted, where = swap(tiny.copied(state)), pointers(state)
+    got = jit(swap, donate=0, backend=backend)(state)
+    wrong = [p for p, a, b in zip(*tree.flatten(got)[:2], tree.leaves(wanted), strict=True) if not torch.equal(a, b)]
+    assert not wrong and pointers(got) == where
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_old_value_returned_beside_the_new_one(backend):
+    """A step that remembers: what it returns of the old leaf is not overwritten, and is memory of its own."""
+    state = {name: torch.randn(3, 3) for name in COPIES}
+
+    def f(state):
+        return {name: x + 1 for name, x in state.items()}, {name: COPIES[name](x)[1:] for name, x in state.items()}
+
+    wanted = f(tiny.copied(state))[1]
+    new, old = jit(f, donate=0, backend=backend)(state)
+    for name in COPIES:
+        assert torch.equal(old[name], wanted[name]), name
+        assert old[name].untyped_storage().data_ptr() != new[name].untyped_storage().data_ptr(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_result_never_shares_memory_with_an_argument(backend):
+    x = torch.randn(3, 3)
+    got = assert_pure(jit(lambda x: {name: f(x) for name, f in COPIES.items()}, backend=backend), x)
+    for name, f in COPIES.items():
+        assert torch.equal(got[name], f(x))
+        assert got[name].untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), name
+
+
+def test_rolling_history():
+    """Ring buffers: new leaf i is old leaf i - 1."""
+    history = [torch.full((4,), float(i)) for i in range(5)]
+    step = jit(lambda h: [h[-1] * 2, *h[:-1]], donate=0)
+    for _ in range(2):
+        history = step(history)
+    assert [float(h[0]) for h in history] == [6.0, 8.0, 0.0, 1.0, 2.0]
+
+
+def test_state_or_parameters_alone():
+    """`train_step(params, batch) -> params` and any other position donate as well."""
+    w = torch.ones(3)
+    assert jit(lambda w, x: w - x, donate=0)(w, torch.ones(3)) is w and not w.any()
+    a, b = torch.ones(2), torch.ones(2)
+    got = jit(lambda a, b: (a + b, b * 3), donate=1)(a, b)
+    assert got[1] is b and b.tolist() == [3, 3] and a.tolist() == [1, 1] and got[0].tolist() == [2, 2]
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+def tied():
+    w = torch.ones(3)
+    return {"a": w, "b": w[1:]}
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "donate", "message"),
+    [
+        (lambda s: {"a": s["a"].double()}, [{"a": torch.ones(3)}], 0,
+         r"donated leaf '0/a' changes: was float32\[3\] on cpu, would become float64\[3\] on cpu"),
+        (lambda s: {"a": s["a"][:2]}, [{"a": torch.ones(3)}], 0, r"'0/a' changes: was float32\[3\].*float32\[2\]"),
+        (lambda s, n: (s + 1, n), [torch.ones(3), 2], 2, "donate=2, but the function takes 2 arguments"),
+        (lambda s, n: (s + 1, n), [torch.ones(3), 2], -1, "donate=-1, but the function takes 2 arguments"),
+        (lambda s: {"a": s["a"]}, [{"a": torch.ones(3), "b": torch.ones(3)}], 0, r"missing from the result: \['0/b'\]"),
+        (lambda s: {"a": s["a"], "c": s["a"]}, [{"a": torch.ones(3)}], 0, r"only in the result: \['0/c'\]"),
+        (lambda a, b: a + b, [torch.ones(3), torch.ones(3)], (0, 1), "returns one result, no tuple"),
+        (lambda s: {"a": s["a"] + 1, "b": s["b"]}, [tied()], 0, "leaves '0/a' and '0/b' share memory"),
+        (lambda s: s + 1, [torch.ones(1).expand(3)], 0, "donated leaf '0' is expanded"),
+    ],
+    ids=["dtype", "shape", "position", "negative", "missing", "extra", "two for one", "tied", "expanded"],
+)  # fmt: skip
+def test_errors(f, args, donate, message):
+    before = tiny.copied([x for x in tree.leaves(args) if isinstance(x, torch.Tensor)])
+    with pytest.raises(ValueError, match=message):
+        jit(f, donate=donate, backend="eager")(*args)
+    after = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+    assert all(map(torch.equal, before, after))
+
+
+def test_an_argument_that_shares_memory_with_a_donated_one():
+    state = torch.ones(3)
+    step = jit(lambda s, old: (s + 1, (s - old).sum()), donate=0, backend="eager")
+    with pytest.raises(ValueError, match="leaves '0' and '1' share memory and one is donated"):
+        step(state, state)
+    assert step(state, state.clone())[1] == 0
+    halves = torch.ones(4)
+    assert jit(lambda a, b: (a + 1, b.sum()), donate=0, backend="eager")(halves[:2], halves[2:])[1] == 2
+
+
+def test_only_the_outermost_donates():
+    inner = jit(lambda x: x + 1, donate=0)
+    inner.fn.__name__ = "inner"
+    with pytest.raises(
+        ValueError, match="donates an argument and is called inside another jit; only the outermost may"
+    ):
+        jit(lambda x: inner(x) * 2, backend="eager")(torch.ones(2))

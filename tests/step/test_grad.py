@@ -1,0 +1,192 @@
+"""Gradients as values: value_and_grad, microbatches that equal the whole batch, and the reduction a layout asks for."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import (
+    State,
+    accumulate,
+    init_state,
+    jit,
+    raw_gradient_layout,
+    reduce_gradients,
+    state_specs,
+    trace,
+    value_and_grad,
+)
+from fmegatron.testing import Ranks, assert_pure, relative_error, simulate, split
+from tests.step import tiny
+
+
+# ---- value_and_grad --------------------------------------------------------------------------------------------------
+def loss_of(p, x):
+    loss = (p["w"] * x).sin().sum() + (p["layers"][0] ** 2).sum()
+    return loss, {"count": torch.tensor(3), "mean": p["w"].mean(), "name": "aux"}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_value_and_grad(backend):
+    p = {"w": torch.randn(3, dtype=torch.float64), "layers": [torch.randn(2), torch.randn(())], "unused": torch.ones(4)}
+    x = torch.randn(3, dtype=torch.float64)
+    f = value_and_grad(loss_of)
+    (loss, aux), grads = assert_pure(jit(f, backend=backend) if backend else f, p, x)
+    torch.testing.assert_close(loss, loss_of(p, x)[0])
+    assert tree.paths(grads) == tree.paths(p)
+    torch.testing.assert_close(grads["w"], x * (p["w"] * x).cos())
+    torch.testing.assert_close(grads["layers"][0], 2 * p["layers"][0])
+    for path, g, w in zip(tree.paths(p), tree.leaves(grads), tree.leaves(p), strict=True):
+        assert g.shape == w.shape and g.dtype == w.dtype and not g.requires_grad, path
+    assert not grads["unused"].any() and not grads["layers"][1].any()
+    assert aux["name"] == "aux" and aux["count"] == 3 and not aux["mean"].requires_grad and not loss.requires_grad
+
+
+def test_a_loss_without_aux():
+    (loss, aux), grads = value_and_grad(lambda p: p.square().sum())(torch.ones(3))
+    assert loss == 3 and aux == {} and grads.tolist() == [2, 2, 2]
+
+
+def test_a_gradient_of_a_gradient():
+    """The gradient is part of a pure function, so it can be taken inside of a loss that penalises something."""
+
+    def step(p):
+        (_, _), inner = value_and_grad(lambda p: (p**3).sum())(p)
+        (loss, _), grads = value_and_grad(lambda p: (p * inner).sum())(p)
+        return loss, grads
+
+    loss, grads = jit(step, backend="aot_eager")(torch.full((2,), 2.0))
+    assert loss == 2 * 2 * 12 and grads.tolist() == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda p: p * 2, r"a tensor of shape \(3,\)"),
+        (lambda p: (p.sum(0, keepdim=True), {}), r"a tensor of shape \(1,\)"),
+        (lambda p: 3.0, "float"),
+        (lambda p: p.detach().sum(), r"a tensor of shape \(\)"),
+        (lambda p: None, "NoneType"),
+    ],
+)
+def test_a_loss_that_is_none(loss, got):
+    with pytest.raises(ValueError, match=f"the loss must be a 0-d tensor that depends on the parameters, got {got}"):
+        value_and_grad(loss)(torch.ones(3))
+
+
+# ---- microbatches ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_accumulate_equals_the_whole_batch(n, backend):
+    layouts, axes = model.layouts(tiny.CONFIG, tiny.ONE), Axes(tiny.ONE)
+
+    def loss(params, batch):
+        return model.loss(params, batch, tiny.CONFIG, layouts, axes)
+
+    args = tiny.decoder_state().params, tiny.decoder_batch(rows=4)
+    (wanted_loss, wanted_aux), wanted = value_and_grad(loss)(*args)
+    f = accumulate(value_and_grad(loss), n)
+    (got_loss, aux), grads = assert_pure(jit(f, backend=backend) if backend else f, *args)
+    assert relative_error(got_loss, wanted_loss) <= 1e-12 and relative_error(aux["loss"], wanted_aux["loss"]) <= 1e-12
+    assert aux["tokens"] == wanted_aux["tokens"] and aux["tokens"].dtype == torch.int64  # a count: summed
+    for path, a, b in zip(tree.paths(grads), tree.leaves(grads), tree.leaves(wanted), strict=True):
+        assert relative_error(a, b) <= 1e-12, path
+
+
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize("save", [None, "inputs"])
+def test_accumulate_under_fsdp(mesh, save):
+    """Four microbatches of each rank's rows, three steps: the state of one rank with the whole batch."""
+    config = dataclasses.replace(tiny.CONFIG, z_loss=1e-3)
+    layouts = tiny.decoder_layouts(config, mesh), None
+    step = tiny.decoder_step(config, save, mesh, microbatches=4)
+    batches = [tiny.decoder_batch(rows=16, seed=i) for i in range(3)]
+
+    def parts(batch):
+        return split(batch, tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (tuple(mesh.names),)), batch))
+
+    args = tiny.decoder_state(config), parts(batches[0])
+    sim = simulate(step, mesh, *args, layouts=layouts, out_layouts=layouts)
+    for batch in batches[1:]:
+        sim = sim.again(Ranks(out[0] for out in sim.outputs), parts(batch))
+    losses, wanted = tiny.run_steps(tiny.decoder_step(config), tiny.decoder_state(config), batches)
+    assert sim.metrics["loss"] == pytest.approx(losses[-1], rel=1e-10) and sim.metrics["tokens"] == 16 * config.max_seq
+    got = sim.globals()[0]
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(wanted), strict=True):
+        assert relative_error(a, b) <= 1e-10, path
+
+
+def test_one_microbatch_is_one_node():
+    """The graph of the step hardly grows with the number of microbatches."""
+    sizes = {}
+    for n in (2, 4, 8):
+        step = accumulate(value_and_grad(tiny.mlp_loss()), n)
+        sizes[n] = len(trace(step, (tiny.mlp_params(), tiny.mlp_batch(rows=8))).graph_module.graph.nodes)
+    assert (sizes[8] - sizes[4]) == 2 * (sizes[4] - sizes[2]) <= 2 * 2 * 15
+
+
+def test_low_precision_gradients_are_summed_in_fp32():
+    f = accumulate(value_and_grad(lambda p, b: (p * b["x"]).sum()), 256)
+    x = torch.full((256, 1), 1 / 256).bfloat16()
+    x[0] = 1.0
+    (_, _), grads = f(torch.ones(1, dtype=torch.bfloat16), {"x": x})
+    assert grads.dtype == torch.float32 and float(grads * 256) == pytest.approx(1 + 255 / 256, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "message"),
+    [
+        ({"x": torch.ones(6, 2)}, 4, r"leaf 'x' of local shape \(6, 2\) cannot be cut into 4 microbatches"),
+        ({"x": torch.ones(4), "y": torch.ones(())}, 2, r"leaf 'y' of local shape \(\) cannot be cut"),
+        ({"x": torch.ones(4)}, 0, "n=0 microbatches; n must be at least 1"),
+    ],
+)
+def test_accumulate_errors(batch, n, message):
+    with pytest.raises(ValueError, match=message):
+        accumulate(value_and_grad(lambda p, b: (p * b["x"]).sum()), n)(torch.ones(()), batch)
+
+
+# ---- reduction -------------------------------------------------------------------------------------------------------
+def test_reduce_gradients():
+    """Each leaf is summed over the data axes that do not shard it, and over no other."""
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    specs = {"both": (("dp", "fsdp"), "tp"), "fsdp": ("fsdp", None), "tp": (None, "tp"), "none": ()}
+    layouts = {name: Layout((4, 4), torch.float64, mesh, spec) for name, spec in specs.items()}
+    pending = {name: raw_gradient_layout(layout, ("dp", "fsdp")).unreduced for name, layout in layouts.items()}
+    assert pending == {"both": (), "fsdp": ("dp",), "tp": ("dp", "fsdp"), "none": ("dp", "fsdp")}
+    grads = {name: torch.randn(4, 4, dtype=torch.float64) for name in specs}
+    raw = tree.map(lambda layout: raw_gradient_layout(layout, ("dp", "fsdp")), layouts)
+    axes = Axes(mesh)
+    sim = simulate(lambda g: reduce_gradients(g, layouts, axes), mesh, grads, layouts=(raw,), out_layouts=layouts)
+    for name, got in sim.globals().items():
+        torch.testing.assert_close(got, grads[name], rtol=1e-14, atol=1e-15, msg=name)
+
+
+# ---- the state -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", [optim.adamw(1e-3), optim.sgd(0.1), optim.sgd(0.1, momentum=0.9)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_specs_of_the_state_are_its_twin(optimizer, dtype):
+    """Same structure, dtypes and local shapes as the state itself, on every rank."""
+    config, mesh = tiny.config_with(dtype), Mesh(fsdp=2, tp=2)
+    specs = state_specs(model.specs(config, mesh), optimizer)
+    assert isinstance(specs, State) and specs.step.shape == () and specs.step.dtype == torch.int64
+    for rank in range(mesh.size):
+        state = init_state(model.init(config, mesh, key=0, rank=rank), optimizer)
+        assert tree.paths(state) == tree.paths(specs) and state.step == 0
+        tree.check(state, tree.layouts(specs), rank)
+
+
+def test_train_step_counts_and_reports():
+    """The step number goes up by one; metrics are the loss's own and the gradient's norm before it was clipped."""
+    state, batch = tiny.decoder_state(), tiny.decoder_batch()
+    free, free_metrics = tiny.decoder_step(clip_norm=None)(state, batch)
+    clipped, metrics = assert_pure(tiny.decoder_step(clip_norm=1e-3), state, batch)
+    assert state.step == 0 and free.step == clipped.step == 1
+    assert metrics["grad_norm"] == free_metrics["grad_norm"] > 1e-3
+    assert set(metrics) == {"loss", "tokens", "grad_norm"} and all(m.dim() == 0 for m in metrics.values())
+    scale = 1e-3 / (metrics["grad_norm"] + 1e-6)  # the first moment is linear in the gradient
+    for a, b in zip(tree.leaves(clipped.opt["adam"]["m"]), tree.leaves(free.opt["adam"]["m"]), strict=True):
+        torch.testing.assert_close(a, b * scale, rtol=1e-10, atol=0)

@@ -1,0 +1,245 @@
+"""Layers: compiled once however many there are, saving what their policy says, with the plain function's gradients."""
+
+import operator
+
+import pytest
+import torch
+
+from fmegatron import model, tree
+from fmegatron.step import compiled_layer, entry_of, jit, opaque_entries, remat, trace, value_and_grad
+from tests.step import tiny
+
+CALLABLE = lambda node: node.target is torch.ops.aten.mm.default  # noqa: E731
+
+
+# ---- once ------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def graphs():
+    """layers -> traced train step of the decoder."""
+    found = {}
+    for layers in (2, 4, 6):
+        config = tiny.config_with(layers=layers)
+        step = tiny.decoder_step(config, save="mincut")
+        found[layers] = trace(step, (tiny.decoder_state(config), tiny.decoder_batch(config))).graph_module.graph
+    return found
+
+
+def test_two_entries_whatever_the_depth(graphs):
+    """A forward and a backward; equal layers of several traces share them."""
+    entries = opaque_entries(graphs[2])
+    assert [e.name.split("_")[-2] for e in entries] == ["fwd", "bwd"]
+    assert entries == opaque_entries(graphs[4]) == opaque_entries(graphs[6])
+    for layers, graph in graphs.items():
+        assert len([n for n in graph.nodes if entry_of(n)]) == 2 * layers
+
+
+def test_the_outer_graph_grows_by_a_few_nodes_per_layer(graphs):
+    sizes = {layers: len(graph.nodes) for layers, graph in graphs.items()}
+    assert sizes[6] - sizes[4] == sizes[4] - sizes[2]
+    inside = sum(len(e.graph_module.graph.nodes) for e in opaque_entries(graphs[2]))
+    assert (sizes[4] - sizes[2]) / 2 < 0.25 * inside
+
+
+def test_layers_that_differ_in_a_constant_are_two():
+    """Their code is the same text: it only names the constant."""
+
+    def of(c):
+        return compiled_layer("mincut")(lambda x, w: x * w * torch.tensor([c, 2 * c]))
+
+    first, second = of(1.0), of(5.0)
+    got = jit(lambda x, w: second(first(x, w), w), backend="eager")(torch.ones(2), torch.ones(2))
+    assert got.tolist() == [5.0, 20.0]
+
+
+# ---- what is saved ---------------------------------------------------------------------------------------------------
+def saved(save):
+    """(bytes that one call of the decoder's block saves besides its inputs, the cut)."""
+    made = []
+
+    def layer(fn, prepare):
+        made.append(compiled_layer(save)(fn, prepare))
+        return made[-1]
+
+    layouts = model.layouts(tiny.CONFIG, tiny.ONE)
+    f = value_and_grad(lambda p, b: model.loss(p, b, tiny.CONFIG, layouts, tiny.Axes(tiny.ONE), layer))
+    trace(f, (tiny.decoder_state().params, tiny.decoder_batch()))
+    (pair,) = made[0].halves.values()
+    return pair.cut
+
+
+def test_policies_are_ordered():
+    cuts = {save: saved(save) for save in ("inputs", 0.0, 0.5, "mincut", 1.0, "all")}
+    sizes = {save: cut.residual_bytes for save, cut in cuts.items()}
+    assert sizes["inputs"] == sizes[0.0] == 0 < sizes[0.5] <= sizes["mincut"] == sizes[1.0] <= sizes["all"]
+    assert sizes["mincut"] < sizes["all"]
+    for cut in cuts.values():  # what the forward returns is what the backward takes
+        _, *residuals = cut.forward.graph.output_node().args[0]
+        names = [n.name for n in cut.backward.graph.find_nodes(op="placeholder")]
+        assert [n.name for n in residuals] == names[: len(residuals)]
+
+
+def test_a_callable_policy_saves_what_it_picks():
+    _, *residuals = saved(CALLABLE).forward.graph.output_node().args[0]
+    assert residuals and all(CALLABLE(n) for n in residuals)
+
+
+def test_recomputation_is_in_the_backward():
+    def products(save):
+        return [len(g.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+                for g in (saved(save).forward, saved(save).backward)]  # fmt: skip
+
+    assert products("all") == [4, 8]  # qkv, o, gate and up, down; two products in the backward of each
+    assert products("inputs") == [4, 8 + 3]  # the last one is not needed again
+
+
+@pytest.mark.parametrize("save", ["some", 1.5, -0.1, True, ("inputs",)])
+def test_unknown_policy(save):
+    with pytest.raises(ValueError, match="save="):
+        trace(value_and_grad(tiny.mlp_loss(save)), (tiny.mlp_params(), tiny.mlp_batch()))
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+LAYERS = {
+    "mlp": lambda x, w: x + torch.tanh(x * w["a"]) * w["b"],
+    "residual only": lambda x, w: x + w["a"],  # the backward returns its own input, twice
+    "two residuals": lambda x, w: x + w["a"] + w["b"],
+    "times ones": lambda x, w: x * torch.ones(4),
+    "one weight": lambda x, w: x.relu() * w["b"],
+    "view of a product": lambda x, w: (x[:, None] * w["a"]).sum(0).t().sum(0) + w["b"],
+    "in place on a temporary": lambda x, w: (x * w["a"]).add_(w["b"]).mul_(x),
+    "weight of another dtype": lambda x, w: (x.float() * w["a"].float()).double(),
+    "several outputs of one op": lambda x, w: x.split(2)[0].repeat(2) * w["a"].split(2)[1].repeat(2),
+}  # fmt: skip
+
+
+def loss_over(layer):
+    def loss(p, x):
+        y = layer(x * p["s"], {"a": p["a"], "b": p["b"]})
+        y = layer(y, {"a": p["b"], "b": p["a"]})
+        return (y * y).sum() + y.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("backend", [None, "inductor", "aot_eager"])
+def test_gradients(backend):
+    """All layers in one step (for Inductor those whose halves return their inputs), each used twice; also eagerly."""
+    layers = {name: fn for name, fn in LAYERS.items() if backend != "inductor" or "residual" in name or "ones" in name}
+    p = {n: torch.randn(4, dtype=torch.float64) for n in ("s", "a", "b")}
+    x = torch.randn(4, dtype=torch.float64)
+
+    def f(layers):
+        fs = {name: value_and_grad(loss_over(layer)) for name, layer in layers.items()}
+        return lambda p, x: {name: f(p, x) for name, f in fs.items()}
+
+    step = f({name: compiled_layer("mincut")(fn) for name, fn in layers.items()})
+    got, wanted = (jit(step, backend=backend) if backend else step)(p, x), f(layers)(p, x)
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6 if "dtype" in path else 1e-12, atol=1e-12, msg=path)
+
+
+def test_prepare():
+    """Runs before the forward and again before the backward; constants and integers among the weights are welcome."""
+    calls = []
+
+    def prepare(shards):
+        calls.append(0)
+        return {"w": shards["w"] * 2, "same": shards["same"], "constant": torch.ones(3), "index": shards["index"]}
+
+    def fn(x, w):
+        return (x * w["w"] * w["constant"] + w["same"])[w["index"]]
+
+    def step(layer):
+        def loss(p, x, index):
+            return layer(layer(x, {**p, "index": index}), {**p, "index": index}).square().sum()
+
+        return value_and_grad(loss)
+
+    args = {"w": torch.randn(3), "same": torch.randn(3)}, torch.randn(3), torch.tensor([2, 0, 1])
+    got = jit(step(remat(fn, prepare)), backend="aot_eager")(*args)
+    assert len(calls) == 2 * 2
+    wanted = step(lambda x, shards: fn(x, prepare(shards)))(*args)
+    for a, b in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+def changes_rest(x, w, r):
+    r.add_(1)  # HERE rest
+    return x * w + r
+
+
+def changes_x(x, w, r):
+    x.add_(1)  # HERE x
+    return x * w
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (changes_rest, f"argument '2' is changed in place by aten.add_.* at {tiny.line_of(__file__, 'rest')}"),
+        (changes_x, f"changes_x changes an argument in place at {tiny.line_of(__file__, 'x')}"),
+        (lambda x, w, r: (x, w), "returned tuple; it must return one tensor"),
+        (lambda x, w, r: x.view(3, 1), "its output is a view of an input"),
+        (lambda x, w, r: x * w if x.sum() > 0 else x, r"reads the value of a tensor at test_layer.py:\d+"),
+    ],
+    ids=["rest in place", "x in place", "two outputs", "view", "if"],
+)
+def test_errors_of_the_function(fn, message):
+    with pytest.raises(ValueError, match=message):
+        trace(compiled_layer("mincut")(fn), (torch.ones(3), torch.ones(3), torch.ones(3)))
+
+
+def test_a_layer_may_not_close_over_tensors():
+    constant = torch.ones(3)
+
+    def step(x, w):
+        angle = x * 2
+        return compiled_layer("mincut")(lambda x, w: x * w * angle)(x, w)
+
+    for f in (step, compiled_layer("mincut")(lambda x, w: x * w * constant)):
+        with pytest.raises(ValueError, match=r"uses a tensor at test_layer.py:\d+ that is not among its arguments"):
+            trace(f, (torch.ones(3), torch.ones(3)))
+
+
+def test_gradients_stop_at_nothing_silently():
+    layer = compiled_layer("mincut")(lambda x, w, r: x * w + r)
+    with pytest.raises(ValueError, match="argument '0' after the shards is a tensor that needs a gradient"):
+        trace(
+            value_and_grad(lambda p: layer(p["w"] * 2, p["w"], p["r"]).sum()),
+            ({"w": torch.ones(3), "r": torch.ones(3)},),
+        )
+    with pytest.raises(ValueError, match="argument '0' after the shards is 3"):
+        trace(lambda x, w: layer(x, w, 3), (torch.ones(3), torch.ones(3)))
+
+
+# ---- a jit inside a jit ----------------------------------------------------------------------------------------------
+def test_a_jit_inside_a_jit_is_one_node():
+    @jit
+    def inner(x, scale):
+        y = (x * scale).sin()
+        return {"y": y, "same": y, "part": y[:1], "name": "inner"}
+
+    def outer(x):
+        return [inner(x, 2.0), inner(x + 1, 2.0), inner(x, 3.0)]
+
+    step = jit(outer, backend="aot_eager")
+    x = torch.randn(3)
+    alone = inner(x, 2.0)  # the same jit on its own is another kind of entry
+    for got, scale, shift in zip(step(x), (2.0, 2.0, 3.0), (0, 1, 0), strict=True):
+        torch.testing.assert_close(got["y"], ((x + shift) * scale).sin())
+        torch.testing.assert_close(got["part"], got["same"][:1])
+        assert got["name"] == "inner"
+    torch.testing.assert_close(alone["y"], (x * 2).sin())
+    nodes = [n for n in step.graph().nodes if n.op == "call_function" and n.target is not operator.getitem]
+    assert len([n for n in nodes if entry_of(n)]) == 3 and len(opaque_entries(step.graph())) == 2
+    assert not [n for n in nodes if "sin" in n.name]
+
+
+def test_errors_of_a_jit_inside_a_jit():
+    with pytest.raises(ValueError, match="output 'a' of .* is one of its inputs or a view of one; return a new tensor"):
+        inner = jit(lambda x: {"a": x[1:]})
+        jit(lambda x: inner(x), backend="eager")(torch.ones(3))
+    with pytest.raises(ValueError, match="is a jit inside of a gradient"):
+        cut = jit(lambda p: (p * 3).sum())
+        jit(value_and_grad(lambda p: cut(p) + p.square().sum()), backend="eager")(torch.ones(3))

@@ -1,0 +1,129 @@
+"""The smallest things that show what the step room does: a decoder, a stack of MLP layers, and their train steps."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import build_train_step, compiled_layer, init_state, state_specs
+from fmegatron.testing import split
+
+ONE = Mesh(dp=1)
+CONFIG = model.Config(
+    vocab_size=30, dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, max_seq=8, vocab_multiple=4,
+    param_dtype=torch.float64, compute_dtype=torch.float64,
+)  # fmt: skip
+OPTIMIZER = optim.adamw(learning_rate=1e-2)
+
+
+# ---- a decoder -------------------------------------------------------------------------------------------------------
+def config_with(dtype: torch.dtype = torch.float64, **changes) -> model.Config:
+    """CONFIG in another dtype (fields such as compute_dtype may differ from it)."""
+    return dataclasses.replace(CONFIG, **{"param_dtype": dtype, "compute_dtype": dtype} | changes)
+
+
+def decoder_step(config: model.Config = CONFIG, save=None, mesh: Mesh = ONE, **options) -> Callable:
+    """The usual train step of the decoder; save: policy of its compiled layers, None for plain ones."""
+    layouts, axes = model.layouts(config, mesh), Axes(mesh)
+    layer = model.plain_layer if save is None else compiled_layer(save)
+    data_axes = tuple(a for a in model.DATA_AXES if a in mesh)
+
+    def loss_fn(params, batch):
+        return model.loss(params, batch, config, layouts, axes, layer)
+
+    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, data_axes=data_axes, **options)
+
+
+def decoder_state(config: model.Config = CONFIG, mesh: Mesh = ONE, rank: int = 0):
+    """This rank's state at step 0."""
+    return init_state(model.init(config, mesh, key=0, rank=rank), OPTIMIZER)
+
+
+def decoder_batch(config: model.Config = CONFIG, rows: int = 4, seed: int = 0, mesh: Mesh = ONE, rank: int = 0) -> dict:
+    """This rank's rows of a batch."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, config.vocab_size, (rows, config.max_seq + 1), generator=generator)
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    data = tuple(a for a in model.DATA_AXES if a in mesh)
+    return split(batch, tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (data,)), batch))[rank]
+
+
+def decoder_layouts(config: model.Config, mesh: Mesh):
+    """Layouts of the decoder's state."""
+    return tree.layouts(state_specs(model.specs(config, mesh), OPTIMIZER))
+
+
+# ---- a stack of MLP layers -------------------------------------------------------------------------------------------
+def mlp(x_BD: torch.Tensor, w: dict) -> torch.Tensor:
+    """One layer: x + tanh(x a) b."""
+    return x_BD + torch.tanh(x_BD @ w["a"]) @ w["b"]
+
+
+def mlp_params(layers: int = 2, width: int = 8, hidden: int = 16, dtype: torch.dtype = torch.float64) -> dict:
+    """Stacked weights {"a": [L, D, F], "b": [L, F, D]}."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (layers, width, hidden), "b": (layers, hidden, width)}
+    return {name: 0.3 * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+
+def mlp_loss(save=None) -> Callable:
+    """loss(params, batch) over the stack; save: policy of compiled layers, None for plain ones."""
+    layer = mlp if save is None else compiled_layer(save)(mlp)
+
+    def loss(params, batch):
+        x_BD = batch["x"]
+        for w in model.unstack(params):
+            x_BD = layer(x_BD, w)
+        loss = (x_BD - batch["y"]).square().mean()
+        return loss, {"loss": loss.detach()}
+
+    return loss
+
+
+def mlp_step(save=None, params: dict | None = None, **options) -> Callable:
+    """The usual train step over `mlp_loss`."""
+    layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, ONE), mlp_params() if params is None else params)
+    return build_train_step(mlp_loss(save), OPTIMIZER, layouts, Axes(ONE), data_axes=("dp",), **options)
+
+
+def mlp_batch(rows: int = 4, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict:
+    """{"x", "y": [B, D]}."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(rows, width, generator=generator, dtype=dtype) for name in ("x", "y")}
+
+
+# ---- what tests do with them -----------------------------------------------------------------------------------------
+def run_steps(step: Callable, state, batches: list) -> tuple[list[float], object]:
+    """(loss of every step, state after the last)."""
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def copied(t):
+    """A tree of tensors with memory of its own."""
+    return tree.map(torch.clone, t)
+
+
+def peak_bytes(fn: Callable) -> int:
+    """Largest sum of live allocations during fn(), above what was live before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        fn()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = top = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events):
+        live += size
+        top = max(top, live)
+    return top
+
+
+def line_of(file: str, mark: str) -> str:
+    """ "name.py:12", the line of a file that ends with the comment `# HERE mark`."""
+    lines = Path(file).read_text().splitlines()
+    return f"{Path(file).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# HERE ' + mark))}"
