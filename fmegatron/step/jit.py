@@ -65,7 +65,7 @@ class Jitted:
         self.patches, self.options, self.cache, self._last = patches, options, {}, None
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry, places of its outputs)
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
 
     def __call__(self, *args):
         leaves, spec = optree.tree_flatten(args)

@@ -140,6 +140,12 @@ def test_state_or_parameters_alone():
     assert got[1] is b and b.tolist() == [3, 3] and a.tolist() == [1, 1] and got[0].tolist() == [2, 2]
 
 
+def test_a_jit_of_a_jit_has_its_own_options():
+    x = torch.ones(2)
+    step = jit(jit(lambda x: x + 1), donate=0, backend="eager")
+    assert step(x) is x and x.tolist() == [2, 2] and step(x).tolist() == [3, 3]
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 def tied():
     w = torch.ones(3)
