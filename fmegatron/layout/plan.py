@@ -30,16 +30,6 @@ class Plan(NamedTuple):
     receives: tuple[Transfer, ...]
     local: tuple[Transfer, ...]
 
-    @property
-    def elements_received(self) -> int:
-        """Elements that arrive from other ranks."""
-        return sum(transfer.dst.size for transfer in self.receives)
-
-    @property
-    def elements_sent(self) -> int:
-        """Elements that leave for other ranks."""
-        return sum(transfer.src.size for transfer in self.sends)
-
 
 def plan_reshard(src: Layout, dst: Layout, rank: int) -> Plan:
     """What `rank` sends, receives and copies so that an array laid out as `src` becomes laid out as `dst`.

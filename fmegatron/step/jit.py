@@ -63,7 +63,7 @@ class Jitted:
     def __init__(self, fn, donate, world, backend, patches, options):
         self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
         self.patches, self.options, self.cache, self._last = patches, options, {}, None
-        self._inside = {}  # the same for calls inside another jit: key -> (traced, entry, places of its outputs)
+        self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
 
@@ -119,12 +119,10 @@ class Jitted:
                 raise ValueError(
                     f"output {path!r} of {self.name} is one of its inputs or a view of one; return a new tensor"
                 )
-            graph_module, places = _with_distinct_outputs(traced)
-            entry = Entry.make(self.name, graph_module, traced.fakes, traced.fake_mode)
-            self._inside[key] = (traced, entry, places)
-        traced, entry, places = self._inside[key]
-        outs = entry.op([x for x in leaves if isinstance(x, torch.Tensor)])
-        return traced.result([outs[i] for i in places])
+            entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
+            self._inside[key] = (traced, entry)
+        traced, entry = self._inside[key]
+        return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
         """The graph after a stage ("trace", "lower", "donate") of the call-th signature; print it to read it."""
@@ -265,35 +263,6 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
     graph.lint()
     copy.recompile()
     return copy
-
-
-def _with_distinct_outputs(traced: Traced) -> tuple[torch.fx.GraphModule, list[int]]:
-    """The graph with every returned value once, and where each leaf of the result then stands.
-
-    Outputs of an opaque node may not share memory: the same value under two names is returned once, a view of another
-    output is copied.
-    """
-    copy = copy_module(traced.graph_module)
-    output = copy.graph.output_node()
-    unique: list[torch.fx.Node] = []
-    storages: set[int] = set()
-    places: list[int] = []
-    known: dict[torch.fx.Node, int] = {}
-    for node in map(_behind_aliases, output.args[0]):
-        if node not in known:
-            storage = node.meta["val"].untyped_storage()._cdata
-            value = node
-            if storage in storages:
-                with copy.graph.inserting_before(output):
-                    value = copy.graph.call_function(torch.ops.fmegatron_step.barrier.default, (node, node))
-                value.meta.update(node.meta)
-            storages.add(storage)
-            known[node] = len(unique)
-            unique.append(value)
-        places.append(known[node])
-    output.args = (unique,)
-    copy.recompile()
-    return copy, places
 
 
 def _behind_aliases(node: torch.fx.Node) -> torch.fx.Node:

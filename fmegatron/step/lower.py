@@ -43,10 +43,7 @@ def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, 
     module = copy_module(graph_module)
     graph = module.graph
     snippets, index_inputs = {}, {}
-    last_placeholder = None
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            last_placeholder = node
+    last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node in symbolic_nodes(graph):
         name, axes = is_symbolic(node.target), _axes(node)
         if name == "declare":
