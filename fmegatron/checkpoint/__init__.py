@@ -3,6 +3,6 @@
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.read import layouts, metadata, restore
-from fmegatron.checkpoint.write import save
+from fmegatron.checkpoint.saving import save
 
 __all__ = ["CheckpointError", "Manager", "layouts", "metadata", "restore", "save"]

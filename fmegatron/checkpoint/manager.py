@@ -13,9 +13,9 @@ import torch
 from fmegatron.checkpoint import commit
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.manifest import read_manifest
-from fmegatron.checkpoint.ranks import Alone, Ranks, announce, together
+from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.read import rank_of, read_state
-from fmegatron.checkpoint.write import save
+from fmegatron.checkpoint.saving import save
 
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old|gone)-[0-9a-f]+")
@@ -95,7 +95,7 @@ class Manager:
         good, ValueError when the target does not fit a good one.
         """
         ranks, rank, skipped = world or Alone(), rank_of(target_layouts, world, rank), []
-        steps = announce(ranks, ",".join(map(str, reversed(self.steps()))))  # all ranks go by what rank 0 sees
+        steps = ranks.broadcast_text(",".join(map(str, reversed(self.steps()))))  # all ranks go by what rank 0 sees
         for step in map(int, filter(None, steps.split(","))):
             path, unfit, damaged, result = self.path(step), None, None, None
             try:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import torch
 
 
 class Ranks(Protocol):
-    """What saving and restoring need of a `World`: who am I, and do all agree that it went well."""
+    """What saving and restoring need of a `World`: who am I, do all agree that it went well, and bytes from peers."""
 
     rank: int
     size: int
 
     def agree(self, error: str | None, what: str) -> None:
         """Wait for all ranks; RuntimeError on all with the first failing rank's message if one passed an error."""
+
+    def broadcast_text(self, text: str, source: int = 0) -> str:
+        """The text of rank `source`, on all ranks."""
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """int64 [n] of every rank -> int64 [size, n] on all ranks."""
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Send and fill CPU tensors, as `World.exchange`."""
 
 
 class Alone:
@@ -25,6 +36,19 @@ class Alone:
         """Raise RuntimeError if there is an error."""
         if error is not None:
             raise RuntimeError(f"{what} failed: {error}")
+
+    def broadcast_text(self, text: str, source: int = 0) -> str:
+        """The text."""
+        return text
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """The only row."""
+        return row[None].clone()
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Copies to oneself."""
+        for (_, source), (_, target) in zip(sends, receives, strict=True):
+            target.copy_(source)
 
 
 def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
@@ -41,18 +65,3 @@ def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
             raise error from None
         raise raised from error
     return result
-
-
-def announce(world: Ranks, text: str | None) -> str:
-    """Rank 0's text, on all ranks, by the one means there is: the message of an agreement. Raises RuntimeError."""
-    if world.size == 1:
-        return text or ""
-    mark = "\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}fmegatron\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}"
-    try:
-        world.agree(f"{mark}{text}{mark}" if world.rank == 0 else None, "passing on a text")
-    except RuntimeError as message:
-        _, *found = str(message).split(mark)
-        if len(found) == 2:
-            return found[0]
-        raise
-    raise RuntimeError("passing on a text: the world's agree() lost the message of rank 0")

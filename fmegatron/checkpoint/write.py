@@ -1,24 +1,14 @@
-"""Save: a traversal that emits (layout, local shard) of every leaf to zarr3 arrays; the commit is all or nothing.
-
-    hidden sibling directory -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
-    -> rename -> fsync of the parent
-
-No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 tells the
-name of the hidden directory.
-"""
+"""One rank's writes: chunks of its leaves to zarr3 arrays through tensorstore, digested from the same memory."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
 import torch
 
-from fmegatron import tree
 from fmegatron.checkpoint import commit
 from fmegatron.checkpoint.format import (
     ALIGN_BYTES,
@@ -32,121 +22,11 @@ from fmegatron.checkpoint.format import (
     raw_dtype,
     zarr_metadata,
 )
-from fmegatron.checkpoint.part import Part, grid_array, merge, one_chunk, plan_digest
-from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write, plan
-from fmegatron.checkpoint.ranks import Alone, Ranks, announce, together
-from fmegatron.layout import Box, Layout
+from fmegatron.checkpoint.part import Part, grid_array, one_chunk, plan_digest
+from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write
+from fmegatron.layout import Box
 
 _STAGED_BYTES = 1 << 30  # host copies (of device or strided tensors) held at a time
-
-
-def save(
-    path: str | os.PathLike,
-    state: Any,
-    layouts: Any,
-    world: Ranks | None = None,
-    metadata: dict[str, Any] | None = None,
-    *,
-    step: int | None = None,
-) -> None:
-    """Write a checkpoint directory; durable and complete when this returns, on all ranks.
-
-    state: tree of this rank's local tensors, any device.  layouts: the same tree of Layouts (or ArraySpecs).
-    world: the ranks that call this together, with one file system; None for one process.  metadata: JSON values.
-    An existing checkpoint at `path` stays complete until the new one takes its place.
-
-    Raises ValueError when state and layouts disagree or the metadata is not JSON (then nothing is written);
-    RuntimeError, on every rank and with the first failing rank's message, when anything fails later (full disk). Then
-    nothing is left behind and earlier checkpoints are untouched.
-
-    >>> import tempfile
-    >>> from fmegatron.layout import Layout, Mesh
-    >>> state = {"w": torch.arange(6.0).view(2, 3)}
-    >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(folder + "/first", state, layouts, metadata={"note": "hello"})
-    ...     os.listdir(folder)
-    ['first']
-    """
-    world, path = world or Alone(), os.path.realpath(os.fspath(path))
-    lead, what, hidden = world.rank == 0, f"saving the checkpoint {path}", None
-
-    def prepare():
-        nonlocal hidden
-        tensors, plans = _check(state, layouts, world, metadata)
-        if lead:
-            hidden = commit.begin(path)
-        return tensors, plans
-
-    def write():
-        part = write_part(folder, plans, tensors, world.rank)
-        if not lead:
-            part.store(folder)
-        return part
-
-    def finish():
-        if lead:
-            parts = itertools.chain([part], (Part.load(hidden, rank) for rank in range(1, world.size)))
-            manifest, digests = merge(plans, parts, step, metadata or {})
-            commit.complete(hidden, manifest, digests)
-            commit.publish(hidden, path)
-
-    try:
-        tensors, plans = together(world, what, prepare)
-        folder = announce(world, hidden)
-        part = together(world, what, write)
-        together(world, what, finish)
-    finally:
-        if lead:
-            commit.end(path, hidden)
-
-
-def _check(state: Any, layouts: Any, world: Ranks, metadata: Any) -> tuple[list[torch.Tensor], tuple[LeafPlan, ...]]:
-    """The leaves and their plan, or ValueError."""
-    paths, leaves, _ = tree.flatten(layouts)
-    leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
-    for path, layout in zip(paths, leaves, strict=True):
-        if layout.mesh.size != world.size:
-            raise ValueError(
-                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), but {world.size} save together;"
-                " pass world= of the ranks that hold the state, or layouts on their mesh"
-            )
-        if layout.unreduced:
-            raise ValueError(
-                f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save"
-            )
-    tree.check(state, layouts, world.rank)
-    known = set(paths)
-    if len(known) < len(paths):
-        twice = next(p for p in paths if paths.count(p) > 1)
-        raise ValueError(f"{twice}: two leaves have this path (a key that contains '/'?); rename one")
-    for path in paths:
-        parts = path.split("/")
-        if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
-            raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
-    _check_json(metadata or {}, "metadata")
-    return tree.leaves(state), plan(paths, leaves)
-
-
-def _check_json(value: Any, where: str) -> None:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"{where}: got the key {key!r}, wanted a string, as JSON has it; write str({key!r})")
-            _check_json(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_json(item, f"{where}[{i}]")
-    elif not (
-        value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
-    ):
-        raise ValueError(
-            f"{where}: got {value!r:.80} ({type(value).__name__}), wanted a JSON value; pass numbers (finite), strings,"
-            " lists and dicts, and tensors as leaves of the state"
-        )
-
-
-# ---- one rank's writes
 
 
 def write_part(root: str, plans: tuple[LeafPlan, ...], tensors: list[torch.Tensor], rank: int) -> Part:

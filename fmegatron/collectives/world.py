@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -108,20 +109,54 @@ class World:
         failed = int(first.item())
         if failed == self.size:
             return
-        message = self._broadcast_text(error or "", failed)
+        message = self.broadcast_text(error or "", failed)
         raise RuntimeError(f"{what} failed on rank {failed} of {self.size}: {message}")
 
-    def _broadcast_text(self, text: str, source: int) -> str:
-        data = (
-            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-        )
+    def broadcast_text(self, text: str, source: int = 0) -> str:
+        """The text of rank `source`, on all ranks; what other ranks pass does not matter."""
+        if self.size == 1:
+            return text
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else _bytes(0)
         length = torch.tensor([data.numel()])
         dist.broadcast(length, source, group=self._control)
         if self.rank != source:
-            data = torch.empty(int(length.item()), dtype=torch.uint8)
+            data = _bytes(int(length.item()))
         if length.item():
             dist.broadcast(data, source, group=self._control)
         return bytes(data.tolist()).decode()
+
+    # ---- tensors in host memory, outside any graph ------------------------------------------------------------------
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """row: CPU int64 [n], n the same on all ranks. Returns int64 [size, n]: every rank's row, on all ranks."""
+        if self.size == 1:
+            return row[None].clone()
+        rows = torch.empty(self.size * row.numel(), dtype=row.dtype)
+        dist.all_gather_into_tensor(rows, row.contiguous(), group=self._control)
+        return rows.view(self.size, -1)
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Send CPU tensors to ranks and fill CPU tensors from ranks, all at once; only the ranks that are named meet.
+
+        Between two ranks, tensors arrive in the order in which they are listed, and both sides must list the same
+        sizes. Tensors are contiguous; they are read and filled in place, as bytes. Own rank: a copy.
+        """
+        own = iter([x for peer, x in sends if peer == self.rank])
+        works, tags = [], {}
+
+        def tag(peer, direction):
+            tags[peer, direction] = tags.get((peer, direction), -1) + 1
+            return tags[peer, direction]
+
+        for peer, x in receives:
+            if peer == self.rank:
+                x.copy_(next(own))
+            elif x.numel():
+                works.append(dist.irecv(_as_bytes(x), peer, group=self._control, tag=tag(peer, "from")))
+        for peer, x in sends:
+            if peer != self.rank and x.numel():
+                works.append(dist.isend(_as_bytes(x), peer, group=self._control, tag=tag(peer, "to")))
+        for work in works:
+            work.wait()
 
     def leader_first(self, work, what: str):
         """Run `work()` on one rank of each node, then on the others; for work that fills a cache shared by a node.
@@ -191,3 +226,11 @@ def connect(
         dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     return World(mesh, dist.get_rank(), device, control, owns)
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -11,28 +11,49 @@ from fmegatron.checkpoint import fetch, format, manifest, plan
 
 
 class FakeWorld:
-    """One rank of `run`; has what `checkpoint` needs of a World."""
+    """One rank of `run`; has what `checkpoint` needs of a World. `exchanged`: bytes that it received from others."""
 
-    def __init__(self, rank, size, barrier, errors):
-        self.rank, self.size, self._barrier, self._errors = rank, size, barrier, errors
+    def __init__(self, rank, size, barrier, board):
+        self.rank, self.size, self._barrier, self._board, self.exchanged = rank, size, barrier, board, 0
+
+    def _show(self, value, look):
+        """Put a value on the board, wait for all, look at the board, wait until all have looked."""
+        self._board[self.rank] = value
+        self._barrier.wait(30)
+        try:
+            return look(list(self._board))
+        finally:
+            self._barrier.wait(30)
 
     def agree(self, error, what):
-        self._errors[self.rank] = error
-        self._barrier.wait(30)
-        first = next((r for r, e in enumerate(self._errors) if e is not None), None)
-        message = None if first is None else f"{what} failed on rank {first} of {self.size}: {self._errors[first]}"
-        self._barrier.wait(30)
-        if message is not None:
-            raise RuntimeError(message)
+        errors = self._show(error, list)
+        first = next((r for r, e in enumerate(errors) if e is not None), None)
+        if first is not None:
+            raise RuntimeError(f"{what} failed on rank {first} of {self.size}: {errors[first]}")
+
+    def broadcast_text(self, text, source=0):
+        return self._show(text, lambda board: board[source])
+
+    def gather_rows(self, row):
+        return self._show(row, torch.stack)
+
+    def exchange(self, sends, receives):
+        def take(board):
+            mail = {peer: iter([x for to, x in board[peer] if to == self.rank]) for peer in {p for p, _ in receives}}
+            for peer, x in receives:
+                x.view(-1).view(torch.uint8).copy_(next(mail[peer]).view(-1).view(torch.uint8))
+                self.exchanged += x.nbytes * (peer != self.rank)
+
+        self._show(sends, take)
 
 
 def run(size, function):
     """[function(world) on every rank]; a raised error stands in the place of its rank's result."""
-    results, barrier, errors = [None] * size, threading.Barrier(size), [None] * size
+    results, barrier, board = [None] * size, threading.Barrier(size), [None] * size
 
     def rank_main(rank):
         try:
-            results[rank] = function(FakeWorld(rank, size, barrier, errors))
+            results[rank] = function(FakeWorld(rank, size, barrier, board))
         except BaseException as error:
             results[rank] = error
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError, commit, format, write
+from fmegatron.checkpoint import CheckpointError, commit, format, saving, write
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 
@@ -218,7 +218,7 @@ def test_json_bombs(saved):
 
 def no_space(monkeypatch, rank):
     """The disk is full when this rank starts its second write."""
-    real, calls = write.write_part, []
+    real, calls = saving.write_part, []
 
     def failing(store, where, data):
         calls.append(1)
@@ -227,7 +227,7 @@ def no_space(monkeypatch, rank):
         return real_write(store, where, data)
 
     real_write = write.write_chunks
-    monkeypatch.setattr(write, "write_part", lambda root, plans, tensors, r: _part(real, root, plans, tensors, r))
+    monkeypatch.setattr(saving, "write_part", lambda root, plans, tensors, r: _part(real, root, plans, tensors, r))
 
     def _part(real, root, plans, tensors, r):
         if r == rank:
@@ -277,8 +277,8 @@ def test_an_interrupt_on_one_rank_ends_all(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(root, plans, tensors, rank)
 
-    real = write.write_part
-    monkeypatch.setattr(write, "write_part", interrupted)
+    real = saving.write_part
+    monkeypatch.setattr(saving, "write_part", interrupted)
     got = save_all(tmp_path / "a", state(), layouts_on())
     assert isinstance(got[1], KeyboardInterrupt)
     assert all(isinstance(got[r], RuntimeError) and "KeyboardInterrupt" in str(got[r]) for r in (0, 2, 3))
