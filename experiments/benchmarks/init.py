@@ -7,28 +7,19 @@ Alternating repetitions in one process and one thread; the ratio of each pair is
 faults hide nothing. Other lines: boxes with short rows, an odd start, bf16, uniform values against torch.rand.
 """
 
-import json
 import platform
 import statistics
-import sys
-import time
 
 import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
+from fmegatron.testing import paired_seconds, report
 from fmegatron.tree.init import fill
 
 ROUNDS = 9
 N = 1 << 24
 NORMAL, UNIFORM = "Tensor.normal_, f32", "Tensor.uniform_, f32"
-
-
-def seconds(f) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    f()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -57,24 +48,17 @@ def main() -> None:
         "init_uniform_vs_uniform_in_place": (lambda: fill(touched, uniform, 0, 0), touched.uniform_, UNIFORM),
     }  # fmt: skip
     for name, (ours, peer, against) in cases.items():
-        ours(), peer()
-        pairs = [(seconds(ours), seconds(peer)) for _ in range(ROUNDS)]
-        ratios = [theirs / own for own, theirs in pairs]
-        bar = 0.5 if "randn" in name and "bf16" not in name else None
-        line = {
-            "metric": name,
-            "value": round(statistics.median(ratios), 3),
-            "unit": "ratio",
-            "against": against,
-            "bar": None if bar is None else f">= {bar}",
-            "holds": None if bar is None else statistics.median(ratios) >= bar,
-            "n": ROUNDS,
-            "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-            "where": f"1 core, {N} values, {platform.machine()}, torch {torch.__version__}",
-        }
-        print(json.dumps(line), flush=True)
+        pairs = paired_seconds(ours, peer, ROUNDS)
         own, theirs = (statistics.median(column) / N * 1e9 for column in zip(*pairs, strict=True))
-        print(f"{name:36} {line['value']:6.3f}   {own:5.2f} ns/value, {against} {theirs:5.2f}", file=sys.stderr)
+        report(
+            name,
+            [theirs / own for own, theirs in pairs],
+            unit="ratio",
+            against=against,
+            bar=">= 0.5" if "randn" in name and "bf16" not in name else None,
+            where=f"1 core, {N} values, {platform.machine()}, torch {torch.__version__}",
+            note=f"{own:.2f} ns/value, {against} {theirs:.2f}",
+        )
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ processor time, which is wall time on an idle core: nothing here waits. Three re
 tensor parallelism, to another pipeline and data split, and from plain to flattened (ZeRO) ranges. One JSON line each.
 """
 
-import json
 import platform
-import statistics
-import sys
 import time
 
 import torch
 
 from fmegatron.layout import Layout, Mesh, Split, plan_reshard
+from fmegatron.testing import report
 
 LEAVES = 1000
 RANK = 9_731
@@ -67,20 +65,14 @@ def main() -> None:
     )
     for name, (dst, kind) in cases.items():
         rounds = [one_round(src, dst, kind, variant) for variant in range(5)]
-        seconds = [s for s, _ in rounds]
-        line = {
-            "metric": f"plan_1000_leaves_16384_ranks_{name}",
-            "value": round(statistics.median(seconds), 3),
-            "unit": "s",
-            "against": None,
-            "bar": "< 1.0",
-            "holds": statistics.median(seconds) < 1.0,
-            "n": len(rounds),
-            "spread": [round(min(seconds), 3), round(max(seconds), 3)],
-            "where": where,
-        }
-        print(json.dumps(line), flush=True)
-        print(f"{name:16} {line['value']:6.3f} s  {rounds[0][1] / LEAVES:6.1f} transfers a leaf", file=sys.stderr)
+        report(
+            f"plan_1000_leaves_16384_ranks_{name}",
+            [s for s, _ in rounds],
+            unit="s",
+            bar="< 1.0",
+            where=where,
+            note=f"{rounds[0][1] / LEAVES:.1f} transfers a leaf",
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Expected on 2 cores of a shared x86 machine: ratios about 1.0 (min-cut) and 1.2 
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import subprocess
@@ -24,8 +23,10 @@ from torch import nn
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.testing import report
 
 THREADS = 2
+WHERE = f"CPU, 1 process, {THREADS} threads, fp32, torch {torch.__version__}"
 SIZES = {
     "tiny": (
         {"dim": 192, "layers": 4, "heads": 6, "kv_heads": 3, "ffn_dim": 512, "vocab_size": 65, "max_seq": 128},
@@ -180,22 +181,6 @@ def forms(size, layers=None):
     return {name: functools.partial(lambda run: float(run(batch)), run) for name, run in runs.items()}
 
 
-def report(metric, value, unit, against, bar, n, spread=None):
-    """One JSON line; `bar` is an upper bound or None."""
-    line = {
-        "metric": metric,
-        "value": round(value, 4),
-        "unit": unit,
-        "against": against,
-        "bar": None if bar is None else f"<= {bar:.2f}",
-        "holds": None if bar is None else bool(value <= bar),
-        "n": n,
-        "spread": None if spread is None else [round(s, 4) for s in spread],
-        "where": f"CPU, 1 process, {THREADS} threads, fp32, torch {torch.__version__}",
-    }
-    print(json.dumps(line), flush=True)
-
-
 def ratios(runs: dict, rounds: int) -> dict:
     """name -> list of seconds; forms alternate, the order is reversed every other round."""
     seconds = {name: [] for name in runs}
@@ -228,16 +213,15 @@ def time_and_memory(sizes, rounds, with_memory):
         seconds = ratios(runs, rounds)
         for name in ("mincut", "inputs"):
             r = sorted(a / b for a, b in zip(seconds[name], seconds["peer"], strict=True))
-            quartiles = [r[len(r) // 4], r[-1 - len(r) // 4]]
-            report(f"step_time_{name}_{size}", statistics.median(r), "ratio", "torch.compile(model) + fused AdamW",
-                   BARS[name, size], rounds, quartiles)  # fmt: skip
+            report(f"step_time_{name}_{size}", r, unit="ratio", against="torch.compile(model) + fused AdamW",
+                   bar=f"<= {BARS[name, size]}", where=WHERE)  # fmt: skip
         for name, s in seconds.items():
             print(f"{size:6s} {name:7s} {statistics.median(s) * 1e3:8.1f} ms  min {min(s) * 1e3:8.1f}", file=sys.stderr)
         if with_memory:
             peaks = {name: peak_bytes(run) for name, run in runs.items()}
             for name in ("mincut", "inputs"):
-                report(f"peak_above_state_{name}_{size}", peaks[name] / peaks["peer"], "ratio",
-                       f"{peaks['peer'] / 2**20:.0f} MiB of the peer", PEAK_BARS[name], 1)  # fmt: skip
+                report(f"peak_above_state_{name}_{size}", [peaks[name] / peaks["peer"]], unit="ratio", where=WHERE,
+                       against=f"{peaks['peer'] / 2**20:.0f} MiB of the peer", bar=f"<= {PEAK_BARS[name]}")  # fmt: skip
 
 
 def first_call(form: str, layers: int, cache: str) -> float:
@@ -268,9 +252,12 @@ def first_calls():
             both = f"cold {cold[form, layers]:.1f} s, warm {warm[form, layers]:.1f} s"
             print(f"first call {form}, {layers} layers: {both}", file=sys.stderr)
     ours, peer, four = cold["mincut", 32], cold["peer", 32], cold["mincut", 4]
-    report("first_call_cold_32_layers", ours / peer, "ratio", "torch.compile(model), 32 layers", 0.5, 1)
-    report("first_call_32_over_4_layers", ours / four, "ratio", "ours at 4 layers", 1.4, 1)
-    report("first_call_warm_over_cold", warm["mincut", 32] / ours, "ratio", "ours, cold cache", 0.2, 1)
+    for name, value, against, bar in (
+        ("cold_32_layers", ours / peer, "torch.compile(model), 32 layers", "<= 0.5"),
+        ("32_over_4_layers", ours / four, "ours at 4 layers", "<= 1.4"),
+        ("warm_over_cold", warm["mincut", 32] / ours, "ours, cold cache", "<= 0.2"),
+    ):
+        report(f"first_call_{name}", [value], unit="ratio", against=against, bar=bar, where=WHERE)
 
 
 def overhead():
@@ -291,7 +278,8 @@ def overhead():
         return statistics.median(times)
 
     slope = (once(410) - once(10)) / 400 * 1e6
-    report("jit_call_overhead", slope, "us per leaf", "slope from 10 to 410 leaves", 2.0, 300)
+    against = "slope from 10 to 410 leaves, 300 calls each"
+    report("jit_call_overhead", [slope], unit="us per leaf", against=against, bar="<= 2.0", where=WHERE)
 
 
 def main():

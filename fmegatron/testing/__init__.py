@@ -1,7 +1,8 @@
-"""Simulated ranks, a pool of real ranks, parity with one rank, blame, purity: for our tests and for users'."""
+"""Simulated ranks, a pool of real ranks, parity, blame, purity, measurements: for our tests and for users'."""
 
 from fmegatron.testing.blame import Finding, align, blame, relate
 from fmegatron.testing.interpret import inline_layers, interpret
+from fmegatron.testing.measure import paired_seconds, report, seconds
 from fmegatron.testing.parity import Parity, assert_parity, parity, relative_error
 from fmegatron.testing.purity import assert_pure
 from fmegatron.testing.ranks import RankError, RankPool
@@ -21,9 +22,12 @@ __all__ = [
     "inline_layers",
     "interpret",
     "join",
+    "paired_seconds",
     "parity",
     "relate",
     "relative_error",
+    "report",
+    "seconds",
     "simulate",
     "split",
 ]
