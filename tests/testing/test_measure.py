@@ -1,0 +1,26 @@
+"""Paired measurements: the order alternates, one round warms up; a report says whether its bar holds."""
+
+import json
+
+import pytest
+
+from fmegatron.testing import paired_seconds, report
+
+
+def test_pairs_alternate_after_a_round_that_warms_up():
+    calls = []
+    pairs = paired_seconds(lambda: calls.append("a"), lambda: calls.append("b"), 3, before=lambda: calls.append("."))
+    assert "".join(calls).replace(".", "") == "ba" + "ab" + "ba" + "ab" and calls[::2] == ["."] * 8
+    assert len(pairs) == 3 and all(a >= 0 and b >= 0 for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "bar, holds", [("<= 2", True), (">= 2.0", True), ("< 2", False), ("> 1.9", True), (None, None)]
+)
+def test_a_report_is_one_json_line(bar, holds, capsys):
+    assert report("m", [1.0, 2.0, 4.0], unit="ratio", where="here", bar=bar) == 2.0
+    out, err = capsys.readouterr()
+    line = json.loads(out)
+    assert out.count("\n") == 1 and line["holds"] is holds and line["bar"] == bar
+    assert (line["value"], line["n"], line["spread"]) == (2.0, 3, [1.0, 4.0]) and "m " in err
+    assert ("MISSED" in err) == (holds is False)
