@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 PYTEST := $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format readme notebooks clean
+.PHONY: help env demo test test-all lint format readme notebooks bench-peers-env clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -56,11 +56,21 @@ readme: $(STAMP)  ## write the README's tree anew from the files' own first sent
 notebooks: $(STAMP)  ## run every notebook again and write its outputs back
 	@$(VENV)/bin/jupyter-execute --inplace notebooks/*.ipynb
 
+# Peers live apart: what they need must never be what the project needs. Megatron without its CUDA dependencies.
+.venv-peers/.stamp:
+	@$(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check '$(TORCH)'
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check numpy safetensors jax orbax-checkpoint packaging pyyaml einops
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check --no-deps megatron-core==0.16.1
+	@touch $@
+
+bench-peers-env: .venv-peers/.stamp  ## an environment of their own for the peers that benchmarks compare with
+
 # One file a benchmark: experiments/benchmarks/NAME.py; JSON lines on stdout, a table for people on stderr.
 bench-%: $(STAMP)  ## benchmark NAME: step, init, layout, checkpoint, parallel, loop, data, where it exists
 	@if [ ! -f experiments/benchmarks/$*.py ]; then echo "no benchmark '$*'; there are: $$(cd experiments/benchmarks 2>/dev/null && ls *.py | sed 's/.py//' | xargs)" >&2; exit 1; fi
 	@$(PY) experiments/benchmarks/$*.py
 
 clean:  ## remove the environment, caches and runs/
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .venv-peers runs .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,17 +1,21 @@
-"""Share of plain I/O that a checkpoint reaches: save (digests, commit and all) and whole, verified restore; one rank.
+"""How fast are checkpoints? Shares of plain I/O and of the peers, by as many processes, digests and commit included.
 
-    make bench-checkpoint        python experiments/benchmarks/checkpoint.py [MiB=512] [rounds=7]
+    make bench-checkpoint        python experiments/benchmarks/checkpoint.py [--mib=512] [--rounds=7] [--only=...]
 
-Plain is one file and one thread: `write` of the same bytes from memory, `readinto` fresh tensors. Both sides alternate
-in one process; the ratios are paired. On memory-backed storage (/dev/shm), so that the disk is not what is measured.
+Plain is `write` of the same bytes from memory into one file, and `readinto` fresh tensors, by as many processes as save
+together; durable: `write` and fsync. Both sides alternate in one process, ratios are paired. Peers are processes of
+their own that take turns with ours in the same run; those that this environment lacks come from .venv-peers
+(`make bench-peers-env`), and one that cannot be started is left out and named. Memory-backed storage (/dev/shm), so
+that the disk is not what is measured, but for the durable save.
 """
 
-import json
+import argparse
 import os
 import pathlib
 import platform
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,87 +23,289 @@ import time
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.layout import Layout, Mesh
+from fmegatron.checkpoint.plan import plan
+from fmegatron.collectives import connect
+from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.testing import RankPool, paired_seconds, report, seconds
+
+PEERS = ("dcp", "safetensors", "orbax", "megatron")
+HERE = pathlib.Path(__file__).parent
+PEER_PYTHON = HERE.parents[1] / ".venv-peers/bin/python"
 
 
-def state_of(mib: int) -> dict:
-    """bf16 matrices of 32 MiB, fp32 ones of 32 MiB, 500 leaves of 4 KiB."""
-    n = max(1, mib // 64)
-    return {
-        "bf16": {str(i): torch.randn(4096, 4096).bfloat16() for i in range(n)},
-        "fp32": {str(i): torch.randn(2048, 4096) for i in range(n)},
-        "small": {str(i): torch.randn(1024) for i in range(500)},
+def state_of(mib: int, mesh: Mesh | None = None, spec=()) -> tuple[dict, dict]:
+    """(state, layouts): bf16 and fp32 matrices of 32 MiB, 500 leaves of 4 KiB; the matrices cut by `spec`."""
+    mesh, n = mesh or Mesh(), max(1, mib // 64)
+    layouts = {
+        "bf16": {str(i): Layout((4096, 4096), torch.bfloat16, mesh, spec) for i in range(n)},
+        "fp32": {str(i): Layout((2048, 4096), torch.float32, mesh, spec) for i in range(n)},
+        "small": {str(i): Layout((1024,), torch.float32, mesh) for i in range(500)},
     }
+    return tree.map(lambda x: torch.randn(x.local_shape(0)).to(x.dtype), layouts), layouts
 
 
-def seconds(work) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+class Plain:
+    """Write and read the bytes of tensors in one file, one thread."""
 
+    def __init__(self, file: pathlib.Path, state: dict, durable: bool = False):
+        self.file, self.durable = file, durable
+        self.buffers = [x.view(torch.uint8).numpy() for x in tree.leaves(state)]
+        self.nbytes = sum(b.nbytes for b in self.buffers)
 
-def main(mib: int = 512, rounds: int = 7) -> None:
-    """Print one JSON line per metric on stdout, a table on stderr."""
-    base = pathlib.Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()) / f"bench-{os.getpid()}"
-    base.mkdir()
-    state = state_of(mib)
-    layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, Mesh()), state)
-    buffers = [x.view(torch.uint8).numpy() for x in tree.leaves(state)]
-    total = sum(b.nbytes for b in buffers)
-
-    def plain_write():
-        with open(base / "plain", "wb", 0) as f:
-            for b in buffers:
+    def write(self) -> None:
+        with open(self.file, "wb", 0) as f:
+            for b in self.buffers:
                 f.write(b)
+            if self.durable:
+                os.fsync(f.fileno())
 
-    def plain_read():
-        with open(base / "plain", "rb", 0) as f:
-            return [f.readinto(torch.empty(b.shape, dtype=torch.uint8).numpy()) for b in buffers]
+    def read(self) -> list:
+        with open(self.file, "rb", 0) as f:
+            return [f.readinto(torch.empty(b.shape, dtype=torch.uint8).numpy()) for b in self.buffers]
 
-    def save():
-        checkpoint.save(base / "ours", state, layouts)
 
-    pairs = {
-        "save_vs_plain_write": (plain_write, save, "plain write()"),
-        "restore_vs_plain_read": (plain_read, lambda: checkpoint.restore(base / "ours", layouts), "plain readinto()"),
-        "unverified_restore_vs_plain_read": (
-            plain_read,
-            lambda: checkpoint.restore(base / "ours", layouts, verify=False),
-            "plain readinto()",
-        ),
-    }
-    bars = {"save_vs_plain_write": 0.90, "restore_vs_plain_read": 0.90}
-    where = f"{base.parent}, 1 rank, {os.cpu_count()} cores ({platform.processor() or platform.machine()}), "
-    try:
-        for name, (plain, ours, against) in pairs.items():
-            ratios, rates = [], []
-            for _ in range(rounds + 1):  # the first round warms up
-                for old in (base / "plain", base / "ours"):
-                    if plain is plain_write and old.exists():
-                        shutil.rmtree(old) if old.is_dir() else old.unlink()
-                a, b = seconds(plain), seconds(ours)
-                ratios.append(a / b)
-                rates.append(total / b / 1e9)
-            ratios, rate, bar = ratios[1:], statistics.median(rates[1:]), bars.get(name)
-            value = statistics.median(ratios)
-            line = {
-                "metric": name,
-                "value": round(value, 3),
-                "unit": "ratio",
-                "against": against,
-                "bar": bar and f">= {bar}",
-                "holds": bar and value >= bar,
-                "n": rounds,
-                "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-                "where": f"{where}torch {torch.__version__}, {total >> 20} MiB",
-            }
-            print(json.dumps(line), flush=True)
-            print(f"{name:34s} {value:5.2f}  [{min(ratios):.2f}-{max(ratios):.2f}]  {rate:.2f} GB/s", file=sys.stderr)
-        restored = checkpoint.restore(base / "ours", layouts)
+def memory_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, prefix="bench-")
+
+
+def where(flags, ranks=1, place="memory-backed") -> str:
+    cores = len(os.sched_getaffinity(0))
+    text = f"{place}, {ranks} rank{'s' * (ranks > 1)} on {cores} cores ({platform.machine()})"
+    return f"{text}, {flags.mib} MiB, torch {torch.__version__}"
+
+
+def shares(name: str, pairs: list[tuple[float, float]], nbytes: int, **line) -> float:
+    """Report plain seconds over ours, and the rate for people."""
+    rate = nbytes / statistics.median(ours for _, ours in pairs) / 1e9
+    return report(name, [a / b for a, b in pairs], unit="ratio", note=f"{rate:.2f} GB/s", **line)
+
+
+# ---- one process
+
+
+def plain(flags) -> None:
+    """Save and restore of one rank against plain I/O."""
+    state, layouts = state_of(flags.mib)
+    with memory_folder() as folder:
+        base = pathlib.Path(folder)
+        simple, ours = Plain(base / "plain", state), base / "ours"
+
+        def fresh():
+            shutil.rmtree(ours, ignore_errors=True)
+            simple.file.unlink(missing_ok=True)
+
+        at = where(flags)
+        pairs = paired_seconds(simple.write, lambda: checkpoint.save(ours, state, layouts), flags.rounds, fresh)
+        shares("save_vs_plain_write", pairs, simple.nbytes, against="plain write()", bar=">= 1.2", where=at)
+        simple.write()
+        checkpoint.save(ours, state, layouts)
+        for verify, name, bar in ((True, "restore", ">= 1.05"), (False, "unverified_restore", ">= 1.3")):
+            restore = lambda verify=verify: checkpoint.restore(ours, layouts, verify=verify)  # noqa: E731
+            pairs = paired_seconds(simple.read, restore, flags.rounds)
+            shares(f"{name}_vs_plain_read", pairs, simple.nbytes, against="plain readinto()", bar=bar, where=at)
+        restored = checkpoint.restore(ours, layouts)
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(restored), tree.leaves(state), strict=True))
-    finally:
-        shutil.rmtree(base)
+
+
+def durable(flags) -> None:
+    """A durable save on the disk against write + fsync of one file."""
+    state, layouts = state_of(flags.mib)
+    with tempfile.TemporaryDirectory(dir=flags.disk, prefix=".bench-") as folder:
+        base = pathlib.Path(folder)
+        simple, ours = Plain(base / "plain", state, durable=True), base / "ours"
+
+        def fresh():
+            shutil.rmtree(ours, ignore_errors=True)
+            simple.file.unlink(missing_ok=True)
+            os.sync()
+
+        pairs = paired_seconds(simple.write, lambda: checkpoint.save(ours, state, layouts), flags.rounds, fresh)
+        shares("durable_save_vs_plain_write_fsync", pairs, simple.nbytes, against="plain write() + fsync",
+               bar=">= 1.0", where=where(flags, place="disk"))  # fmt: skip
+
+
+# ---- several processes
+
+
+def rank_seconds(rank: int, size: int, folder: str, mib: int, rounds: int) -> list[list[tuple[float, float]]]:
+    """On every rank: [pairs of save, pairs of restore], plain against ours; all ranks start each one together."""
+    torch.set_num_threads(1)
+    mesh, base = Mesh(fsdp=size), pathlib.Path(folder)
+    state, layouts = state_of(mib, mesh, ("fsdp",))
+    simple, ours = Plain(base / f"plain{rank}", state), base / "ours"
+    with connect(mesh) as world:
+
+        def fresh():
+            world.barrier()
+            simple.file.unlink(missing_ok=True)
+            if rank == 0:
+                shutil.rmtree(ours, ignore_errors=True)
+            world.barrier()
+
+        def together(work):
+            def run():
+                work()
+                world.barrier()  # the slowest rank counts, on both sides
+
+            return run
+
+        save = together(lambda: checkpoint.save(ours, state, layouts, world))
+        saved = paired_seconds(together(simple.write), save, rounds, fresh)
+        simple.write()
+        checkpoint.save(ours, state, layouts, world)
+        restore = together(lambda: checkpoint.restore(ours, layouts, world=world))
+        return [saved, paired_seconds(together(simple.read), restore, rounds, world.barrier)]
+
+
+def ranks(flags) -> None:
+    """2 and 4 ranks against as many plain processes."""
+    for size, save_bar, restore_bar in ((2, None, None), (4, ">= 0.90", ">= 0.80")):
+        with memory_folder() as folder, RankPool(size, timeout_s=1200) as pool:
+            saved, restored = pool.run(rank_seconds, size, folder, flags.mib, flags.rounds, ranks=size)[0]
+        line = {"against": f"{size} plain processes", "where": where(flags, size)}
+        nbytes = flags.mib << 20
+        shares(f"save_{size}_ranks_vs_plain", saved, nbytes, bar=save_bar, **line)
+        shares(f"restore_{size}_ranks_vs_plain", restored, nbytes, bar=restore_bar, **line)
+
+
+# ---- other layouts
+
+
+def reshard(flags) -> None:
+    """Restore one rank's part under another layout against readinto of as many bytes; and the bytes that are read."""
+    n = max(1, flags.mib // 128)
+    wide = Mesh(fsdp=4)
+    layouts = {str(i): Layout((8192, 8192), torch.bfloat16, wide, ("fsdp",)) for i in range(n)}
+    with memory_folder() as folder:
+        base = pathlib.Path(folder)
+        single = tree.map(lambda x: x.replace(mesh=Mesh(fsdp=1)), layouts)
+        checkpoint.save(base / "ours", tree.map(lambda x: torch.randn(x.shape).bfloat16(), single), single)
+        cases = {
+            "aligned": (tree.map(lambda x: x.replace(mesh=Mesh(fsdp=2)), layouts), 1, ">= 0.75"),
+            "uneven_rows_half_columns": (
+                tree.map(lambda x: x.replace(mesh=Mesh(dp=3, tp=2), spec=("dp", "tp")), layouts), 3, ">= 0.60",
+            ),
+        }  # fmt: skip
+        for name, (target, rank, bar) in cases.items():
+            simple = Plain(base / "plain", tree.map(lambda x, r=rank: torch.randn(x.local_shape(r)).bfloat16(), target))
+            simple.write()
+            restore = lambda target=target, rank=rank: checkpoint.restore(base / "ours", target, rank=rank)  # noqa: E731
+            pairs = paired_seconds(simple.read, restore, flags.rounds)
+            shares(f"reshard_{name}_vs_plain_read", pairs, simple.nbytes, against="plain readinto()", bar=bar,
+                   where=where(flags))  # fmt: skip
+
+
+# ---- peers
+
+
+class Peer:
+    """A peer's process (peers/checkpoint.py); None answers when it cannot be started."""
+
+    def __init__(self, name: str, mib: int, folder: str):
+        self.name, self.log = name, tempfile.TemporaryFile("w+")
+        interpreters = [sys.executable, str(PEER_PYTHON)] if name in ("dcp", "safetensors") else [str(PEER_PYTHON)]
+        self.process = None
+        for python in filter(os.path.exists, interpreters):
+            command = [python, str(HERE / "peers/checkpoint.py"), name, str(mib), folder]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+            )
+            if self.process.stdout.readline() == "ready\n":
+                return
+        self.process = None
+
+    def ask(self, what: str) -> float:
+        """Seconds of "save" or "restore". Raises RuntimeError with what the peer wrote when it died."""
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            self.log.seek(0)
+            raise RuntimeError(f"the peer {self.name} died: {self.log.read()[-500:]}")
+        return float(answer)
+
+
+def peers(flags) -> None:
+    """Save and restore against torch DCP, safetensors, Orbax and Megatron's format, all in turns."""
+    state, layouts = state_of(flags.mib)
+    with memory_folder() as folder:
+        ours = pathlib.Path(folder) / "ours"
+        found = [peer for peer in (Peer(name, flags.mib, folder) for name in PEERS) if peer.process]
+        if missing := set(PEERS) - {peer.name for peer in found}:
+            print(f"left out: {', '.join(sorted(missing))} (make bench-peers-env)", file=sys.stderr)
+        for what, bar in (("save", ">= 1.1"), ("restore", ">= 1.1")):
+            theirs, own = {peer.name: [] for peer in found}, []
+            for _ in range(flags.rounds + 1):
+                for peer in found:
+                    theirs[peer.name].append(peer.ask(what))
+                if what == "save":
+                    shutil.rmtree(ours, ignore_errors=True)
+                    own.append(seconds(lambda: checkpoint.save(ours, state, layouts)))
+                else:
+                    own.append(seconds(lambda: checkpoint.restore(ours, layouts)))
+            for name, times in theirs.items():
+                report(f"{what}_vs_{name}", [a / b for a, b in list(zip(times, own, strict=True))[1:]], unit="ratio",
+                       against=name, bar=bar, where=where(flags))  # fmt: skip
+        for peer in found:
+            peer.process.stdin.close()
+            if peer.process.wait(60):
+                raise RuntimeError(f"the peer {peer.name} restored other bits than it saved")
+
+
+# ---- scale
+
+
+def scale(flags) -> None:
+    """The plan of one rank of 16,384; 100,000 small leaves."""
+    mesh = Mesh(pp=8, dp=16, fsdp=16, tp=8)
+    experts = mesh.view(order=("pp", "dp", "fsdp", "tp"), pp=8, edp=32, ep=64)
+    leaves = {}
+    for i in range(500):
+        n = 64 * (100 + i)
+        leaves[f"{i}/qkv"] = Layout(
+            (64, 8192, 2 * n), torch.bfloat16, mesh, ("pp", "fsdp", Split("tp", (n, n // 2, n // 2)))
+        )
+        leaves[f"{i}/out"] = Layout((64, n, 8192), torch.bfloat16, mesh, ("pp", "tp", "fsdp"))
+        leaves[f"{i}/experts"] = Layout((64, 128, 1024, n), torch.bfloat16, experts, ("pp", "ep"))
+        leaves[f"{i}/norm"] = Layout((64, n), torch.float32, mesh, ("pp",))
+
+    def once() -> float:
+        start = time.process_time()
+        plans = plan(list(leaves), list(leaves.values()))
+        for p in plans:
+            p.writes(9731)
+        return time.process_time() - start
+
+    report("plan_16384_ranks_2000_leaves", [once() for _ in range(3)], unit="s", bar="< 1.0", where="processor time")
+    times = {}
+    for count in (25_000, 100_000):
+        layouts = {f"{i:06d}": Layout((16,), torch.float32, Mesh()) for i in range(count)}
+        state = {name: torch.full((16,), float(i)) for i, name in enumerate(layouts)}
+        with memory_folder() as folder:
+            start = time.perf_counter()
+            checkpoint.save(f"{folder}/many", state, layouts)
+            checkpoint.restore(f"{folder}/many", layouts)
+            times[count] = time.perf_counter() - start
+    at = where(flags)
+    report("save_restore_100000_small_leaves", [times[100_000]], unit="s", bar="< 20", where=at)
+    report("time_100000_over_25000_leaves", [times[100_000] / times[25_000]], unit="ratio", bar="<= 5.0", where=at)
+
+
+def main() -> None:
+    """Run the sections that were asked for."""
+    sections = {f.__name__: f for f in (plain, ranks, durable, reshard, peers, scale)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--disk", default=".", help="a folder on the disk that the durable save is measured on")
+    parser.add_argument("--only", default=",".join(sections), help="sections, of: " + ", ".join(sections))
+    flags = parser.parse_args()
+    chosen = flags.only.split(",")
+    if unknown := set(chosen) - set(sections):
+        parser.error(f"--only: got {', '.join(sorted(unknown))}, wanted some of {', '.join(sections)}")
+    for name in chosen:
+        sections[name](flags)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()
