@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from typing import Any
 
-from fmegatron.checkpoint.format import (
-    BAND_BYTES,
-    FORMAT,
-    MANIFEST,
-    MARKER,
-    VERSION,
-    Array,
-    CheckpointError,
-    Leaf,
-    Manifest,
-    Piece,
-    digest_text,
-    dtype_of,
-)
-from fmegatron.layout import Box, Layout, Mesh, dtype_name
+from fmegatron.checkpoint.format import FORMAT, MANIFEST, MARKER, VERSION, CheckpointError, Leaf, Manifest, digest_text
+from fmegatron.checkpoint.parse import MOST_BYTES, parse_json, parse_layout, parse_manifest
+from fmegatron.layout import Layout, Mesh
 
 # ---- JSON out
 
@@ -66,7 +53,13 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         "leaves": table(leaves),
         "arrays": table(arrays),
     }
-    return ("{\n" + ",\n".join(f' "{k}": {v}' for k, v in rows.items()) + "\n}\n").encode()
+    data = ("{\n" + ",\n".join(f' "{k}": {v}' for k, v in rows.items()) + "\n}\n").encode()
+    if len(data) > MOST_BYTES:
+        raise ValueError(
+            f"metadata and {len(leaves)} leaves: got a manifest of {len(data)} bytes, wanted at most {MOST_BYTES};"
+            " keep large values in tensors, or stack the leaves of layers"
+        )
+    return data
 
 
 def marker_to_json(manifest_bytes: bytes) -> bytes:
@@ -85,23 +78,13 @@ def marker_to_json(manifest_bytes: bytes) -> bytes:
 
 
 def load_json(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys. Raises CheckpointError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) != len(pairs):
-            raise ValueError("a key stands twice")
-        return value
-
+    """A JSON object without duplicate keys, NaN or infinity. Raises CheckpointError."""
     try:
-        value = json.loads(data, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        return parse_json(data)
+    except ValueError as error:
         raise CheckpointError(
             f"{where}: not the JSON that was written ({str(error)[:200]}); {RESTORE_ANOTHER}"
         ) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: got a {type(value).__name__}, wanted an object; {RESTORE_ANOTHER}")
-    return value
 
 
 RESTORE_ANOTHER = "restore another step (Manager.restore_latest finds the newest good one)"
@@ -124,113 +107,33 @@ def read_manifest(root: str) -> Manifest:
         raise CheckpointError(
             f"{root}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
         )
-    try:
-        with open(manifest_at, "rb") as f:
-            data = f.read()
-    except OSError as error:
-        raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     want = (marker.get("manifest_bytes"), marker.get("manifest_xxh3_64"))
     for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
         if found is None:
             raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
+    try:
+        with open(manifest_at, "rb") as f:
+            data = f.read(min(os.fstat(f.fileno()).st_size, MOST_BYTES) + 1)
+    except OSError as error:
+        raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (len(data), digest_text(data)) != want:
         raise CheckpointError(
             f"{manifest_at}: got {len(data)} bytes with xxh3_64 {digest_text(data)}, wanted {want[0]!r:.20} bytes with"
             f" {want[1]!r:.20}; the file was altered after the save; {RESTORE_ANOTHER}"
         )
-    return _parse(load_json(data, manifest_at), manifest_at)
-
-
-def _parse(value: dict[str, Any], where: str) -> Manifest:
-    """The manifest of parsed JSON, every type and size checked."""
-    name = "manifest"
     try:
-        count, arrays, leaves = _child(value, "digest_count", int), {}, {}
-        for name, row in _child(value, "arrays", dict).items():
-            arrays[name] = _parse_array(name, row, count)
-        for name, row in _child(value, "leaves", dict).items():
-            leaves[name] = _parse_leaf(name, row, arrays)
-        name, step = "manifest", value.get("step")
-        if step is not None and type(step) is not int:
-            raise ValueError(f"got step {step!r:.60}, wanted a whole number or null")
-        meshes, metadata = _child(value, "meshes", list), _child(value, "metadata", dict)
+        return parse_manifest(load_json(data, manifest_at))
+    except CheckpointError:
+        raise
     except ValueError as error:
-        raise CheckpointError(f"{where}: {name[:200]}: {error}; {RESTORE_ANOTHER}") from None
-    return Manifest(step, metadata, tuple(meshes), leaves, arrays, count)
-
-
-def _parse_array(name: str, row: Any, count: int) -> Array:
-    if not all(p and p[0] != "." and "\0" not in p and "\\" not in p for p in name.split("/")):
-        raise ValueError("not the name of a directory inside")
-    shape, chunk, band = (_ints(_child(row, k, list), int(k != "shape")) for k in ("shape", "chunk", "band"))
-    first, dtype = _child(row, "first_digest", int), _child(row, "dtype", str)
-    if not len(shape) == len(chunk) == len(band):
-        raise ValueError(f"shape {shape}, chunk {chunk} and band {band} differ in length")
-    array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str))
-    last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be whole
-    if math.prod(band) * array.itemsize > max(BAND_BYTES, 16) or band[last + 1 :] != chunk[last + 1 :]:
-        raise ValueError(f"band {band} is not a contiguous part of at most 1 MiB of chunk {chunk}")
-    if first < 0 or first + array.digest_count > count:
-        raise ValueError(f"digests {first} to {first + array.digest_count} of {count}")
-    return array
-
-
-def _parse_leaf(path: str, row: Any, arrays: dict[str, Array]) -> Leaf:
-    shape, dtype, layout = _ints(_child(row, "shape", list)), _child(row, "dtype", str), _child(row, "layout", dict)
-    width = dtype_of(dtype).itemsize
-    if "array" in row:
-        array = arrays.get(_child(row, "array", str))
-        if array is None or (array.shape, array.dtype) != (shape, dtype):
-            raise ValueError("its array is missing, or has another shape or dtype")
-        return Leaf(path, shape, dtype, layout, array.name)
-    pieces, stored = [], 0
-    for piece in _child(row, "pieces", list):
-        array, offset = arrays.get(_child(piece, "array", str)), _child(piece, "offset", int)
-        if array is None or len(array.shape) != 1 or array.shape != array.chunk or offset < 0:
-            raise ValueError("a piece is not in an array of one dim and one chunk")
-        size, boxes = array.shape[0] * array.itemsize - offset, []
-        for box in _child(piece, "boxes", list):
-            if type(box) is not list or len(box) != 4 or type(box[2]) is not int or box[2] < 0:
-                raise ValueError(f"got {box!r:.60}, wanted a box [start, shape, offset, strides]")
-            box = Box(_ints(box[0]), _ints(box[1], 1), box[2], _ints(box[3]))
-            if not len(box.start) == len(box.shape) == len(box.strides) == len(shape):
-                raise ValueError(f"{box} has other dims than the array")
-            if any(a + n > whole for a, n, whole in zip(box.start, box.shape, shape, strict=True)):
-                raise ValueError(f"{box} lies outside the array")
-            last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
-            if (last + 1) * width > size:
-                raise ValueError(f"{box} lies outside the stored bytes")
-            stored += box.size
-            boxes.append(box)
-        pieces.append(Piece(array.name, offset, tuple(boxes)))
-    if stored != math.prod(shape):
-        raise ValueError(f"pieces hold {stored} of {math.prod(shape)} elements")
-    return Leaf(path, shape, dtype, layout, None, tuple(pieces))
-
-
-def _child(row: Any, key: str, kind: type) -> Any:
-    """row[key], which must have exactly this type."""
-    got = row.get(key) if type(row) is dict else None
-    if type(got) is not kind:
-        raise ValueError(f"got {key} {got!r:.60}, wanted {kind.__name__}")
-    return got
-
-
-def _ints(values: Any, least: int = 0) -> tuple[int, ...]:
-    """A list of whole numbers in a range where products do no harm."""
-    if type(values) is list:
-        for n in values:
-            if type(n) is not int or not least <= n < 1 << 62:
-                break
-        else:
-            return tuple(values)
-    raise ValueError(f"got {values!r:.60}, wanted a list of whole numbers of at least {least}")
+        raise CheckpointError(f"{manifest_at}: {error}; {RESTORE_ANOTHER}") from None
 
 
 def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
     """The layout that a leaf had when it was written. Raises CheckpointError."""
-    row = {**leaf.layout, "shape": list(leaf.shape), "dtype": dtype_name(dtype_of(leaf.dtype)), "unreduced": []}
     try:
-        return Layout.from_json({**row, "mesh": meshes[leaf.layout["mesh"]]})
-    except (ValueError, TypeError, KeyError, IndexError, AssertionError) as error:
-        raise CheckpointError(f"{leaf.path}: its stored layout cannot be read ({error}); {RESTORE_ANOTHER}") from None
+        return parse_layout(leaf, meshes)
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise CheckpointError(
+            f"{leaf.path[:200]}: its stored layout cannot be read ({str(error)[:300]}); {RESTORE_ANOTHER}"
+        ) from None

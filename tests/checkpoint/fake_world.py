@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import fetch, format, manifest, plan
+from fmegatron.checkpoint import fetch, format, parse, plan
 
 
 class FakeWorld:
@@ -105,7 +105,7 @@ def small_sizes(chunk=128, band=32):
             (plan, "_SENSIBLE_BYTES", 4),
             (plan, "CHUNK_BYTES", chunk),
             (format, "BAND_BYTES", band),
-            (manifest, "BAND_BYTES", band),
+            (parse, "BAND_BYTES", band),
             (fetch, "BAND_BYTES", band),
             (fetch, "_JOB_BYTES", 2 * band),
         ):
