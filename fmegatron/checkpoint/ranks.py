@@ -23,6 +23,9 @@ class Ranks(Protocol):
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """int64 [n] of every rank -> int64 [size, n] on all ranks."""
 
+    def minimum(self, row: torch.Tensor) -> torch.Tensor:
+        """int64 [n] of every rank -> int64 [n], the smallest of each, on all ranks."""
+
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send and fill CPU tensors, as `World.exchange`."""
 
@@ -44,6 +47,10 @@ class Alone:
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """The only row."""
         return row[None].clone()
+
+    def minimum(self, row: torch.Tensor) -> torch.Tensor:
+        """The only row."""
+        return row.clone()
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copies to oneself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -26,23 +27,36 @@ from fmegatron.checkpoint.part import Part, grid_array, one_chunk, plan_digest
 from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write
 from fmegatron.layout import Box
 
+Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
+
 _STAGED_BYTES = 1 << 30  # host copies (of device or strided tensors) held at a time
 
 
-def write_part(root: str, plans: tuple[LeafPlan, ...], tensors: list[torch.Tensor], rank: int) -> Part:
+def write_part(
+    root: str,
+    plans: Sequence[LeafPlan],
+    tensors: Sequence[torch.Tensor],
+    rank: int,
+    chunks: Sequence[Chunks | None] | None = None,
+) -> Part:
     """Write all that `rank` has to write below `root`; durable on return. Raises OSError naming the leaf.
 
     tensorstore's threads copy and write straight from the tensors' memory while this thread digests the same bytes.
+    chunks: for some of the `grid` leaves, those to write now, as boxes of the tensor given here, which may hold nothing
+    else; None: all that the rank has to write.
     """
     part = Part(rank, plan_digest(plans))
     writer = _Writer(root, part)
     small: list[np.ndarray] = []
     size = 0
     try:
-        for leaf, x in zip(plans, tensors, strict=True):
+        for leaf, x, some in zip(plans, tensors, chunks or [None] * len(plans), strict=True):
             if leaf.home == "grid":
-                if chunks := chunks_to_write(leaf, rank):
-                    writer.grid(leaf, chunks, x)
+                if some is not None or leaf.layout.replicas > 1:
+                    todo = chunks_to_write(leaf, rank) if some is None else some
+                    writer.grid(leaf, todo, [box for _, box in todo], x)
+                else:
+                    writer.grid(leaf, chunks_to_write(leaf, rank), leaf.layout.boxes(rank), x)
             elif leaf.home != "empty" and leaf.writes(rank):
                 boxes = leaf.layout.boxes(rank)
                 if leaf.home == "packed":
@@ -81,14 +95,14 @@ class _Writer:
             }
         )
 
-    def grid(self, leaf: LeafPlan, chunks: list[tuple[tuple[int, ...], Box]], x: torch.Tensor) -> None:
-        """Write these chunks of a leaf that has an array of its own in global shape."""
-        layout = leaf.layout
+    def grid(self, leaf: LeafPlan, chunks: Chunks, boxes: Iterable[Box], x: torch.Tensor) -> None:
+        """Write these chunks, which make up the boxes, of a leaf that has an array of its own in global shape."""
+        if not chunks:
+            return
         array = grid_array(leaf)
         name = array.name
         local, store = self._host_bits(x), self._open(array)
-        whole = layout.boxes(self.part.rank) if layout.replicas == 1 else [box for _, box in chunks]
-        for box in whole:
+        for box in boxes:
             self._start(leaf.path, store, box.slices, box.view(local).numpy())
         self.part.chunks[name] = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks]
         self.undigested.append((array, [box.view(local).numpy() for _, box in chunks]))

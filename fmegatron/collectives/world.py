@@ -134,6 +134,13 @@ class World:
         dist.all_gather_into_tensor(rows, row.contiguous(), group=self._control)
         return rows.view(self.size, -1)
 
+    def minimum(self, row: torch.Tensor) -> torch.Tensor:
+        """row: CPU int64 [n], n the same on all ranks. Returns the smallest value of each element, on all ranks."""
+        row = row.clone()
+        if self.size > 1:
+            dist.all_reduce(row, dist.ReduceOp.MIN, group=self._control)
+        return row
+
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send CPU tensors to ranks and fill CPU tensors from ranks, all at once; only the ranks that are named meet.
 

@@ -37,6 +37,9 @@ class FakeWorld:
     def gather_rows(self, row):
         return self._show(row, torch.stack)
 
+    def minimum(self, row):
+        return self._show(row, lambda board: torch.stack(board).amin(0))
+
     def exchange(self, sends, receives):
         def take(board):
             mail = {peer: iter([x for to, x in board[peer] if to == self.rank]) for peer in {p for p, _ in receives}}

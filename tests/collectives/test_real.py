@@ -77,6 +77,7 @@ def test_mesh_of_another_size(ranks):
 def _host_exchange(rank):
     with connect(Mesh(dp=4)) as world:
         rows = world.gather_rows(torch.tensor([rank, rank * rank]))
+        least = world.minimum(torch.tensor([rank, -rank]))
         text = world.broadcast_text(f"from {rank}", source=2)
         # Everyone sends its rank to the next one twice (two sizes) and to itself; rank 3 gets an empty tensor, too.
         to, source = (rank + 1) % 4, (rank - 1) % 4
@@ -85,11 +86,12 @@ def _host_exchange(rank):
         sends += [(rank, torch.full((2,), 7.0))] + [(3, torch.empty(0))] * (rank == 0)
         receives = [(source, got[0]), (source, got[1]), (rank, got[2])] + [(0, torch.empty(0))] * (rank == 3)
         world.exchange(sends, receives)
-        return rows.tolist(), text, [x.tolist() for x in got]
+        return rows.tolist(), least.tolist(), text, [x.tolist() for x in got]
 
 
 def test_host_exchange(ranks):
-    for rank, (rows, text, got) in enumerate(ranks.run(_host_exchange, ranks=4)):
+    for rank, (rows, least, text, got) in enumerate(ranks.run(_host_exchange, ranks=4)):
         before = (rank - 1) % 4
         assert rows == [[r, r * r] for r in range(4)] and text == "from 2"
+        assert least == [0, -3]
         assert got == [[before] * 3, [before + 10] * 5, [7, 7]]
