@@ -11,13 +11,8 @@ import ctypes
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
-from fmegatron.checkpoint.format import DIGESTS, MANIFEST, MARKER, ZARR, Array, Manifest, zarr_metadata
-from fmegatron.checkpoint.manifest import manifest_to_json, marker_to_json, to_json_text
+from fmegatron.checkpoint.format import MANIFEST, MARKER
 
 
 def is_complete(path: str) -> bool:
@@ -63,29 +58,6 @@ def begin(path: str) -> str:
     return hidden
 
 
-def describe(hidden: str, arrays: Iterable[Array]) -> None:
-    """Write the zarr.json of arrays, for other readers; while the chunks are on their way."""
-    for array in arrays:
-        folder = os.path.join(hidden, array.name)
-        os.makedirs(folder, exist_ok=True)
-        put(os.path.join(folder, ZARR), to_json_text(zarr_metadata(array)).encode())
-
-
-def complete(hidden: str, manifest: Manifest, digests: np.ndarray) -> None:
-    """Write the metadata of the whole, make everything durable, then write the marker."""
-    data, groups = manifest_to_json(manifest), set()
-    for name in manifest.arrays:
-        parts = name.split("/")[:-1]
-        groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
-    group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
-    files = {DIGESTS: digests.tobytes(), MANIFEST: data} | {f"{name}/{ZARR}": group for name in groups}
-    with ThreadPoolExecutor(8) as pool:  # a disk takes many fsyncs at a time
-        list(pool.map(lambda item: put(os.path.join(hidden, item[0]), item[1]), files.items()))
-        list(pool.map(sync_directory, [folder for folder, _, _ in os.walk(hidden)]))
-    put(os.path.join(hidden, MARKER), marker_to_json(data))
-    sync_directory(hidden)
-
-
 def publish(hidden: str, path: str) -> None:
     """Give the complete hidden directory its name, and remove what had the name before."""
     parent = os.path.dirname(path)
@@ -121,15 +93,6 @@ def renamed_away(path: str) -> str:
     gone = _hidden(path, "gone", secrets.token_hex(6))
     os.rename(path, gone)
     return gone
-
-
-def put(path: str, data: bytes, durable: bool = True) -> None:
-    """Write a file, down to the disk if durable."""
-    with open(path, "wb") as f:
-        f.write(data)
-        f.flush()
-        if durable:
-            os.fsync(f.fileno())
 
 
 def sync_directory(path: str) -> None:

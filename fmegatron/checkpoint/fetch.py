@@ -1,6 +1,6 @@
 """Bands from files into tensors: which bands a set of boxes needs, read, verified, copied.
 
-Nothing outside the checkpoint's directory is opened; every file must have exactly the size that the manifest implies.
+Nothing outside the checkpoint is opened; every file must have exactly the size that the manifest implies.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import itertools
 import math
 import os
 import queue
-import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from fmegatron.checkpoint.format import (
     raw_dtype,
 )
 from fmegatron.checkpoint.manifest import RESTORE_ANOTHER
+from fmegatron.checkpoint.storage import Reader, Storage
 from fmegatron.layout import Box
 
 _JOB_BYTES = 16 << 20  # work is dealt to threads in jobs of about this size
@@ -60,9 +61,9 @@ class Fetch:
     leaf and file.
     """
 
-    def __init__(self, root: str, manifest: Manifest, verify: bool):
+    def __init__(self, storage: Storage, manifest: Manifest, verify: bool):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.root, self.manifest, self.verify = root, manifest, verify
+        self.storage, self.manifest, self.verify = storage, manifest, verify
         self._ranges: dict[str, list[_Range]] = {}
         self._jobs: queue.SimpleQueue[Callable[[np.ndarray], None] | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
@@ -78,7 +79,7 @@ class Fetch:
                     chunks.setdefault(index, []).append(target)
             digests = self._digests(array) if self.verify and chunks else None
             for index, wanted in chunks.items():
-                for job in _File(self.root, array, index, digests, leaf.path).chunk_jobs(wanted):
+                for job in _File(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
                     self._jobs.put(job)
             return
         for piece in leaf.pieces:
@@ -98,7 +99,7 @@ class Fetch:
                 for name, ranges in self._ranges.items():
                     array = self._array(name)
                     digests = self._digests(array) if self.verify else None
-                    for job in _File(self.root, array, (0,), digests, ranges[0].target.path).range_jobs(ranges):
+                    for job in _File(self.storage, array, (0,), digests, ranges[0].target.path).range_jobs(ranges):
                         self._jobs.put(job)
         except BaseException as late:
             error = late
@@ -124,18 +125,15 @@ class Fetch:
 
     def _array(self, name: str) -> Array:
         """An array of the manifest, after a look that its directory is where it says."""
-        at = os.path.join(self.root, name)
-        if os.path.realpath(at) != at:
-            raise CheckpointError(f"{name}: {at} leads outside of the checkpoint; {RESTORE_ANOTHER}")
+        if not self.storage.inside(name):
+            raise CheckpointError(f"{name}: {self.storage.at(name)} leads outside of the checkpoint; {RESTORE_ANOTHER}")
         return self.manifest.arrays[name]
 
     def _digests(self, array: Array) -> np.ndarray:
         """The array's part of digests.bin, uint64 [chunks, bands], checked against the manifest."""
-        at = os.path.join(self.root, DIGESTS)
+        at = self.storage.at(DIGESTS)
         try:
-            with open(at, "rb") as f:
-                f.seek(8 * array.first_digest)
-                data = f.read(8 * array.digest_count)
+            data = self.storage.read(DIGESTS, 8 * array.first_digest, 8 * array.digest_count)
         except OSError as error:
             raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
         if digest_text(data) != array.digest:
@@ -174,37 +172,35 @@ def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
 class _File:
     """One chunk's file: reads bands of it. A job is a function of a scratch buffer, run on any thread."""
 
-    def __init__(self, root: str, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
-        self.array, self.index, self.leaf = array, index, leaf
+    def __init__(self, storage: Storage, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
+        self.storage, self.array, self.index, self.leaf = storage, array, index, leaf
         self.name = array.chunk_file(index)
-        self.at = os.path.join(root, self.name)
         number = int(np.ravel_multi_index(index, array.grid)) if index else 0
         self.digests = None if digests is None else digests[number]
 
-    def open(self) -> int:
-        """A file descriptor, after a look at kind and size. Raises CheckpointError."""
-        wanted = math.prod(self.array.chunk) * self.array.itemsize
-        try:
-            # Neither follow a link out of the directory nor wait for a pipe.
-            fd = os.open(self.at, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != wanted:
-            os.close(fd)
-            raise self.error(f"has {found.st_size} bytes, wanted {wanted}")
-        return fd
+    @contextmanager
+    def open(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Reader]:
+        """The file, for reads in these ranges of bytes. Raises CheckpointError."""
+        with ExitStack() as stack:
+            try:
+                size = math.prod(self.array.chunk) * self.array.itemsize
+                reader = stack.enter_context(self.storage.open(self.name, size, ranges))
+            except OSError as error:
+                raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
+            yield reader
 
     def error(self, what: str, leaf: str | None = None) -> CheckpointError:
         """The error that names the leaf, the file and what to do."""
-        return CheckpointError(f"{leaf or self.leaf}: its chunk file {self.at} {what}; {RESTORE_ANOTHER}")
+        return CheckpointError(
+            f"{leaf or self.leaf}: its chunk file {self.storage.at(self.name)} {what}; {RESTORE_ANOTHER}"
+        )
 
-    def band(self, fd: int, number: int, offset: int, into: np.ndarray, leaf: str | None = None) -> None:
+    def band(self, reader: Reader, number: int, offset: int, into: np.ndarray, leaf: str | None = None) -> None:
         """Read band `number`, at `offset`, into all of `into`; verify it."""
         done = 0
         while done < into.nbytes:
             try:
-                got = os.preadv(fd, [into[done:]], offset + done)
+                got = reader.read_into(into[done:], offset + done)
             except OSError as error:
                 raise self.error(f"cannot be read ({error.strerror})", leaf) from None
             if got == 0:
@@ -236,25 +232,25 @@ class _File:
             yield lambda scratch, part=bands[i : i + size]: self._copy_bands(part, origin, scratch)
 
     def _copy_bands(self, bands, origin: tuple[int, ...], scratch: np.ndarray) -> None:
-        a, fd = self.array, self.open()
+        a, places = self.array, []
         steps = [math.prod(a.chunk[d + 1 :]) for d in range(len(a.chunk))]
         counts = [math.prod(a.bands[d + 1 :]) for d in range(len(a.bands))]
-        try:
-            for index, wants in bands:
-                start = [i * b for i, b in zip(index, a.band, strict=True)]
-                shape = [min(b, c - s) for s, b, c in zip(start, a.band, a.chunk, strict=True)]
-                offset = sum(s * step for s, step in zip(start, steps, strict=True)) * a.itemsize
-                number = sum(i * count for i, count in zip(index, counts, strict=True))
-                into = scratch[: math.prod(shape) * a.itemsize]
-                self.band(fd, number, offset, into)
+        for index, wants in bands:
+            start = [i * b for i, b in zip(index, a.band, strict=True)]
+            shape = [min(b, c - s) for s, b, c in zip(start, a.band, a.chunk, strict=True)]
+            offset = sum(s * step for s, step in zip(start, steps, strict=True)) * a.itemsize
+            number = sum(i * count for i, count in zip(index, counts, strict=True))
+            places.append((number, offset, math.prod(shape) * a.itemsize, start, shape, wants))
+        with self.open([(offset, offset + size) for _, offset, size, *_ in places]) as reader:
+            for number, offset, size, start, shape, wants in places:
+                into = scratch[:size]
+                self.band(reader, number, offset, into)
                 data = into.view(raw_dtype(a.itemsize)).reshape(shape)
                 for target, lo, hi in wants:
                     low = [max(x, s) for x, s in zip(lo, start, strict=True)]
                     high = [min(y, s + n) for y, s, n in zip(hi, start, shape, strict=True)]
                     part = data[tuple(slice(x - s, y - s) for x, y, s in zip(low, high, start, strict=True))]
                     target.put([o + x for o, x in zip(origin, low, strict=True)], part)
-        finally:
-            os.close(fd)
 
     # ---- a one-chunk array that holds pieces
 
@@ -274,15 +270,13 @@ class _File:
         width, total = a.band[0] * a.itemsize, a.shape[0] * a.itemsize
         first, stop = ranges[0].lo // width, -(-max(r.hi for r in ranges) // width)
         base, end = first * width, min(stop * width, total)
-        window, fd = np.empty(end - base, np.uint8), self.open()
-        wanted = {n for r in ranges for n in range(r.lo // width, -(-r.hi // width))}
-        try:
-            for n in sorted(wanted):
+        window = np.empty(end - base, np.uint8)
+        wanted = sorted({n for r in ranges for n in range(r.lo // width, -(-r.hi // width))})
+        with self.open([(n * width, min((n + 1) * width, end)) for n in wanted]) as reader:
+            for n in wanted:
                 at = n * width
                 inside = next((r.target.path for r in ranges if r.lo < at + width and at < r.hi), None)
-                self.band(fd, n, at, window[at - base : min(at + width, end) - base], inside)
-        finally:
-            os.close(fd)
+                self.band(reader, n, at, window[at - base : min(at + width, end) - base], inside)
         for r in ranges:
             width = r.target.stored.itemsize
             strides = [s * width for s in r.strides]

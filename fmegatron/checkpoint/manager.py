@@ -16,6 +16,7 @@ from fmegatron.checkpoint.manifest import read_manifest
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.read import rank_of, read_state
 from fmegatron.checkpoint.saving import save
+from fmegatron.checkpoint.storage import locate
 
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old|gone)-[0-9a-f]+")
@@ -99,7 +100,7 @@ class Manager:
         for step in map(int, filter(None, steps.split(","))):
             path, unfit, damaged, result = self.path(step), None, None, None
             try:
-                metadata = read_manifest(commit.resolve(path)).metadata
+                metadata = read_manifest(locate(path)).metadata
                 result = step, read_state(path, target_layouts, rank, strict, cast, device), metadata
             except CheckpointError as error:
                 damaged = error

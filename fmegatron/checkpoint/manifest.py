@@ -8,6 +8,7 @@ from typing import Any
 
 from fmegatron.checkpoint.format import FORMAT, MANIFEST, MARKER, VERSION, CheckpointError, Leaf, Manifest, digest_text
 from fmegatron.checkpoint.parse import MOST_BYTES, parse_json, parse_layout, parse_manifest
+from fmegatron.checkpoint.storage import Storage
 from fmegatron.layout import Layout, Mesh
 
 # ---- JSON out
@@ -90,12 +91,11 @@ def load_json(data: bytes, where: str) -> dict[str, Any]:
 RESTORE_ANOTHER = "restore another step (Manager.restore_latest finds the newest good one)"
 
 
-def read_manifest(root: str) -> Manifest:
-    """The checked manifest of a complete checkpoint directory. Raises CheckpointError."""
-    marker_at, manifest_at = os.path.join(root, MARKER), os.path.join(root, MANIFEST)
+def read_manifest(storage: Storage) -> Manifest:
+    """The checked manifest of a complete checkpoint. Raises CheckpointError."""
+    root, marker_at, manifest_at = storage.text, storage.at(MARKER), storage.at(MANIFEST)
     try:
-        with open(marker_at, "rb") as f:
-            marker = load_json(f.read(4096), marker_at)
+        marker = load_json(storage.read(MARKER, 0, 4096), marker_at)
     except FileNotFoundError:
         what = "is a directory, but holds no complete checkpoint" if os.path.isdir(root) else "does not exist"
         raise CheckpointError(
@@ -112,8 +112,7 @@ def read_manifest(root: str) -> Manifest:
         if found is None:
             raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
     try:
-        with open(manifest_at, "rb") as f:
-            data = f.read(min(os.fstat(f.fileno()).st_size, MOST_BYTES) + 1)
+        data = storage.read(MANIFEST, 0, 1 + min(want[0], MOST_BYTES) if type(want[0]) is int else 1)
     except OSError as error:
         raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (len(data), digest_text(data)) != want:

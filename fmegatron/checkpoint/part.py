@@ -1,18 +1,20 @@
-"""Parts: what each rank has written, handed to rank 0 through files, and merged there into one manifest."""
+"""Parts: what each rank has written, handed to rank 0 through files, merged there into one manifest, and completed."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from fmegatron.checkpoint import commit
 from fmegatron.checkpoint.format import (
+    DIGESTS,
+    MANIFEST,
+    ZARR,
     Array,
     Leaf,
     Manifest,
@@ -23,8 +25,9 @@ from fmegatron.checkpoint.format import (
     dtype_of,
     dtype_text,
 )
-from fmegatron.checkpoint.manifest import layout_to_json
+from fmegatron.checkpoint.manifest import layout_to_json, manifest_to_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.plan import LeafPlan
+from fmegatron.checkpoint.storage import Storage
 from fmegatron.layout import Box, Mesh
 
 
@@ -43,8 +46,8 @@ class Part:
     arrays: dict[str, Array] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
 
-    def store(self, hidden: str) -> None:
-        """Leave the part in the hidden directory, for rank 0."""
+    def store(self, storage: Storage) -> None:
+        """Leave the part among the files of the save, for rank 0."""
         value = {
             "plan": self.plan,
             "chunks": [[name, numbers, self.digests[name].shape[1]] for name, numbers in self.chunks.items()],
@@ -52,16 +55,15 @@ class Part:
             "pieces": [[path, p.array, p.offset, p.boxes] for path, p in self.pieces.items()],
         }
         data = b"".join(self.digests[name].tobytes() for name in self.chunks)
-        commit.put(f"{hidden}/part.{self.rank}.digests", data, durable=False)
-        commit.put(f"{hidden}/part.{self.rank}.json", json.dumps(value).encode(), durable=False)
+        storage.write(f"part.{self.rank}.digests", [data], durable=False)
+        storage.write(f"part.{self.rank}.json", [json.dumps(value).encode()], durable=False)
 
     @staticmethod
-    def load(hidden: str, rank: int) -> Part:
-        """Take the part of a rank out of the hidden directory, where it is removed."""
-        json_at, digests_at = f"{hidden}/part.{rank}.json", f"{hidden}/part.{rank}.digests"
-        with open(json_at, "rb") as f:
-            value = json.load(f)
-        flat, at = np.fromfile(digests_at, "<u8"), 0
+    def load(storage: Storage, rank: int) -> Part:
+        """Take the part of a rank out of the files of the save, where it is removed."""
+        json_at, digests_at = f"part.{rank}.json", f"part.{rank}.digests"
+        value = json.loads(storage.read(json_at))
+        flat, at = np.frombuffer(storage.read(digests_at), "<u8"), 0
         part = Part(rank, value["plan"])
         for name, numbers, bands in value["chunks"]:
             part.chunks[name] = numbers
@@ -72,8 +74,8 @@ class Part:
         for path, array, offset, boxes in value["pieces"]:
             boxes = tuple(Box(tuple(start), tuple(shape), at, tuple(strides)) for start, shape, at, strides in boxes)
             part.pieces[path] = Piece(array, offset, boxes)
-        os.remove(json_at)
-        os.remove(digests_at)
+        storage.remove(json_at)
+        storage.remove(digests_at)
         return part
 
 
@@ -148,3 +150,17 @@ def merge(
         )
     known = tuple(mesh.to_json() for mesh in meshes)
     return Manifest(step, metadata, known, leaves, arrays, len(digests)), digests
+
+
+def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes:
+    """Write the metadata of the whole and make everything durable; returns the marker, for `Store.publish`."""
+    data, groups = manifest_to_json(manifest), set()
+    for name in manifest.arrays:
+        parts = name.split("/")[:-1]
+        groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
+    group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+    files = {DIGESTS: digests.tobytes(), MANIFEST: data} | {f"{name}/{ZARR}": group for name in groups}
+    with ThreadPoolExecutor(storage.threads) as pool:
+        list(pool.map(lambda item: storage.write(item[0], [item[1]]), files.items()))
+    storage.sync()
+    return marker_to_json(data)

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.commit import resolve
 from fmegatron.checkpoint.fetch import Fetch, Target
 from fmegatron.checkpoint.format import Leaf, Manifest, dtype_of, dtype_text
 from fmegatron.checkpoint.manifest import layout_from_json, read_manifest
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.storage import Store, locate, open_store
 from fmegatron.layout import Layout
 
 
 def restore(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Store,
     target_layouts: Any,
     *,
     world: Ranks | None = None,
@@ -49,12 +49,12 @@ def restore(
     def work() -> Any:
         return read_state(path, target_layouts, rank_of(target_layouts, world, rank), strict, cast, device, verify)
 
-    return together(world_or_alone, f"restoring the checkpoint {os.fspath(path)}", work)
+    return together(world_or_alone, f"restoring the checkpoint {open_store(path).text}", work)
 
 
-def layouts(path: str | os.PathLike) -> dict[str, Any]:
+def layouts(path: str | os.PathLike | Store) -> dict[str, Any]:
     """The layouts under which the leaves were written, as nested dicts by path; no tensor data is read."""
-    manifest = read_manifest(resolve(path))
+    manifest = read_manifest(locate(path))
     nested: dict[str, Any] = {}
     for name, leaf in manifest.leaves.items():
         *above, last = name.split("/")
@@ -65,24 +65,24 @@ def layouts(path: str | os.PathLike) -> dict[str, Any]:
     return nested
 
 
-def metadata(path: str | os.PathLike) -> dict[str, Any]:
+def metadata(path: str | os.PathLike | Store) -> dict[str, Any]:
     """The user's metadata that was saved with a checkpoint."""
-    return read_manifest(resolve(path)).metadata
+    return read_manifest(locate(path)).metadata
 
 
 def read_state(path, target_layouts, rank, strict="error", cast=False, device=None, verify=True) -> Any:
     """`restore` for one rank, without a word to the others."""
     if strict not in ("error", "subset"):
         raise ValueError(f"strict: got {strict!r}, wanted 'error' or 'subset'")
-    root = resolve(path)
-    manifest = read_manifest(root)
+    storage = locate(path)
+    manifest = read_manifest(storage)
     paths, targets, spec = tree.flatten(target_layouts)
     targets = [x if isinstance(x, Layout) else x.layout for x in targets]
-    _check_targets(root, manifest, paths, targets, strict, cast)
+    _check_targets(storage.text, manifest, paths, targets, strict, cast)
     tensors: list[torch.Tensor | None] = [None] * len(paths)
     leaves = [manifest.leaves[name] for name in paths]
     # Leaves with files of their own first: they are read while this thread goes through the many small ones.
-    with Fetch(root, manifest, verify) as fetch:
+    with Fetch(storage, manifest, verify) as fetch:
         for i in sorted(range(len(paths)), key=lambda i: leaves[i].array is None):
             x = tensors[i] = torch.empty(targets[i].local_shape(rank), dtype=targets[i].dtype)
             stored = dtype_of(leaves[i].dtype)

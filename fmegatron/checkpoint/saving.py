@@ -1,10 +1,10 @@
 """Save: a traversal that emits (layout, local shard) of every leaf to zarr3 arrays; the commit is all or nothing.
 
-    hidden sibling directory -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
-    -> rename -> fsync of the parent
+    hidden place for the files -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
+    -> the new one takes the name in one step
 
 No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 tells the
-name of the hidden directory.
+name of the hidden place.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint import commit
-from fmegatron.checkpoint.part import Part, merge
+from fmegatron.checkpoint.part import Part, complete, merge
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.write import write_part
 from fmegatron.layout import Layout
 
 
 def save(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Store,
     state: Any,
     layouts: Any,
     world: Ranks | None = None,
@@ -34,10 +34,11 @@ def save(
     *,
     step: int | None = None,
 ) -> None:
-    """Write a checkpoint directory; durable and complete when this returns, on all ranks.
+    """Write a checkpoint to a directory, URL or Store; durable and complete when this returns, on all ranks.
 
     state: tree of this rank's local tensors, any device.  layouts: the same tree of Layouts (or ArraySpecs).
-    world: the ranks that call this together, with one file system; None for one process.  metadata: JSON values.
+    world: the ranks that call this together, with one file system or object store; None for one process.
+    metadata: JSON values.
     An existing checkpoint at `path` stays complete until the new one takes its place.
 
     Raises ValueError when state and layouts disagree or the metadata is not JSON (then nothing is written);
@@ -53,37 +54,37 @@ def save(
     ...     os.listdir(folder)
     ['first']
     """
-    world, path = world or Alone(), os.path.realpath(os.fspath(path))
-    lead, what, hidden = world.rank == 0, f"saving the checkpoint {path}", None
+    world, store = world or Alone(), open_store(path)
+    lead, what, begun = world.rank == 0, f"saving the checkpoint {store.text}", None
 
     def prepare():
-        nonlocal hidden
+        nonlocal begun
         tensors, plans = check_request(state, layouts, world, metadata)
         if lead:
-            hidden = commit.begin(path)
+            begun = store.begin()
         return tensors, plans
 
     def write():
-        part = write_part(folder, plans, tensors, world.rank)
+        part = write_part(storage, plans, tensors, world.rank)
         if not lead:
-            part.store(folder)
+            part.store(storage)
         return part
 
     def finish():
         if lead:
-            parts = itertools.chain([part], (Part.load(hidden, rank) for rank in range(1, world.size)))
+            parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
             manifest, digests = merge(plans, parts, step, metadata or {})
-            commit.complete(hidden, manifest, digests)
-            commit.publish(hidden, path)
+            store.publish(storage, complete(storage, manifest, digests))
 
     try:
         tensors, plans = together(world, what, prepare)
-        folder = world.broadcast_text(hidden or "")
+        root = world.broadcast_text(begun.root if begun else "")
+        storage = begun or store.draft(root)
         part = together(world, what, write)
         together(world, what, finish)
     finally:
         if lead:
-            commit.end(path, hidden)
+            store.end(begun)
 
 
 def check_request(

@@ -1,18 +1,23 @@
-"""One rank's writes: chunks of its leaves to zarr3 arrays through tensorstore, digested from the same memory."""
+"""One rank's writes: chunks of its leaves to zarr3 arrays, each band digested and written while it is in the cache.
+
+A chunk of an uncompressed zarr3 array is its elements and nothing else, so a chunk's file is written straight from the
+tensor's memory: one pass over memory for digesting and writing together, on a few threads.
+"""
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import tensorstore as ts
 import torch
 
-from fmegatron.checkpoint import commit
 from fmegatron.checkpoint.format import (
     ALIGN_BYTES,
+    ZARR,
     Array,
     Piece,
     digest,
@@ -20,43 +25,40 @@ from fmegatron.checkpoint.format import (
     packed_name,
     piece_name,
     raw,
-    raw_dtype,
     zarr_metadata,
 )
+from fmegatron.checkpoint.manifest import to_json_text
 from fmegatron.checkpoint.part import Part, grid_array, one_chunk, plan_digest
 from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write
+from fmegatron.checkpoint.storage import Storage
 from fmegatron.layout import Box
+
+_STAGED_BYTES = 256 << 20  # host copies (of device or strided tensors) held at a time
+
 
 Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
 
-_STAGED_BYTES = 1 << 30  # host copies (of device or strided tensors) held at a time
-
 
 def write_part(
-    root: str,
+    storage: Storage,
     plans: Sequence[LeafPlan],
     tensors: Sequence[torch.Tensor],
     rank: int,
     chunks: Sequence[Chunks | None] | None = None,
 ) -> Part:
-    """Write all that `rank` has to write below `root`; durable on return. Raises OSError naming the leaf.
+    """Write all that `rank` has to write; durable after `storage.sync`. Raises OSError naming the leaf.
 
-    tensorstore's threads copy and write straight from the tensors' memory while this thread digests the same bytes.
     chunks: for some of the `grid` leaves, those to write now, as boxes of the tensor given here, which may hold nothing
     else; None: all that the rank has to write.
     """
     part = Part(rank, plan_digest(plans))
-    writer = _Writer(root, part)
     small: list[np.ndarray] = []
     size = 0
-    try:
+    with _Writer(storage, part) as writer:
         for leaf, x, some in zip(plans, tensors, chunks or [None] * len(plans), strict=True):
             if leaf.home == "grid":
-                if some is not None or leaf.layout.replicas > 1:
-                    todo = chunks_to_write(leaf, rank) if some is None else some
-                    writer.grid(leaf, todo, [box for _, box in todo], x)
-                else:
-                    writer.grid(leaf, chunks_to_write(leaf, rank), leaf.layout.boxes(rank), x)
+                if todo := chunks_to_write(leaf, rank) if some is None else some:
+                    writer.grid(leaf, todo, x)
             elif leaf.home != "empty" and leaf.writes(rank):
                 boxes = leaf.layout.boxes(rank)
                 if leaf.home == "packed":
@@ -67,108 +69,117 @@ def write_part(
                 else:
                     name = piece_name(leaf.path, rank)
                     part.pieces[leaf.path] = Piece(name, 0, boxes)
-                    writer.whole(name, x, dtype_text(x.dtype), leaf.path)
+                    data, staged = writer.host_bits(x)
+                    flat = data.view(-1).numpy()
+                    writer.whole(one_chunk(name, flat.size, dtype_text(x.dtype)), [flat], leaf.path, staged)
         if small:
-            writer.whole(packed_name(rank), torch.from_numpy(np.concatenate(small)), "uint8", "the small leaves")
-        writer.drain()
-    finally:
-        writer.wait()  # after an error, too: nothing may be written any more when the hidden directory is removed
+            writer.whole(one_chunk(packed_name(rank), size, "uint8"), small, "the small leaves", 0)
     return part
 
 
 class _Writer:
-    """Writes in flight, and the digests still to be made of the same memory."""
+    """Threads that write chunks; on leaving the block all is written, or, after an error, nothing is any more."""
 
-    def __init__(self, root: str, part: Part):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.root, self.part, self.staged = root, part, 0
-        self.pending: list[tuple[str, ts.Future]] = []
-        self.undigested: list[tuple[Array, list[np.ndarray]]] = []
-        # One writer per chunk in a directory of our own: no locks. Sync: each file is on disk when its write is done.
-        self.context = ts.Context(
-            {
-                "cache_pool": {"total_bytes_limit": 0},
-                "file_io_concurrency": {"limit": 4},
-                "data_copy_concurrency": {"limit": min(4, cores)},
-                "file_io_sync": True,
-                "file_io_locking": {"mode": "none"},
-            }
-        )
+    def __init__(self, storage: Storage, part: Part):
+        self.storage, self.part, self.staged, self.failed = storage, part, 0, False
+        self.pool = ThreadPoolExecutor(storage.threads)
+        self.pending: deque[tuple[str, int, Future]] = deque()
 
-    def grid(self, leaf: LeafPlan, chunks: Chunks, boxes: Iterable[Box], x: torch.Tensor) -> None:
-        """Write these chunks, which make up the boxes, of a leaf that has an array of its own in global shape."""
-        if not chunks:
-            return
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if error is None:
+                while self.pending:
+                    self._wait_for_oldest()
+        finally:
+            self.failed = True  # for what is still in the queue; the hidden directory is about to be removed
+            self.pool.shutdown(cancel_futures=True)
+
+    def grid(self, leaf: LeafPlan, chunks: Chunks, x: torch.Tensor) -> None:
+        """Write these chunks of a leaf that has an array of its own in global shape."""
         array = grid_array(leaf)
-        name = array.name
-        local, store = self._host_bits(x), self._open(array)
-        for box in boxes:
-            self._start(leaf.path, store, box.slices, box.view(local).numpy())
-        self.part.chunks[name] = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks]
-        self.undigested.append((array, [box.view(local).numpy() for _, box in chunks]))
-        self._bound()
+        self.part.chunks[array.name] = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks]
+        table = self.part.digests[array.name] = np.zeros((len(chunks), math.prod(array.bands)), "<u8")
+        local, staged = self.host_bits(x)
+        if 0 in self.part.chunks[array.name]:  # of several ranks that write an array, one writes the metadata
+            self._describe(array, leaf.path)
+        for row, (index, box) in zip(table, chunks, strict=True):
+            view = box.view(local).numpy()
+            blocks = lambda view=view: band_blocks(view, array.chunk, array.band)  # noqa: E731
+            self._start(leaf.path, array.chunk_file(index), blocks, row, staged if index == chunks[-1][0] else 0)
 
-    def whole(self, name: str, x: torch.Tensor, dtype: str, what: str) -> None:
-        """Write a tensor, flattened, as an array of one chunk."""
-        data = self._host_bits(x).reshape(-1)
-        array = one_chunk(name, data.numel(), dtype)
-        self._start(what, self._open(array), (slice(0, data.numel()),), data.numpy())
-        self.part.arrays[name], self.part.chunks[name] = array, [0]
-        self.undigested.append((array, [data.numpy()]))
-        self._bound()
+    def whole(self, array: Array, data: list[np.ndarray], what: str, staged: int) -> None:
+        """Write an array of one chunk, which is all of `data` (flat) one after another."""
+        self.part.arrays[array.name], self.part.chunks[array.name] = array, [0]
+        table = self.part.digests[array.name] = np.zeros((1, math.prod(array.bands)), "<u8")
+        self._describe(array, what)
+        band = array.band[0] * array.itemsize
+        self._start(what, array.chunk_file((0,)), lambda: _even_blocks(data, band), table[0], staged)
 
-    def _host_bits(self, x: torch.Tensor) -> torch.Tensor:
+    def host_bits(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The bits of a tensor in contiguous host memory, and how many bytes that took."""
+        while self.pending and self.staged > _STAGED_BYTES:
+            self._wait_for_oldest()
         host = _on_host(x)
-        self.staged += 0 if host.data_ptr() == x.data_ptr() else host.nbytes
-        return torch.from_numpy(raw(host))
+        staged = 0 if host.data_ptr() == x.data_ptr() else host.nbytes
+        self.staged += staged
+        return torch.from_numpy(raw(host)), staged
 
-    def _open(self, array: Array) -> ts.Future:
-        # Bits move as integers of the same width; the zarr.json that is written at the end names the real type. Both
-        # flags matter: by default a chunk of zeros is not stored, and a missing chunk reads as zeros.
-        metadata = {**zarr_metadata(array), "data_type": raw_dtype(array.itemsize).name, "fill_value": 0}
-        if array.itemsize == 16:
-            metadata["fill_value"] = [0.0, 0.0]
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": f"{self.root}/{array.name}/"},
-            "metadata": metadata,
-            "store_data_equal_to_fill_value": True,
-            "fill_missing_data_reads": False,
-        }
-        return ts.open(spec, open=True, assume_metadata=True, context=self.context)
+    def _describe(self, array: Array, what: str) -> None:
+        text = to_json_text(zarr_metadata(array)).encode()
+        self._start(what, f"{array.name}/{ZARR}", lambda: [text], None, 0)
 
-    def _start(self, what: str, store: ts.Future, where: tuple[slice, ...], data: np.ndarray) -> None:
-        self.pending.append((what, write_chunks(store.result(), where, data)))
+    def _start(
+        self, what: str, name: str, blocks: Callable[[], Iterable[np.ndarray]], digests: np.ndarray | None, staged: int
+    ) -> None:
+        def work() -> None:
+            if not self.failed:
+                self.storage.write(name, blocks() if digests is None else _digested(blocks(), digests))
 
-    def _bound(self) -> None:
-        if self.staged > _STAGED_BYTES:
-            self.drain()
+        self.pending.append((what, staged, self.pool.submit(work)))
 
-    def drain(self) -> None:
-        """Make the digests that are due, then wait for the writes. Raises OSError naming the leaf."""
-        for array, views in self.undigested:
-            digests = [band_digests(view, array.chunk, array.band) for view in views]
-            self.part.digests[array.name] = np.array(digests, "<u8")
-        # Of an array that several ranks write, the one with its first chunk writes the metadata.
-        commit.describe(self.root, [a for a, _ in self.undigested if 0 in self.part.chunks[a.name]])
-        for what, future in self.pending:
-            try:
-                future.result()
-            except Exception as error:
-                raise OSError(f"{what}: a chunk could not be written: {error}") from error
-        self.undigested.clear()
-        self.pending.clear()
-        self.staged = 0
-
-    def wait(self) -> None:
-        """Wait for all writes, whatever becomes of them."""
-        for _, future in self.pending:
-            future.exception()
+    def _wait_for_oldest(self) -> None:
+        what, staged, future = self.pending.popleft()
+        try:
+            future.result()
+        except Exception as error:
+            raise OSError(f"{what}: a chunk could not be written: {error}") from error
+        self.staged -= staged
 
 
-def write_chunks(store: ts.TensorStore, where: tuple[slice, ...], data: np.ndarray) -> ts.Future:
-    """Start to write `data`, whose memory the caller keeps alive and unchanged until the future is done."""
-    return store[where].write(data, can_reference_source_data_indefinitely=True)
+def _digested(blocks: Iterable[np.ndarray], digests: np.ndarray) -> Iterator[np.ndarray]:
+    """The blocks, each digested just before it is written."""
+    for i, block in enumerate(blocks):
+        digests[i] = digest(block)
+        yield block
+
+
+def band_blocks(view: np.ndarray, chunk: tuple[int, ...], band: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """The bands of a chunk, row-major, contiguous. Where `view` is smaller, the chunk is padded with zeros."""
+    for start in itertools.product(*(range(0, c, b) for c, b in zip(chunk, band, strict=True))):
+        shape = tuple(min(b, c - a) for a, b, c in zip(start, band, chunk, strict=True))
+        data = view[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        if data.shape != shape:
+            data = np.pad(data, [(0, n - m) for n, m in zip(shape, data.shape, strict=True)])
+        yield np.ascontiguousarray(data)
+
+
+def _even_blocks(parts: list[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """The bytes of flat arrays one after another, in blocks of `size` (the last may be shorter)."""
+    held, count = [], 0
+    for part in parts:
+        data = part.view(np.uint8)
+        while count + data.nbytes >= size:
+            head, data = data[: size - count], data[size - count :]
+            yield np.concatenate([*held, head]) if held else head
+            held, count = [], 0
+        if data.nbytes:
+            held.append(data)
+            count += data.nbytes
+    if held:
+        yield np.concatenate(held)
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
@@ -177,16 +188,3 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
     if x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return x
     return x.resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def band_digests(view: np.ndarray, chunk: tuple[int, ...], band: tuple[int, ...]) -> list[int]:
-    """The digest of each band of a chunk, bands row-major. Where `view` is smaller, the chunk is padded with zeros."""
-    starts = itertools.product(*(range(0, c, b) for c, b in zip(chunk, band, strict=True)))
-    digests = []
-    for start in starts:
-        shape = tuple(min(b, c - a) for a, b, c in zip(start, band, chunk, strict=True))
-        data = view[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
-        if data.shape != shape:
-            data = np.pad(data, [(0, n - m) for n, m in zip(shape, data.shape, strict=True)])
-        digests.append(digest(np.ascontiguousarray(data)))
-    return digests

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError, commit, format, saving, write
+from fmegatron.checkpoint import CheckpointError, commit, format, manifest, saving
+from fmegatron.checkpoint.folder import Folder
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
+from tests.checkpoint.faulty import FaultyStorage, full_after
 
 MESH = Mesh(fsdp=2, tp=2)
 FLAT_0 = "pieces/flat/0"
@@ -151,7 +153,7 @@ def resign(path, **changes):
         value[key] = edit(value[key])
     data = json.dumps(value).encode()
     (path / "manifest.json").write_bytes(data)
-    (path / "COMPLETE").write_bytes(commit.marker_to_json(data))
+    (path / "COMPLETE").write_bytes(manifest.marker_to_json(data))
 
 
 def edited(name, **changes):
@@ -218,21 +220,12 @@ def test_json_bombs(saved):
 
 def no_space(monkeypatch, rank):
     """The disk is full when this rank starts its second write."""
-    real, calls = saving.write_part, []
+    real = saving.write_part
 
-    def failing(store, where, data):
-        calls.append(1)
-        if len(calls) > 1:
-            raise OSError(28, "No space left on device")
-        return real_write(store, where, data)
+    def write_part(storage, plans, tensors, r):
+        return real(FaultyStorage(storage, full_after(1)) if r == rank else storage, plans, tensors, r)
 
-    real_write = write.write_chunks
-    monkeypatch.setattr(saving, "write_part", lambda root, plans, tensors, r: _part(real, root, plans, tensors, r))
-
-    def _part(real, root, plans, tensors, r):
-        if r == rank:
-            monkeypatch.setattr(write, "write_chunks", failing)
-        return real(root, plans, tensors, r)
+    monkeypatch.setattr(saving, "write_part", write_part)
 
 
 @pytest.mark.parametrize("existing", [True, False])
@@ -255,7 +248,7 @@ def test_full_disk_on_one_rank(tmp_path, monkeypatch, existing):
 
 
 def test_a_file_system_that_refuses(tmp_path):
-    """A real error of tensorstore's own: a directory stands where a file must be."""
+    """A real error of the system's own: a directory stands where a file must be."""
     layouts = {"w": Layout((4, 4), torch.float32, Mesh())}
 
     def in_the_way(path):
@@ -303,8 +296,8 @@ def die_at(patch, moment):
         return call
 
     for module, name in (
-        (commit, "put"), (commit, "sync_directory"), (commit, "remove"), (commit, "_exchange"),
-        (commit.os, "rename"), (commit.os, "mkdir"), (write, "write_chunks"),
+        (Folder, "write"), (commit, "sync_directory"), (commit, "remove"), (commit, "_exchange"),
+        (commit.os, "rename"), (commit.os, "mkdir"),
     ):  # fmt: skip
         patch.setattr(module, name, mortal(getattr(module, name)))
     return done
@@ -316,6 +309,7 @@ def test_killed_at_every_moment(tmp_path, monkeypatch, existing, exchange):
     """Old or new, bit for bit, at every moment; and the next save works and leaves nothing behind."""
     one = layouts_on(Mesh(fsdp=1, tp=1))
     checkpoint.save(tmp_path / "old", state(0), one)
+    monkeypatch.setattr(Folder, "threads", 1)  # the same moments in every save
     if not exchange:
         monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
     seen = set()

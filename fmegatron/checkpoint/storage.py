@@ -1,0 +1,130 @@
+"""Where checkpoints live: a `Store` is a place for one, a `Storage` holds the files of one. Both are values.
+
+    store = open_store(path_or_url)     # a directory, or s3://bucket/prefix, gs://..., memory://..., file:///...
+    storage = store.locate()            # the files of the complete checkpoint that is there: read_manifest, Fetch
+    storage = store.begin()             # a save in progress; other ranks: store.draft(storage.root); write_part
+    store.publish(storage, marker)      # now it is the checkpoint, in one step; then always store.end(storage)
+    store_from_json(store.to_json())    # the same in another process
+
+Names of files inside a checkpoint are relative, e.g. "arrays/w/c.0.0". A test that wants failing reads or writes wraps
+a Storage (and a Store that gives it out): everything that the room reads or writes goes through these two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from fmegatron.checkpoint.folder import FolderStore
+
+
+class Reader(Protocol):
+    """An open file of a known size."""
+
+    def read_into(self, into: np.ndarray, offset: int) -> int:
+        """Fill `into` (uint8) from the byte `offset` on; returns how many bytes came, 0 at the end. Raises OSError."""
+
+
+class Storage(Protocol):
+    """The files of one checkpoint, complete or being written.
+
+    text: path or URL, for messages.  root: what tells it from others of the same store.  threads: how many reads or
+    writes at a time serve it well.
+    """
+
+    text: str
+    root: str
+    threads: int
+
+    def at(self, name: str) -> str:
+        """Path or URL of a file, for messages."""
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        """Bytes of a small file. Raises FileNotFoundError, OSError."""
+
+    def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[Reader]:
+        """A file for positioned reads; only the bytes in `ranges` (rising) will be asked for.
+
+        Raises FileNotFoundError, and OSError if it has not exactly `size` bytes, or is no regular file.
+        """
+
+    def inside(self, name: str) -> bool:
+        """Whether the directory `name` is where it says, and not a link to somewhere else."""
+
+    def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
+        """Make a new file of these buffers, which may be made while they are written. Raises OSError."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+
+    def names(self) -> list[str]:
+        """All files, sorted."""
+
+    def sync(self) -> None:
+        """All that was written, by all ranks, is durable and can be read on return. Rank 0."""
+
+    def delete(self) -> None:
+        """Remove all of it."""
+
+    def kvstore(self, name: str = "") -> dict[str, Any]:
+        """The tensorstore kvstore spec of a directory, for any other reader of its arrays."""
+
+
+class Store(Protocol):
+    """A place where a checkpoint is, or will be; or a directory of such places."""
+
+    text: str
+
+    def locate(self) -> Storage:
+        """The files of the complete checkpoint; if there is none, those that `read_manifest` will complain about."""
+
+    def is_complete(self) -> bool:
+        """Whether a checkpoint was saved here to its end (its content is checked when it is read)."""
+
+    def begin(self) -> Storage:
+        """Rank 0: remove what killed saves left here, and start a new checkpoint. Raises ValueError, OSError."""
+
+    def draft(self, root: str) -> Storage:
+        """The Storage of this root (see `begin`), on any rank and in any process."""
+
+    def publish(self, storage: Storage, marker: bytes) -> None:
+        """Rank 0: `storage` is the checkpoint from now on; its marker is written first. Removes the one before."""
+
+    def end(self, storage: Storage | None) -> None:
+        """Rank 0, whatever happened: leave nothing of a save behind but the checkpoint."""
+
+    def withdraw(self) -> Storage:
+        """This is no checkpoint any more, in one step; what remains is returned, for `delete`."""
+
+    def child(self, name: str) -> Store:
+        """The place `name` in this directory."""
+
+    def children(self) -> list[str]:
+        """Names in this directory where a checkpoint may be: look with child(name).is_complete()."""
+
+    def clean(self, pattern: str) -> None:
+        """Remove what killed saves and deletions of children left whose whole name matches the regular expression."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON from which `store_from_json` makes the same Store in another process."""
+
+
+def open_store(path: str | os.PathLike | Store) -> Store:
+    """The Store of a path or URL; a Store is returned as it is."""
+    if not isinstance(path, str | os.PathLike):
+        return path
+    return FolderStore(os.path.realpath(os.fspath(path)))
+
+
+def store_from_json(value: dict[str, Any]) -> Store:
+    """The Store that `to_json` described."""
+    return FolderStore(value["path"])
+
+
+def locate(path: str | os.PathLike | Store) -> Storage:
+    """The files of the complete checkpoint at a path, URL or Store."""
+    return open_store(path).locate()

@@ -1,0 +1,65 @@
+"""Stores whose reads and writes go wrong as told: a full disk, a broken one, short files; for any kind of storage."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fmegatron.checkpoint.storage import Storage, Store
+
+
+@dataclass(frozen=True)
+class FaultyStorage:
+    """A Storage that calls `before(operation, name)` first (raise there), and may change the blocks of a write."""
+
+    real: Storage
+    before: Callable[[str, str], None] = lambda operation, name: None
+    blocks: Callable = lambda name, blocks: blocks
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def read(self, name, start=0, size=None):
+        self.before("read", name)
+        return self.real.read(name, start, size)
+
+    def open(self, name, size, ranges):
+        self.before("open", name)
+        return self.real.open(name, size, ranges)
+
+    def write(self, name, blocks, durable=True):
+        self.before("write", name)
+        self.real.write(name, self.blocks(name, blocks), durable)
+
+    def sync(self):
+        self.before("sync", "")
+        self.real.sync()
+
+
+@dataclass(frozen=True)
+class FaultyStore:
+    """A Store that gives out its storages through `wrap`."""
+
+    real: Store
+    wrap: Callable[[Storage], Storage]
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def locate(self):
+        return self.wrap(self.real.locate())
+
+    def begin(self):
+        return self.wrap(self.real.begin())
+
+    def draft(self, root):
+        return self.wrap(self.real.draft(root))
+
+
+def full_after(writes):
+    """A `before` for a disk that is full after so many writes."""
+    left = iter(range(writes))
+
+    def before(operation, name):
+        if operation == "write" and next(left, None) is None:
+            raise OSError(28, "No space left on device")
+
+    return before
