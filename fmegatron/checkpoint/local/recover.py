@@ -1,0 +1,197 @@
+"""The way back: what do all nodes have, which step is whole, who sends what to whom; at last the global checkpoint.
+
+Every decision follows from integer tables that all ranks have gathered, so all ranks take it alike. A (step, source)
+is tried once at most: the loops below go over lists that only get shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmegatron import tree
+from fmegatron.checkpoint.format import CheckpointError, digest
+from fmegatron.checkpoint.local import blob
+from fmegatron.checkpoint.local.blob import Shard
+from fmegatron.checkpoint.local.fetch_set import fetch_set, few, tell_all
+from fmegatron.checkpoint.local.flat import Flat
+from fmegatron.checkpoint.local.shelf import Shelf
+from fmegatron.checkpoint.manager import Manager
+from fmegatron.checkpoint.manifest import to_json_text
+from fmegatron.checkpoint.ranks import Ranks, together
+from fmegatron.checkpoint.read import metadata, rank_of, restore
+from fmegatron.layout import Layout
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was restored. holders: per shard the ranks whose copies are not known to be bad; None: not a local step."""
+
+    step: int
+    state: Any
+    metadata: dict[str, Any]
+    holders: list[list[int]] | None
+
+
+@dataclass
+class _Set:
+    """One set of one step, as all ranks see it. holders: per shard the ranks that have it, own first."""
+
+    step: int
+    id: int
+    holders: list[list[int]]
+    fits: bool = True
+    tail_bytes: int = 0
+
+
+def recover(
+    shelf: Shelf,
+    run: str,
+    layouts: Any,
+    world: Ranks,
+    fallback: Manager | Callable[..., tuple[int, Any, dict[str, Any]]] | None,
+    device: str | torch.device | None,
+    portion_bytes: int,
+    notes: list[str],
+) -> Found:
+    """`LocalReplicas.restore_latest`; what was skipped is added to `notes`, also when this raises."""
+    what = "restoring local replicas"
+
+    def prepare():
+        paths, leaves, spec = tree.flatten(layouts)
+        leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
+        rank_of(layouts, world, None)
+        for path, layout in zip(paths, leaves, strict=True):
+            if layout.unreduced:
+                raise ValueError(f"{path}: wanted as a pending sum; ask for a layout without unreduced")
+        return leaves, spec, blob.tree_rows(paths, leaves)
+
+    leaves, spec, rows = together(world, what, prepare)
+    payload = sum(x.local_nbytes(world.rank) for x in leaves)
+    shards, bad = shelf.scan(run)
+    notes += bad
+    sets, payloads = _gather(shards, rows, payload, world)
+    tensors: list[torch.Tensor] = []
+    for step, kind, one in _candidates(sets, fallback, world, notes):
+        if kind == "global":
+            tensors.clear()
+            if got := _restore_global(fallback.path(step), layouts, world, device, notes):
+                return Found(step, *got, None)
+            continue
+
+        def allocate():
+            if not tensors:  # once; another try fills the same memory
+                tensors.extend(torch.empty(x.local_shape(world.rank), dtype=x.dtype) for x in leaves)
+
+        together(world, what, allocate)
+        mine = {rank: shard for (s, i, rank), shard in shards.items() if (s, i) == (step, one.id)}
+        shard, holders = fetch_set(
+            Flat(tensors), mine, one.holders, (step, one.id), one.tail_bytes, payloads, world, portion_bytes, notes
+        )
+        if shard is not None:
+            if device is not None:
+                for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
+                    tensors[i] = x.to(device)
+            return Found(step, tree.unflatten(spec, tensors), shard.header["metadata"], holders)
+    tensors.clear()
+    if fallback is not None and not isinstance(fallback, Manager):
+        step, state, meta = fallback(layouts, world=world)
+        return Found(step, state, meta, None)
+    more = "no global checkpoint either" if fallback is not None else "pass fallback=Manager(...)"
+    told = "".join(f"\n  {note}" for note in notes[:20])
+    raise CheckpointError(f"{shelf.path}: no step of which every rank's shard is whole; {more}{told}")
+
+
+def _gather(
+    shards: dict[tuple[int, int, int], Shard], rows: dict[str, Any], payload: int, world: Ranks
+) -> tuple[list[_Set], list[int]]:
+    """All sets that somebody holds something of, and the bytes of each rank's shard under the target layouts."""
+    wanted = digest(to_json_text(rows).encode()) >> 1  # 63 bits: a positive int64
+    heads = world.gather_rows(torch.tensor([len(shards), payload, wanted])).tolist()
+    if len({target for _, _, target in heads}) > 1:
+        raise ValueError("restore_latest: the ranks ask for different layouts; give the same tree on all ranks")
+    most = max(count for count, _, _ in heads)
+    if most == 0:
+        return [], [size for _, size, _ in heads]
+    table = np.zeros((most, 6), np.int64)
+    for i, ((step, one, rank), shard) in enumerate(shards.items()):
+        header = shard.header
+        fits = header["world"] == world.size and all(header[key] == rows[key] for key in ("meshes", "leaves"))
+        table[i] = step, np.uint64(one).view(np.int64), rank, fits, len(shard.tail), shard.payload_bytes
+    tables = world.gather_rows(torch.from_numpy(table.reshape(-1))).view(world.size, most, 6).tolist()
+    sets: dict[tuple[int, int], _Set] = {}
+    for holder, ((count, _, _), entries) in enumerate(zip(heads, tables, strict=True)):
+        for step, one, rank, fits, tail, size in entries[:count]:
+            known = sets.setdefault((step, one), _Set(step, one % (1 << 64), [[] for _ in range(world.size)]))
+            known.tail_bytes = max(known.tail_bytes, tail)
+            if fits and size == heads[rank][1]:
+                known.holders[rank].append(holder)
+            else:
+                known.fits = False
+    for known in sets.values():
+        for rank, holders in enumerate(known.holders):
+            holders.sort(key=lambda holder, rank=rank: (holder - rank) % world.size)
+    return list(sets.values()), [size for _, size, _ in heads]
+
+
+def _candidates(sets: list[_Set], fallback: Any, world: Ranks, notes: list[str]) -> list[tuple[int, str, _Set | None]]:
+    """What to try, in this order: newest first, local before global, of one step the set with the most copies."""
+    found = []
+    for one in sets:
+        missing = [rank for rank, holders in enumerate(one.holders) if not holders]
+        if not one.fits:
+            notes.append(
+                f"skipped the local replicas of step {one.step}: they have other layouts, or another number of ranks,"
+                " than asked for; local replicas do not reshard, the global checkpoint does"
+            )
+        elif missing:
+            notes.append(
+                f"skipped the local replicas of step {one.step}: no node holds the shards of ranks {few(missing)}"
+            )
+        else:
+            found.append(((one.step, 1, sum(map(len, one.holders)), one.id), one))
+    if isinstance(fallback, Manager):
+        text = world.broadcast_text(_steps(fallback) if world.rank == 0 else "")  # all ranks go by what rank 0 sees
+        if text.startswith("!"):
+            notes.append(f"the global checkpoints cannot be looked at: {text[1:]}")
+        else:
+            found += [((int(step), 0, 0, 0), None) for step in filter(None, text.split(","))]
+    return [
+        (key[0], "local" if one else "global", one)
+        for key, one in sorted(found, key=lambda item: item[0], reverse=True)
+    ]
+
+
+def _steps(manager: Manager) -> str:
+    try:
+        return ",".join(map(str, manager.steps()))
+    except Exception as error:  # the other ranks wait for a text; local replicas may still do
+        return f"!{error}"
+
+
+def _restore_global(
+    path: str, layouts: Any, world: Ranks, device: Any, notes: list[str]
+) -> tuple[Any, dict[str, Any]] | None:
+    """(state, metadata); None, with a note, for a damaged checkpoint. Raises on all ranks what is no damage."""
+    error = result = None
+    try:
+        result = restore(path, layouts, rank=world.rank, device=device), metadata(path)
+    except Exception as e:
+        error = e
+    code = 0 if error is None else 1 if isinstance(error, CheckpointError) else 2
+    codes = world.gather_rows(torch.tensor([code])).reshape(-1).tolist()
+    if 2 in codes:
+        together(world, f"restoring the checkpoint {path}", lambda: _raise(error if code == 2 else None))
+    if 1 in codes:
+        notes += [f"skipped the global checkpoint {path}: {t}" for t in tell_all(world, codes, str(error or ""))]
+        return None
+    return result
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,166 @@
+"""LocalReplicas: checkpoints on the disks of the nodes themselves, each shard on several nodes, for a fast way back."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.checkpoint.local import blob
+from fmegatron.checkpoint.local.cliques import check_groups, cliques
+from fmegatron.checkpoint.local.recover import Found, recover
+from fmegatron.checkpoint.local.shelf import Shelf
+from fmegatron.checkpoint.local.store import store
+from fmegatron.checkpoint.manager import Manager
+from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.saving import check_request
+from fmegatron.layout import Layout
+
+
+@dataclass(frozen=True)
+class LocalReplicas:
+    """Saves to node-local storage (a RAM disk, an SSD), with each shard on `copies` nodes; recovery by peers.
+
+    directory: where this node keeps replicas; it may differ from node to node, and ranks of a node may share it.
+    run: names the run, the same after each restart; files lie in `directory`/`run`, those of other runs never count.
+    copies: nodes that hold each shard.  spacing: ranks of a node, or a tuple of the ranks on each node; default
+    LOCAL_WORLD_SIZE as torchrun sets it, else 1.  groups: who holds whose shards, instead of `cliques(...)`.
+    keep: newest steps to keep.  durable: fsync; False saves time on a RAM disk, where it means nothing.
+    portion_bytes: exchanged and written at a time; a save takes as much host memory for each member of a group.
+
+    The state is the directories themselves. `save` returns when all is written (copy, exchange, disk): a RAM disk makes
+    it as fast as memory. Local replicas are for the same layouts on as many ranks: for anything else, `restore_latest`
+    goes to the global checkpoint.
+    """
+
+    directory: str | os.PathLike
+    run: str
+    copies: int = 2
+    spacing: int | tuple[int, ...] | None = None
+    groups: Sequence[Sequence[int]] | None = None
+    keep: int = 1
+    durable: bool = True
+    portion_bytes: int = 32 << 20
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}", self.run):
+            raise ValueError(
+                f"LocalReplicas: got run {self.run!r:.120}, wanted 1 to 100 of A-Z a-z 0-9 _ - . (no . first)"
+            )
+        for name in ("copies", "keep"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"LocalReplicas: got {name}={value!r}, wanted a number of at least 1")
+        if self.portion_bytes < 1 or self.portion_bytes % blob.BAND_BYTES:
+            raise ValueError(
+                f"LocalReplicas: got portion_bytes={self.portion_bytes}, wanted a multiple of {blob.BAND_BYTES}"
+            )
+
+    @property
+    def shelf(self) -> Shelf:
+        """The directory of this node and run."""
+        return Shelf(os.path.join(os.path.realpath(os.fspath(self.directory)), self.run))
+
+    def members(self, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that keep each other's shards."""
+        if self.groups is not None:
+            return check_groups(self.groups, world_size)
+        spacing = self.spacing or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return cliques(world_size, self.copies, spacing)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        layouts: Any,
+        world: Ranks | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Store this rank's tensors on its own node and on those of its group; older steps go when all have agreed.
+
+        Arguments as `checkpoint.save`. Saving a step again replaces it; an older step is refused (ValueError), unless
+        training was set back by `restore_latest`. Raises ValueError for a request that does not fit, RuntimeError on
+        all ranks with the first failing rank's message when anything else fails; older steps are untouched then. Warns
+        (rank 0) when the nodes do not allow as many copies as wanted.
+        """
+        world, shelf = world or Alone(), self.shelf
+
+        def prepare():
+            if type(step) is not int or not 0 <= step < 10**18:
+                raise ValueError(
+                    f"LocalReplicas.save: got step {step!r}, wanted a whole number of 0 or more, e.g. int(state.step)"
+                )
+            tensors, _ = check_request(state, layouts, world, metadata)
+            shelf.prepare(step)
+            rows, payload = blob.tree_rows(*_flat(layouts)), sum(x.nbytes for x in tensors)
+            text = blob.describe(self.run, step, world.rank, world.size, payload, metadata or {}, rows)
+            return tensors, text, self.members(world.size)
+
+        tensors, text, groups = together(world, f"saving local replicas of step {step}", prepare)
+        group = next(group for group in groups if world.rank in group)
+        one = store(shelf, step, tensors, text, group, world, self.portion_bytes, self.durable)
+        shelf.retain(step, one, self.keep)
+        least = min(map(len, groups))
+        if world.rank == 0 and self.groups is None and least < self.copies:
+            warnings.warn(
+                f"local replicas: some shards are on {least} node{'s' * (least > 1)} only, {self.copies} were wanted;"
+                " add nodes, make them even, or pass a smaller copies=",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def steps(self) -> list[int]:
+        """The steps of which this node holds something, in rising order; whether that is good, reading will tell."""
+        return sorted({step for step, _, _ in self.shelf.keys()})
+
+    def restore_latest(
+        self,
+        layouts: Any,
+        world: Ranks | None = None,
+        *,
+        fallback: Manager | Callable[..., tuple[int, Any, dict[str, Any]]] | None = None,
+        device: str | torch.device | None = None,
+        protect: bool = True,
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """(step, state, metadata) of the newest step of which every rank's shard is whole on some node.
+
+        layouts: as they were saved (others are restored from the global checkpoint).  fallback: the Manager of the
+        global checkpoints: newer ones than the newest local step are preferred, and older ones come when no local step
+        is left; or a function `fallback(layouts, world=world)` that is called at last and returns the same triple.
+        device: where the tensors go (default: CPU).  protect: when a node lacks a shard that it should hold (it was
+        replaced), store the set again on all.
+
+        Each shard comes from the own disk if it is good there, else from the next holder whose copy is; sender and
+        receiver verify it. Every source is tried once at most, and all ranks decide alike. What was skipped is said in
+        RuntimeWarnings. Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
+        """
+        world, shelf, notes = world or Alone(), self.shelf, []
+        try:
+            found = recover(shelf, self.run, layouts, world, fallback, device, self.portion_bytes, notes)
+            notes += shelf.restored(found.step)
+            if protect and found.holders is not None:
+                self._protect(found, layouts, world, notes)
+            return found.step, found.state, found.metadata
+        finally:  # at the end: a warning that is turned into an error must not stop one rank of several half-way
+            for note in notes:
+                warnings.warn(note, RuntimeWarning, stacklevel=2)
+
+    def _protect(self, found: Found, layouts: Any, world: Ranks, notes: list[str]) -> None:
+        groups = self.members(world.size)
+        lacking = [m for group in groups for m in group if any(m not in found.holders[r] for r in group)]
+        if not lacking:
+            return
+        try:
+            self.save(found.step, found.state, layouts, world, found.metadata)
+        except RuntimeError as error:
+            notes.append(f"the restored step {found.step} could not be stored again for ranks {lacking[:8]}: {error}")
+
+
+def _flat(layouts: Any) -> tuple[list[str], list[Layout]]:
+    paths, leaves, _ = tree.flatten(layouts)
+    return paths, [x if isinstance(x, Layout) else x.layout for x in leaves]

@@ -1,0 +1,100 @@
+"""Fake clusters: ranks as threads, a directory for each node, states whose bits name their step and rank."""
+
+import contextlib
+import shutil
+import warnings
+from unittest import mock
+
+import torch
+
+from fmegatron import tree
+from fmegatron.checkpoint.local import LocalReplicas, blob
+from fmegatron.layout import Layout, Mesh, Split
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+
+RUN = "run"
+
+
+@contextlib.contextmanager
+def tiny_bands(size=64):
+    """Digests of bands of a few bytes instead of a MiB."""
+    with mock.patch.object(blob, "BAND_BYTES", size):
+        yield
+
+
+def layouts_on(mesh):
+    """Sharded, replicated, uneven (shards of ranks differ in size), flattened, 0-d, empty and fp8 leaves."""
+    tp = "tp" if "tp" in mesh else None
+    return {
+        "w": Layout((8, 16), torch.float32, mesh, ("fsdp", tp and Split(tp, parts=2))),
+        "uneven": Layout((5, 7), torch.bfloat16, mesh, ("fsdp",)),
+        "flat": Layout((3, 11), torch.float32, mesh, flat=("fsdp",)),
+        "fp8": Layout((9,), torch.float8_e4m3fn, mesh),
+        "empty": Layout((0, 3), torch.float32, mesh),
+        "step": Layout((), torch.int64, mesh),
+    }
+
+
+def state(layouts, step):
+    """Global arrays of random bits: NaN, infinity and denormals among them."""
+    generator = torch.Generator().manual_seed(step)
+
+    def bits(layout):
+        size = (*layout.shape, layout.dtype.itemsize)
+        data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        return data.view(layout.dtype).reshape(layout.shape)
+
+    return {**tree.map(bits, layouts), "step": torch.tensor(step)}
+
+
+class Cluster:
+    """`size` ranks, `spacing` on each node; each node has a directory in `root`."""
+
+    def __init__(self, root, size=4, spacing=1, layouts=None, **options):
+        self.root, self.size, self.spacing = root, size, spacing
+        self.layouts = layouts or layouts_on(Mesh(fsdp=size))
+        self.options = {"spacing": spacing, "portion_bytes": 2 * blob.BAND_BYTES, **options}
+
+    def directory(self, rank):
+        return self.root / f"node-{rank // self.spacing}"
+
+    def replicas(self, rank, **options):
+        return LocalReplicas(self.directory(rank), RUN, **{**self.options, **options})
+
+    def save(self, step, **options):
+        """What each rank got."""
+        local = cut_tree(state(self.layouts, step), self.layouts)
+        return run(
+            self.size,
+            lambda world: self.replicas(world.rank, **options).save(
+                step, local[world.rank], self.layouts, world, {"step": step, "loss": 0.1}
+            ),
+        )
+
+    def restore(self, layouts=None, **options):
+        """([what each rank got], [texts of warnings])."""
+        layouts = layouts or self.layouts
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = run(self.size, lambda w: self.replicas(w.rank).restore_latest(layouts, w, **options))
+        return got, [str(w.message) for w in caught]
+
+    def files(self, rank):
+        """(step, rank) of all shards in the directory of a rank."""
+        return sorted((step, of) for step, _, of in self.replicas(rank).shelf.keys())
+
+    def paths(self):
+        """All files, by name."""
+        return sorted(path for path in self.root.rglob("*") if path.is_file())
+
+    def wipe(self, *ranks):
+        for rank in ranks:
+            shutil.rmtree(self.directory(rank), ignore_errors=True)
+
+    def assert_restored(self, got, step):
+        local = cut_tree(state(self.layouts, step), self.layouts)
+        for rank, result in enumerate(got):
+            if isinstance(result, BaseException):
+                raise result
+            assert result[0] == step and result[2] == {"step": step, "loss": 0.1}
+            assert_same_bits(result[1], local[rank], f"rank {rank}")

@@ -1,0 +1,326 @@
+"""Saving local replicas: who holds what, all or nothing, older ones go when all have agreed and never before."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.local import LocalReplicas, blob, store
+from fmegatron.checkpoint.local.shelf import parse_name, shard_name
+from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state, tiny_bands
+
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+IRREGULAR = [[2, 6, 7], [3, 1], [5], [0, 4]]
+
+
+@pytest.fixture(autouse=True)
+def _tiny():
+    with tiny_bands():
+        yield
+
+
+def test_file_names_tell_step_and_rank():
+    assert shard_name(1200, 7, 0xAB) == "step_00001200.rank_00007.00000000000000ab"
+    for step in (0, 1, 99_999_999, 10**17):
+        for rank in (0, 16_383, 123_456):
+            assert parse_name(shard_name(step, rank, 2**64 - 1)) == (step, 2**64 - 1, rank)
+    for name in (
+        "step_1.rank_0.ab",
+        "step_000000001.rank_00000.00000000000000ab",
+        "../x",
+        "step_00000001",
+        ".abandoned",
+    ):
+        assert parse_name(name) is None
+
+
+@pytest.mark.parametrize("groups", [PAIRS, IRREGULAR], ids=["pairs", "irregular"])
+def test_each_directory_holds_exactly_its_cliques_files(tmp_path, groups):
+    cluster = Cluster(tmp_path, 8, layouts=layouts_on(Mesh(fsdp=4, tp=2)), groups=groups)
+    assert cluster.save(1) == [None] * 8
+    for rank in range(8):
+        assert cluster.files(rank) == [(1, of) for of in sorted(next(g for g in groups if rank in g))]
+    wiped = [0, 3, 7]  # at most one of each pair; 5, which is alone in the irregular groups, stays
+    cluster.wipe(*wiped)
+    got, warned = cluster.restore()
+    cluster.assert_restored(got, 1)
+    assert warned == []
+    assert cluster.files(0) == [(1, of) for of in sorted(groups[-1 if groups is IRREGULAR else 0])]  # protected again
+
+
+@pytest.mark.parametrize("durable", [True, False], ids=["disk", "ramdisk"])
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=1), Mesh(fsdp=2, tp=2), Mesh(fsdp=4)], ids=str)
+def test_save_and_restore(tmp_path, mesh, durable):
+    """Into a directory that does not exist; the newest is found by the same object and by another process's."""
+    cluster = Cluster(tmp_path / "not" / "there", mesh.size, layouts=layouts_on(mesh), durable=durable, copies=1)
+    for step in (1, 2):
+        assert cluster.save(step) == [None] * mesh.size
+        assert [cluster.replicas(rank).steps() for rank in range(mesh.size)] == [[step]] * mesh.size
+        got, warned = cluster.restore()
+        cluster.assert_restored(got, step)
+        assert warned == []
+
+
+def test_without_copies_one_lost_file_leaves_nothing(tmp_path):
+    cluster = Cluster(tmp_path, 4, copies=1)
+    cluster.save(1)
+    before = {path: path.read_bytes() for path in cluster.paths()}
+    os.remove(next(iter(cluster.replicas(2).shelf.keys().values())))
+    got, warned = cluster.restore()
+    assert all(isinstance(error, CheckpointError) for error in got)
+    assert all("step 1: no node holds the shards of ranks 2" in str(error) for error in got)
+    assert "no node holds" in warned[0]
+    cluster.save(1)
+    assert {path: path.read_bytes() for path in cluster.paths()} == before  # the same state gives the same bytes
+    cluster.save(2)
+    assert [cluster.files(rank) for rank in range(4)] == [[(2, rank)] for rank in range(4)]
+
+
+def test_keep(tmp_path):
+    cluster = Cluster(tmp_path, 2, keep=2)
+    for step in (3, 5, 9):
+        cluster.save(step)
+    assert cluster.files(0) == cluster.files(1) == [(5, 0), (5, 1), (9, 0), (9, 1)]
+
+
+def test_ranks_of_a_node_share_a_directory(tmp_path):
+    cluster = Cluster(tmp_path, 8, spacing=2, layouts=layouts_on(Mesh(fsdp=4, tp=2)))
+    assert cluster.save(1) == [None] * 8
+    assert cluster.files(0) == cluster.files(1) == [(1, r) for r in (0, 1, 2, 3)]
+    cluster.wipe(0, 4)
+    got, warned = cluster.restore()
+    cluster.assert_restored(got, 1)
+    assert warned == [] and cluster.files(0) == [(1, r) for r in (0, 1, 2, 3)]
+
+
+def test_one_step_saved_twice_with_other_values(tmp_path):
+    """A run that was set back reaches the step again: the sets do not mix, and the later one stays alone."""
+    cluster = Cluster(tmp_path, 4)
+    cluster.save(7)
+    first = {path.name for path in cluster.paths()}
+
+    def again(world):
+        x = {"w": torch.full((1,), float(world.rank))}
+        layouts = {"w": Layout((4,), torch.float32, Mesh(fsdp=4), ("fsdp",))}
+        return cluster.replicas(world.rank).save(7, x, layouts, world)
+
+    assert run(4, again) == [None] * 4
+    assert not first & {path.name for path in cluster.paths()} and len(cluster.paths()) == 8
+
+
+def test_steps_only_go_up(tmp_path):
+    cluster = Cluster(tmp_path, 2)
+    cluster.save(10)
+    errors = cluster.save(9)
+    assert all(type(e) is ValueError and "got step 9 to save, but step 10 is here already" in str(e) for e in errors)
+    assert cluster.files(0) == [(10, 0), (10, 1)]
+    assert cluster.save(10) == [None] * 2 and cluster.save(11) == [None] * 2
+
+
+def fail_on(monkeypatch, rank, method, when, error=OSError):
+    """The n-th call of a Writer's method fails, where it writes for `rank`."""
+    real, calls = getattr(blob.Writer, method), []
+
+    def failing(self, *args):
+        if f"/.{rank}-" in self.path:
+            calls.append(1)
+            if len(calls) == when:
+                raise error(28, "No space left on device")
+        return real(self, *args)
+
+    monkeypatch.setattr(blob.Writer, method, failing)
+
+
+@pytest.mark.parametrize("method, when", [("__init__", 2), ("add", 1), ("add", 4), ("finish", 1), ("finish", 2)])
+@pytest.mark.parametrize("existing", [True, False], ids=["older", "first"])
+def test_a_failure_on_one_rank(tmp_path, monkeypatch, method, when, existing):
+    """An error on all, partial files removed, the older set as it was, and the next save works."""
+    cluster = Cluster(tmp_path, 4)
+    if existing:
+        cluster.save(1)
+    before = {path: path.read_bytes() for path in cluster.paths()}
+    with monkeypatch.context() as patch:
+        if method == "__init__":
+            (cluster.directory(2) / RUN).mkdir(parents=True, exist_ok=True)
+            patch.setattr(store.Shelf, "hidden", _in_the_way(store.Shelf.hidden))
+        else:
+            fail_on(patch, 2, method, when)
+        got = cluster.save(2)
+    assert len({str(e) for e in got}) == 1 and all(isinstance(e, RuntimeError) for e in got)
+    assert "saving local replicas of step 2 failed on rank 2 of 4" in str(got[0])
+    assert {path: path.read_bytes() for path in cluster.paths() if ".2-step_00000009" not in path.name} == before
+    got, _ = cluster.restore()
+    if existing:
+        cluster.assert_restored(got, 1)
+    else:
+        assert all(isinstance(e, CheckpointError) for e in got)
+    assert cluster.save(2) == [None] * 4
+    assert cluster.files(2) == [(2, 2), (2, 3)] and len(cluster.paths()) == 8
+
+
+def _in_the_way(real):
+    def hidden(self, writer, step, rank):
+        path = real(self, writer, step, rank)
+        if writer == 2 and rank == 3:
+            path = real(self, writer, 9, rank)
+            with open(path, "w"):
+                pass
+        return path
+
+    return hidden
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    cluster = Cluster(tmp_path, 2)
+    cluster.directory(1).write_text("a file")
+    got = cluster.save(1)
+    assert all(isinstance(e, RuntimeError) and "rank 1" in str(e) and "node-1" in str(e) for e in got)
+    assert cluster.files(0) == []
+
+
+def test_an_interrupt_on_one_rank_ends_all(tmp_path, monkeypatch):
+    fail_on(monkeypatch, 1, "add", 3, KeyboardInterrupt)
+    cluster = Cluster(tmp_path, 4)
+    got = cluster.save(1)
+    assert isinstance(got[1], KeyboardInterrupt)
+    assert all(isinstance(got[r], RuntimeError) and "KeyboardInterrupt" in str(got[r]) for r in (0, 2, 3))
+    assert cluster.paths() == []
+
+
+def test_a_shard_that_changes_on_its_way(tmp_path):
+    def save(world):
+        exchange = world.exchange
+
+        def flipping(sends, receives):
+            exchange(sends, receives)
+            for _, x in receives:
+                if world.rank == 1 and x.numel() > 20:
+                    x.view(-1).view(torch.uint8)[17] ^= 4
+
+        world.exchange = flipping
+        local = {"w": torch.arange(64.0)}
+        layouts = {"w": Layout((256,), torch.float32, Mesh(fsdp=4), ("fsdp",))}
+        return cluster.replicas(world.rank).save(1, local, layouts, world)
+
+    cluster = Cluster(tmp_path, 4)
+    got = run(4, save)
+    assert all("the shard of rank 0 was altered on its way to rank 1" in str(e) for e in got)
+    assert cluster.paths() == []
+
+
+def test_ragged_shards(tmp_path):
+    """Shards of very different sizes, also none at all, in one clique; views do not drag their storage along."""
+    layouts = {
+        "w": Layout((401, 3), torch.int16, Mesh(fsdp=4), ("fsdp",)),
+        "tiny": Layout((2,), torch.bool, Mesh(fsdp=4), ("fsdp",)),
+    }
+    cluster = Cluster(tmp_path, 4, layouts=layouts, copies=4)
+    whole = {"w": torch.arange(1203, dtype=torch.int16).view(401, 3), "tiny": torch.tensor([True, False])}
+
+    def part(rank, name):
+        (box,) = layouts[name].boxes(rank) or (None,)
+        return whole[name][box.slices] if box else torch.empty(layouts[name].local_shape(rank), dtype=whole[name].dtype)
+
+    got = run(4, lambda w: cluster.replicas(w.rank).save(1, {n: part(w.rank, n) for n in layouts}, layouts, w))
+    assert got == [None] * 4
+    sizes = {path.name: path.stat().st_size for path in cluster.paths()}
+    assert len(sizes) == 4 and max(sizes.values()) < 5000
+    cluster.wipe(0, 2, 3)
+    got, _ = cluster.restore()
+    for rank, (step, local, _) in enumerate(got):
+        assert step == 1
+        assert_same_bits(local, {name: part(rank, name) for name in layouts})
+
+
+def test_tensors_that_are_not_contiguous(tmp_path):
+    x = torch.randn(20, 30, dtype=torch.complex64)
+    layouts = {
+        "t": Layout((30, 20), x.dtype, Mesh()),
+        "conj": Layout((20, 30), x.dtype, Mesh()),
+        "every": Layout((10, 30), x.dtype, Mesh()),
+    }
+    local = LocalReplicas(tmp_path, RUN, copies=1, portion_bytes=blob.BAND_BYTES)
+    local.save(1, {"t": x.t(), "conj": x.conj(), "every": x[::2].requires_grad_()}, layouts)
+    step, got, metadata = local.restore_latest(layouts)
+    assert (step, metadata) == (1, {})
+    assert_same_bits(got, {"t": x.t().contiguous(), "conj": x.conj().resolve_conj(), "every": x[::2].contiguous()})
+
+
+def test_the_hollow_part_is_small_typed_json(tmp_path):
+    cluster = Cluster(tmp_path, 2)
+    cluster.save(5)
+    for path in cluster.paths():
+        shard = blob.read_shard(str(path))
+        header = json.loads(json.dumps(shard.header))
+        assert (header["run"], header["step"], header["world"], header["metadata"]) == (
+            RUN,
+            5,
+            2,
+            {"step": 5, "loss": 0.1},
+        )
+        assert [row[0] for row in header["leaves"]] == ["empty", "flat", "fp8", "step", "uneven", "w"]
+        assert header["leaves"][2][1:3] == [[9], "float8_e4m3fn"]
+        assert path.stat().st_size == shard.payload_bytes + len(shard.tail)
+
+
+def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
+    """All host memory that save and restore ask for beside the state itself, counted."""
+    made = []
+
+    def empty(*shape, **kwargs):
+        x = real(*shape, **kwargs)
+        made.append(x.nbytes)
+        return x
+
+    real = torch.empty
+    layouts = {"w": Layout((100_000,), torch.uint8, Mesh(fsdp=4), ("fsdp",))}
+    cluster = Cluster(tmp_path, 4, layouts=layouts, copies=2, portion_bytes=1024)
+    local = torch.zeros(25_000, dtype=torch.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        assert run(4, lambda w: cluster.replicas(w.rank).save(1, {"w": local}, layouts, w)) == [None] * 4
+    tables = 4 * 8 * blob.band_count(25_000) + 4 * 2000
+    assert sum(made) <= 4 * 2 * 1024 + tables, made
+    made.clear()
+    cluster.wipe(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        got, _ = cluster.restore(protect=False)
+    assert not any(isinstance(e, BaseException) for e in got)
+    assert sum(made) <= 4 * 25_000 + 5 * 1024 + tables, made
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"run": "../x"}, "got run"), ({"run": ".x"}, "got run"), ({"run": ""}, "got run"), ({"copies": 0}, "copies=0"),
+        ({"keep": 0}, "keep=0"), ({"portion_bytes": 100}, "portion_bytes=100"), ({"keep": True}, "keep=True"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        LocalReplicas(tmp_path, **{"run": RUN, "portion_bytes": 64, **options})
+
+
+def test_bad_requests(tmp_path):
+    layouts, local = layouts_on(Mesh(fsdp=1)), LocalReplicas(tmp_path / "a", RUN, copies=1, portion_bytes=64)
+    (good,) = cut_tree(state(layouts, 1), layouts)
+    for step in (-1, 1.0, torch.tensor(1), True, 10**18):
+        with pytest.raises(ValueError, match="got step"):
+            local.save(step, good, layouts)
+    with pytest.raises(ValueError, match="wanted a JSON value"):
+        local.save(1, good, layouts, metadata={"x": {1}})
+    with pytest.raises(ValueError, match="w: got dtype"):
+        local.save(1, {**good, "w": good["w"].double()}, layouts)
+    assert not (tmp_path / "a").exists()
+
+
+def test_too_few_nodes_are_said(tmp_path):
+    cluster = Cluster(tmp_path, 2, spacing=2)
+    with pytest.warns(RuntimeWarning, match="some shards are on 1 node only, 2 were wanted"):
+        assert cluster.save(1) == [None, None]
+    assert cluster.files(0) == [(1, 0), (1, 1)]
