@@ -1,0 +1,226 @@
+"""What a directory of torch.distributed.checkpoint holds: `.metadata` as plain values, every size checked.
+
+Covers torch from 2.4 on and Megatron's `torch_dist`, which is the same with more in `.metadata` (the plans of all
+ranks), objects next to tensors (`rng_state/shard_0_2`) and a `common.pt`. Nothing is executed: `.metadata` is a pickle
+and is read by `inert.load` with the list of globals below.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.interop.inert import Global, Record, UnsafePickle, load
+from fmegatron.interop.torch_blob import dtype_from_global
+from fmegatron.layout import Box, row_major_strides
+
+_META, _PLAN = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+_FILES = "torch.distributed.checkpoint.filesystem"
+ALLOWED = frozenset(
+    {
+        *(f"{_META}.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+        *(f"{_META}.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+        f"{_META}.TensorProperties",
+        f"{_FILES}._StorageInfo",
+        f"{_FILES}._StoragePrefix",
+        *(f"{_PLAN}.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        f"{_PLAN}.BytesIOWriteData",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "torch.strided",
+        "collections.OrderedDict",
+        "collections.defaultdict",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+    }
+)
+COMMON = "common"  # Megatron's common.pt, as an object
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes [offset, offset + length) of a file of the directory."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor: `name` is torch's, boxes and places (of the same index) say which part of it lies where."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """Something pickled that is not a tensor; see `read_dcp_object`."""
+
+    path: str
+    name: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A DCP directory: its tensors and objects by path.
+
+    A path joins the keys under which the state dict held a tensor by '/', where the directory tells them
+    (torch's default planner); else it is torch's flat name.
+    """
+
+    root: str
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredObject]
+
+
+def open_dcp(path: str | os.PathLike) -> Directory:
+    """Read and check the metadata of a directory. Raises CheckpointError, naming what is missing or wrong."""
+    root = os.path.realpath(os.fspath(path))
+    where = os.path.join(root, ".metadata")
+    try:
+        with open(where, "rb") as f:
+            data = f.read()
+    except OSError as error:
+        raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {_hint(root)}") from None
+    try:
+        value = load(data, lambda name: name in ALLOWED or dtype_from_global(name) is not None, where)
+        return _parse(root, value, where)
+    except UnsafePickle as error:
+        raise CheckpointError(str(error)) from None
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where}: not torch's metadata: {error!s:.300}") from None
+
+
+def open_file(root: str, place: Place, where: str) -> int:
+    """A file descriptor of a file of the directory that is long enough. Raises CheckpointError."""
+    if os.path.basename(place.file) != place.file or place.file in ("", ".", ".."):
+        raise CheckpointError(f"{where}: got the file name {place.file[:80]!r}, wanted one in {root}")
+    at = os.path.join(root, place.file)
+    try:
+        fd = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{where}: its file {at} cannot be read ({error.strerror})") from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < place.offset + place.length:
+        os.close(fd)
+        raise CheckpointError(
+            f"{where}: its file {at} has {found.st_size} bytes, wanted at least {place.offset + place.length}"
+        )
+    return fd
+
+
+def _hint(root: str) -> str:
+    names = os.listdir(root) if os.path.isdir(root) else []
+    if "latest_checkpointed_iteration.txt" in names:
+        steps = sorted(n for n in names if n.startswith("iter_") or n == "release")
+        return f"name one of its steps: {', '.join(steps[-3:])}"
+    if "COMPLETE" in names:
+        return "this is a checkpoint of fmegatron: use fmegatron.checkpoint.restore"
+    return "wanted a directory that torch.distributed.checkpoint has written to its end"
+
+
+# ---- records -> our own values
+
+
+def _parse(root: str, value: Any, where: str) -> Directory:
+    fields = _fields(value, "Metadata")
+    keys, storage = _planner_paths(fields.get("planner_data")), fields.get("storage_data")
+    if type(storage) is not dict or type(fields.get("state_dict_metadata")) is not dict:
+        raise ValueError("no state_dict_metadata or no storage_data")
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for index, info in storage.items():
+        index, info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{index.get('fqn')!s:.80}: stored through transforms (compressed), which are not read")
+        file, offset, length = info["relative_path"], info["offset"], info["length"]
+        if type(file) is not str or type(index["fqn"]) is not str:
+            raise ValueError("a file name or a tensor's name is no text")
+        _ints((offset, length))
+        at = index.get("offset")
+        places[index["fqn"], None if at is None else _ints(at)] = Place(file, offset, length)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    for name, entry in fields["state_dict_metadata"].items():
+        if type(name) is not str or type(entry) is not Record:
+            raise ValueError("an entry without a name")
+        path = keys.get(name, name)
+        if path in tensors or path in objects:
+            raise ValueError(f"two entries have the path {path[:80]}")
+        if entry.name == f"{_META}.BytesStorageMetadata":
+            place = places.get((name, None))
+            if place is None:
+                raise ValueError(f"{name[:80]}: no bytes are stored")
+            objects[path] = StoredObject(path, name, place)
+        else:
+            tensors[path] = _tensor(path, name, _fields(entry, "TensorStorageMetadata"), places)
+    if os.path.isfile(common := os.path.join(root, "common.pt")) and COMMON not in tensors and COMMON not in objects:
+        objects[COMMON] = StoredObject(COMMON, COMMON, Place("common.pt", 0, os.path.getsize(common)))
+    return Directory(root, tensors, objects)
+
+
+def _tensor(path: str, name: str, fields: dict[str, Any], places: dict) -> StoredTensor:
+    shape, properties = _ints(fields["size"]), fields["properties"]
+    state = properties.state
+    if type(state) is not tuple or not state or type(state[0]) is not Global:
+        raise ValueError(f"{name[:80]}: no dtype")
+    dtype = dtype_from_global(state[0].name)
+    if dtype is None:
+        raise ValueError(
+            f"{name[:80]}: got dtype {state[0].name[:40]!r}, which torch {torch.__version__} does not have"
+        )
+    boxes, at = [], []
+    for chunk in fields["chunks"]:
+        chunk = _fields(chunk, "ChunkStorageMetadata")
+        start, sizes = _ints(chunk["offsets"]), _ints(chunk["sizes"])
+        if not len(start) == len(sizes) == len(shape):
+            raise ValueError(f"{name[:80]}: a chunk has other dims than the tensor")
+        if any(a + n > whole for a, n, whole in zip(start, sizes, shape, strict=True)):
+            raise ValueError(f"{name[:80]}: a chunk lies outside the tensor")
+        if 0 in sizes:
+            continue
+        place = places.get((name, start))
+        if place is None:
+            raise ValueError(f"{name[:80]}: the chunk at {start} is not stored")
+        boxes.append(Box(start, sizes, 0, row_major_strides(sizes)))
+        at.append(place)
+    if (held := sum(box.size for box in boxes)) != math.prod(shape):  # that they do not overlap is checked when read
+        raise ValueError(f"{name[:80]}: its chunks hold {held} of {math.prod(shape)} elements")
+    return StoredTensor(path, name, shape, dtype, tuple(boxes), tuple(at))
+
+
+def _planner_paths(value: Any) -> dict[str, str]:
+    """torch's flat name -> path, from the planner's own table of keys; nothing where there is none."""
+    if type(value) is not dict:
+        return {}
+    return {
+        name: "/".join(map(str, keys))
+        for name, keys in value.items()
+        if type(name) is str and type(keys) is tuple and keys and all(type(k) in (str, int) for k in keys)
+    }
+
+
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    if type(record) is not Record or record.name.rpartition(".")[2] != kind or type(record.state or {}) is not dict:
+        raise ValueError(f"got {record!r:.80}, wanted a {kind}")
+    return record.state or {}
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if type(values) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 62 for n in values):
+        raise ValueError(f"got {values!r:.60}, wanted whole numbers of 0 or more")
+    return values

@@ -1,0 +1,189 @@
+"""State dicts of torch modules and optimizers (DTensors, tensors, values) saved and loaded by fmegatron.checkpoint.
+
+    save_state_dict(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, world=world)
+    load_state_dict(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, world=world)   # in place
+
+Every tensor becomes a leaf at the path of its keys; DTensors keep how they lie (dtensor.py), other tensors count as
+held alike by all ranks. Everything else goes to the checkpoint's metadata as JSON (values.py) and must be the same on
+all ranks. The state dict of another mesh, of another parallelism, is loaded as its own target asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fmegatron import checkpoint
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.fetch import Fetch, Target
+from fmegatron.checkpoint.format import digest_text, dtype_of
+from fmegatron.checkpoint.manifest import read_manifest, to_json_text
+from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.storage import Store, locate, open_store
+from fmegatron.collectives import World, connect
+from fmegatron.interop.check import check_names, check_request
+from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
+from fmegatron.interop.flat import flat_items, nested, put
+from fmegatron.interop.values import from_json, to_json
+from fmegatron.layout import Layout, Mesh
+
+VALUES = "state_dict"  # key of the values in the checkpoint's metadata
+
+
+def from_state_dict(
+    state_dict: dict[str, Any], mesh: DeviceMesh | World | Mesh | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Layout], dict[str, Any]]:
+    """(tree, layouts, values) of a state dict: flat dicts by path. The tensors are the state dict's own memory.
+
+    mesh: where tensors that are no DTensors are replicas (default: all ranks).  values: everything that is no tensor,
+    as it stands there. Raises ValueError, naming the path, for what cannot be laid out.
+    """
+    tree, layouts, values = {}, {}, {}
+    replicated = mesh_of(mesh)
+    for path, (_, value) in flat_items(state_dict).items():
+        try:
+            if isinstance(value, DTensor):
+                layouts[path], tree[path] = layout_of(value)
+            elif isinstance(value, torch.Tensor):
+                layouts[path] = Layout(tuple(value.shape), value.dtype, replicated)
+                tree[path] = value.detach()
+            else:
+                values[path] = value
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return tree, layouts, values
+
+
+def to_state_dict(
+    tree: dict[str, torch.Tensor],
+    layouts: dict[str, Layout],
+    mesh: DeviceMesh | World,
+    values: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A nested state dict by path: DTensors where a layout splits, plain tensors where all ranks hold all.
+
+    The tensors are shared, not copied. All levels are dicts with text keys ("0" for a list's first).
+    """
+    sharded = {path: to_dtensor(x, layouts[path], mesh) if layouts[path].sharded else x for path, x in tree.items()}
+    return nested({**sharded, **(values or {})})
+
+
+def save_state_dict(
+    path: str | os.PathLike | Store,
+    state_dict: dict[str, Any],
+    world: World | None = None,
+    metadata: dict[str, Any] | None = None,
+    *,
+    step: int | None = None,
+) -> None:
+    """Save a state dict as a checkpoint of fmegatron: `checkpoint.save` of what `from_state_dict` finds.
+
+    world: of the ranks that save; default: all ranks of the default process group (made anew at every call).
+    Raises as `checkpoint.save`; ValueError also for values that are not plain data or that differ between ranks, and
+    for tensors that only some ranks have (pipeline stages: use `FmegatronWriter`, which torch plans for).
+    """
+    with _world(state_dict, world) as ranks:
+
+        def prepare():
+            tree, layouts, values = from_state_dict(state_dict, _device_mesh(state_dict) or world)
+            if VALUES in (metadata or {}):
+                raise ValueError(f"metadata: the key {VALUES!r} is taken by the state dict's values; rename it")
+            return tree, layouts, {path: to_json(value, path) for path, value in values.items()}
+
+        tree, layouts, values = together(ranks, f"saving the state dict to {open_store(path).text}", prepare)
+        _check_same(ranks, values)
+        checkpoint.save(path, tree, layouts, ranks, {**(metadata or {}), VALUES: values}, step=step)
+
+
+def load_state_dict(
+    path: str | os.PathLike | Store,
+    state_dict: dict[str, Any],
+    world: World | None = None,
+    *,
+    strict: str = "error",
+    cast: bool = False,
+    verify: bool = True,
+) -> None:
+    """Fill a state dict from a checkpoint, in place: tensors keep their memory, values are replaced.
+
+    The state dict says what is wanted, and how it lies: any mesh, any parallelism; only what this rank needs is read.
+    strict: "error": both name the same tensors and values; "subset": what is stored and not wanted is left out.
+    cast: convert where dtypes differ. For an optimizer, `optimizer.load_state_dict(state_dict["optimizer"])` follows.
+
+    Raises ValueError, before anything is changed, when the request does not fit; CheckpointError for damage: then some
+    tensors may have been filled already.
+    """
+
+    def work() -> None:
+        device_mesh = _device_mesh(state_dict) or world
+        items = flat_items(state_dict)
+        tree, layouts, values = from_state_dict(state_dict, device_mesh)
+        storage = locate(path)
+        manifest, root = read_manifest(storage), storage.text
+        stored = {name: (leaf.shape, dtype_of(leaf.dtype)) for name, leaf in manifest.leaves.items()}
+        known = _stored_values(manifest.metadata, root)
+        check_request(root, stored, layouts, strict, cast)
+        check_names(root, "value", known, values, strict)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        staged = []
+        with Fetch(storage, manifest, verify) as fetch:
+            for name, x in tree.items():
+                host = x if x.device.type == "cpu" and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
+                if host is not x:
+                    staged.append((x, host))
+                boxes = layouts[name].boxes(rank)
+                fetch.add(manifest.leaves[name], [Target(name, b, b.view(host), stored[name][1]) for b in boxes])
+        for x, host in staged:
+            x.copy_(host)
+        for name in values:
+            put(state_dict, items[name][0], known[name])
+
+    with _world(state_dict, world) as ranks:
+        together(ranks, f"loading the state dict from {open_store(path).text}", work)
+
+
+def _stored_values(metadata: dict[str, Any], root: str) -> dict[str, Any]:
+    values = metadata.get(VALUES, {})
+    try:
+        return {name: from_json(value) for name, value in values.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{root}: the values of the state dict cannot be read ({error})") from None
+
+
+def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:
+    """Raise ValueError, on all ranks, when their values differ; one number per rank is exchanged."""
+    text = to_json_text(values)
+    row = torch.tensor([int(digest_text(text.encode()), 16) - (1 << 63)])
+    digests = ranks.gather_rows(row)[:, 0].tolist()
+    if other := next((r for r, d in enumerate(digests) if d != digests[0]), None):
+        here, there = (json.loads(ranks.broadcast_text(text, source)) for source in (0, other))
+        names = [k for k in {**here, **there} if here.get(k, ...) != there.get(k, ...)]
+        raise ValueError(
+            f"the state dict's values (what is no tensor) differ between ranks 0 and {other}:"
+            f" {', '.join(names[:3])}; make them the same, or tensors with a layout"
+        )
+
+
+def _device_mesh(state_dict: dict[str, Any]) -> DeviceMesh | None:
+    """The device mesh of the first DTensor: plain tensors are named replicas on it."""
+    values = (value for _, value in flat_items(state_dict).values())
+    return next((value.device_mesh for value in values if isinstance(value, DTensor)), None)
+
+
+@contextlib.contextmanager
+def _world(state_dict: dict[str, Any], world: World | None) -> Iterator[Ranks]:
+    if world is not None:
+        yield world
+    elif not dist.is_initialized() or dist.get_world_size() == 1:
+        yield Alone()
+    else:
+        with connect(Mesh(world=dist.get_world_size())) as made:
+            yield made
