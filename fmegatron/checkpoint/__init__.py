@@ -1,9 +1,46 @@
 """Checkpoints: any mesh to any mesh; complete or not there; every element verified. FORMAT.md describes the files."""
 
+from fmegatron.checkpoint.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.format import CheckpointError
-from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.checkpoint.manager import Manager
-from fmegatron.checkpoint.read import layouts, metadata, restore
+from fmegatron.checkpoint.mapping import (
+    Rule,
+    copy,
+    drop,
+    fresh,
+    fuse,
+    pad,
+    per_rank,
+    rename,
+    split,
+    stack,
+    take,
+    transpose,
+    unstack,
+)
+from fmegatron.checkpoint.read import restore
 from fmegatron.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "LocalReplicas", "Manager", "layouts", "metadata", "restore", "save"]
+__all__ = [
+    "CheckpointError",
+    "Description",
+    "Manager",
+    "Rule",
+    "copy",
+    "describe",
+    "drop",
+    "fresh",
+    "fuse",
+    "layouts",
+    "metadata",
+    "pad",
+    "per_rank",
+    "rename",
+    "restore",
+    "save",
+    "split",
+    "stack",
+    "take",
+    "transpose",
+    "unstack",
+]

@@ -1,5 +1,7 @@
 """Restore: ask for target layouts, get this rank's tensors; only the bands that the rank needs are read, and verified.
 
+    manifest -> views of stored leaves by the rules -> strictness, shapes, dtypes -> boxes of this rank -> bands
+
 Each band (at most 1 MiB) is read into a buffer that stays in the cache, digested there, and copied from there to where
 it belongs: one pass over memory for reading, verifying and resharding together. Two or four threads share the chunks.
 Plain positioned reads beat tensorstore's mapped ones here (warm page cache, 2 cores, digests on: 1.15 of plain readinto
@@ -9,26 +11,37 @@ against 0.65), and a file that gets shorter while it is read is an error instead
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.commit import resolve
 from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import Leaf, Manifest, dtype_of, dtype_text
-from fmegatron.checkpoint.manifest import layout_from_json, read_manifest
+from fmegatron.checkpoint.format import Leaf, Manifest, digest, dtype_of, raw
+from fmegatron.checkpoint.manifest import read_manifest
+from fmegatron.checkpoint.mapping import Rule
+from fmegatron.checkpoint.once import Exchange, Want, deal
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.storage import Store, locate, open_store
+from fmegatron.checkpoint.request import Request, match
+from fmegatron.checkpoint.strict import strictness, unflatten_some, warn
+from fmegatron.checkpoint.view import Fill, regions
 from fmegatron.layout import Layout
 
 
 def restore(
-    path: str | os.PathLike | Store,
+    path: str | os.PathLike,
     target_layouts: Any,
     *,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
+    rules: Sequence[Rule] = (),
+    prefix: str = "",
+    initial: Any = None,
+    read: str = "own",
     cast: bool = False,
     device: str | torch.device | None = None,
     verify: bool = True,
@@ -37,65 +50,123 @@ def restore(
 
     target_layouts: tree of Layouts (or ArraySpecs), on any mesh.  world: the ranks that restore together (an error on
     one is raised on all); or rank: whose tensors to return (needed when the mesh has several ranks and there is no
-    world).  strict: "error": the target names exactly the stored leaves; "subset": stored leaves that the target does
-    not name are left out (restore of parameters only).  cast: convert to the target's dtype where it differs.
-    device: where the tensors go (default: CPU).  verify: check the digests.
+    world).
+
+    strict: about leaves that are asked for and not stored ("unexpected") or stored and not asked for ("missing").
+    "error" (or "raise_all"): the target names exactly the stored leaves.  "subset" ("raise_unexpected",
+    "assume_ok_unexpected"): what the target does not name is left out.  "log_unexpected", "log_all": warn with every
+    path; "return_unexpected", "return_all": return (state, missing, unexpected), tuples of paths; "ignore_all". In
+    these modes an unexpected leaf comes from `initial`, or without `initial` is left out of its dict.
+
+    rules: how stored names and shapes become wanted ones (mapping.py).  prefix: restore the stored subtree below this
+    path.  initial: tree of this rank's current tensors, as `target_layouts` has them, for leaves that are not stored
+    and for what rules take from it; whole leaves are returned as they are, without a copy.
+
+    read: "own": every rank reads all that it needs.  "once": ranks that hold the same shard read a part of it each and
+    exchange the parts through `world`; with one replica nothing is exchanged.  cast: convert to the target's dtype
+    where it differs.  device: where the tensors go (default: CPU).  verify: check the digests.
 
     Raises CheckpointError when the checkpoint is missing, incomplete or damaged (naming leaf and file), ValueError when
     the target does not fit it. Nothing in the files is executed.
     """
-    world_or_alone = world or Alone()
+    ranks, what = world or Alone(), f"restoring the checkpoint {os.fspath(path)}"
+    if read not in ("own", "once"):
+        raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
 
-    def work() -> Any:
-        return read_state(path, target_layouts, rank_of(target_layouts, world, rank), strict, cast, device, verify)
+    def start() -> Started:
+        me = rank_of(target_layouts, world, rank)
+        if read == "once" and world is None and any(layout.mesh.size > 1 for layout in _layouts(target_layouts)):
+            raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
+        options = {"rules": rules, "prefix": prefix, "initial": initial, "cast": cast, "verify": verify}
+        return start_reading(path, target_layouts, me, strict, once=read == "once", warns=ranks.rank == 0, **options)
 
-    return together(world_or_alone, f"restoring the checkpoint {open_store(path).text}", work)
-
-
-def layouts(path: str | os.PathLike | Store) -> dict[str, Any]:
-    """The layouts under which the leaves were written, as nested dicts by path; no tensor data is read."""
-    manifest = read_manifest(locate(path))
-    nested: dict[str, Any] = {}
-    for name, leaf in manifest.leaves.items():
-        *above, last = name.split("/")
-        at = nested
-        for key in above:
-            at = at.setdefault(key, {})
-        at[last] = layout_from_json(leaf, manifest.meshes)
-    return nested
+    if read == "own" or ranks.size == 1:
+        return together(ranks, what, lambda: finish_reading(start(), ranks, device))
+    started = together(ranks, what, start)
+    return together(ranks, what, lambda: finish_reading(started, ranks, device))
 
 
-def metadata(path: str | os.PathLike | Store) -> dict[str, Any]:
-    """The user's metadata that was saved with a checkpoint."""
-    return read_manifest(locate(path)).metadata
+def read_state(path, target_layouts, rank, strict="error", cast=False, device=None, verify=True, **options) -> Any:
+    """`restore` for one rank, without a word to the others; options: rules, prefix, initial."""
+    started = start_reading(path, target_layouts, rank, strict, cast=cast, verify=verify, **options)
+    return finish_reading(started, Alone(), device)
 
 
-def read_state(path, target_layouts, rank, strict="error", cast=False, device=None, verify=True) -> Any:
-    """`restore` for one rank, without a word to the others."""
-    if strict not in ("error", "subset"):
-        raise ValueError(f"strict: got {strict!r}, wanted 'error' or 'subset'")
-    storage = locate(path)
-    manifest = read_manifest(storage)
-    paths, targets, spec = tree.flatten(target_layouts)
-    targets = [x if isinstance(x, Layout) else x.layout for x in targets]
-    _check_targets(storage.text, manifest, paths, targets, strict, cast)
-    tensors: list[torch.Tensor | None] = [None] * len(paths)
-    leaves = [manifest.leaves[name] for name in paths]
+@dataclass(frozen=True)
+class Started:
+    """A restore whose files are read: what is left is to exchange (read="once") and to build the tree.
+
+    key: the same on ranks that asked the same of the same checkpoint.
+    """
+
+    request: Request
+    tensors: list[torch.Tensor | None]
+    exchanges: list[Exchange]
+    returns: bool
+    key: int | None = None
+
+
+def start_reading(
+    path: str | os.PathLike,
+    target_layouts: Any,
+    rank: int,
+    strict: str = "error",
+    *,
+    rules: Sequence[Rule] = (),
+    prefix: str = "",
+    initial: Any = None,
+    cast: bool = False,
+    verify: bool = True,
+    once: bool = False,
+    warns: bool = True,
+) -> Started:
+    """All of a restore up to the exchange, for one rank and without a word to the others (see `restore`)."""
+    mode, root = strictness(strict), resolve(path)
+    manifest = read_manifest(root)
+    has = {"cast": cast, "has_initial": initial is not None}
+    request = match(root, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
+    current = _current(initial, target_layouts, rank)
+    tensors, wants = _destinations(request, current, rank)
+    if once:
+        mine, exchanges = deal(manifest, wants, rank)
+        key = _key(request, manifest)
+    else:
+        mine, exchanges, key = [(want.leaf, want.target) for want in wants], [], None
+    by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
+    for leaf, target in mine:
+        by_leaf.setdefault(leaf.path, (leaf, []))[1].append(target)
     # Leaves with files of their own first: they are read while this thread goes through the many small ones.
-    with Fetch(storage, manifest, verify) as fetch:
-        for i in sorted(range(len(paths)), key=lambda i: leaves[i].array is None):
-            x = tensors[i] = torch.empty(targets[i].local_shape(rank), dtype=targets[i].dtype)
-            stored = dtype_of(leaves[i].dtype)
-            fetch.add(leaves[i], [Target(paths[i], box, box.view(x), stored) for box in targets[i].boxes(rank)])
-    if device is not None:
-        for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
-            tensors[i] = x.to(device)
-    return tree.unflatten(spec, tensors)
+    with Fetch(root, manifest, verify) as fetch:
+        for leaf, targets in sorted(by_leaf.values(), key=lambda item: item[0].array is None):
+            fetch.add(leaf, targets)
+    if warns:
+        warn(request.difference, mode, root, initial is not None, stacklevel=5)
+    return Started(request, tensors, exchanges, mode.returns, key)
+
+
+def finish_reading(started: Started, world: Ranks, device: str | torch.device | None) -> Any:
+    """The restored tree; with exchanges, all ranks of the world call this."""
+    if started.key is not None and world.size > 1:
+        keys = world.gather_rows(torch.tensor([started.key])).flatten().tolist()
+        if len(set(keys)) > 1:
+            other = next(i for i, key in enumerate(keys) if key != keys[0])
+            raise ValueError(
+                f"read='once': ranks 0 and {other} asked for different trees, or see different checkpoints;"
+                " give all ranks the same layouts, rules and path, or pass read='own'"
+            )
+        for exchange in started.exchanges:
+            exchange.run(world)
+    request, tensors = started.request, started.tensors
+    for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
+        if x is not None:
+            tensors[i] = x.to(device or "cpu")
+    state = unflatten_some(request.spec, tensors, request.left_out)
+    return (state, request.difference.missing, request.difference.unexpected) if started.returns else state
 
 
 def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
-    meshes = {(x if isinstance(x, Layout) else x.layout).mesh for x in tree.leaves(target_layouts)}
-    for mesh in meshes:
+    """The rank whose tensors are asked for. Raises ValueError when world, rank and meshes do not go together."""
+    for mesh in {layout.mesh for layout in _layouts(target_layouts)}:
         if world is not None and mesh.size != world.size:
             raise ValueError(
                 f"restore: got target layouts on {mesh} ({mesh.size} ranks), but {world.size} restore together;"
@@ -108,44 +179,51 @@ def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
     return world.rank if world is not None else rank or 0
 
 
-def _check_targets(
-    root: str, manifest: Manifest, paths: list[str], targets: list[Layout], strict: str, cast: bool
-) -> None:
-    problems = []
-    stored, asked = manifest.leaves, set(paths)
-    unused = [name for name in stored if name not in asked]
-    for name, layout in zip(paths, targets, strict=True):
-        leaf = stored.get(name)
-        if leaf is None:
-            near = tree.did_you_mean(name, unused or list(stored))
-            problems.append(
-                f"{name}: not in the checkpoint{near}; rename it, or leave it out of the target and make it anew"
-            )
-        elif leaf.shape != layout.shape:
-            problems.append(
-                f"{name}: stored with global shape {leaf.shape}, wanted {layout.shape}; use the stored shape"
-            )
-        elif layout.unreduced:
-            problems.append(
-                f"{name}: wanted as a pending sum over {layout.unreduced}; ask for a layout without unreduced"
-            )
-        elif dtype_of(leaf.dtype) is not layout.dtype:
-            problems += _dtype_problem(leaf, layout, cast)
-    if strict == "error" and unused:
-        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-        problems.append(f"stored but not asked for: {shown}; name them in the target, or pass strict='subset'")
-    if problems:
-        more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
-        lines = "\n".join(f"  {p}" for p in problems[:10])
-        raise ValueError(f"{root} does not fit the target layouts:\n{lines}{more}")
+def _layouts(target_layouts: Any) -> list[Layout]:
+    return [x if isinstance(x, Layout) else x.layout for x in tree.leaves(target_layouts)]
 
 
-def _dtype_problem(leaf: Leaf, layout: Layout, cast: bool) -> list[str]:
-    wanted = dtype_text(layout.dtype)
-    if not cast:
-        return [
-            f"{leaf.path}: stored as {leaf.dtype}, wanted {wanted}; pass cast=True to convert, or ask for {leaf.dtype}"
-        ]
-    if not torch.can_cast(dtype_of(leaf.dtype), layout.dtype):
-        return [f"{leaf.path}: stored as {leaf.dtype}, wanted {wanted}, which cannot hold it; ask for {leaf.dtype}"]
-    return []
+def _current(initial: Any, target_layouts: Any, rank: int) -> list[torch.Tensor] | None:
+    if initial is None:
+        return None
+    try:
+        tree.check(initial, target_layouts, rank)
+    except ValueError as error:
+        raise ValueError(f"initial: {error}") from None
+    return tree.leaves(initial)
+
+
+def _destinations(request: Request, current, rank: int) -> tuple[list[torch.Tensor | None], list[Want]]:
+    """The tensors of the result, with zeros and current values in place, and what is to be read into them."""
+    tensors: list[torch.Tensor | None] = [None] * len(request.paths)
+    wants: list[Want] = []
+    for i, (path, layout, view) in enumerate(zip(request.paths, request.layouts, request.views, strict=True)):
+        if view is None:
+            continue
+        if current is not None and (not view.sources or all(part.source is Fill.FRESH for part in view.parts)):
+            tensors[i] = current[i].detach()
+            continue
+        x = tensors[i] = torch.empty(layout.local_shape(rank), dtype=layout.dtype)
+        for box in layout.boxes(rank):
+            for part, piece in regions(view, box):
+                place = piece.view(x)
+                if part.source is Fill.ZEROS:
+                    raw(place)[...] = 0
+                elif part.source is Fill.FRESH:
+                    place.copy_(piece.view(current[i].contiguous()))
+                else:
+                    leaf = request.leaves[part.source]
+                    source = part.source_box(piece.start, piece.shape)
+                    target = Target(path, source, part.as_source(place), dtype_of(leaf.dtype))
+                    wants.append(Want(layout, leaf, target))
+    return tensors, wants
+
+
+def _key(request: Request, manifest: Manifest) -> int:
+    """63 bits that differ between requests for different shards, or of different checkpoints."""
+    kinds = {layout: i for i, layout in enumerate(dict.fromkeys(request.layouts))}
+    asked = [
+        f"{path} {kinds[layout]} {view}" for path, layout, view in zip(request.paths, request.layouts, request.views)
+    ]
+    arrays = [array.digest for array in manifest.arrays.values()]
+    return digest("\n".join([*map(repr, kinds), *asked, *arrays]).encode()) >> 1

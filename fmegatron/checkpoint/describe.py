@@ -1,0 +1,61 @@
+"""What a checkpoint says about itself without its elements: tree, layouts, metadata, sizes, meshes."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from fmegatron.checkpoint.commit import resolve
+from fmegatron.checkpoint.format import FORMAT, VERSION, CheckpointError, dtype_of
+from fmegatron.checkpoint.manifest import layout_from_json, read_manifest
+from fmegatron.layout import Mesh
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint at a glance, before any target tree is built.
+
+    metadata: the user's JSON object (content flags).  leaves: how many.  total_bytes: of the global arrays, once.
+    meshes: those that the leaves were written on.
+    """
+
+    path: str
+    step: int | None
+    metadata: dict[str, Any]
+    format: str
+    version: int
+    leaves: int
+    total_bytes: int
+    meshes: tuple[Mesh, ...]
+
+
+def describe(path: str | os.PathLike) -> Description:
+    """The description of a complete checkpoint. Raises CheckpointError when it is missing or damaged."""
+    root = resolve(path)
+    manifest = read_manifest(root)
+    size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in manifest.leaves.values())
+    try:
+        meshes = tuple(map(Mesh.from_json, manifest.meshes))
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise CheckpointError(f"{root}: a mesh cannot be read ({error}); restore another step") from None
+    return Description(root, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes)
+
+
+def layouts(path: str | os.PathLike) -> dict[str, Any]:
+    """The layouts under which the leaves were written, as nested dicts by path; no tensor data is read."""
+    manifest = read_manifest(resolve(path))
+    nested: dict[str, Any] = {}
+    for name, leaf in manifest.leaves.items():
+        *above, last = name.split("/")
+        at = nested
+        for key in above:
+            at = at.setdefault(key, {})
+        at[last] = layout_from_json(leaf, manifest.meshes)
+    return nested
+
+
+def metadata(path: str | os.PathLike) -> dict[str, Any]:
+    """The user's metadata that was saved with a checkpoint."""
+    return read_manifest(resolve(path)).metadata
