@@ -1,6 +1,8 @@
 """Checkpoints: any mesh to any mesh; complete or not there; every element verified. FORMAT.md describes the files."""
 
+from fmegatron.checkpoint import rank_state
 from fmegatron.checkpoint.describe import Description, describe, layouts, metadata
+from fmegatron.checkpoint.explain import Read, explain
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.mapping import (
@@ -25,16 +27,19 @@ __all__ = [
     "CheckpointError",
     "Description",
     "Manager",
+    "Read",
     "Rule",
     "copy",
     "describe",
     "drop",
+    "explain",
     "fresh",
     "fuse",
     "layouts",
     "metadata",
     "pad",
     "per_rank",
+    "rank_state",
     "rename",
     "restore",
     "save",

@@ -128,10 +128,14 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as integers of the same width (complex128 stays); the same memory."""
+    return x.detach().view(_RAW[x.element_size()])
+
+
 def raw(x: torch.Tensor) -> np.ndarray:
-    """The bits of a contiguous CPU tensor as integers of the same width (complex128 stays); the same memory."""
-    x = x.detach()
-    return x.view(_RAW[x.element_size()]).numpy()
+    """`bits` of a CPU tensor for numpy."""
+    return bits(x).numpy()
 
 
 def raw_dtype(itemsize: int) -> np.dtype:

@@ -15,7 +15,7 @@ import torch
 
 from fmegatron.checkpoint.bands import Band, band_nbytes, cells
 from fmegatron.checkpoint.fetch import Target
-from fmegatron.checkpoint.format import Leaf, Manifest
+from fmegatron.checkpoint.format import Leaf, Manifest, bits
 from fmegatron.checkpoint.ranks import Ranks
 from fmegatron.layout import Box, Layout
 
@@ -168,12 +168,12 @@ class _Packet:
     def fill(self) -> None:
         """Pieces -> buffer."""
         for x, slot in self._slots():
-            slot.copy_(x)
+            bits(slot).copy_(bits(x))
 
     def empty(self) -> None:
         """Buffer -> pieces."""
         for x, slot in self._slots():
-            x.copy_(slot)
+            bits(x).copy_(bits(slot))
 
 
 def _in_place(x: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.commit import resolve
 from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import Leaf, Manifest, digest, dtype_of, raw
+from fmegatron.checkpoint.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.manifest import read_manifest
 from fmegatron.checkpoint.mapping import Rule
 from fmegatron.checkpoint.once import Exchange, Want, deal
@@ -126,7 +126,7 @@ def start_reading(
     has = {"cast": cast, "has_initial": initial is not None}
     request = match(root, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
     current = _current(initial, target_layouts, rank)
-    tensors, wants = _destinations(request, current, rank)
+    tensors, wants = destinations(request, rank, current)
     if once:
         mine, exchanges = deal(manifest, wants, rank)
         key = _key(request, manifest)
@@ -193,24 +193,27 @@ def _current(initial: Any, target_layouts: Any, rank: int) -> list[torch.Tensor]
     return tree.leaves(initial)
 
 
-def _destinations(request: Request, current, rank: int) -> tuple[list[torch.Tensor | None], list[Want]]:
-    """The tensors of the result, with zeros and current values in place, and what is to be read into them."""
+def destinations(
+    request: Request, rank: int, current: Sequence[torch.Tensor] | None = None, device: str = "cpu"
+) -> tuple[list[torch.Tensor | None], list[Want]]:
+    """The tensors of a rank's result, with zeros and current values in place, and what is to be read into them."""
     tensors: list[torch.Tensor | None] = [None] * len(request.paths)
     wants: list[Want] = []
     for i, (path, layout, view) in enumerate(zip(request.paths, request.layouts, request.views, strict=True)):
         if view is None:
             continue
-        if current is not None and (not view.sources or all(part.source is Fill.FRESH for part in view.parts)):
+        if current is not None and all(part.source is Fill.FRESH for part in view.parts):
             tensors[i] = current[i].detach()
             continue
-        x = tensors[i] = torch.empty(layout.local_shape(rank), dtype=layout.dtype)
+        x = tensors[i] = torch.empty(layout.local_shape(rank), dtype=layout.dtype, device=device)
         for box in layout.boxes(rank):
             for part, piece in regions(view, box):
                 place = piece.view(x)
                 if part.source is Fill.ZEROS:
-                    raw(place)[...] = 0
+                    bits(place).zero_()
                 elif part.source is Fill.FRESH:
-                    place.copy_(piece.view(current[i].contiguous()))
+                    if current is not None:
+                        place.copy_(piece.view(current[i].contiguous()))
                 else:
                     leaf = request.leaves[part.source]
                     source = part.source_box(piece.start, piece.shape)
@@ -223,7 +226,8 @@ def _key(request: Request, manifest: Manifest) -> int:
     """63 bits that differ between requests for different shards, or of different checkpoints."""
     kinds = {layout: i for i, layout in enumerate(dict.fromkeys(request.layouts))}
     asked = [
-        f"{path} {kinds[layout]} {view}" for path, layout, view in zip(request.paths, request.layouts, request.views)
+        f"{path} {kinds[layout]} {view and view.parts}"
+        for path, layout, view in zip(request.paths, request.layouts, request.views, strict=True)
     ]
     arrays = [array.digest for array in manifest.arrays.values()]
     return digest("\n".join([*map(repr, kinds), *asked, *arrays]).encode()) >> 1

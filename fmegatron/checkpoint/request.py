@@ -1,4 +1,4 @@
-"""What is asked for against what is stored: for every wanted leaf a view of stored leaves, or an error that names it."""
+"""What is asked for against what is stored: a view of stored leaves for every wanted one, or an error."""
 
 from __future__ import annotations
 
