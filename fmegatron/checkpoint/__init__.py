@@ -4,6 +4,7 @@ from fmegatron.checkpoint import rank_state
 from fmegatron.checkpoint.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.explain import Read, explain
 from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.mapping import (
     Rule,
@@ -26,6 +27,7 @@ from fmegatron.checkpoint.saving import save
 __all__ = [
     "CheckpointError",
     "Description",
+    "LocalReplicas",
     "Manager",
     "Read",
     "Rule",

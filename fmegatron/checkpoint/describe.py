@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from fmegatron.checkpoint.commit import resolve
 from fmegatron.checkpoint.format import FORMAT, VERSION, CheckpointError, dtype_of
 from fmegatron.checkpoint.manifest import layout_from_json, read_manifest
+from fmegatron.checkpoint.storage import Store, locate
 from fmegatron.layout import Mesh
 
 
@@ -31,21 +31,23 @@ class Description:
     meshes: tuple[Mesh, ...]
 
 
-def describe(path: str | os.PathLike) -> Description:
+def describe(path: str | os.PathLike | Store) -> Description:
     """The description of a complete checkpoint. Raises CheckpointError when it is missing or damaged."""
-    root = resolve(path)
-    manifest = read_manifest(root)
+    storage = locate(path)
+    manifest = read_manifest(storage)
     size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in manifest.leaves.values())
     try:
         meshes = tuple(map(Mesh.from_json, manifest.meshes))
     except (ValueError, TypeError, KeyError, AssertionError) as error:
-        raise CheckpointError(f"{root}: a mesh cannot be read ({error}); restore another step") from None
-    return Description(root, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes)
+        raise CheckpointError(f"{storage.text}: a mesh cannot be read ({error}); restore another step") from None
+    return Description(
+        storage.text, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes
+    )
 
 
-def layouts(path: str | os.PathLike) -> dict[str, Any]:
+def layouts(path: str | os.PathLike | Store) -> dict[str, Any]:
     """The layouts under which the leaves were written, as nested dicts by path; no tensor data is read."""
-    manifest = read_manifest(resolve(path))
+    manifest = read_manifest(locate(path))
     nested: dict[str, Any] = {}
     for name, leaf in manifest.leaves.items():
         *above, last = name.split("/")
@@ -56,6 +58,6 @@ def layouts(path: str | os.PathLike) -> dict[str, Any]:
     return nested
 
 
-def metadata(path: str | os.PathLike) -> dict[str, Any]:
+def metadata(path: str | os.PathLike | Store) -> dict[str, Any]:
     """The user's metadata that was saved with a checkpoint."""
-    return read_manifest(resolve(path)).metadata
+    return read_manifest(locate(path)).metadata

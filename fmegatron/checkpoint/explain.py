@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fmegatron.checkpoint.bands import Band, band_nbytes, cells
-from fmegatron.checkpoint.commit import resolve
 from fmegatron.checkpoint.manifest import read_manifest
 from fmegatron.checkpoint.mapping import Rule
 from fmegatron.checkpoint.once import deal
 from fmegatron.checkpoint.read import destinations
 from fmegatron.checkpoint.request import match
+from fmegatron.checkpoint.storage import Store, locate
 from fmegatron.checkpoint.strict import strictness
 
 
@@ -30,7 +30,7 @@ class Read(NamedTuple):
 
 
 def explain(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Store,
     target_layouts: Any,
     rank: int = 0,
     *,
@@ -44,10 +44,10 @@ def explain(
 
     Raises what `restore` raises when the target does not fit.
     """
-    root = resolve(path)
-    manifest = read_manifest(root)
+    storage = locate(path)
+    manifest = read_manifest(storage)
     has = {"cast": cast, "has_initial": True}
-    request = match(root, manifest, target_layouts, strictness(strict), rules=rules, prefix=prefix, **has)
+    request = match(storage.text, manifest, target_layouts, strictness(strict), rules=rules, prefix=prefix, **has)
     _, wants = destinations(request, rank, device="meta")
     mine = [(want.leaf, want.target) for want in wants] if read == "own" else deal(manifest, wants, rank)[0]
     seen: set[Band] = set()

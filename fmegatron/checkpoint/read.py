@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.commit import resolve
 from fmegatron.checkpoint.fetch import Fetch, Target
 from fmegatron.checkpoint.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.manifest import read_manifest
@@ -26,13 +25,14 @@ from fmegatron.checkpoint.mapping import Rule
 from fmegatron.checkpoint.once import Exchange, Want, deal
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.request import Request, match
+from fmegatron.checkpoint.storage import Store, locate, open_store
 from fmegatron.checkpoint.strict import strictness, unflatten_some, warn
 from fmegatron.checkpoint.view import Fill, regions
 from fmegatron.layout import Layout
 
 
 def restore(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Store,
     target_layouts: Any,
     *,
     world: Ranks | None = None,
@@ -69,7 +69,7 @@ def restore(
     Raises CheckpointError when the checkpoint is missing, incomplete or damaged (naming leaf and file), ValueError when
     the target does not fit it. Nothing in the files is executed.
     """
-    ranks, what = world or Alone(), f"restoring the checkpoint {os.fspath(path)}"
+    ranks, what = world or Alone(), f"restoring the checkpoint {open_store(path).text}"
     if read not in ("own", "once"):
         raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
 
@@ -107,7 +107,7 @@ class Started:
 
 
 def start_reading(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Store,
     target_layouts: Any,
     rank: int,
     strict: str = "error",
@@ -121,10 +121,10 @@ def start_reading(
     warns: bool = True,
 ) -> Started:
     """All of a restore up to the exchange, for one rank and without a word to the others (see `restore`)."""
-    mode, root = strictness(strict), resolve(path)
-    manifest = read_manifest(root)
+    mode, storage = strictness(strict), locate(path)
+    manifest = read_manifest(storage)
     has = {"cast": cast, "has_initial": initial is not None}
-    request = match(root, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
+    request = match(storage.text, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
     current = _current(initial, target_layouts, rank)
     tensors, wants = destinations(request, rank, current)
     if once:
@@ -136,11 +136,11 @@ def start_reading(
     for leaf, target in mine:
         by_leaf.setdefault(leaf.path, (leaf, []))[1].append(target)
     # Leaves with files of their own first: they are read while this thread goes through the many small ones.
-    with Fetch(root, manifest, verify) as fetch:
+    with Fetch(storage, manifest, verify) as fetch:
         for leaf, targets in sorted(by_leaf.values(), key=lambda item: item[0].array is None):
             fetch.add(leaf, targets)
     if warns:
-        warn(request.difference, mode, root, initial is not None, stacklevel=5)
+        warn(request.difference, mode, storage.text, initial is not None, stacklevel=5)
     return Started(request, tensors, exchanges, mode.returns, key)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.describe import metadata
 from fmegatron.checkpoint.format import CheckpointError, digest
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.blob import Shard
@@ -23,7 +24,7 @@ from fmegatron.checkpoint.local.shelf import Shelf
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.manifest import to_json_text
 from fmegatron.checkpoint.ranks import Ranks, together
-from fmegatron.checkpoint.read import metadata, rank_of, restore
+from fmegatron.checkpoint.read import rank_of, restore
 from fmegatron.layout import Layout
 
 
