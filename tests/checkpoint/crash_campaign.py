@@ -1,0 +1,186 @@
+"""A campaign of kills, run as a process of its own: `python -m tests.checkpoint.crash_campaign DIRECTORY TRIALS SEED`.
+
+Each trial: a directory of steps with one complete step; ranks save, save again, or save with retention; one rank or all
+are killed by SIGKILL before their n-th file system call or after a random time; then the newest complete step must
+restore bit for bit, the next save must work, and nothing may be left over. Prints one JSON object per trial.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+
+import torch
+
+from fmegatron import checkpoint, tree
+from fmegatron.checkpoint import commit
+from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, small_sizes
+from tests.checkpoint.forked_ranks import collect, launch, run
+
+KINDS = ("save", "again", "retention")
+PHASES = ("before", "chunks", "metadata", "marked", "renaming", "published", "deletion", "done")
+
+
+def layouts_on(ranks):
+    """Leaves of all homes: in chunks, in flat pieces, packed."""
+    mesh = Mesh(fsdp=ranks)
+    return {
+        "w": Layout((128, 96), torch.float32, mesh, ("fsdp",)),
+        "same": Layout((64, 64), torch.bfloat16, mesh),
+        "flat": Layout((5, 7, 9), torch.float32, mesh, flat=("fsdp",) if ranks > 1 else ()),
+        "step": Layout((), torch.int64, mesh),
+    }
+
+
+def state(version):
+    generator = torch.Generator().manual_seed(version)
+    return tree.map(
+        lambda x: torch.randint(1, 1000, x.shape, generator=generator).to(x.dtype).add(version * 1000), layouts_on(1)
+    )
+
+
+def manager(directory, kind):
+    return checkpoint.Manager(directory, keep=1 if kind == "retention" else None)
+
+
+def save(directory, kind, step, version, ranks, exchange=True, kill=None, watch=None):
+    """A function of a rank that saves; `kill`: (rank, call, all ranks?) to be killed before that call."""
+    local = cut_tree(state(version), layouts_on(ranks))
+
+    def rank_main(world, calls):
+        calls.done, calls.watch = 0, watch
+        if kill is not None and kill[0] == world.rank:
+            calls.kill_at, calls.group = kill[1:]
+        if not exchange:
+            commit._exchange = lambda a, b: False  # this process ends soon
+        try:
+            manager(directory, kind).save(step, local[world.rank], layouts_on(ranks), world, {"version": version})
+        except RuntimeError as error:  # another rank is gone
+            return f"{error}"[:300]
+
+    return rank_main
+
+
+def newest(directory):
+    """A function of a rank that restores the newest step and compares it with what was saved; returns the version."""
+
+    def rank_main(world, calls):
+        step, got, metadata = checkpoint.Manager(directory).restore_latest(layouts_on(1))
+        assert_same_bits(got, state(metadata["version"]))
+        return {"step": step, "version": metadata["version"]}
+
+    return rank_main
+
+
+def phase(directory, step):
+    """Where version 2 of a step is on its way, by what lies on the disk."""
+    path = os.path.join(directory, f"step_{step:08d}")
+    try:
+        with open(os.path.join(path, "manifest.json")) as f:
+            there = json.load(f)["metadata"]["version"]
+    except OSError:
+        there = None
+    hidden = [os.path.join(directory, name) for name in os.listdir(directory) if name.startswith(".step_")]
+    complete = any(os.path.exists(os.path.join(at, "COMPLETE")) for at in hidden)
+    if there == 2:
+        return "done" if not hidden else "published" if complete else "deletion"
+    if any(".old-" in at for at in hidden):
+        return "renaming"
+    if complete:
+        return "marked"
+    if any(os.path.exists(os.path.join(at, "manifest.json")) for at in hidden):
+        return "metadata"
+    chunks = any(name.startswith("c") for at in hidden for _, _, names in os.walk(at) for name in names)
+    return "chunks" if chunks else "before"
+
+
+def calibrate(directory, kind, ranks, exchange):
+    """([{phase: numbers of the calls that a rank makes in it}], seconds) of a save that nobody kills."""
+    step = 1 if kind == "again" else 2
+    run(2, save(directory, "save", 1, 1, 2))
+    start = time.monotonic()
+    run(ranks, save(directory, kind, step, 2, ranks, exchange))
+    seconds = time.monotonic() - start
+    shutil.rmtree(directory)
+    run(2, save(directory, "save", 1, 1, 2))
+
+    def watched(world, calls):
+        seen = {}
+        save(
+            directory,
+            kind,
+            step,
+            2,
+            ranks,
+            exchange,
+            watch=lambda: seen.setdefault(phase(directory, step), []).append(calls.done),
+        )(world, calls)
+        return seen
+
+    seen = run(ranks, watched)
+    shutil.rmtree(directory)
+    return seen, seconds
+
+
+def trial(directory, rng, calibration, wanted):
+    """One kill, if not at a random time, then in the phase `wanted`; returns what was seen.
+
+    Raises AssertionError when anything was lost.
+    """
+    options = [
+        (key, victim) for key, (calls, _) in calibration.items() for victim in range(key[1]) if wanted in calls[victim]
+    ]
+    (kind, ranks, exchange), victim = rng.choice(options)
+    calls, seconds = calibration[kind, ranks, exchange]
+    everyone, kill = rng.random() < 0.5, None
+    if timed := rng.random() < 0.3:
+        delay = rng.random() * seconds
+    else:
+        kill = (victim, rng.choice(calls[victim][wanted]), everyone)
+    step = 1 if kind == "again" else 2
+    run(2, save(directory, "save", 1, 1, 2))
+    pids, pipes = launch(ranks, save(directory, kind, step, 2, ranks, exchange, kill))
+    if timed:
+        time.sleep(delay)
+        for pid in pids if everyone else [pids[victim]]:
+            os.kill(pid, signal.SIGKILL)  # not yet waited for: the number cannot be another's
+    results = collect(pids, pipes)
+    assert all(got is None or "result" in got for got in results), results
+    told = any(got is not None and got["result"] is None for got in results)
+    where = phase(directory, step)
+    (found,) = run(1, newest(directory))
+    assert (found["step"], found["version"]) in ((1, 1), (step, 2)), found
+    assert found["version"] == 2 or not told, f"a rank was told that all is saved: {results}, {found}"
+    assert run(ranks, save(directory, kind, 3, 3, ranks)) == [None] * ranks
+    (after,) = run(1, newest(directory))
+    assert after == {"step": 3, "version": 3}, after
+    assert not [name for name in os.listdir(directory) if name.startswith(".")], os.listdir(directory)
+    lost = sum(got is None for got in results)
+    return {"kind": kind, "ranks": ranks, "all": everyone, "timed": timed, "where": where, "lost": lost, **found}
+
+
+def main(directory, trials, seed):
+    torch.set_num_threads(1)
+    rng, order = random.Random(seed), (*PHASES, "chunks", "chunks")  # chunks are written fast, and so are missed
+    with small_sizes(chunk=4096, band=1024):
+        kinds = [(kind, ranks, True) for kind in KINDS for ranks in (1, 2, 4)] + [
+            ("again", 1, False),
+            ("again", 2, False),
+        ]
+        calibration = {key: calibrate(os.path.join(directory, "calibrate"), *key) for key in kinds}
+        for number in range(trials):
+            at = os.path.join(directory, f"{number}")
+            try:
+                seen = trial(at, rng, calibration, order[number % len(order)])
+            except Exception as error:
+                seen = {"failed": f"{type(error).__name__}: {error}", "files": sorted(os.listdir(at))}
+            print(json.dumps({"trial": number, **seen}), flush=True)
+            shutil.rmtree(at)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

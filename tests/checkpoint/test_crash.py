@@ -1,0 +1,47 @@
+"""SIGKILL of one or all ranks at random points of save, re-save and retention: nothing that was complete is lost."""
+
+import collections
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def campaign(directory, trials, seed):
+    """The results of `crash_campaign`, one dict for each kill."""
+    command = [sys.executable, "-m", "tests.checkpoint.crash_campaign", str(directory), str(trials), str(seed)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == trials
+    failed = [got for got in results if "failed" in got]
+    assert not failed, f"{len(failed)} of {trials} kills lost something: {failed[:5]}"
+    return results
+
+
+def check_reach(results, phases):
+    """The kills hit every phase, old and new versions came back, one rank died and all did."""
+    where = collections.Counter(got["where"] for got in results)
+    assert set(phases) <= set(where), where
+    assert {got["version"] for got in results} == {1, 2}
+    assert any(got["lost"] == got["ranks"] for got in results)
+    assert any(0 < got["lost"] < got["ranks"] for got in results)
+
+
+def test_killed_ranks(tmp_path):
+    check_reach(campaign(tmp_path, 40, 1), ("before", "chunks", "metadata", "marked", "deletion"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_killed_ranks_240_times(tmp_path, seed):
+    results = campaign(tmp_path, 240, seed)
+    check_reach(results, ("before", "chunks", "metadata", "marked", "renaming", "published", "deletion", "done"))
+    assert {got["kind"] for got in results} == {"save", "again", "retention"}
