@@ -132,13 +132,18 @@ class Fetch:
     def _digests(self, array: Array) -> np.ndarray:
         """The array's part of digests.bin, uint64 [chunks, bands], checked against the manifest."""
         at = self.storage.at(DIGESTS)
+        start, stop, done = 8 * array.first_digest, 8 * (array.first_digest + array.digest_count), 0
         try:
-            data = self.storage.read(DIGESTS, 8 * array.first_digest, 8 * array.digest_count)
+            # The file has the size that the arrays need, so that no number in the manifest takes more memory than that.
+            with self.storage.open(DIGESTS, 8 * self.manifest.digest_count, [(start, stop)]) as reader:
+                data = np.empty(stop - start, np.uint8)
+                while done < data.nbytes and (got := reader.read_into(data[done:], start + done)):
+                    done += got
         except OSError as error:
             raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
-        if digest_text(data) != array.digest:
+        if done < data.nbytes or digest_text(data) != array.digest:
             raise CheckpointError(f"{array.name}: its part of {at} was altered after the save; {RESTORE_ANOTHER}")
-        return np.frombuffer(data, "<u8").reshape(math.prod(array.grid), -1)
+        return data.view("<u8").reshape(math.prod(array.grid), -1)
 
 
 @dataclass(frozen=True)

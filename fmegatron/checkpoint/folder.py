@@ -18,6 +18,7 @@ from fmegatron.checkpoint import commit
 from fmegatron.checkpoint.format import MARKER
 
 _FSYNCS = 8  # a disk takes many at a time
+_SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,18 @@ class Folder:
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         """Bytes of a file."""
-        with open(self.at(name), "rb") as f:
-            left = max(0, os.fstat(f.fileno()).st_size - start)  # a size out of a damaged file takes no memory
+        with os.fdopen(os.open(self.at(name), _SAFE), "rb") as f:
+            found = os.fstat(f.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "is no regular file")
+            left = max(0, found.st_size - start)  # a size out of a damaged file takes no memory
             f.seek(start)
             return f.read(left if size is None else max(0, min(left, size)))
 
     @contextmanager
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]] = ()) -> Iterator[_FileReader]:
         """A file for positioned reads."""
-        # Neither follow a link out of the directory nor wait for a pipe.
-        fd = os.open(self.at(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(self.at(name), _SAFE)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != size:

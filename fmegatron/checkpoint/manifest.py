@@ -102,6 +102,8 @@ def read_manifest(storage: Storage) -> Manifest:
             f"{root}: got no {MARKER} file ({root} {what}), wanted a checkpoint that was saved to its end;"
             " check the path, or restore another step"
         ) from None
+    except OSError as error:
+        raise CheckpointError(f"{marker_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (marker.get("format"), marker.get("version")) != (FORMAT, VERSION):
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
         raise CheckpointError(
