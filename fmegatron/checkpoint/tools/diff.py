@@ -1,0 +1,193 @@
+"""diff: two checkpoints, leaf by leaf: structure, layouts, metadata, then values; streamed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fmegatron.checkpoint.format import CheckpointError, Leaf
+from fmegatron.checkpoint.manifest import layout_from_json
+from fmegatron.checkpoint.tools.compare import Comparison
+from fmegatron.checkpoint.tools.source import PORTION_BYTES, Block, Shape, Source, batches, cut
+from fmegatron.layout import row_major_strides
+
+
+@dataclass(frozen=True)
+class LeafDifference:
+    """What differs of one leaf. only: "a" or "b" if the other has none.  shapes, dtypes, layouts: both, if they differ.
+    values: how the elements compare, None where that was not asked for or makes no sense."""
+
+    path: str
+    only: str | None = None
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    dtypes: tuple[str, str] | None = None
+    layouts: tuple[str, str] | None = None
+    values: Comparison | None = None
+    index: tuple[int, ...] | None = None  # of the first element that differs
+
+    @property
+    def structure(self) -> bool:
+        """Whether the leaf is missing on one side or has another shape or dtype there."""
+        return bool(self.only or self.shapes or self.dtypes)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two checkpoints. metadata: key -> (a's value, b's value), missing ones as "(nothing)".
+
+    leaves: those that differ.  compared: number of leaves on both sides.  skipped_bytes: of leaves that were equal by
+    their digests, unread.
+    """
+
+    a: str
+    b: str
+    steps: tuple[int | None, int | None]
+    metadata: dict[str, tuple[Any, Any]]
+    leaves: tuple[LeafDifference, ...]
+    compared: int
+    skipped_bytes: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs, steps and what was ignored left aside."""
+        return not self.metadata and not self.leaves
+
+    def to_json(self) -> dict[str, Any]:
+        """All by names."""
+        value = asdict(self) | {"equal": self.equal}
+        for row, leaf in zip(value["leaves"], self.leaves, strict=True):
+            if leaf.values is not None:
+                names = ("count", "bits", "values", "beyond", "first", "max_abs", "max_rel")
+                row["values"] = {name: getattr(leaf.values, name) for name in names}
+        return value
+
+
+def diff(
+    a: Source,
+    b: Source,
+    pattern: str | None = None,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    ignore: frozenset[str] = frozenset(),
+    read_all: bool = False,
+    most: int = PORTION_BYTES,
+) -> Difference:
+    """Compare the leaves that match a pattern on either side. ignore: any of "layouts", "metadata", "values".
+
+    Elements are equal when |a - b| <= atol + rtol * |b|; without tolerances when their bits are. Where both sides have
+    the same chunks, only chunks whose digests differ are read, unless `read_all`. ValueError for a pattern that
+    matches nothing, CheckpointError for damage in what is read.
+    """
+    left, right = ({leaf.path: leaf for leaf in _leaves(s, pattern, other)} for s, other in ((a, b), (b, a)))
+    skipped, rows, reading = 0, {}, []
+    for path in [*left, *(p for p in right if p not in left)]:
+        if path not in left or path not in right:
+            rows[path] = LeafDifference(path, only="a" if path in left else "b")
+            continue
+        x, y = left[path], right[path]
+        layouts = None if "layouts" in ignore else _layouts(a, x, b, y)
+        shapes = (x.shape, y.shape) if x.shape != y.shape else None
+        dtypes = (x.dtype, y.dtype) if x.dtype != y.dtype else None
+        rows[path] = LeafDifference(path, None, shapes, dtypes, layouts)
+        if shapes is None and "values" not in ignore:
+            reading.append(path)
+    compared = {path: Comparison(atol, rtol) for path in reading}
+    whole = []
+    for path in reading:
+        chunks = None if read_all else _different_chunks(a, left[path], b, right[path])
+        if chunks is None:
+            whole.append(path)
+            continue
+        skipped += _compare_chunks(a, b, left[path], right[path], chunks, compared[path], most)
+    _compare_whole(a, b, [(left[path], right[path]) for path in whole], compared, most)
+    found = [_finished(row, compared.get(path), left.get(path)) for path, row in rows.items()]
+    metadata = {} if "metadata" in ignore else _metadata(a.manifest.metadata, b.manifest.metadata)
+    both = sum(path in right for path in left)
+    steps = a.manifest.step, b.manifest.step
+    return Difference(a.text, b.text, steps, metadata, tuple(filter(None, found)), both, skipped)
+
+
+def _leaves(source: Source, pattern: str | None, other: Source) -> list[Leaf]:
+    try:
+        return source.leaves(pattern)
+    except ValueError:
+        other.leaves(pattern)  # a pattern that matches on one side only is a difference, not a wrong use
+        return []
+
+
+def _layouts(a: Source, x: Leaf, b: Source, y: Leaf) -> tuple[str, str] | None:
+    texts = []
+    for source, leaf in ((a, x), (b, y)):
+        try:
+            layout = layout_from_json(leaf, source.manifest.meshes)
+            texts.append((layout.mesh, layout.spec, layout.flat, str(layout)))
+        except CheckpointError as error:
+            texts.append((None, None, None, f"unreadable: {error}"))
+    return (texts[0][3], texts[1][3]) if texts[0][:3] != texts[1][:3] or texts[0][0] is None else None
+
+
+def _metadata(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    def same(x: Any, y: Any) -> bool:  # 1, 1.0 and true are three values
+        return repr(x) == repr(y) if type(x) is not dict or type(y) is not dict else not _metadata(x, y)
+
+    keys = [*a, *(k for k in b if k not in a)]
+    none = "(nothing)"
+    return {k: (a.get(k, none), b.get(k, none)) for k in keys if k not in a or k not in b or not same(a[k], b[k])}
+
+
+def _finished(row: LeafDifference, values: Comparison | None, leaf: Leaf | None) -> LeafDifference | None:
+    """The row with its values, or None when nothing differs."""
+    differs = values is not None and not values.within
+    if not differs and not row.structure and not row.layouts:
+        return None
+    index = None
+    if differs and values.first is not None:
+        index = tuple(int(i) for i in np.unravel_index(values.first, leaf.shape)) if leaf.shape else ()
+    return LeafDifference(row.path, row.only, row.shapes, row.dtypes, row.layouts, values, index)
+
+
+def _compare_whole(
+    a: Source, b: Source, pairs: list[tuple[Leaf, Leaf]], into: dict[str, Comparison], most: int
+) -> None:
+    """Read both sides of leaves, block by block."""
+    other = {x.path: y for x, y in pairs}
+    for batch in batches(a, (x for x, _ in pairs), most // 2):
+        xs, ys = a.read(batch), b.read([replace(block, leaf=other[block.leaf.path]) for block in batch])
+        for block, x, y in zip(batch, xs, ys, strict=True):
+            into[block.leaf.path].add(x, y, lambda at, first=block.first: at + first)
+
+
+def _different_chunks(a: Source, x: Leaf, b: Source, y: Leaf) -> list[int] | None:
+    """The numbers of the chunks whose digests differ; None where both sides do not have the same chunks."""
+    if x.array is None or y.array is None or x.dtype != y.dtype:
+        return None
+    p, q = a.manifest.arrays[x.array], b.manifest.arrays[y.array]
+    if (p.chunk, p.band) != (q.chunk, q.band):
+        return None
+    return [] if p.digest == q.digest else np.flatnonzero((a.digests(p) != b.digests(q)).any(1)).tolist()
+
+
+def _compare_chunks(a: Source, b: Source, x: Leaf, y: Leaf, chunks: list[int], into: Comparison, most: int) -> int:
+    """Read these chunks of both sides; returns the bytes of the leaf that were not read."""
+    array = a.manifest.arrays[x.array]
+    unread = math.prod(x.shape)
+    for chunk in chunks:
+        origin = [int(i) * c for i, c in zip(np.unravel_index(chunk, array.grid), array.chunk, strict=True)]
+        shape = tuple(min(c, n - o) for o, c, n in zip(origin, array.chunk, x.shape, strict=True))
+        for at, part in cut(shape, most // 2 // array.itemsize, (array.band,)):
+            start = tuple(o + i for o, i in zip(origin, at, strict=True))
+            (p,), (q,) = (s.read([Block(leaf, start, part, 0, False)]) for s, leaf in ((a, x), (b, y)))
+            into.add(p, q, lambda at, start=start, part=part: _numbers(at, start, part, x.shape))
+        unread -= math.prod(shape)
+    into.count += unread
+    return unread * array.itemsize
+
+
+def _numbers(at: np.ndarray, start: Shape, part: Shape, shape: Shape) -> np.ndarray:
+    """Row-major numbers in an array of `shape` of positions in the part of it that begins at `start`."""
+    index = [i + s for i, s in zip(np.unravel_index(at, part), start, strict=True)]
+    return sum((i * n for i, n in zip(index, row_major_strides(shape), strict=True)), np.zeros_like(at))

@@ -1,0 +1,190 @@
+"""ls: the checkpoints in a directory, complete or not, and what killed saves have left there."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fmegatron.checkpoint import commit
+from fmegatron.checkpoint.folder import FolderStore
+from fmegatron.checkpoint.format import MANIFEST, MARKER, CheckpointError, Manifest
+from fmegatron.checkpoint.manifest import read_manifest
+from fmegatron.checkpoint.storage import Store, open_store
+from fmegatron.checkpoint.tools.files import walk
+
+_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone)-[0-9a-f]+")
+_STEP = re.compile(r"step_\d{8,}")
+_KINDS = (("tmp", "being saved, or left by a killed save"), ("old", "replaced by a re-save"), ("gone", "being deleted"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of a directory. problem: why it is not complete, or None.  nbytes, files: on disk (as the manifest
+    has them where a store does not tell).  changed: when it was completed, seconds since 1970, None if unknown.
+    held_by: the directory that holds it, a hidden one after a killed re-save.
+    """
+
+    name: str
+    path: str
+    held_by: str
+    problem: str | None
+    step: int | None
+    leaves: int
+    nbytes: int
+    files: int
+    changed: float | None
+    metadata: dict[str, Any]
+
+    @property
+    def managed(self) -> bool:
+        """Whether it has the name of a Manager's step."""
+        return _STEP.fullmatch(self.name) is not None
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A hidden directory beside a checkpoint. kind: "tmp", "old" or "gone".  changed: newest time of all in it.
+    holds: whether the checkpoint `of` lies here and nowhere else."""
+
+    name: str
+    path: str
+    of: str
+    kind: str
+    nbytes: int
+    files: int
+    changed: float
+    holds: bool
+
+    @property
+    def what(self) -> str:
+        """The kind in words."""
+        return dict(_KINDS)[self.kind]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All checkpoints of a directory, by step and name, and the hidden directories beside them.
+
+    is_directory: whether a directory of checkpoints was listed, and not a single checkpoint.
+    """
+
+    directory: str
+    is_directory: bool
+    checkpoints: tuple[Checkpoint, ...]
+    leftovers: tuple[Leftover, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All by names."""
+        return asdict(self)
+
+
+def listing(path: str) -> Listing:
+    """The checkpoints in a directory, or the one that lies at the path itself; URLs as far as their store tells.
+
+    Raises ValueError when the path does not exist, or is neither a checkpoint nor a directory that holds some.
+    """
+    store = open_store(path)
+    if not isinstance(store, FolderStore):
+        return _listing_of_store(store)
+    if is_checkpoint(store.path):
+        parent, name = os.path.split(store.path)
+        return Listing(parent, False, (_checkpoint(store.path),), tuple(_leftovers(parent, name)))
+    if not os.path.isdir(store.path):
+        raise ValueError(f"{path}: got {'a file' if os.path.exists(path) else 'nothing there'}, wanted a directory")
+    checkpoints = tuple(sorted(map(_checkpoint, checkpoint_paths(store.path)), key=_order))
+    left = tuple(_leftovers(store.path))
+    if not checkpoints and not left and os.listdir(store.path):
+        raise ValueError(f"{path}: got a directory without checkpoints, wanted a checkpoint or a directory of some")
+    return Listing(store.path, True, checkpoints, left)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a directory is meant as a single checkpoint: it has a marker or a manifest, or a killed re-save hides it,
+    or it is named as a step."""
+    path = os.path.realpath(path)
+    if os.path.isdir(path) and _STEP.fullmatch(os.path.basename(path)):
+        return True
+    return commit.resolve(path) != path or any(os.path.lexists(os.path.join(path, n)) for n in (MARKER, MANIFEST))
+
+
+def checkpoint_paths(directory: str) -> list[str]:
+    """The checkpoints in a directory of the file system, complete or not."""
+    names = os.listdir(directory)
+    found = {n for n in names if n[0] != "." and is_checkpoint(os.path.join(directory, n))}
+    found.update(m[1] for n in names if (m := _HIDDEN.fullmatch(n)) and m[2] == "old")
+    paths = sorted(os.path.join(directory, n) for n in found)
+    return [p for p in paths if os.path.isdir(commit.resolve(p))]
+
+
+def _order(found: Checkpoint) -> tuple[float, str]:
+    return (math.inf if found.step is None else found.step, found.name)
+
+
+def _checkpoint(path: str) -> Checkpoint:
+    root, name = commit.resolve(path), os.path.basename(path)
+    files = [e for e in walk(root) if e.kind != "directory"]
+    nbytes, changed = sum(e.size for e in files), max((e.changed for e in files), default=None)
+    number = int(name.removeprefix("step_")) if _STEP.fullmatch(name) else None
+    try:
+        manifest = read_manifest(FolderStore(path).locate())
+    except CheckpointError as error:
+        return Checkpoint(name, path, root, _why(error, root), number, 0, nbytes, len(files), changed, {})
+    at = next((e.changed for e in files if e.name == MARKER), changed)
+    problem = f"holds step {manifest.step}" if number is not None and manifest.step != number else None
+    leaves = len(manifest.leaves)
+    return Checkpoint(name, path, root, problem, manifest.step, leaves, nbytes, len(files), at, manifest.metadata)
+
+
+def _why(error: CheckpointError, root: str) -> str:
+    if not os.path.lexists(os.path.join(root, MARKER)):
+        return f"not complete: no {MARKER} file"
+    return str(error)
+
+
+def _leftovers(directory: str, of: str | None = None) -> list[Leftover]:
+    found = []
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
+        if not (m := _HIDDEN.fullmatch(name)) or of not in (None, m[1]):
+            continue
+        try:
+            changed = os.lstat(path).st_mtime
+        except FileNotFoundError:  # the save that it belonged to has ended
+            continue
+        entries = list(walk(path)) if os.path.isdir(path) and not os.path.islink(path) else []
+        files = [e for e in entries if e.kind != "directory"]
+        changed = max([changed, *(e.changed for e in entries)])
+        holds = commit.resolve(os.path.join(directory, m[1])) == path
+        found.append(Leftover(name, path, m[1], m[2], sum(e.size for e in files), len(files), changed, holds))
+    return found
+
+
+def _listing_of_store(store: Store) -> Listing:
+    """What a store of objects tells: which checkpoints are complete; nothing of what killed saves left."""
+    if store.is_complete():
+        return Listing(store.text, False, (_stored(store, store.text.rstrip("/").rsplit("/", 1)[-1]),), ())
+    names = [name for name in store.children() if store.child(name).is_complete()]
+    if not names:
+        raise ValueError(f"{store.text}: got no complete checkpoint there or below, wanted one")
+    return Listing(store.text, True, tuple(sorted((_stored(store.child(n), n) for n in names), key=_order)), ())
+
+
+def _stored(store: Store, name: str) -> Checkpoint:
+    storage = store.locate()
+    try:
+        m = read_manifest(storage)
+    except CheckpointError as error:
+        return Checkpoint(name, store.text, storage.text, str(error), None, 0, 0, 0, None, {})
+    count = len(storage.names())
+    return Checkpoint(
+        name, store.text, storage.text, None, m.step, len(m.leaves), stored_bytes(m), count, None, m.metadata
+    )
+
+
+def stored_bytes(manifest: Manifest) -> int:
+    """Bytes of all chunk files of a checkpoint."""
+    arrays = manifest.arrays.values()
+    return sum(math.prod(a.grid) * math.prod(a.chunk) * a.itemsize for a in arrays)

@@ -1,0 +1,156 @@
+"""The results of the tools as text for people."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from fmegatron.checkpoint.manifest import to_json_text
+from fmegatron.checkpoint.tools.collect import Collected
+from fmegatron.checkpoint.tools.diff import Difference, LeafDifference
+from fmegatron.checkpoint.tools.export import Exported
+from fmegatron.checkpoint.tools.listing import Leftover, Listing
+from fmegatron.checkpoint.tools.reshard import Resharded
+from fmegatron.checkpoint.tools.show import LeafRow, Shown
+from fmegatron.checkpoint.tools.text import number, print_table, short, size, tree_rows
+from fmegatron.checkpoint.tools.verify import Report
+from fmegatron.layout import Layout
+
+
+def listing(out: TextIO, found: Listing, now: float) -> None:
+    """Checkpoints as a table, then leftovers."""
+    print(short(found.directory, 200), file=out)
+    rows = [
+        (
+            short(c.name),
+            "-" if c.step is None else str(c.step),
+            "complete" if c.problem is None else "BAD",
+            size(c.nbytes),
+            str(c.files),
+            str(c.leaves),
+            _when(c.changed),
+            short(c.problem or _held(c.name, c.held_by) or to_json_text(c.metadata), 100 if c.problem else 60),
+        )
+        for c in found.checkpoints
+    ]
+    if rows:
+        print_table(out, ("NAME", "STEP", "STATE", "SIZE", "FILES", "LEAVES", "SAVED", "METADATA"), rows, (1, 3, 4, 5))
+    else:
+        print("no checkpoints", file=out)
+    leftovers(out, found.leftovers, now)
+
+
+def leftovers(out: TextIO, found: Sequence[Leftover], now: float) -> None:
+    """What killed saves have left, and what saves in progress have there."""
+    if found:
+        total = size(sum(left.nbytes for left in found))
+        print(
+            f"hidden directories of saves in progress or killed: {len(found)}, {total} (gc removes old ones)", file=out
+        )
+        rows = [(short(x.name), x.what, size(x.nbytes), f"{max(now - x.changed, 0):.0f} s ago") for x in found]
+        print_table(out, ("  NAME", "WHAT", "SIZE", "LAST CHANGE"), [(f"  {a}", *rest) for a, *rest in rows], (2, 3))
+
+
+def shown(out: TextIO, found: Shown, layouts: bool) -> None:
+    """The tree of leaves, and totals."""
+    print(short(found.root, 200), file=out)
+    print(f"step {found.step}, metadata {short(to_json_text(found.metadata), 200)}", file=out)
+    print(f"meshes when written: {'; '.join(found.meshes) or 'none'}", file=out)
+    rows = {row.path: row for row in found.leaves}
+    stats = any(row.statistics for row in found.leaves)
+    header = ["LEAF", "DTYPE", "SHAPE", "SIZE", "STORED", *(["LAYOUT"] if layouts else [])]
+    header += ["MIN", "MAX", "MEAN", "STD", "NONFINITE", "ZEROS"] if stats else []
+    table = []
+    for name, path in tree_rows(rows):
+        cells = [name, *_leaf_cells(rows[path], layouts)] if path is not None else [name]
+        table.append(cells + [""] * (len(header) - len(cells)))
+    print_table(out, header, table, (3, *range(len(header) - 6, len(header))) if stats else (3,))
+    print(f"{len(rows)} leaves, {found.elements:,} elements, {size(found.nbytes)}", file=out)
+
+
+def _leaf_cells(row: LeafRow, layouts: bool) -> list[str]:
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    stored = f"chunks {'x'.join(map(str, row.chunk))}" if row.chunk is not None else row.home
+    cells = [row.dtype, shape, size(row.nbytes), stored, *([short(row.layout, 120)] if layouts else [])]
+    if (s := row.statistics) is not None:
+        cells += [number(x) for x in (s.min, s.max, s.mean, s.std, s.nonfinite, s.zeros)]
+    return cells
+
+
+def reports(out: TextIO, found: Sequence[Report], left: Sequence[Leftover], seconds: float) -> None:
+    """Every damage of every checkpoint, and one line for each checkpoint."""
+    for report in found:
+        count = len(report.damages)
+        state = f"{count} damage{'s' * (count > 1)}" if count else "good"
+        read = f"{report.leaves} leaves, {report.files} files, {size(report.nbytes)} read"
+        print(f"{short(report.path, 200)}: {state} (step {report.step}, {read})", file=out)
+        for damage in report.damages:
+            print(f"  {damage.kind:<10}  {short(damage, 400)}", file=out)
+    total = sum(report.nbytes for report in found)
+    print(f"{size(total)} in {seconds:.2f} s, {size(total / max(seconds, 1e-9))}/s", file=out)
+    if left:
+        print(f"{len(left)} hidden directories of saves in progress or killed were not looked at", file=out)
+
+
+def difference(out: TextIO, found: Difference) -> None:
+    """What differs, a line each."""
+    print(f"a: {short(found.a, 200)} (step {found.steps[0]})", file=out)
+    print(f"b: {short(found.b, 200)} (step {found.steps[1]})", file=out)
+    for key, (a, b) in found.metadata.items():
+        print(f"metadata {short(key)}: {short(a)} | {short(b)}", file=out)
+    for leaf in found.leaves:
+        print(f"{short(leaf.path, 200)}: {'; '.join(_differences(leaf))}", file=out)
+    count = len(found.leaves)
+    skipped = f", {size(found.skipped_bytes)} equal by digest" if found.skipped_bytes else ""
+    print(f"{count} of {found.compared + sum(bool(x.only) for x in found.leaves)} leaves differ{skipped}", file=out)
+
+
+def _differences(leaf: LeafDifference) -> list[str]:
+    texts = [f"only in {leaf.only}"] if leaf.only else []
+    for what, pair in (("shape", leaf.shapes), ("dtype", leaf.dtypes), ("layout", leaf.layouts)):
+        if pair is not None:
+            texts.append(f"{what} {short(pair[0], 120)} | {short(pair[1], 120)}")
+    v = leaf.values
+    if v is not None and v.within:
+        texts.append("values equal" if not v.values else "values within the tolerance")
+    elif v is not None and not v.values:
+        texts.append(
+            f"{v.bits} of {v.count} elements have other bits and equal values, first at {list(leaf.index or ())}"
+        )
+    elif v is not None:
+        where = f"first at {list(leaf.index or ())}, max abs {number(v.max_abs)}, max rel {number(v.max_rel)}"
+        texts.append(f"{v.beyond or v.values} of {v.count} elements differ, {where}")
+    return texts
+
+
+def resharded(out: TextIO, done: Resharded, layouts: Mapping[str, Layout]) -> None:
+    """What was written, and under which layouts."""
+    print_table(out, ("LEAF", "LAYOUT"), [(short(path, 100), short(x, 150)) for path, x in layouts.items()])
+    print(f"{done.leaves} leaves, {done.files} chunk files, {size(done.nbytes)} -> {short(done.path, 200)}", file=out)
+
+
+def exported(out: TextIO, done: Exported) -> None:
+    """The files."""
+    for file in done.files:
+        print(short(file, 200), file=out)
+    print(f"{done.tensors} tensors, {size(done.nbytes)}, in {len(done.files)} files", file=out)
+
+
+def collected(out: TextIO, done: Collected) -> None:
+    """What was, or would be, removed."""
+    words = {"remove": "would remove" if done.dry_run else "removed", "keep": "kept"}
+    words["finish"] = "would rename" if done.dry_run else "renamed"
+    for a in done.actions:
+        print(f"{words[a.kind]} {short(a.path, 200)} ({size(a.nbytes)}): {a.why}", file=out)
+    count = sum(a.kind == "remove" for a in done.actions)
+    print(f"{count} directories, {size(done.removed)} {'to be removed' if done.dry_run else 'removed'}", file=out)
+
+
+def _held(name: str, held_by: str) -> str:
+    held = held_by.rstrip("/").rsplit("/", 1)[-1]
+    return f"lies in {held}: a re-save was killed" if held.startswith(f".{name}.") else ""
+
+
+def _when(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,322 @@
+"""verify: everything in a checkpoint's directory against its manifest, down to the padding that no restore reads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fmegatron.checkpoint.folder import Folder
+from fmegatron.checkpoint.format import (
+    DIGESTS,
+    MANIFEST,
+    MARKER,
+    ZARR,
+    Array,
+    CheckpointError,
+    Manifest,
+    digest,
+    digest_text,
+    dtype_of,
+    zarr_metadata,
+)
+from fmegatron.checkpoint.manifest import layout_from_json, marker_to_json, read_manifest, to_json_text
+from fmegatron.checkpoint.storage import Reader, Storage, locate
+from fmegatron.checkpoint.tools.files import UNKNOWN, Entry, walk
+from fmegatron.checkpoint.tools.outfiles import band_sizes
+
+_BANDS_PER_JOB = 16
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is not as it was saved. kind: "missing", "extra", "size", "bytes", "kind" (a link where a file
+    should be), "unreadable" or "metadata".  leaf: path(s) concerned, "" for none.  [start, stop): bytes of the file."""
+
+    kind: str
+    file: str
+    what: str
+    leaf: str = ""
+    start: int = 0
+    stop: int = 0
+
+    def __str__(self) -> str:
+        where = f" bytes {self.start} to {self.stop}" if self.stop else ""
+        return f"{self.leaf + ': ' if self.leaf else ''}{self.file}{where}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found. files, nbytes: read and compared."""
+
+    path: str
+    step: int | None
+    leaves: int
+    files: int
+    nbytes: int
+    damages: tuple[Damage, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All by names."""
+        return asdict(self) | {"good": not self.damages}
+
+
+def verify(path: str, jobs: int | None = None) -> Report:
+    """Read all of a checkpoint and compare it with its manifest; every damage is in the report, not only the first.
+
+    jobs: threads that read and digest. Nothing outside the directory is opened.
+    """
+    storage = locate(path)
+    try:
+        manifest = read_manifest(storage)
+    except CheckpointError as error:
+        file = MANIFEST if storage.at(MANIFEST) in str(error) else MARKER
+        return Report(storage.text, None, 0, 0, 0, (Damage("metadata", file, str(error)),))
+    check = _Check(storage, manifest, {e.name: e for e in _entries(storage)})
+    check.metadata()
+    check.arrays(jobs or max(4, os.cpu_count() or 1))
+    check.extra()
+    damages = tuple(sorted(_joined(check.damages), key=lambda d: (d.file, d.start)))
+    return Report(storage.text, manifest.step, len(manifest.leaves), check.files, check.nbytes, damages)
+
+
+class _Check:
+    """The state of one verification: what is there, what was expected so far, what is wrong."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, entries: dict[str, Entry]):
+        self.storage, self.manifest, self.entries = storage, manifest, entries
+        self.expected: set[str] = set()
+        self.damages: list[Damage] = []
+        self.files = self.nbytes = 0
+        self._lock = threading.Lock()
+        self._owners, self._shared = _owners(manifest), _shared_digests(manifest)
+
+    def metadata(self) -> None:
+        """The small files, whose content the manifest implies; and what the manifest itself does not guarantee."""
+        text = self.storage.read(MANIFEST)
+        self._same(MARKER, marker_to_json(text), "")
+        self._same(MANIFEST, text, "")
+        group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+        for name in _above(self.manifest.arrays):
+            self._same(f"{name}/{ZARR}", group, "")
+        for array in self.manifest.arrays.values():
+            self._same(f"{array.name}/{ZARR}", to_json_text(zarr_metadata(array)).encode(), self._leaf(array, 0, 0))
+        for leaf in self.manifest.leaves.values():
+            try:
+                layout_from_json(leaf, self.manifest.meshes)
+            except ValueError as error:
+                self.damages.append(Damage("metadata", MANIFEST, str(error), leaf.path))
+        for name in sorted(self._shared):
+            self.damages.append(Damage("metadata", MANIFEST, f"{name} shares digests with another array"))
+
+    def arrays(self, jobs: int) -> None:
+        """Every band of every chunk."""
+        digests = self._digests()
+        errors: list[BaseException] = []
+        work = (
+            job
+            for array in self.manifest.arrays.values()
+            if (table := self._table(array, digests)) is not None
+            for job in self._jobs(array, table)
+        )
+
+        def run() -> None:
+            try:
+                read()
+            except BaseException as error:
+                errors.append(error)
+
+        def read() -> None:
+            buffer = np.empty(0, np.uint8)
+            while not errors:
+                with self._lock:
+                    job = next(work, None)
+                if job is None:
+                    return
+                array = job[0]
+                largest = math.prod(array.band) * array.itemsize
+                if buffer.nbytes < largest:
+                    buffer = np.empty(largest, np.uint8)
+                self._bands(*job, buffer)
+
+        threads = [threading.Thread(target=run, daemon=True) for _ in range(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def extra(self) -> None:
+        """Whatever else is in the directory."""
+        folders = {name.rpartition("/")[0] for name in self.expected}
+        folders |= _above(folders)
+        for name, entry in self.entries.items():
+            if entry.kind == "directory" and name not in folders:
+                self.damages.append(Damage("extra", name, "a directory that the save did not make"))
+            elif entry.kind != "directory" and name not in self.expected:
+                self.damages.append(Damage("extra", name, f"a {entry.kind} that the save did not write"))
+
+    def _there(self, name: str, size: int, leaf: str) -> bool:
+        """Whether a file is there, a file, and of this size; a damage otherwise."""
+        self.expected.add(name)
+        entry = self.entries.get(name)
+        if entry is None:
+            self.damages.append(Damage("missing", name, "is missing", leaf))
+        elif entry.kind != "file":
+            self.damages.append(Damage("kind", name, f"is a {entry.kind}, wanted a file", leaf))
+        elif entry.size not in (size, UNKNOWN):
+            self.damages.append(Damage("size", name, f"has {entry.size} bytes, wanted {size}", leaf))
+        else:
+            self.files += 1
+            return True
+        return False
+
+    def _same(self, name: str, wanted: bytes, leaf: str) -> None:
+        """A small file must hold exactly these bytes."""
+        if not self._there(name, len(wanted), leaf):
+            return
+        got = self._read(name, leaf)
+        if got is not None and got != wanted:
+            self.nbytes += len(got)
+            at = [i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b]
+            start, stop = (at[0], at[-1] + 1) if at else (0, len(got))
+            self.damages.append(Damage("bytes", name, "differs from what the manifest implies", leaf, start, stop))
+
+    def _read(self, name: str, leaf: str) -> bytes | None:
+        try:
+            return self.storage.read(name)
+        except OSError as error:
+            self.damages.append(Damage("unreadable", name, f"cannot be read ({error.strerror})", leaf))
+            return None
+
+    def _digests(self) -> np.ndarray:
+        """digests.bin as far as it is there, uint64."""
+        self._there(DIGESTS, 8 * self.manifest.digest_count, "")
+        entry = self.entries.get(DIGESTS)
+        data = self._read(DIGESTS, "") if entry is not None and entry.kind == "file" else b""
+        data = data or b""
+        self.nbytes += len(data)
+        return np.frombuffer(data[: len(data) // 8 * 8], "<u8")
+
+    def _table(self, array: Array, digests: np.ndarray) -> np.ndarray | None:
+        """The digests of an array, uint64 [chunks, bands], or None (and damages) where they are not to be trusted."""
+        lo, hi = array.first_digest, array.first_digest + array.digest_count
+        part = digests[lo:hi]
+        if array.name not in self._shared and len(part) == hi - lo and digest_text(part.tobytes()) == array.digest:
+            return part.reshape(math.prod(array.grid), -1)
+        leaf = self._leaf(array, 0, 0)
+        self.damages.append(Damage("bytes", DIGESTS, f"the digests of {array.name} were altered", leaf, 8 * lo, 8 * hi))
+        # What a missing table would have said is unknown, but not which files there should be.
+        for index in itertools.islice(np.ndindex(array.grid), len(self.entries) + 1000):
+            self._there(array.chunk_file(index), math.prod(array.chunk) * array.itemsize, leaf)
+        return None
+
+    def _jobs(self, array: Array, table: np.ndarray) -> Iterator[tuple[Array, str, int, np.ndarray, tuple[int, ...]]]:
+        """(array, file, first byte, digests, bytes of each band): consecutive bands of a chunk file."""
+        sizes = band_sizes(array)
+        for index, row in zip(np.ndindex(array.grid), table, strict=True):
+            name = array.chunk_file(index)
+            if self._there(name, sum(sizes), self._leaf(array, 0, 0)):
+                at = 0
+                for i in range(0, len(sizes), _BANDS_PER_JOB):
+                    part = sizes[i : i + _BANDS_PER_JOB]
+                    yield array, name, at, row[i : i + _BANDS_PER_JOB], part
+                    at += sum(part)
+
+    def _bands(
+        self, array: Array, name: str, at: int, digests: np.ndarray, sizes: tuple[int, ...], buffer: np.ndarray
+    ) -> None:
+        total = sum(band_sizes(array))
+        try:
+            with self.storage.open(name, total, [(at, at + sum(sizes))]) as reader:
+                for wanted, size in zip(digests, sizes, strict=True):
+                    self._band(array, name, reader, at, buffer[:size], wanted)
+                    at += size
+        except OSError as error:
+            kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+            self._damaged(array, kind, name, f"cannot be opened ({error.strerror})", at, at + sum(sizes))
+
+    def _band(self, array: Array, name: str, reader: Reader, at: int, into: np.ndarray, wanted: int) -> None:
+        done = 0
+        try:
+            while done < into.nbytes and (got := reader.read_into(into[done:], at + done)):
+                done += got
+        except OSError as error:
+            self._damaged(array, "unreadable", name, f"cannot be read ({error.strerror})", at, at + into.nbytes)
+        else:
+            if done < into.nbytes or digest(into) != wanted:
+                self._damaged(array, "bytes", name, "altered after the save", at, at + into.nbytes)
+        with self._lock:
+            self.nbytes += done
+
+    def _damaged(self, array: Array, kind: str, name: str, what: str, start: int, stop: int) -> None:
+        damage = Damage(kind, name, what, self._leaf(array, start, stop), start, stop)
+        with self._lock:
+            self.damages.append(damage)
+
+    def _leaf(self, array: Array, start: int, stop: int) -> str:
+        """The leaves that have something in bytes [start, stop) of an array ([0, 0): anywhere), a few of them."""
+        found = {path for lo, hi, path in self._owners.get(array.name, ()) if not stop or (lo < stop and start < hi)}
+        found = sorted(found)
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _entries(storage: Storage) -> Iterable[Entry]:
+    """All that is there; a store of objects has files only, and tells their sizes when they are opened."""
+    if isinstance(storage, Folder):
+        return walk(storage.root)
+    return (Entry(name, "file", UNKNOWN, 0.0) for name in storage.names())
+
+
+def _above(names: Iterable[str]) -> set[str]:
+    """The directories above these relative paths."""
+    found = set()
+    for name in names:
+        while (name := name.rpartition("/")[0]) and name not in found:
+            found.add(name)
+    return found
+
+
+def _owners(manifest: Manifest) -> dict[str, list[tuple[int, int, str]]]:
+    """By array: (first byte, end, path) of what leaves have there."""
+    owners: dict[str, list[tuple[int, int, str]]] = {}
+    for leaf in manifest.leaves.values():
+        if leaf.array is not None:
+            owners.setdefault(leaf.array, []).append((0, 1 << 62, leaf.path))
+        width = dtype_of(leaf.dtype).itemsize
+        for piece in leaf.pieces:
+            for box in piece.boxes:
+                end = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True)) + 1
+                span = piece.offset + box.offset * width, piece.offset + end * width, leaf.path
+                owners.setdefault(piece.array, []).append(span)
+    return owners
+
+
+def _shared_digests(manifest: Manifest) -> set[str]:
+    """Arrays whose digests lie inside those of another array."""
+    shared, end = set(), 0
+    for array in sorted(manifest.arrays.values(), key=lambda a: a.first_digest):
+        if array.digest_count and array.first_digest < end:
+            shared.add(array.name)
+        end = max(end, array.first_digest + array.digest_count)
+    return shared
+
+
+def _joined(damages: list[Damage]) -> list[Damage]:
+    """Neighbouring ranges of a file as one."""
+    joined: list[Damage] = []
+    for d in sorted(damages, key=lambda d: (d.file, d.leaf, d.start)):
+        last = joined[-1] if joined else None
+        alike = last and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
+        if alike and last.stop == d.start and d.stop:
+            joined[-1] = replace(last, stop=d.stop)
+        else:
+            joined.append(d)
+    return joined
