@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
 from fmegatron.checkpoint.local.recover import Found, recover
@@ -146,6 +147,9 @@ class LocalReplicas:
             if protect and found.holders is not None:
                 self._protect(found, layouts, world, notes)
             return found.step, found.state, found.metadata
+        except CheckpointError:
+            notes += shelf.restored(-1)  # nothing here is good: training may start anew, from any step
+            raise
         finally:  # at the end: a warning that is turned into an error must not stop one rank of several half-way
             for note in notes:
                 warnings.warn(note, RuntimeWarning, stacklevel=2)
