@@ -30,7 +30,7 @@ from fmegatron.layout import Layout, Mesh
 BAND_BYTES = 1 << 20  # most bytes under one digest
 _MAGIC = int.from_bytes(b"fmlocal1", "little")
 _TRAILER, _TRAILER_BYTES = "<8Q", 64
-_MOST_TAIL_BYTES = 128 << 20  # all after the payload; what claims more is not read
+_MOST_TAIL_BYTES = 64 << 20  # all after the payload; what claims more is not read
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,18 @@ def tree_rows(paths: Sequence[str], layouts: Sequence[Layout]) -> dict[str, Any]
 def describe(
     run: str, step: int, rank: int, world: int, payload_bytes: int, metadata: dict[str, Any], rows: dict[str, Any]
 ) -> bytes:
-    """The JSON of a shard; the same for the same state, so that a set saved twice has the same bytes."""
+    """The JSON of a shard; the same for the same state, so that a set saved twice has the same bytes.
+
+    Raises ValueError when the file's tail would be larger than a reader accepts.
+    """
     front = {"run": run, "step": step, "rank": rank, "world": world, "payload_bytes": payload_bytes}
-    return to_json_text({**front, "metadata": metadata, **rows}).encode()
+    text = to_json_text({**front, "metadata": metadata, **rows}).encode()
+    if (size := 8 * band_count(payload_bytes) + 8 * world + len(text) + _TRAILER_BYTES) > _MOST_TAIL_BYTES:
+        raise ValueError(
+            f"rank {rank}: {len(rows['leaves'])} leaves of {payload_bytes} bytes and their metadata need {size} bytes"
+            f" of description, wanted at most {_MOST_TAIL_BYTES}; join small leaves, or save less metadata"
+        )
+    return text
 
 
 def band_count(payload_bytes: int) -> int:
@@ -148,7 +157,7 @@ def _read_into(fd: int, at: int, view: memoryview) -> None:
 def _sizes(trailer: bytes, where: str) -> tuple[int, int, int]:
     """(bytes of payload, bytes of JSON, world) of a trailer whose digest is right."""
     values = struct.unpack(_TRAILER, trailer) if len(trailer) == _TRAILER_BYTES else (0,) * 8
-    if values[0] != _MAGIC or digest(trailer[:-8]) != values[-1]:
+    if values[0] != _MAGIC or values[6] or digest(trailer[:-8]) != values[-1]:
         raise CheckpointError(f"{where}: its last bytes are not those of a local replica; it was cut or altered")
     return values[1:4]
 

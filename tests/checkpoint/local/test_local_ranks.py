@@ -1,0 +1,111 @@
+"""The same with real processes and gloo: lost nodes, and ranks killed in the middle of a save."""
+
+import os
+import shutil
+import signal
+import warnings
+
+import pytest
+import torch
+
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.local import LocalReplicas, blob, store
+from fmegatron.collectives import connect
+from fmegatron.layout import Layout, Mesh
+from fmegatron.testing.ranks import RankError
+
+BIG = 5 * (1 << 20) + 3  # elements of a rank's part: portions and bands of the real sizes, a ragged end
+
+
+def layouts_and_state(rank, step):
+    mesh = Mesh(fsdp=4)
+    layouts = {"w": Layout((BIG + 1, 1), torch.uint8, mesh, ("fsdp",)), "step": Layout((), torch.int64, mesh)}
+    n = layouts["w"].local_shape(rank)[0]
+    return layouts, {"w": (torch.arange(n) * (rank + 3) + step).to(torch.uint8).view(n, 1), "step": torch.tensor(step)}
+
+
+def replicas_of(folder, rank):
+    return LocalReplicas(f"{folder}/node-{rank}", "run", spacing=1, portion_bytes=blob.BAND_BYTES)
+
+
+def save(rank, folder, step):
+    layouts, state = layouts_and_state(rank, step)
+    with connect(Mesh(fsdp=4), device="cpu") as world:
+        replicas_of(folder, rank).save(step, state, layouts, world, {"note": step})
+
+
+def save_and_die(rank, folder, step, moments):
+    """Rank r kills its process at its moments[r]-th thing done to a file, if it has such a moment."""
+    count = [0]
+
+    def mortal(function):
+        def call(*args):
+            count[0] += 1
+            if count[0] == moments.get(rank):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+
+        return call
+
+    real = blob.Writer._write, store.os.replace
+    blob.Writer._write, store.os.replace = map(mortal, real)
+    try:
+        save(rank, folder, step)
+    finally:
+        blob.Writer._write, store.os.replace = real
+
+
+def restore(rank, folder):
+    layouts, _ = layouts_and_state(rank, 0)
+    with connect(Mesh(fsdp=4), device="cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            step, got, metadata = replicas_of(folder, rank).restore_latest(layouts, world)
+        except CheckpointError as error:
+            return str(error)
+    wanted = layouts_and_state(rank, step)[1]
+    same = all(torch.equal(got[name], wanted[name]) for name in wanted) and metadata == {"note": step}
+    return step, same
+
+
+def test_lost_nodes(ranks, tmp_path):
+    ranks.run(save, str(tmp_path), 1)
+    ranks.run(save, str(tmp_path), 2)
+    names = sorted(os.listdir(tmp_path / "node-2" / "run"))
+    assert [name[:24] for name in names] == ["step_00000002.rank_00002", "step_00000002.rank_00003"]
+    shutil.rmtree(tmp_path / "node-0"), shutil.rmtree(tmp_path / "node-3")
+    assert ranks.run(restore, str(tmp_path)) == [(2, True)] * 4
+    shutil.rmtree(tmp_path / "node-1"), shutil.rmtree(tmp_path / "node-2")  # 0 and 3 hold everything again
+    assert ranks.run(restore, str(tmp_path)) == [(2, True)] * 4
+    shutil.rmtree(tmp_path / "node-0"), shutil.rmtree(tmp_path / "node-1")
+    assert all("no node holds the shards of ranks 0, 1" in text for text in ranks.run(restore, str(tmp_path)))
+
+
+def killed(ranks, folder, moments):
+    """The newest whole step comes back bit for bit after the kill, and the next save works."""
+    ranks.run(save, str(folder), 1)
+    with pytest.raises(RankError):
+        ranks.run(save_and_die, str(folder), 2, moments)
+    got = ranks.run(restore, str(folder))
+    assert got in ([(1, True)] * 4, [(2, True)] * 4), (moments, got)
+    ranks.run(save, str(folder), 3)
+    assert ranks.run(restore, str(folder)) == [(3, True)] * 4
+    for rank in range(4):
+        assert all(name.startswith("step_00000003") for name in os.listdir(folder / f"node-{rank}" / "run"))
+    return got[0][0]
+
+
+def test_a_rank_killed_while_it_writes(ranks, tmp_path):
+    assert killed(ranks, tmp_path, {2: 3}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(1, 9))
+def test_a_rank_killed_at_any_moment(ranks, tmp_path, moment):
+    killed(ranks, tmp_path, {moment % 4: moment})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", (2, 6, 8))
+def test_all_ranks_killed(ranks, tmp_path, moment):
+    killed(ranks, tmp_path, dict.fromkeys(range(4), moment))
