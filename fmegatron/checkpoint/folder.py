@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class Folder:
         try:
             fd = os.open(at, flags, 0o666)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(at), exist_ok=True)
+            self._make_parents(name)
             fd = os.open(at, flags, 0o666)
         try:
             for block in blocks:
@@ -79,8 +79,18 @@ class Folder:
                     view = view[os.write(fd, view) :]
             if durable:
                 os.fsync(fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, at) from None  # a descriptor has no name
         finally:
             os.close(fd)
+
+    def _make_parents(self, name: str) -> None:
+        """Make the directories above a file, but never the root: if that is gone, so is what was written before."""
+        at = self.root
+        for part in name.split("/")[:-1]:
+            at = os.path.join(at, part)
+            with suppress(FileExistsError):
+                os.mkdir(at)
 
     def remove(self, name: str) -> None:
         """Remove a file."""

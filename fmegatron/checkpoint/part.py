@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -163,4 +164,16 @@ def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes
     with ThreadPoolExecutor(storage.threads) as pool:
         list(pool.map(lambda item: storage.write(item[0], [item[1]]), files.items()))
     storage.sync()
+    _check_written(storage, manifest)
     return marker_to_json(data)
+
+
+def _check_written(storage: Storage, manifest: Manifest) -> None:
+    """RuntimeError when a chunk that was written is not there: somebody removed files while they were written."""
+    found = set(storage.names())
+    for array in manifest.arrays.values():
+        for index in itertools.product(*map(range, array.grid)):
+            if (name := array.chunk_file(index)) not in found:
+                raise RuntimeError(
+                    f"{storage.at(name)}: was written and has vanished; does another run save to this place?"
+                )
