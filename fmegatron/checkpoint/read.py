@@ -26,7 +26,7 @@ from fmegatron.checkpoint.once import Exchange, Want, deal
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.request import Request, match
 from fmegatron.checkpoint.storage import Store, locate, open_store
-from fmegatron.checkpoint.strict import strictness, unflatten_some, warn
+from fmegatron.checkpoint.strict import Strictness, strictness, unflatten_some, warn
 from fmegatron.checkpoint.view import Fill, regions
 from fmegatron.layout import Layout
 
@@ -78,18 +78,29 @@ def restore(
         if read == "once" and world is None and any(layout.mesh.size > 1 for layout in _layouts(target_layouts)):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
         options = {"rules": rules, "prefix": prefix, "initial": initial, "cast": cast, "verify": verify}
-        return start_reading(path, target_layouts, me, strict, once=read == "once", warns=ranks.rank == 0, **options)
+        return start_reading(path, target_layouts, me, strict, once=read == "once", **options)
+
+    def whole() -> tuple[Started, Any]:
+        started = start()
+        return started, finish_reading(started, ranks, device)
 
     if read == "own" or ranks.size == 1:
-        return together(ranks, what, lambda: finish_reading(start(), ranks, device))
-    started = together(ranks, what, start)
-    return together(ranks, what, lambda: finish_reading(started, ranks, device))
+        started, result = together(ranks, what, whole)
+    else:  # an error is agreed upon before ranks wait for bytes of each other
+        started = together(ranks, what, start)
+        result = together(ranks, what, lambda: finish_reading(started, ranks, device))
+    if ranks.rank == 0:
+        warn(started.request.difference, started.mode, started.where, initial is not None, stacklevel=2)
+    return result
 
 
 def read_state(path, target_layouts, rank, strict="error", cast=False, device=None, verify=True, **options) -> Any:
     """`restore` for one rank, without a word to the others; options: rules, prefix, initial."""
     started = start_reading(path, target_layouts, rank, strict, cast=cast, verify=verify, **options)
-    return finish_reading(started, Alone(), device)
+    state = finish_reading(started, Alone(), device)
+    if rank == 0:
+        warn(started.request.difference, started.mode, started.where, options.get("initial") is not None, stacklevel=2)
+    return state
 
 
 @dataclass(frozen=True)
@@ -99,10 +110,11 @@ class Started:
     key: the same on ranks that asked the same of the same checkpoint.
     """
 
+    where: str
+    mode: Strictness
     request: Request
     tensors: list[torch.Tensor | None]
     exchanges: list[Exchange]
-    returns: bool
     key: int | None = None
 
 
@@ -118,7 +130,6 @@ def start_reading(
     cast: bool = False,
     verify: bool = True,
     once: bool = False,
-    warns: bool = True,
 ) -> Started:
     """All of a restore up to the exchange, for one rank and without a word to the others (see `restore`)."""
     mode, storage = strictness(strict), locate(path)
@@ -139,9 +150,7 @@ def start_reading(
     with Fetch(storage, manifest, verify) as fetch:
         for leaf, targets in sorted(by_leaf.values(), key=lambda item: item[0].array is None):
             fetch.add(leaf, targets)
-    if warns:
-        warn(request.difference, mode, storage.text, initial is not None, stacklevel=5)
-    return Started(request, tensors, exchanges, mode.returns, key)
+    return Started(storage.text, mode, request, tensors, exchanges, key)
 
 
 def finish_reading(started: Started, world: Ranks, device: str | torch.device | None) -> Any:
@@ -161,7 +170,7 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
         if x is not None:
             tensors[i] = x.to(device or "cpu")
     state = unflatten_some(request.spec, tensors, request.left_out)
-    return (state, request.difference.missing, request.difference.unexpected) if started.returns else state
+    return (state, request.difference.missing, request.difference.unexpected) if started.mode.returns else state
 
 
 def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:

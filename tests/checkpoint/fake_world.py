@@ -1,6 +1,8 @@
 """Several ranks in one process: threads that meet at a barrier; small sizes, so that small arrays have many chunks."""
 
 import contextlib
+import itertools
+import queue
 import threading
 from unittest import mock
 
@@ -13,8 +15,9 @@ from fmegatron.checkpoint import fetch, format, parse, plan
 class FakeWorld:
     """One rank of `run`; has what `checkpoint` needs of a World. `exchanged`: bytes that it received from others."""
 
-    def __init__(self, rank, size, barrier, board):
-        self.rank, self.size, self._barrier, self._board, self.exchanged = rank, size, barrier, board, 0
+    def __init__(self, rank, size, barrier, board, mail):
+        self.rank, self.size, self._barrier, self._board, self._mail = rank, size, barrier, board, mail
+        self.exchanged = 0
 
     def _show(self, value, look):
         """Put a value on the board, wait for all, look at the board, wait until all have looked."""
@@ -41,22 +44,22 @@ class FakeWorld:
         return self._show(row, lambda board: torch.stack(board).amin(0))
 
     def exchange(self, sends, receives):
-        def take(board):
-            mail = {peer: iter([x for to, x in board[peer] if to == self.rank]) for peer in {p for p, _ in receives}}
-            for peer, x in receives:
-                x.view(-1).view(torch.uint8).copy_(next(mail[peer]).view(-1).view(torch.uint8))
-                self.exchanged += x.nbytes * (peer != self.rank)
-
-        self._show(sends, take)
+        """Only the ranks that are named meet, as in a World; what was sent is on its way and may be changed."""
+        for peer, x in sends:
+            self._mail[self.rank, peer].put(x.view(-1).view(torch.uint8).clone())
+        for peer, x in receives:
+            x.view(-1).view(torch.uint8).copy_(self._mail[peer, self.rank].get(timeout=30))
+            self.exchanged += x.nbytes * (peer != self.rank)
 
 
 def run(size, function):
     """[function(world) on every rank]; a raised error stands in the place of its rank's result."""
     results, barrier, board = [None] * size, threading.Barrier(size), [None] * size
+    mail = {pair: queue.SimpleQueue() for pair in itertools.product(range(size), repeat=2)}
 
     def rank_main(rank):
         try:
-            results[rank] = function(FakeWorld(rank, size, barrier, board))
+            results[rank] = function(FakeWorld(rank, size, barrier, board, mail))
         except BaseException as error:
             results[rank] = error
 

@@ -1,0 +1,60 @@
+"""A place for checkpoints that counts the bytes of chunk files that are read."""
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+
+from fmegatron.checkpoint.storage import Storage, open_store
+from tests.checkpoint.faulty import FaultyStore
+
+
+@dataclass
+class Count:
+    """Bytes by file."""
+
+    files: dict = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name, nbytes):
+        with self.lock:
+            self.files[name] = self.files.get(name, 0) + nbytes
+
+    @property
+    def nbytes(self):
+        return sum(self.files.values())
+
+
+@dataclass(frozen=True)
+class CountingReader:
+    """A reader that counts."""
+
+    real: object
+    name: str
+    count: Count
+
+    def read_into(self, into, offset):
+        got = self.real.read_into(into, offset)
+        self.count.add(self.name, got)
+        return got
+
+
+@dataclass(frozen=True)
+class CountingStorage:
+    """A Storage whose readers count."""
+
+    real: Storage
+    count: Count
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    @contextlib.contextmanager
+    def open(self, name, size, ranges):
+        with self.real.open(name, size, ranges) as reader:
+            yield CountingReader(reader, name, self.count)
+
+
+def counting(path):
+    """(a store at `path`, the Count of what is read from it)."""
+    count = Count()
+    return FaultyStore(open_store(path), lambda storage: CountingStorage(storage, count)), count
