@@ -54,9 +54,9 @@ def pack(value: Any, capacity: int = 4096) -> torch.Tensor:
 
 def unpack(row: torch.Tensor) -> Any:
     """The value that `pack` made a row of. Raises ValueError for anything else."""
-    data = bytes(row.reshape(-1).cpu().tolist())
+    data = bytes(row.reshape(-1).tolist()) if row.dtype is torch.uint8 else b""
     size = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    if row.dtype is not torch.uint8 or len(data) < _LENGTH_BYTES + size:
+    if len(data) < _LENGTH_BYTES + size:
         raise ValueError(
             f"rank state: got {row.dtype} of {len(data)} bytes for a value of {size}, wanted what pack made"
         )

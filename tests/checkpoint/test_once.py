@@ -162,7 +162,9 @@ def break_real(rank, path):
             return type(error).__name__, "is damaged" in str(error)
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 1}, {"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "tp": 1}, {"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], ids=str
+)
 def test_real_ranks(ranks, tmp_path, sizes):
     saved = big(Mesh(tp=2))
     state = state_for(saved)
