@@ -21,7 +21,8 @@ class Count:
 
     @property
     def nbytes(self):
-        return sum(self.files.values())
+        """Of chunk files (digests do not count)."""
+        return sum(n for name, n in self.files.items() if name.rsplit("/", 1)[-1].startswith("c"))
 
 
 @dataclass(frozen=True)
