@@ -1,9 +1,11 @@
 """Checkpoints: any mesh to any mesh; complete or not there; every element verified. FORMAT.md describes the files."""
 
 from fmegatron.checkpoint import rank_state
+from fmegatron.checkpoint.async_save import AsyncSaver, save_async
 from fmegatron.checkpoint.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.explain import Read, explain
 from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.handle import Handle
 from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.mapping import (
@@ -25,8 +27,10 @@ from fmegatron.checkpoint.read import restore
 from fmegatron.checkpoint.saving import save
 
 __all__ = [
+    "AsyncSaver",
     "CheckpointError",
     "Description",
+    "Handle",
     "LocalReplicas",
     "Manager",
     "Read",
@@ -45,6 +49,7 @@ __all__ = [
     "rename",
     "restore",
     "save",
+    "save_async",
     "split",
     "stack",
     "take",

@@ -47,6 +47,15 @@ class Part:
     arrays: dict[str, Array] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
 
+    def add(self, other: Part) -> None:
+        """Take in more that the same rank has written: other leaves, or other chunks of the same."""
+        for name, numbers in other.chunks.items():
+            self.chunks[name] = self.chunks.get(name, []) + numbers
+            had = [self.digests[name]] if name in self.digests else []
+            self.digests[name] = np.concatenate([*had, other.digests[name]])
+        self.arrays.update(other.arrays)
+        self.pieces.update(other.pieces)
+
     def store(self, storage: Storage) -> None:
         """Leave the part among the files of the save, for rank 0."""
         value = {

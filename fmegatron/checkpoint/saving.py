@@ -91,19 +91,31 @@ def check_request(
     state: Any, layouts: Any, world: Ranks, metadata: Any
 ) -> tuple[list[torch.Tensor], tuple[LeafPlan, ...]]:
     """The leaves and their plan, or ValueError."""
+    paths, leaves = flat_layouts(layouts)
+    check_layouts(paths, leaves, world.size)
+    tree.check(state, layouts, world.rank)
+    check_json(metadata or {}, "metadata")
+    return tree.leaves(state), plan(paths, leaves)
+
+
+def flat_layouts(layouts: Any) -> tuple[list[str], list[Layout]]:
+    """Paths and Layouts of a tree of Layouts or ArraySpecs."""
     paths, leaves, _ = tree.flatten(layouts)
-    leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
+    return paths, [x if isinstance(x, Layout) else x.layout for x in leaves]
+
+
+def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
+    """Raise ValueError for what `size` ranks cannot save together, whatever the tensors."""
     for path, layout in zip(paths, leaves, strict=True):
-        if layout.mesh.size != world.size:
+        if layout.mesh.size != size:
             raise ValueError(
-                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), but {world.size} save together;"
+                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), but {size} save together;"
                 " pass world= of the ranks that hold the state, or layouts on their mesh"
             )
         if layout.unreduced:
             raise ValueError(
                 f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save"
             )
-    tree.check(state, layouts, world.rank)
     known = set(paths)
     if len(known) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
@@ -112,19 +124,18 @@ def check_request(
         parts = path.split("/")
         if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
             raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
-    _check_json(metadata or {}, "metadata")
-    return tree.leaves(state), plan(paths, leaves)
 
 
-def _check_json(value: Any, where: str) -> None:
+def check_json(value: Any, where: str) -> None:
+    """Raise ValueError, naming the place, for what is not a JSON value."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: got the key {key!r}, wanted a string, as JSON has it; write str({key!r})")
-            _check_json(item, f"{where}[{key!r}]")
+            check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            _check_json(item, f"{where}[{i}]")
+            check_json(item, f"{where}[{i}]")
     elif not (
         value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
     ):

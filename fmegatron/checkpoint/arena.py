@@ -1,0 +1,136 @@
+"""The arena: host memory that the trainer and its writer process share, bounded, kept warm, and given back at the end.
+
+The memory has no name (memfd): nothing is left of it when both processes are gone, however they went. Its first page is
+the board, a few counters by which the writer shows that it lives; regions for staged saves come after it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+
+import torch
+
+BOARD_BYTES = 4096
+TICKS, SAVE, WRITTEN = 0, 1, 2  # int64 on the board: signs of progress; save being written; its bytes written so far
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: enter all pages into our page table at once
+_PAGE = 4096
+
+
+class Arena:
+    """Regions of shared memory for one rank's saves.
+
+    bound: bytes that it may take; None: as much as the largest request so far, so that one save has room at a time.
+    pin: register the memory with CUDA, for fast copies from the device.
+    """
+
+    def __init__(self, bound: int | None = None, pin: bool = False):
+        self.bound, self._grows, self._pin = bound or 0, bound is None, pin
+        self.fd = _anonymous_file()
+        self._end = weakref.finalize(self, os.close, self.fd)
+        self.capacity = 0
+        self._regions: dict[int, int] = {}
+        self._resize(BOARD_BYTES)
+        self.board = map_board(self.fd)
+
+    @property
+    def used(self) -> int:
+        """Bytes in regions."""
+        return sum(self._regions.values())
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The start of a region (a multiple of the page size) in `memory`; None while there is no room.
+
+        A request beyond the bound gets the arena for itself when it is empty. Raises OSError when the system has no
+        memory for it.
+        """
+        nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        if self._grows:
+            self.bound = max(self.bound, nbytes)
+        at = BOARD_BYTES
+        for start, size in sorted(self._regions.items()):
+            if start - at >= nbytes:
+                break
+            at = start + size
+        end = at + nbytes
+        if end > self.capacity:
+            if end - BOARD_BYTES > self.bound and self._regions:
+                return None
+            self._resize(end)
+        self._regions[at] = nbytes
+        return at
+
+    def release(self, at: int) -> None:
+        """Give a region back. What is beyond the bound goes back to the system."""
+        self._regions.pop(at, None)
+        if not self._regions and self.capacity > self.bound + BOARD_BYTES:
+            self._resize(self.bound + BOARD_BYTES)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take memory up to the bound now, so that the first save finds it warm. Raises OSError."""
+        if (at := self.allocate(nbytes if self._grows else min(nbytes, self.bound))) is not None:
+            self.release(at)
+
+    def close(self) -> None:
+        """Give everything back; views of `memory` must not be used any more."""
+        if self.fd >= 0:
+            self._unpin()
+            self.memory = self.board = None
+            self._end()
+            self.fd = -1
+
+    def _resize(self, capacity: int) -> None:
+        old = self.capacity
+        if capacity > old:
+            _take(self.fd, old, capacity - old)
+        self._unpin()
+        self.memory = None
+        if capacity < old:
+            os.truncate(self.fd, capacity)
+        self.memory, self.capacity = map_memory(self.fd, capacity), capacity
+        if self._pin:
+            _check(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), capacity, 0), "cudaHostRegister")
+
+    def _unpin(self) -> None:
+        if self._pin and self.capacity and self.memory is not None:
+            _check(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()), "cudaHostUnregister")
+
+
+def map_memory(fd: int, nbytes: int, warm: bool = True) -> torch.Tensor:
+    """The first bytes of the file as a uint8 tensor, shared with all who map it. warm: no page faults later."""
+    mapped = mmap.mmap(fd, nbytes)
+    if warm and nbytes > BOARD_BYTES:
+        try:
+            mapped.madvise(_POPULATE_WRITE)
+        except (OSError, AttributeError):  # an older kernel: touch every page without changing it
+            for at in range(0, nbytes, _PAGE):
+                mapped[at] = mapped[at]
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def map_board(fd: int) -> torch.Tensor:
+    """The counters: int64."""
+    return map_memory(fd, BOARD_BYTES).view(torch.int64)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fmegatron-arena")
+    fd, path = tempfile.mkstemp()
+    os.unlink(path)
+    return fd
+
+
+def _take(fd: int, start: int, nbytes: int) -> None:
+    """Grow the file by pages that are really there: too little memory is an error now, not a signal at first touch."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, start, nbytes)
+    else:
+        os.truncate(fd, start + nbytes)
+
+
+def _check(code, what: str) -> None:
+    if int(code) != 0:
+        raise RuntimeError(f"{what} failed with CUDA error {int(code)}")
