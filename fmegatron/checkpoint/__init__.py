@@ -24,16 +24,21 @@ from fmegatron.checkpoint.mapping import (
     unstack,
 )
 from fmegatron.checkpoint.read import restore
+from fmegatron.checkpoint.report import Report
+from fmegatron.checkpoint.retention import Keep
 from fmegatron.checkpoint.saving import save
+from fmegatron.checkpoint.tracker import read_latest
 
 __all__ = [
     "AsyncSaver",
     "CheckpointError",
     "Description",
     "Handle",
+    "Keep",
     "LocalReplicas",
     "Manager",
     "Read",
+    "Report",
     "Rule",
     "copy",
     "describe",
@@ -46,6 +51,7 @@ __all__ = [
     "pad",
     "per_rank",
     "rank_state",
+    "read_latest",
     "rename",
     "restore",
     "save",

@@ -1,45 +1,101 @@
-"""Manager: a directory of steps: the newest complete one, retention, and the way back past damaged ones."""
+"""Manager: the checkpoints of a run: saved, kept by rules, found again.
+
+with Manager("runs/a/checkpoints", keep=Keep(last=2, every=1000)) as manager:
+    if manager.latest(world) is not None:
+        start, state, metadata = manager.restore_latest(layouts, world=world)
+    ...
+    report = manager.save(step, state, layouts, world, metrics={"heldout_loss": 1.7})
+    log(step, report.record())
+"""
 
 from __future__ import annotations
 
+import math
 import os
-import re
+import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from fmegatron.checkpoint import commit
+from fmegatron.checkpoint import leases
+from fmegatron.checkpoint.deletion import Deleter
 from fmegatron.checkpoint.format import CheckpointError
-from fmegatron.checkpoint.manifest import read_manifest
-from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.read import rank_of, read_state
+from fmegatron.checkpoint.progress import progress, written_below
+from fmegatron.checkpoint.ranks import Alone, Ranks
+from fmegatron.checkpoint.report import Report, state_bytes
+from fmegatron.checkpoint.retention import Keep, to_delete
 from fmegatron.checkpoint.saving import save
-from fmegatron.checkpoint.storage import locate
+from fmegatron.checkpoint.steps import Steps
+from fmegatron.checkpoint.storage import Store
+from fmegatron.checkpoint.tracker import Latest, write_latest
+from fmegatron.checkpoint.walk import Found, Search, newest_first
 
-_STEP = re.compile(r"step_(\d{8,})")
-_HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old|gone)-[0-9a-f]+")
 
-
-@dataclass(frozen=True)
 class Manager:
-    """The checkpoints of a run: `directory`/step_00000100 and so on.
+    """The checkpoints of a run: `directory`/step_00000100 and so on. A context manager, or call `close`.
 
-    keep: how many of the newest complete steps to keep after a save; None keeps all. The state is the directory itself,
-    so any number of Managers may look at it; one run saves into it.
+    keep: which complete steps stay after a save: a number n for the n newest, a `Keep`, or None for all.
+    temporary: where temporary checkpoints are; default `directory`/temporary.  keep_temporary: the n newest of them.
+    show_progress: a bar on stderr, of rank 0, for what takes longer than 2 s; None: where stderr is a terminal.
+    last: the Report of the newest save or restore that ended.
+
+    What there is, is what lies in the directory, so any number of Managers and tools may read it at any time; one run
+    saves into it. Steps that somebody reads, or that are pinned, are not deleted. Deletion goes on in the background;
+    what goes wrong there, or with the tracker file `latest`, is warned about and never raised into training.
     """
 
-    directory: str | os.PathLike
-    keep: int | None = None
+    def __init__(
+        self,
+        directory: str | os.PathLike | Store,
+        keep: int | Keep | None = None,
+        *,
+        temporary: str | os.PathLike | Store | None = None,
+        keep_temporary: int = 2,
+        show_progress: bool | None = None,
+    ):
+        for name, value in (("keep", keep), ("keep_temporary", keep_temporary)):
+            if value is None and name == "keep" or isinstance(value, Keep) and name == "keep":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                more = ", a Keep, or None to keep all" if name == "keep" else ""
+                raise ValueError(f"Manager: got {name}={value!r}, wanted a number of at least 1{more}")
+        self.directory, self.show_progress = directory, show_progress
+        self.keep = Keep(last=keep) if isinstance(keep, int) else keep
+        self.keep_temporary = Keep(last=keep_temporary)
+        self.last: Report | None = None
+        lasting = Steps(directory)
+        self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
+        self._deleter = Deleter()
 
-    def __post_init__(self):
-        if self.keep is not None and (not isinstance(self.keep, int) or self.keep < 1):
-            raise ValueError(f"Manager: got keep={self.keep!r}, wanted a number of at least 1, or None to keep all")
+    # ---- what there is
 
-    def path(self, step: int) -> str:
-        """The directory of a step."""
-        return os.path.join(os.path.realpath(os.fspath(self.directory)), f"step_{step:08d}")
+    def path(self, step: int, temporary: bool = False) -> str:
+        """The directory (or URL) of a step."""
+        return self._both[temporary].place(step).text
+
+    def steps(self, temporary: bool = False) -> list[int]:
+        """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
+        return self._both[temporary].complete()
+
+    def latest(self, world: Ranks | None = None) -> int | None:
+        """The newest complete step, temporary ones too, or None; with a world, what rank 0 sees, on all ranks."""
+        lead = world is None or world.rank == 0
+        newest = next(iter(newest_first(self._both)), (None,))[0] if lead else None
+        text = (world or Alone()).broadcast_text("" if newest is None else str(newest))
+        return int(text) if text else None
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever the rules say, until `unpin`; for all Managers of the directory. One rank is enough."""
+        steps = self.steps()
+        if step not in steps:
+            raise ValueError(f"Manager.pin: got step {step}, wanted one of {steps}")
+        leases.pin(self._both[0].notes, self._both[0].name(step))
+
+    def unpin(self, step: int) -> None:
+        """Leave a step to the rules again."""
+        leases.unpin(self._both[0].notes, self._both[0].name(step))
+
+    # ---- save
 
     def save(
         self,
@@ -48,95 +104,122 @@ class Manager:
         layouts: Any,
         world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
-    ) -> str:
-        """`checkpoint.save` under the step's name, then retention; returns the path. Errors are those of `save`.
+        *,
+        metrics: Mapping[str, float] | None = None,
+        temporary: bool = False,
+    ) -> Report:
+        """`checkpoint.save` under the step's name, then tracker and retention. Errors are those of `save`.
 
+        metrics: numbers by which `Keep(best=...)` chooses; they are stored as metadata["metrics"].
+        temporary: only for a quick way back: few of these are kept, and a lasting save removes older ones.
         Leftovers of killed saves, of any step, are removed first.
         """
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(
-                f"Manager.save: got step {step!r}, wanted a whole number of 0 or more, e.g. int(state.step)"
-            )
-        lead = world is None or world.rank == 0
+        _check_step(step)
+        metadata, of, began = with_metrics(metadata, metrics), self._both[temporary], time.perf_counter()
+        lead, place, size = world is None or world.rank == 0, of.place(step), state_bytes(layouts)
         if lead:
-            self._clean()
-        save(self.path(step), state, layouts, world, metadata, step=step)
-        if lead and self.keep is not None:
-            steps = self.steps()
-            for old in steps[: -self.keep]:
-                if old != step:
-                    self._delete(self.path(old))
-        return self.path(step)
+            self._attempt("what killed saves left could not be removed", of.clean)
+        with progress(f"saving step {step}", size, written_below(place.text), self.show_progress if lead else False):
+            save(place, state, layouts, world, metadata, step=step)
+        seconds = time.perf_counter() - began
+        self.last = Report("save", step, place.text, size, seconds, seconds, temporary)
+        if lead:
+            self._when_durable(step, temporary)
+        return self.last
 
-    def steps(self) -> list[int]:
-        """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
-        directory = os.path.realpath(os.fspath(self.directory))
-        names = os.listdir(directory) if os.path.isdir(directory) else []
-        found = {m[1] for name in names if (m := re.fullmatch(r"\.?(step_\d{8,})(\.old-[0-9a-f]+)?", name))}
-        complete = (name for name in found if commit.is_complete(commit.resolve(os.path.join(directory, name))))
-        return sorted(int(name.removeprefix("step_")) for name in complete)
+    def _when_durable(self, step: int, temporary: bool) -> None:
+        """Rank 0: tracker and retention. Nothing that goes wrong here is an error of the run."""
+        self._both[temporary].forget(step)
+        self._attempt("the tracker could not be written", self._track)
+        self._attempt("old checkpoints could not be deleted", lambda: self._retain(step, temporary))
+        for failure in self._deleter.failures():
+            warnings.warn(failure, RuntimeWarning, stacklevel=3)
 
-    def latest(self) -> int | None:
-        """The newest complete step, or None."""
-        return max(self.steps(), default=None)
+    def _retain(self, step: int, temporary: bool) -> None:
+        of, keep = self._both[temporary], self.keep_temporary if temporary else self.keep
+        if keep is not None:
+            saved = [of.saved(s, keep.best is not None) for s in of.complete()]
+            self._delete(of, to_delete(saved, keep, {step}, time.time()))
+        if not temporary:
+            self._delete(self._both[1], [old for old in self._both[1].complete() if old <= step])
+
+    def _delete(self, of: Steps, steps: list[int]) -> None:
+        for step in steps:
+            if self._deleter.full:
+                return  # a slow disk; the next save tries again
+            if (remove := of.withdraw(step)) is not None:
+                self._deleter.add(of.place(step).text, remove)
+
+    def _track(self) -> None:
+        step, temporary = newest_first(self._both)[0]
+        path = self.path(step, temporary).removeprefix(os.path.join(self._both[0].store.text, ""))
+        write_latest(self._both[0].notes, Latest(step, path, temporary, time.time()))
+
+    def _attempt(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            warnings.warn(f"{self._both[0].store.text}: {what}: {error}", RuntimeWarning, stacklevel=4)
+
+    # ---- restore
 
     def restore_latest(
-        self,
-        target_layouts: Any,
-        *,
-        world: Ranks | None = None,
-        rank: int | None = None,
-        strict: str = "error",
-        cast: bool = False,
-        device: str | torch.device | None = None,
+        self, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
     ) -> tuple[int, Any, dict[str, Any]]:
         """(step, state, metadata) of the newest step that is whole on all ranks; the arguments are those of `restore`.
 
-        A step that is damaged is skipped with a warning that says what is wrong. Raises CheckpointError when no step is
-        good, ValueError when the target does not fit a good one.
+        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that says what is wrong.
+        Raises CheckpointError when no step is good, ValueError when the target does not fit a good one.
         """
-        ranks, rank, skipped = world or Alone(), rank_of(target_layouts, world, rank), []
-        steps = ranks.broadcast_text(",".join(map(str, reversed(self.steps()))))  # all ranks go by what rank 0 sees
-        for step in map(int, filter(None, steps.split(","))):
-            path, unfit, damaged, result = self.path(step), None, None, None
-            try:
-                metadata = read_manifest(locate(path)).metadata
-                result = step, read_state(path, target_layouts, rank, strict, cast, device), metadata
-            except CheckpointError as error:
-                damaged = error
-            except Exception as error:
-                unfit = error
-            together(ranks, f"restoring the checkpoint {path}", lambda error=unfit: _raise(error))
-            try:
-                together(ranks, f"restoring the checkpoint {path}", lambda error=damaged: _raise(error))
-                return result
-            except (CheckpointError, RuntimeError) as error:
-                skipped.append(f"step {step}: {error}")
-                warnings.warn(f"skipped the checkpoint of {skipped[-1]}", RuntimeWarning, stacklevel=2)
-        if not skipped:
-            raise CheckpointError(
-                f"{os.fspath(self.directory)}: holds no complete checkpoint (step_00000000 and so on);"
-                " check the directory, or start a new run"
-            )
-        raise CheckpointError(f"{os.fspath(self.directory)}: no good checkpoint:\n  " + "\n  ".join(skipped))
+        search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
+        found = self._timed(search.newest, target_layouts)
+        return found.step, found.state, found.metadata
 
-    def _clean(self) -> None:
-        """Remove what killed saves and deletions left; finish a re-save that was killed between its two renames."""
-        directory = os.path.realpath(os.fspath(self.directory))
-        for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
-            if not (m := _HIDDEN.fullmatch(name)):
-                continue
-            path = os.path.join(directory, m[1])
-            if m[2] != "gone" and (found := commit.resolve(path)) != path:
-                os.rename(found, path)
-            commit.remove(os.path.join(directory, name))
+    def restore(
+        self, step: int, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`."""
+        _check_step(step)
+        search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
+        found = self._timed(lambda: search.one(step), target_layouts)
+        return found.state, found.metadata
 
-    def _delete(self, path: str) -> None:
-        gone = commit.renamed_away(path)
-        commit.sync_directory(os.path.dirname(path))
-        commit.remove(gone)
+    def _timed(self, work: Callable[[], Found], target_layouts: Any) -> Found:
+        began = time.perf_counter()
+        found, seconds = work(), time.perf_counter() - began
+        path, size = self.path(found.step, found.temporary), state_bytes(target_layouts)
+        self.last = Report("restore", found.step, path, size, seconds, seconds, found.temporary)
+        return found
+
+    # ---- life
+
+    def close(self, wait_s: float = 60.0) -> None:
+        """Finish what goes on in the background; deletions that take longer than `wait_s` are left to a later run."""
+        self._deleter.close(wait_s)
+        for failure in self._deleter.failures():
+            warnings.warn(failure, RuntimeWarning, stacklevel=2)
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
 
 
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Metadata that holds the metrics under "metrics"; numbers that are not finite become null, as JSON has none.
+
+    >>> with_metrics({"note": "warm-up"}, {"loss": float("nan")})
+    {'note': 'warm-up', 'metrics': {'loss': None}}
+    """
+    if metrics is None:
+        return metadata or {}
+    if "metrics" in (metadata or {}):
+        raise ValueError('Manager.save: got metrics= and metadata["metrics"]; pass them in one place')
+    values = {name: float(value) for name, value in metrics.items()}
+    return {**(metadata or {}), "metrics": {name: v if math.isfinite(v) else None for name, v in values.items()}}
+
+
+def _check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"Manager: got step {step!r}, wanted a whole number of 0 or more, e.g. int(state.step)")

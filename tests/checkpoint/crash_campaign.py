@@ -58,7 +58,8 @@ def save(directory, kind, step, version, ranks, exchange=True, kill=None, watch=
         if not exchange:
             commit._exchange = lambda a, b: False  # this process ends soon
         try:
-            manager(directory, kind).save(step, local[world.rank], layouts_on(ranks), world, {"version": version})
+            with manager(directory, kind) as of:
+                of.save(step, local[world.rank], layouts_on(ranks), world, {"version": version})
         except RuntimeError as error:  # another rank is gone
             return f"{error}"[:300]
 

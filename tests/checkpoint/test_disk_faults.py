@@ -286,11 +286,11 @@ def test_a_full_and_a_read_only_disk(tmp_path):
             return run(4, lambda world: manager.save(step, local[world.rank], layout, world))
 
         for step in (1, 2):
-            assert all(isinstance(got, str) for got in save(step))
+            assert all(isinstance(got, checkpoint.Report) for got in save(step))
         got = save(3)
         assert all(isinstance(e, RuntimeError) and "No space left on device" in str(e) for e in got), got
         assert "w: a chunk could not be written" in str(got[0]) or "/.step_00000003.tmp-" in str(got[0])
-        assert sorted(os.listdir(run_dir)) == ["step_00000001", "step_00000002"]
+        assert sorted(os.listdir(run_dir)) == ["latest", "step_00000001", "step_00000002"]
         read_only(True)
         got = save(3)
         assert all(isinstance(e, RuntimeError) and "Read-only file system" in str(e) for e in got), got
@@ -299,6 +299,6 @@ def test_a_full_and_a_read_only_disk(tmp_path):
         assert_there(run_dir / "step_00000002", 2)  # a read-only disk is good enough for a restore
         read_only(False)
         shutil.rmtree(run_dir / "step_00000001")  # somebody makes room
-        assert all(isinstance(got, str) for got in save(3))
+        assert all(isinstance(got, checkpoint.Report) for got in save(3))
         assert manager.latest() == 3
         assert_there(run_dir / "step_00000003", 3)

@@ -19,10 +19,10 @@ def state(step):
     return {"w": torch.full((64, 1024), float(step)), "step": torch.tensor(step)}
 
 
-def filled(directory, *steps, keep=None):
-    manager = Manager(directory, keep=keep)
-    for step in steps:
-        manager.save(step, state(step), ONE, metadata={"step": step})
+def filled(directory, *steps, keep=None, **options):
+    with Manager(directory, keep=keep) as manager:
+        for step in steps:
+            manager.save(step, state(step), ONE, metadata={"step": step}, **options)
     return manager
 
 
@@ -42,7 +42,7 @@ def test_an_empty_directory(tmp_path):
 
 def test_newest_first(tmp_path):
     manager = filled(tmp_path, 9, 100, 20)
-    assert sorted(os.listdir(tmp_path)) == ["step_00000009", "step_00000020", "step_00000100"]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000009", "step_00000020", "step_00000100"]
     assert manager.steps() == [9, 20, 100] and manager.latest() == 100
     step, got, metadata = manager.restore_latest(ONE)
     assert step == 100 and metadata == {"step": 100}
@@ -61,7 +61,7 @@ def test_only_complete_steps_count(tmp_path):
 
 def test_retention_keeps_the_newest(tmp_path):
     manager = filled(tmp_path, 1, 2, 3, keep=2)
-    assert manager.steps() == [2, 3] and sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000003"]
+    assert manager.steps() == [2, 3] and sorted(os.listdir(tmp_path)) == ["latest", "step_00000002", "step_00000003"]
     manager.save(1, state(1), ONE)  # going back in steps: what was just written stays
     assert manager.steps() == [1, 2, 3]
     Manager(tmp_path, keep=1).save(4, state(4), ONE)
@@ -73,7 +73,7 @@ def test_a_failed_save_deletes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "publish", lambda hidden, path: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(RuntimeError, match="No space left"):
         manager.save(3, state(3), ONE)
-    assert os.listdir(tmp_path) == ["step_00000002"]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
 
 
 def test_saving_cleans_up_after_the_dead(tmp_path):
@@ -85,7 +85,7 @@ def test_saving_cleans_up_after_the_dead(tmp_path):
     os.rename(manager.path(2), tmp_path / ".step_00000002.old-aaaaaaaaaaaa")
     assert manager.steps() == [2] and manager.restore_latest(ONE)[0] == 2
     manager.save(3, state(3), ONE)
-    assert sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000003"]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002", "step_00000003"]
     assert manager.steps() == [2, 3]
 
 

@@ -1,0 +1,241 @@
+"""A step that somebody reads is not deleted: in this process, in another one, and under a stress of both."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+from fmegatron.checkpoint import CheckpointError, Manager, leases, walk
+from fmegatron.checkpoint.notes import Notes, is_dead, owner
+from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.fake_world import assert_same_bits
+from tests.house import ROOT
+
+LAYOUTS = {"w": Layout((64, 1024), torch.float32, Mesh()), "step": Layout((), torch.int64, Mesh())}
+
+
+def state(step):
+    return {"w": torch.full((64, 1024), float(step)), "step": torch.tensor(step)}
+
+
+def save(directory, *steps, keep=1):
+    with Manager(directory, keep=keep) as manager:
+        for step in steps:
+            manager.save(step, state(step), LAYOUTS)
+        return manager
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Restores wait, with everything chosen and nothing read, until `go` is set."""
+    started, go, restore = threading.Event(), threading.Event(), walk.restore
+
+    def slow(*args, **kwargs):
+        started.set()
+        assert go.wait(30)
+        return restore(*args, **kwargs)
+
+    monkeypatch.setattr(walk, "restore", slow)
+    return started, go
+
+
+def in_a_thread(work):
+    result = []
+
+    def main():
+        try:
+            result.append(work())
+        except Exception as error:
+            result.append(error)
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    return thread, result
+
+
+@pytest.mark.parametrize("read", ["restore", "restore_latest"])
+def test_a_slow_reader_of_the_oldest_step(tmp_path, held, read):
+    """Retention passes it by, several times; it reads every bit; then the step goes."""
+    started, go = held
+    save(tmp_path, 1)
+    reader = Manager(tmp_path)
+    work = {"restore": lambda: reader.restore(1, LAYOUTS), "restore_latest": lambda: reader.restore_latest(LAYOUTS)}
+    thread, result = in_a_thread(work[read])
+    assert started.wait(30)
+    writer = save(tmp_path, 2, 3, 4)
+    assert writer.steps() == [1, 4]
+    go.set()
+    thread.join()
+    assert_same_bits(result[0][-2], state(1))
+    save(tmp_path, 5)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000005"]
+
+
+def test_without_the_lease_it_would_be_lost(tmp_path, held, monkeypatch):
+    """The test above can fail: the same reader whose note cannot be seen."""
+    started, go = held
+    save(tmp_path, 1)
+    monkeypatch.setattr(leases, "is_held", lambda notes, name: False)
+    thread, result = in_a_thread(lambda: Manager(tmp_path).restore(1, LAYOUTS))
+    assert started.wait(30)
+    assert save(tmp_path, 2).steps() == [2]
+    go.set()
+    thread.join()
+    assert isinstance(result[0], CheckpointError)
+
+
+def test_a_reader_in_another_process(tmp_path):
+    save(tmp_path, 1)
+    code = (
+        "import sys, torch\n"
+        "from fmegatron.checkpoint import Manager, walk\n"
+        "from tests.checkpoint.test_leases import LAYOUTS\n"
+        "restore = walk.restore\n"
+        "def slow(*args, **kwargs):\n"
+        "    print('reading', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    return restore(*args, **kwargs)\n"
+        "walk.restore = slow\n"
+        "got, _ = Manager(sys.argv[1]).restore(1, LAYOUTS)\n"
+        "print(torch.equal(got['w'], torch.full((64, 1024), 1.0)), flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=pipe, stdout=pipe, text=True, env=environment, cwd=ROOT
+    )
+    try:
+        assert reader.stdout.readline() == "reading\n"
+        assert save(tmp_path, 2, 3).steps() == [1, 3]
+        out, _ = reader.communicate("go\n", timeout=60)
+        assert out == "True\n"
+        assert save(tmp_path, 4).steps() == [4]
+    finally:
+        reader.kill()
+        reader.wait()
+
+
+def test_readers_and_retention_at_once(tmp_path):
+    """Readers restore the newest step over and over while a writer keeps one: none ever fails, or reads mixed bits."""
+    save(tmp_path, 0)
+    done, failures, seen = threading.Event(), [], set()
+
+    def read():
+        while not done.is_set():
+            try:
+                step, got, _ = Manager(tmp_path).restore_latest(LAYOUTS)
+                assert_same_bits(got, state(step))
+                seen.add(step)
+            except Exception as error:
+                failures.append(error)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step that went between the look and the note is named, and left out
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        save(tmp_path, *range(1, 60))
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not failures and len(seen) > 3
+    assert save(tmp_path, 60).steps() == [60]
+
+
+def test_a_reader_that_was_killed_here(tmp_path):
+    """Its note is void at once, on this node; that of a reader on another node only with time."""
+    save(tmp_path, 1)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    note = tmp_path / ".step_00000001.reading-0123456789ab"
+    where, _, _ = owner().partition("-")
+    note.write_text(json.dumps({"time": time.time(), "owner": f"{where}-{dead.pid}"}))
+    for whose in (owner(), f"{where}-1", f"elsewhere-{dead.pid}", f"-{dead.pid}", where, f"{where}-{10**30}"):
+        assert not is_dead(whose)
+    assert is_dead(f"{where}-{dead.pid}")
+    (tmp_path / f".new-{where}-{dead.pid}-01234567").write_text("torn")
+    assert save(tmp_path, 2).steps() == [2] and sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
+
+
+def test_a_dead_reader_protects_for_a_while_only(tmp_path):
+    notes = Notes(tmp_path)
+    save(tmp_path, 1)
+    note = tmp_path / ".step_00000001.reading-0123456789ab"
+    note.write_text(json.dumps({"time": time.time() - leases.LEASE_S + 60}))
+    assert leases.is_held(notes, "step_00000001") and save(tmp_path, 2).steps() == [1, 2]
+    note.write_text(json.dumps({"time": time.time() - leases.LEASE_S - 1}))
+    assert not leases.is_held(notes, "step_00000001") and save(tmp_path, 3).steps() == [3]
+    assert not note.exists()  # and its note goes, too
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"time": "now"}', "[" * 100_000, "\0\xff"])
+def test_a_note_that_is_none_of_ours_protects_nothing(tmp_path, text):
+    save(tmp_path, 1)
+    (tmp_path / ".step_00000001.reading-0123456789ab").write_text(text)
+    assert save(tmp_path, 2).steps() == [2]
+
+
+def test_a_reader_renews_its_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT_S", 0.01)
+    notes = Notes(tmp_path)
+    with leases.reading(notes, "a"):
+        (note,) = tmp_path.iterdir()
+        first = json.loads(note.read_text())["time"]
+        until = time.monotonic() + 10
+        while json.loads(note.read_text())["time"] == first:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_of_the_two_always_sees_the_other(tmp_path):
+    """The deleter left its note first: the reader waits until it is through, and then finds the step or not."""
+    notes, order = Notes(tmp_path), []
+    with leases.leaving(notes, "a") as free:
+        assert free
+
+        def read():
+            with leases.reading(notes, "a"):
+                order.append("reads")
+
+        thread, _ = in_a_thread(read)
+        while len(list(tmp_path.iterdir())) < 2:  # the reader's note is there
+            time.sleep(0.001)
+        time.sleep(0.05)
+        order.append("renamed")
+    thread.join()
+    assert order == ["renamed", "reads"]
+    with leases.reading(notes, "a"), leases.leaving(notes, "a") as free, leases.leaving(notes, "b") as other:
+        assert not free and other
+
+
+def test_where_no_note_can_be_left(tmp_path, monkeypatch):
+    """A read-only directory can be restored from, and a full disk does not keep old steps from being deleted."""
+    save(tmp_path, 1, 2, keep=None)
+
+    def full(self, name, data, durable=False):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Notes, "write", full)
+    got, _ = Manager(tmp_path).restore(1, LAYOUTS)
+    assert_same_bits(got, state(1))
+    with pytest.warns(RuntimeWarning, match="the tracker could not be written.*No space left"):
+        assert save(tmp_path, 3).steps() == [3]
+
+
+def test_pins(tmp_path):
+    manager = save(tmp_path, 1, 2, keep=None)
+    manager.pin(1)
+    assert save(tmp_path, 3).steps() == [1, 3]
+    assert save(tmp_path, 4).steps() == [1, 4]  # for other Managers and later runs, too
+    Manager(tmp_path).unpin(1)
+    assert save(tmp_path, 5).steps() == [5]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000005"]
+    with pytest.raises(ValueError, match=r"Manager.pin: got step 1, wanted one of \[5\]"):
+        manager.pin(1)

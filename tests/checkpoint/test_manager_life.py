@@ -1,0 +1,358 @@
+"""What a run does with its Manager: temporary checkpoints, rules, metrics, restores by step, deletion, failures."""
+
+import math
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fmegatron import checkpoint
+from fmegatron.checkpoint import CheckpointError, Manager, commit, deletion, folder
+from fmegatron.checkpoint.deletion import Deleter, remove_tree
+from fmegatron.checkpoint.manager import with_metrics
+from fmegatron.checkpoint.retention import Keep
+from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+
+ONE = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=1), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=1))}
+TWO = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=2), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=2))}
+
+
+def state(step):
+    return {"w": torch.full((64, 1024), float(step)), "step": torch.tensor(step)}
+
+
+def files(path):
+    """All files below a path, with their content."""
+    return {str(at.relative_to(path)): at.read_bytes() for at in sorted(Path(path).rglob("*")) if at.is_file()}
+
+
+def spoil(manager, step, temporary=False):
+    with open(os.path.join(manager.path(step, temporary), "arrays", "w", "c.0.0"), "r+b") as f:
+        f.seek(1000)
+        f.write(b"\1")
+
+
+# ---- temporary checkpoints (the reference's "non-persistent" ones)
+
+
+def test_lasting_and_temporary_in_turn(tmp_path):
+    """The newest wins; two temporary ones stay, and none that a lasting one has overtaken; lasting ones all stay."""
+    with Manager(tmp_path) as manager:
+        seen = []
+        for step, temporary in (
+            (1, True),
+            (2, True),
+            (3, True),
+            (4, False),
+            (5, True),
+            (6, True),
+            (7, True),
+            (8, False),
+        ):
+            report = manager.save(step, state(step), ONE, metadata={"at": step}, temporary=temporary)
+            assert report.temporary is temporary and report.path == manager.path(step, temporary)
+            found, got, metadata = manager.restore_latest(ONE)
+            assert (found, metadata) == (step, {"at": step}) and manager.latest() == step
+            assert_same_bits(got, state(step))
+            seen.append((manager.steps(), manager.steps(temporary=True)))
+    assert seen == [
+        ([], [1]), ([], [1, 2]), ([], [2, 3]), ([4], []), ([4], [5]), ([4], [5, 6]), ([4], [6, 7]), ([4, 8], []),
+    ]  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000004", "step_00000008", "temporary"]
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_a_temporary_checkpoint_is_the_same_checkpoint(tmp_path):
+    """Byte by byte, and restored by all means that restore a lasting one."""
+    with Manager(tmp_path) as manager:
+        manager.save(3, state(3), ONE, metadata={"a": 1})
+        manager.save(4, state(3), ONE, metadata={"a": 1}, temporary=True)
+    lasting, temporary = files(manager.path(3)), files(manager.path(4, temporary=True))
+    assert lasting.keys() == temporary.keys()
+    differ = {name for name in lasting if lasting[name] != temporary[name]}
+    assert differ == {"COMPLETE", "manifest.json"}  # the number of the step
+    assert_same_bits(checkpoint.restore(manager.path(4, temporary=True), ONE), state(3))
+    assert_same_bits(manager.restore(4, ONE)[0], state(3))
+
+
+def test_a_damaged_temporary_checkpoint_falls_back_to_a_lasting_one(tmp_path):
+    with Manager(tmp_path) as manager:
+        manager.save(3, state(3), ONE)
+        manager.save(4, state(4), ONE, temporary=True)
+    spoil(manager, 4, temporary=True)
+    with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 4: w: its chunk file"):
+        assert manager.restore_latest(ONE)[0] == 3
+    with pytest.raises(CheckpointError, match="w: its chunk file"):
+        manager.restore(4, ONE)
+
+
+def test_temporary_ones_elsewhere_and_more_of_them(tmp_path):
+    with Manager(tmp_path / "disk", keep=1, temporary=tmp_path / "ram", keep_temporary=3) as manager:
+        for step in range(1, 6):
+            manager.save(step, state(step), ONE, temporary=step > 1)
+    assert manager.steps() == [1] and manager.steps(temporary=True) == [3, 4, 5]
+    assert sorted(os.listdir(tmp_path / "ram")) == ["step_00000003", "step_00000004", "step_00000005"]
+    shutil.rmtree(tmp_path / "ram")  # the node was replaced
+    assert Manager(tmp_path / "disk", temporary=tmp_path / "ram").restore_latest(ONE)[0] == 1
+
+
+def test_the_same_step_twice(tmp_path):
+    """A step that is there both lasting and temporary: the lasting one, then the other."""
+    with Manager(tmp_path) as manager:
+        manager.save(2, state(2), ONE)
+        manager.save(2, state(7), ONE, temporary=True)
+    assert_same_bits(manager.restore_latest(ONE)[1], state(2))
+    spoil(manager, 2)
+    with pytest.warns(RuntimeWarning, match="step 2"):
+        assert_same_bits(manager.restore_latest(ONE)[1], state(7))
+
+
+# ---- rules
+
+
+def test_rules_together(tmp_path):
+    keep = Keep(last=1, every=4, best=("loss", "min", 2))
+    loss = {1: 9.0, 2: 1.0, 3: math.nan, 4: 8.0, 5: 2.0, 6: 7.0, 7: 6.0}
+    with Manager(tmp_path, keep=keep) as manager:
+        for step, value in loss.items():
+            manager.save(step, state(step), ONE, metrics={"loss": value})
+    assert manager.steps() == [2, 4, 5, 7]
+    assert checkpoint.metadata(manager.path(2)) == {"metrics": {"loss": 1.0}}
+    with Manager(tmp_path, keep=keep) as later:  # another run reads the metrics of the first one's steps
+        later.save(8, state(8), ONE, metadata={"metrics": {"loss": 0.5}})
+    assert later.steps() == [2, 4, 8]
+
+
+def test_age(tmp_path):
+    with Manager(tmp_path, keep=Keep(newer_than_s=3600)) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), ONE)
+        old = time.time() - 4000
+        os.utime(os.path.join(manager.path(1), "COMPLETE"), (old, old))
+        manager.save(3, state(3), ONE)
+    assert manager.steps() == [2, 3]
+
+
+def test_a_step_whose_metadata_is_damaged_is_not_the_best(tmp_path):
+    with Manager(tmp_path, keep=Keep(last=1, best=("loss", "min", 1))) as manager:
+        manager.save(1, state(1), ONE, metrics={"loss": 1.0})
+    (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
+    with Manager(tmp_path, keep=manager.keep) as manager:
+        manager.save(2, state(2), ONE, metrics={"loss": 5.0})
+        manager.save(3, state(3), ONE, metrics={"loss": 6.0})
+    assert manager.steps() == [2, 3]
+
+
+def test_metrics_are_given_once():
+    assert with_metrics(None, None) == {} and with_metrics({"a": 1}, None) == {"a": 1}
+    assert with_metrics(None, {"loss": torch.tensor(2.0), "x": math.inf}) == {"metrics": {"loss": 2.0, "x": None}}
+    with pytest.raises(ValueError, match="one place"):
+        with_metrics({"metrics": {}}, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("options", [{"keep": 1.5}, {"keep": "all"}, {"keep": True}, {"keep_temporary": 0}])
+def test_bad_arguments(tmp_path, options):
+    with pytest.raises(ValueError, match=f"got {next(iter(options))}="):
+        Manager(tmp_path, **options)
+
+
+# ---- restore
+
+
+def test_options_of_restore_are_passed_on(tmp_path):
+    with Manager(tmp_path) as manager:
+        manager.save(1, state(1), ONE)
+    half = {"w": ONE["w"].replace(dtype=torch.bfloat16)}
+    step, got, _ = manager.restore_latest(half, strict="subset", cast=True, device="cpu", verify=False)
+    assert step == 1 and got["w"].dtype == torch.bfloat16
+    assert manager.restore(1, half, strict="subset", cast=True)[0]["w"].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="stored as float32"):
+        manager.restore(1, half, strict="subset")
+    with pytest.raises(CheckpointError, match="step_00000007.*does not exist"):
+        manager.restore(7, ONE)
+
+
+def test_all_ranks_restore_one_step(tmp_path):
+    with Manager(tmp_path) as manager:
+        manager.save(1, state(1), ONE, metadata={"note": "one rank"})
+        manager.save(2, state(2), ONE)
+    parts = cut_tree(state(1), TWO)
+    for rank, (got, metadata) in enumerate(run(2, lambda world: manager.restore(1, TWO, world=world))):
+        assert_same_bits(got, parts[rank])
+        assert metadata == {"note": "one rank"}
+    assert_same_bits(manager.restore(1, TWO, rank=1)[0], parts[1])
+    spoil(manager, 1)
+    errors = run(2, lambda world: manager.restore(1, TWO, world=world))
+    assert all(isinstance(e, CheckpointError) and "w: its chunk file" in str(e) for e in errors)
+
+
+def test_one_rank_with_another_request_ends_all(tmp_path):
+    """Not a damaged step: nothing is walked past; its own error on the rank, and its message on the others."""
+    with Manager(tmp_path) as manager:
+        manager.save(1, state(1), ONE)
+    wrong = {**TWO, "w": TWO["w"].replace(shape=(64, 1022))}
+    got = run(2, lambda world: manager.restore_latest(wrong if world.rank else TWO, world=world))
+    assert type(got[1]) is ValueError and "stored with global shape" in str(got[1])
+    assert type(got[0]) is RuntimeError and "stored with global shape" in str(got[0])
+
+
+def test_a_step_that_goes_while_it_is_chosen(tmp_path, monkeypatch):
+    """Retention of the running job deletes what a reader has listed: the reader looks again, and finds the new one."""
+    with Manager(tmp_path) as manager:
+        manager.save(1, state(1), ONE)
+    reader = Manager(tmp_path)
+    real, once = reader._both[0].complete, []
+
+    def late():
+        found = real()
+        if not once:
+            once.append(1)
+            with Manager(tmp_path, keep=1) as writer:
+                writer.save(2, state(2), ONE)
+        return found
+
+    monkeypatch.setattr(reader._both[0], "complete", late)
+    with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 1"):
+        step, got, _ = reader.restore_latest(ONE)
+    assert step == 2
+    assert_same_bits(got, state(2))
+
+
+def test_what_a_manager_tells_the_loggers(tmp_path):
+    manager = Manager(tmp_path)
+    assert manager.last is None
+    saved = manager.save(1, state(1), ONE)
+    assert manager.last is saved and saved.durable and saved.error is None
+    assert (saved.what, saved.step, saved.bytes) == ("save", 1, 64 * 1024 * 4 + 8) and saved.seconds > 0
+    assert saved.record().keys() == {"save_seconds", "save_stall_seconds", "save_gb", "save_gb_per_s"}
+    manager.restore_latest(ONE)
+    assert manager.last.what == "restore" and manager.last.bytes == saved.bytes and manager.last.step == 1
+    assert manager.last.gb_per_s == pytest.approx(saved.bytes / manager.last.seconds / 1e9)
+
+
+# ---- deletion
+
+
+def test_deletion_is_in_the_background(tmp_path, monkeypatch):
+    """The name is gone when `save` returns; the files go meanwhile; `close` waits for them."""
+    go, real = threading.Event(), deletion.remove_tree
+
+    def slow(path, stop):
+        assert go.wait(30)
+        real(path, stop)
+
+    monkeypatch.setattr("fmegatron.checkpoint.steps.remove_tree", slow)
+    manager = Manager(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        manager.save(step, state(step), ONE)
+        assert manager.steps() == [step]
+    assert sum(".gone-" in name for name in os.listdir(tmp_path)) >= 1
+    go.set()
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000003"]
+
+
+def test_deletion_that_fails_is_a_warning(tmp_path, monkeypatch):
+    """Training goes on; the next save, or the next run, tries again."""
+
+    def refuse(path, stop):
+        raise PermissionError(13, "Permission denied")
+
+    manager = Manager(tmp_path, keep=1)
+    manager.save(1, state(1), ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr("fmegatron.checkpoint.steps.remove_tree", refuse)
+        with pytest.warns(RuntimeWarning, match="step_00000001: could not be deleted .*Permission denied"):
+            manager.save(2, state(2), ONE)
+            manager.close()
+    assert manager.steps() == [2] and len(os.listdir(tmp_path)) == 3
+    manager = Manager(tmp_path, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "renamed_away", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.warns(RuntimeWarning, match="old checkpoints could not be deleted: .*Input/output"):
+            assert manager.save(3, state(3), ONE).durable
+    assert manager.steps() == [2, 3]
+    manager.save(4, state(4), ONE)
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000004"]
+
+
+def test_a_slow_disk_is_given_little_at_a_time(tmp_path):
+    """What does not fit the queue keeps its name, and is deleted after a later save."""
+    go = threading.Event()
+    manager = Manager(tmp_path, keep=1)
+    manager._deleter = Deleter(most=2)
+    for _ in range(3):  # one is being removed, two wait
+        manager._deleter.add("x", lambda stop: go.wait(30))
+        time.sleep(0.05)
+    for step in (1, 2, 3):
+        manager.save(step, state(step), ONE)
+    assert manager.steps() == [1, 2, 3]
+    go.set()
+    manager.close()
+    with Manager(tmp_path, keep=1) as manager:
+        manager.save(4, state(4), ONE)
+    assert manager.steps() == [4]
+
+
+def test_close_does_not_hang(tmp_path):
+    manager = Manager(tmp_path)
+    go = threading.Event()
+    manager._deleter.add("stuck", lambda stop: go.wait(60))
+    began = time.monotonic()
+    manager.close(wait_s=0.1)
+    assert time.monotonic() - began < 10
+    go.set()
+
+
+def test_removal_stops_when_told(tmp_path):
+    for folder_ in ("a/b", "a/c"):
+        (tmp_path / folder_).mkdir(parents=True)
+        for name in range(5):
+            (tmp_path / folder_ / str(name)).write_text("x")
+    (tmp_path / "a" / "COMPLETE").write_text("x")
+    (tmp_path / "outside").write_text("stays")
+    (tmp_path / "a" / "link").symlink_to(tmp_path)
+    stop = threading.Event()
+    stop.set()
+    remove_tree(str(tmp_path / "a"), stop)
+    assert (tmp_path / "a" / "b" / "0").exists() and not (tmp_path / "a" / "COMPLETE").exists()
+    remove_tree(str(tmp_path / "a"), threading.Event())
+    assert os.listdir(tmp_path) == ["outside"]
+    remove_tree(str(tmp_path / "a"), threading.Event())  # nothing to do
+
+
+# ---- failures of a save
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_full_disk_on_one_rank(tmp_path, monkeypatch, broken):
+    """An error on all ranks, the steps before intact and the tracker too; the next save works, and old steps go."""
+    parts = {step: cut_tree(state(step), TWO) for step in (1, 2, 3)}
+    manager = Manager(tmp_path, keep=1)
+
+    def save(step):
+        return run(2, lambda world: manager.save(step, parts[step][world.rank], TWO, world))
+
+    assert all(report.durable for report in save(1))
+    write = folder.Folder.write
+
+    def full(self, name, blocks, durable=True):
+        if name.startswith("arrays/w/c.") and name.endswith(f"{broken}.0"):
+            raise OSError(28, "No space left on device")
+        return write(self, name, blocks, durable)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.Folder, "write", full)
+        errors = save(2)
+    assert all(isinstance(e, RuntimeError) and "No space left" in str(e) for e in errors)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"] and manager.latest() == 1
+    assert_same_bits(manager.restore_latest(ONE)[1], state(1))
+    assert all(report.durable for report in save(3))
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000003"]
