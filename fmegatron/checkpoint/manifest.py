@@ -107,7 +107,7 @@ def read_manifest(storage: Storage) -> Manifest:
     if (marker.get("format"), marker.get("version")) != (FORMAT, VERSION):
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
         raise CheckpointError(
-            f"{root}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
+            f"{marker_at}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
         )
     want = (marker.get("manifest_bytes"), marker.get("manifest_xxh3_64"))
     for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
@@ -120,7 +120,7 @@ def read_manifest(storage: Storage) -> Manifest:
     if (len(data), digest_text(data)) != want:
         raise CheckpointError(
             f"{manifest_at}: got {len(data)} bytes with xxh3_64 {digest_text(data)}, wanted {want[0]!r:.20} bytes with"
-            f" {want[1]!r:.20}; the file was altered after the save; {RESTORE_ANOTHER}"
+            f" {want[1]!r:.20} as {marker_at} says; one of them was altered after the save; {RESTORE_ANOTHER}"
         )
     try:
         return parse_manifest(load_json(data, manifest_at))
