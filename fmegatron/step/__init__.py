@@ -1,8 +1,10 @@
 """One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
 
+from fmegatron.step.check import Finding, Report, check, check_traced
 from fmegatron.step.compile import BACKENDS, compile_graph
 from fmegatron.step.fresh import barrier
 from fmegatron.step.grad import accumulate, raw_gradient_layout, reduce_gradients, value_and_grad
+from fmegatron.step.inline import inline_layers
 from fmegatron.step.jit import Compiled, Jitted, jit
 from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
@@ -14,16 +16,21 @@ __all__ = [
     "BACKENDS",
     "Compiled",
     "Entry",
+    "Finding",
     "Jitted",
+    "Report",
     "State",
     "Traced",
     "accumulate",
     "barrier",
     "build_train_step",
+    "check",
+    "check_traced",
     "compile_graph",
     "compiled_layer",
     "entry_of",
     "init_state",
+    "inline_layers",
     "jit",
     "lower",
     "opaque_entries",

@@ -1,7 +1,8 @@
 """Simulated ranks, a pool of real ranks, parity, blame, purity, measurements: for our tests and for users'."""
 
+from fmegatron.step import inline_layers
 from fmegatron.testing.blame import Finding, align, blame, relate
-from fmegatron.testing.interpret import inline_layers, interpret
+from fmegatron.testing.interpret import interpret
 from fmegatron.testing.measure import paired_seconds, report, seconds
 from fmegatron.testing.parity import Parity, assert_parity, parity, relative_error
 from fmegatron.testing.purity import assert_pure

@@ -11,8 +11,9 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
+from fmegatron.step import inline_layers
 from fmegatron.testing.blame import Finding, blame
-from fmegatron.testing.interpret import inline_layers, interpret
+from fmegatron.testing.interpret import interpret
 from fmegatron.testing.simulate import Ranks, Simulation, simulate
 
 __all__ = ["Parity", "assert_parity", "parity", "relative_error"]

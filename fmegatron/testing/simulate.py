@@ -18,8 +18,8 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Traced, trace
-from fmegatron.testing.interpret import inline_layers, interpret
+from fmegatron.step import Traced, inline_layers, trace
+from fmegatron.testing.interpret import interpret
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
 

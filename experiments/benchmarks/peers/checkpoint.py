@@ -11,7 +11,10 @@ import shutil
 import sys
 import time
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 
 
 def state_of(mib: int) -> dict[str, torch.Tensor]:
@@ -23,14 +26,12 @@ def state_of(mib: int) -> dict[str, torch.Tensor]:
 
 
 def dcp(state, path):
-    import torch.distributed.checkpoint as dcp
-
     def save():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2), no_dist=True)
+        torch_dcp.save(state, storage_writer=torch_dcp.FileSystemWriter(path, thread_count=2), no_dist=True)
 
     def restore():
         target = {name: torch.empty_like(x) for name, x in state.items()}
-        dcp.load(target, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        torch_dcp.load(target, storage_reader=torch_dcp.FileSystemReader(path), no_dist=True)
         return target
 
     return save, restore
@@ -52,7 +53,6 @@ def safetensors(state, path):
 
 def orbax(state, path):
     import jax
-    import numpy as np
     import orbax.checkpoint as ocp
 
     def array(x):
@@ -74,7 +74,6 @@ def orbax(state, path):
 
 
 def megatron(state, path):
-    import torch.distributed as dist
     from megatron.core import dist_checkpointing as mcore
 
     if not torch.cuda.is_available():

@@ -1,0 +1,155 @@
+"""Rules for the collectives, and for the one statement that is believed: `declare`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fmegatron.step.check.scope import Scope
+from fmegatron.step.check.values import Atom, Partial, Value, canonical, size_of, stripped
+
+
+def collective(scope: Scope, node: torch.fx.Node, name: str, x: Value, given: dict) -> Value:
+    """The value after a collective; `given`: its other arguments by name."""
+    axes = tuple(a for a in given["axes"] if scope.mesh[a] > 1)
+    if name == "axis_index":
+        return Value((), varying=frozenset(axes), index_of=axes)
+    if not axes:
+        return x
+    rule = {
+        "psum": _reduced,
+        "pmax": _reduced,
+        "reduce_scatter": _reduced,
+        "all_gather": _gathered,
+        "all_to_all": _exchanged,
+        "ppermute": _permuted,
+        "declare": _declared,
+    }[name]
+    return rule(scope, node, name, x, axes, given)
+
+
+def _reduced(scope, node, name, x, axes, given):
+    wanted = "max" if name == "pmax" else "sum"
+    for axis in axes:
+        state = x.state(axis)
+        if axis in x.tainted or state == f"partial ({wanted})" or (name == "pmax" and state == "replicated"):
+            continue
+        if x.constant == 0:
+            continue
+        birth = x.partial[axis].birth if axis in x.partial else None
+        if state == "replicated":
+            what = f"{name} of a value that is already replicated: {scope.mesh[axis]} times too large"
+            scope.find(node, axis, what, "remove it")
+        elif state == "varying" and name == "pmax":
+            continue
+        else:
+            scope.find(node, axis, f"{name} of a value that is {state}",
+                       f"only a pending {wanted} may be reduced over {axis!r}; wrong axis?", birth)  # fmt: skip
+    out = x.without(axes)
+    if name == "reduce_scatter":
+        out = _scattered(out, given["dim"], axes, scope.mesh.extent(axes))
+    return out
+
+
+def _scattered(x: Value, dim: int, axes: tuple[str, ...], n: int) -> Value:
+    """What is left when each rank keeps its part of a dim."""
+    dims, atoms = list(x.dims), x.dims[dim]
+    size = size_of(atoms) // n
+    if len(x.dims) == 1 and len(atoms) <= 1 and not (atoms and (atoms[0].axes or not atoms[0].plain or atoms[0].cuts)):
+        # An array that was flattened for the exchange: which of its dims this cuts is not known.
+        dims[dim] = (Atom(size, ()),)
+        return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
+    if len(atoms) <= 1 and not (atoms and (not atoms[0].plain or atoms[0].cuts)):
+        before = (atoms[0].axes or ()) if atoms else ()
+        dims[dim] = (Atom(size, before + axes),)
+        return x.with_dims(dims)
+    if atoms[0].size % n == 0 and atoms[0].plain and not all(atom.plain for atom in atoms):
+        # A buffer of several arrays, rank by rank: of each array, on whichever dim it was cut.
+        dims[dim] = (Atom(atoms[0].size // n, atoms[0].axes), *atoms[1:])
+        return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
+    dims[dim] = (Atom(size, axes, frozenset(), atoms),)
+    return x.with_dims(dims)
+
+
+def _gathered(scope, node, name, x, axes, given):
+    dim, n = given["dim"], scope.mesh.extent(axes)
+    atoms = x.dims[dim]
+    first = atoms[0] if atoms else Atom(1, ())
+    held = frozenset().union(*(atom.sharded for atom in atoms)) | x.somewhere
+    hurt = set()
+    for axis in axes:
+        if axis in x.tainted or axis in x.varying:
+            continue
+        if axis in x.partial or axis not in held:
+            birth = x.partial[axis].birth if axis in x.partial else None
+            scope.find(node, axis, f"all_gather of dim {dim} of a value that is {x.state(axis)}",
+                       "remove it, or gather the axis that shards the dim", birth)  # fmt: skip
+            hurt.add(axis)
+    own = first.axes or ()
+    if len(atoms) <= 1 and set(axes) <= set(own) and own[len(own) - len(axes) :] != axes:
+        scope.find(node, axes[0], f"all_gather over {'+'.join(axes)} of a dim that is sharded over {'+'.join(own)}",
+                   "gather the minor axis first, or all in their order")  # fmt: skip
+        hurt |= set(axes)
+    left = tuple(a for a in own if a not in axes)
+    if first.inner and not left:
+        after = first.inner
+    elif len(atoms) <= 1 and first.plain:
+        after = (Atom(size_of(atoms) * n, left),)
+    else:  # rank by rank
+        after = (Atom(n, ()), *stripped(atoms, axes))
+    out = x.without(axes, tainted=hurt)
+    dims = list(out.dims)
+    dims[dim] = after
+    return out.with_dims(dims)
+
+
+def _exchanged(scope, node, name, x, axes, given):
+    split_dim, concat_dim, n = given["split_dim"], given["concat_dim"], scope.mesh.extent(axes)
+    hurt = set()
+    for axis in axes:
+        held = any(axis in (atom.axes or ()) for atom in x.dims[concat_dim][:1])
+        if axis in x.tainted or axis in x.varying or (held and axis not in x.partial):
+            continue
+        birth = x.partial[axis].birth if axis in x.partial else None
+        scope.find(node, axis, f"all_to_all gathers dim {concat_dim} of a value that is {x.state(axis)}",
+                   "gather the dim that the axis shards; a pending sum goes through reduce_scatter", birth)  # fmt: skip
+        hurt.add(axis)
+    whole = x.without(axes)
+    dims = list(whole.dims)
+    dims[concat_dim] = canonical((Atom(size_of(x.dims[concat_dim]) * n, _left(x.dims[concat_dim], axes)),))
+    out = _scattered(whole.with_dims(dims), split_dim, axes, n)
+    return out.without(hurt, tainted=hurt) if hurt else out
+
+
+def _left(atoms, axes):
+    return tuple(a for a in (atoms[0].axes or ()) if a not in axes) if atoms else ()
+
+
+def _permuted(scope, node, name, x, axes, given):
+    # What is sharded lies elsewhere now: `declare` says what the sum of a ring means.
+    moved = [a for a in axes if x.state(a).startswith("sharded")]
+    return x.without(moved, varying=moved)
+
+
+def _declared(scope, node, name, x, axes, given):
+    kind, dim = given["kind"], given["dim"]
+    out = x
+    for axis in axes:
+        state = x.state(axis)
+        if axis in x.tainted:
+            continue
+        if state == "replicated" and x.constant != 0:
+            scope.find(node, axis, f"declared {kind}, but it does not depend on the rank",
+                       "the axis_index in it belongs to another axis?")  # fmt: skip
+        if kind == "partial" and state == "varying":
+            out = replace(out.without([axis]), partial={**out.partial, axis: Partial("sum", node)})
+    if kind == "sharded":
+        turned = tuple(a for a in axes if x.state(a) in ("varying",) and a not in x.tainted)
+        if turned:
+            out = out.without(turned)
+            dims, atoms = list(out.dims), out.dims[dim]
+            before = (atoms[0].axes or ()) if atoms else ()
+            dims[dim] = canonical((Atom(size_of(atoms), before + turned),))
+            out = out.with_dims(dims)
+    return out

@@ -1,0 +1,119 @@
+"""Rules for lookups and their transposes. Indices that depend on the rank make a result vary until it is declared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fmegatron.step.check.scope import Scope
+from fmegatron.step.check.values import Atom, Partial, Value, canonical, met, plain, size_of
+
+
+def looked_up(scope: Scope, node: torch.fx.Node, x: Value, dim: int, index: Value, dims_after) -> Value:
+    """x indexed along `dim` by `index`; dims_after(dims of x) -> (dims of the result, axes that clash)."""
+    dim %= len(x.dims)
+    own_part = index.index_of and not any(atom.sharded for atom in x.dims[dim])
+    if own_part and size_of(x.dims[dim]) == scope.mesh.extent(index.index_of):
+        return _own_part(scope, node, x, dim, index)
+    depends = index.varying | index.tainted
+    over = frozenset().union(*(atom.sharded for atom in x.dims[dim]))
+    for axis in sorted(set(x.partial) & index.varying):
+        scope.find(node, axis, "takes this rank's part of a pending sum", "reduce_scatter", x.partial[axis].birth)
+    blind = over - depends - x.varying - x.tainted
+    for axis in sorted(blind):
+        scope.find(node, axis, f"indexes dim {dim}, which is sharded, with indices that do not depend on the rank",
+                   "subtract axis_index * local size, mask, and declare what it means")  # fmt: skip
+    base = x.without(over, varying=over - blind, tainted=blind)
+    dims, clash = dims_after(base.dims)
+    out = replace(
+        base.with_dims(dims),
+        varying=base.varying | index.varying,
+        tainted=base.tainted | index.tainted,
+        somewhere=base.somewhere | index.somewhere,
+        data=False,
+    )
+    for axis in sorted((clash & index.axes()) - out.varying - out.tainted):
+        if x.state(axis) == "replicated" or index.state(axis) == "replicated":
+            continue
+        scope.find(node, axis, f"indexes a value that is {x.state(axis)} by one that is {index.state(axis)}",
+                   "gather the one, or shard the other alike")  # fmt: skip
+    hurt = set(x.partial) & index.varying
+    lost = out.varying - frozenset(hurt)
+    return out.without(hurt, tainted=hurt).without(lost, varying=lost)
+
+
+def _own_part(scope: Scope, node: torch.fx.Node, x: Value, dim: int, index: Value) -> Value:
+    """x[axis_index] along a dim with one entry for each rank: this rank's part, as `shard` takes it."""
+    axes = index.index_of
+    hurt = set()
+    for axis in axes:
+        if axis in x.tainted or axis in x.varying:
+            continue
+        if axis in x.partial:
+            scope.find(node, axis, "takes this rank's part of a pending sum", "reduce_scatter", x.partial[axis].birth)
+            hurt.add(axis)
+        elif x.shards(axis):
+            scope.find(node, axis, f"takes this rank's part of a value that is {x.state(axis)} already", "leave it out")
+            hurt.add(axis)
+    out = x.without(axes)
+    dims = list(out.dims)
+    dims[dim] = (Atom(1, axes),)
+    return replace(out, dims=tuple(dims)).without(hurt, tainted=hurt) if hurt else replace(out, dims=tuple(dims))
+
+
+def embedding(scope: Scope, node: torch.fx.Node, table: Value, index: Value) -> Value:
+    """table[V, ...] at index[...]."""
+    return looked_up(scope, node, table, 0, index, lambda dims: ((*index.dims, *dims[1:]), frozenset()))
+
+
+def index_select(scope: Scope, node: torch.fx.Node, x: Value, dim: int, index: Value) -> Value:
+    """x at the indices of a 1-D (or 0-D) tensor along one dim."""
+    dim %= len(x.dims)
+    count = index.dims[0] if index.dims else ()
+    return looked_up(scope, node, x, dim, index, lambda dims: ((*dims[:dim], count, *dims[dim + 1 :]), frozenset()))
+
+
+def gathered(scope: Scope, node: torch.fx.Node, x: Value, dim: int, index: Value) -> Value:
+    """torch.gather: the result has the dims of the index; other dims of x and index run together."""
+    dim %= len(x.dims)
+
+    def after(dims):
+        clash, out = frozenset(), []
+        for d, (own, at) in enumerate(zip(dims, index.dims, strict=True)):
+            both, bad = (at, frozenset()) if d == dim else met(own, at)
+            out.append(both)
+            clash |= bad
+        return tuple(out), clash
+
+    return looked_up(scope, node, x, dim, index, after)
+
+
+def accumulated(
+    scope: Scope, node: torch.fx.Node, shape: Sequence[int], dim: int, index: Value, g: Value, whole_rows: bool
+) -> Value:
+    """Gradients added up at indices into zeros of `shape` (the transpose of a lookup along `dim`).
+
+    whole_rows: the index's dims are summed away (embedding); else g has the dims of the result (scatter_add).
+    """
+    varying, partial, somewhere = index.varying | g.varying, dict(g.partial), index.somewhere | g.somewhere
+    summed = g.dims[: len(index.dims)] if whole_rows else (g.dims[dim],)
+    tainted = index.tainted | g.tainted
+    for atom in (atom for d in summed for atom in d):
+        for axis in atom.sharded - varying - tainted:
+            partial[axis] = Partial("sum", node)
+    for axis in (somewhere - varying - tainted) if whole_rows else ():
+        partial[axis] = Partial("sum", node)
+    for axis in sorted(set(g.partial) & index.varying):
+        scope.find(node, axis, "scatters a pending sum to places that differ between ranks", "reduce it first",
+                   g.partial[axis].birth)  # fmt: skip
+        tainted |= {axis}
+    rest = g.dims[len(index.dims) :] if whole_rows else g.dims
+    if whole_rows:
+        dims = (plain(shape[0]), *rest)
+    else:
+        dims = tuple(plain(shape[d]) if d == dim else a for d, a in enumerate(rest))
+    dims = tuple(canonical(d) for d in dims)
+    out = Value(dims, partial, varying, tainted, somewhere - set(partial))
+    return out.without(varying, varying=varying - tainted, tainted=tainted & varying)

@@ -1,0 +1,249 @@
+"""What the checker knows of a value: per dim and mesh axis, how the ranks' local tensors make up one global array.
+
+A dim is a row of atoms (major first) whose sizes multiply to its local size, so that views that split and merge dims
+carry what is known along. Over each axis a value is exactly one of: a pending sum (partial), varying (ranks differ in a
+way that no rule knows), sharded on a dim, or replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from fmegatron.layout import Layout
+
+UNIFORM = None  # axes of an atom along which the value is constant (from expand, ones, zeros): it fits any other
+
+
+class Atom(NamedTuple):
+    """A factor of a dim: local size, and the axes that shard it (major first), () for none, or UNIFORM.
+
+    cuts: where interleaved parts of a sharded atom begin, in local elements (fused QKV, gate and up).  inner: the atoms
+    of what is left when a flattened dim is gathered over `axes`; () for a plain one.  runs: the dims that lie one after
+    another in it, where they differ (a buffer of several flattened arrays); () for a plain one.
+    """
+
+    size: int
+    axes: tuple[str, ...] | None = ()
+    cuts: frozenset[int] = frozenset()
+    inner: tuple[Atom, ...] = ()
+    runs: tuple[tuple[Atom, ...], ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether size and axes say it all."""
+        return not (self.inner or self.runs)
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """All axes that shard it, or something in it."""
+        within = (atom.sharded for dim in (self.inner, *self.runs) for atom in dim)
+        return frozenset(self.axes or ()).union(*within)
+
+
+Dim = tuple[Atom, ...]
+
+
+class Partial(NamedTuple):
+    """A pending reduction: "sum" or "max", and the node from which on it is pending."""
+
+    kind: str
+    birth: torch.fx.Node
+
+
+@dataclass(frozen=True)
+class Value:
+    """dims: see above.  partial: axis -> what is pending.  varying: axes over which ranks differ in an unknown way.
+
+    somewhere: axes that shard it on a dim that is not known.  tainted: axes with a finding upstream (later findings on
+    them are suppressed).  constant: the number that all elements are, if known.  index_of, scale: it is `scale` times
+    the `axis_index` of these axes.  ramp: it is arange(n).  data: it is a part of the batch, whose rows may be dealt to
+    ranks and microbatches in any order.
+    """
+
+    dims: tuple[Dim, ...]
+    partial: dict[str, Partial] = field(default_factory=dict)
+    varying: frozenset[str] = frozenset()
+    tainted: frozenset[str] = frozenset()
+    somewhere: frozenset[str] = frozenset()
+    constant: float | None = None
+    index_of: tuple[str, ...] = ()
+    scale: int = 1
+    ramp: bool = False
+    data: bool = False
+
+    def shards(self, axis: str) -> list[int]:
+        """The dims that the axis shards."""
+        return [d for d, dim in enumerate(self.dims) if any(axis in atom.sharded for atom in dim)]
+
+    def state(self, axis: str) -> str:
+        """What it is over an axis, in words."""
+        if axis in self.partial:
+            return f"partial ({self.partial[axis].kind})"
+        if axis in self.varying or axis in self.tainted:
+            return "varying"
+        dims = self.shards(axis)
+        if dims:
+            return f"sharded on dim {dims[0]}"
+        return "sharded" if axis in self.somewhere else "replicated"
+
+    def axes(self) -> frozenset[str]:
+        """The axes over which it is not replicated."""
+        sharded = frozenset().union(*(atom.sharded for dim in self.dims for atom in dim))
+        return sharded | self.varying | self.tainted | self.somewhere | frozenset(self.partial)
+
+    def with_dims(self, dims: Iterable[Dim]) -> Value:
+        """The same knowledge about other dims; no longer an index."""
+        return replace(self, dims=tuple(canonical(dim) for dim in dims), index_of=(), ramp=False)
+
+    def without(self, axes: Iterable[str], *, tainted: Iterable[str] = (), varying: Iterable[str] = ()) -> Value:
+        """Forget all that is known over `axes`; then mark some as tainted or varying."""
+        gone, kept = frozenset(axes), dict(self.partial)
+        for axis in gone:
+            kept.pop(axis, None)
+        dims = tuple(canonical(tuple(_strip(atom, gone) for atom in dim)) for dim in self.dims)
+        return replace(
+            self,
+            dims=dims,
+            partial=kept,
+            varying=(self.varying - gone) | frozenset(varying),
+            tainted=(self.tainted - gone) | frozenset(tainted),
+            somewhere=self.somewhere - gone,
+            index_of=(),
+            ramp=False,
+        )
+
+
+def _strip(atom: Atom, axes: frozenset[str]) -> Atom:
+    if not atom.sharded & axes:
+        return atom
+    left = None if atom.axes is UNIFORM else tuple(a for a in atom.axes if a not in axes)
+    inner = tuple(_strip(a, axes) for a in atom.inner) if left else ()
+    runs = tuple(tuple(_strip(a, axes) for a in run) for run in atom.runs)
+    return Atom(atom.size, left, atom.cuts if left else frozenset(), inner, runs)
+
+
+def stripped(dim: Dim, axes: Iterable[str]) -> Dim:
+    """A dim that these axes do not shard any more."""
+    return tuple(_strip(atom, frozenset(axes)) for atom in dim)
+
+
+def size_of(dim: Dim) -> int:
+    """Local size of a dim."""
+    return math.prod(atom.size for atom in dim)
+
+
+def plain(size: int, axes: tuple[str, ...] | None = ()) -> Dim:
+    """A dim of one atom."""
+    return canonical((Atom(size, axes),))
+
+
+def canonical(dim: Dim) -> Dim:
+    """Neighbours that say no more apart than together become one; unsharded atoms of size 1 go."""
+    out: list[Atom] = []
+    for atom in dim:
+        if atom.size == 1 and not atom.sharded:
+            continue
+        last = out[-1] if out else None
+        if last and atom.axes == () and last.axes is not UNIFORM and last.plain and atom.plain:
+            out[-1] = Atom(last.size * atom.size, last.axes, frozenset(c * atom.size for c in last.cuts))
+        elif last and atom.axes is UNIFORM and last.axes is UNIFORM:
+            out[-1] = Atom(last.size * atom.size, UNIFORM)
+        else:
+            out.append(atom)
+    return tuple(out)
+
+
+def divided(atom: Atom, major: int) -> tuple[Atom, Atom]:
+    """An atom as (major part of that size, the rest); what shards it stays with the major part."""
+    minor = atom.size // major
+    if not atom.plain and not atom.sharded:
+        return Atom(major, ()), Atom(minor, ())
+    if atom.axes is UNIFORM:
+        return Atom(major, UNIFORM), Atom(minor, UNIFORM)
+    cuts = frozenset(c // minor for c in atom.cuts) if all(c % minor == 0 for c in atom.cuts) else frozenset()
+    return Atom(major, atom.axes, cuts, atom.inner), Atom(minor, ())
+
+
+def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[list[Dim], frozenset[str]] | None:
+    """(the dims after a view to `shape`, axes whose dim is lost on the way); None when the factors do not line up.
+
+    A shard of a single element leaves no trace in sizes: unless the new shape has a dim of size 1 for it, it may belong
+    to its left or its right neighbour.
+    """
+    flat, out, lost = [atom for dim in dims for atom in dim], [], frozenset()
+    for wanted in shape:
+        dim: list[Atom] = []
+        if wanted == 1 and flat and flat[0].size == 1:
+            dim.append(flat.pop(0))
+        elif wanted == 1 and flat and flat[0].sharded and flat[0].plain:
+            # One of several shards of (heads, width) is (1, width): the new dim may be the one that is sharded.
+            lost |= flat[0].sharded
+            flat[0] = Atom(flat[0].size, ())
+        while wanted > 1:
+            if not flat:
+                return None
+            atom = flat.pop(0)
+            if atom.size == 1:
+                lost |= atom.sharded
+            elif wanted % atom.size == 0:
+                dim.append(atom)
+                wanted //= atom.size
+            elif atom.size % wanted == 0 and (atom.plain or not atom.sharded):
+                first, rest = divided(atom, wanted)
+                dim.append(first)
+                flat.insert(0, rest)
+                wanted = 1
+            else:
+                return None
+        out.append(canonical(tuple(dim)))
+    if any(atom.size > 1 for atom in flat):
+        return None
+    return out, lost.union(*(atom.sharded for atom in flat))
+
+
+def met(a: Dim, b: Dim) -> tuple[Dim, frozenset[str]]:
+    """One dim of two operands -> (the dim of the result, axes that shard one but not the other)."""
+    if not a or not b:
+        return (a or b), frozenset()
+    left, right, out, clash = list(a), list(b), [], frozenset()
+    while left and right:
+        x, y = left.pop(0), right.pop(0)
+        n = math.gcd(x.size, y.size)
+        if x.size > n:
+            x, rest = divided(x, n)
+            left.insert(0, rest)
+        if y.size > n:
+            y, rest = divided(y, n)
+            right.insert(0, rest)
+        if x.axes is UNIFORM or y.axes is UNIFORM:
+            out.append(y if x.axes is UNIFORM else x)
+            continue
+        if x != y:
+            clash |= x.sharded ^ y.sharded
+        out.append(x._replace(cuts=x.cuts | y.cuts) if x.plain else x if len(x.sharded) >= len(y.sharded) else y)
+    return canonical(tuple(out + left + right)), clash
+
+
+def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
+    """The value of an input or output of this local shape; None: replicated over all axes."""
+    if layout is None:
+        return Value(tuple(plain(n) for n in shape))
+    big = [tuple(a for a in layout.axes(d) if layout.mesh[a] > 1) for d in range(len(layout.shape))]
+    flat = tuple(a for a in layout.flat if layout.mesh[a] > 1)
+    block = layout.replace(flat=(), unreduced=()).local_shape(0)
+    dims = []
+    for n, axes, parts in zip(block, big, layout.parts, strict=True):
+        cuts, at = set(), 0
+        for part in parts[:-1] if axes else ():
+            at += part // layout.mesh.extent(axes)
+            cuts.add(at)
+        dims.append(canonical((Atom(n, axes, frozenset(cuts)),)))
+    if layout.flat:
+        inner = tuple(atom for dim in dims for atom in dim)
+        dims = [canonical((Atom(shape[0], flat, frozenset(), inner),)) if flat else canonical(inner)]
+    return Value(tuple(dims))

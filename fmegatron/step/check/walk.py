@@ -1,0 +1,125 @@
+"""Check a traced step: interpret its graph once over what is sharded, pending or replicated, for any number of ranks.
+
+Nothing is computed and no rank exists: forward, backward and optimizer are nodes of one graph, and a rule says for each
+what its result is over every axis of the mesh. At the end the outputs are compared with the layouts of the new state.
+The abstract domain is that of partial and sharded values of the sharding literature (GSPMD, Xu et al. 2021; "varying"
+and "invariant" of shard_map), applied to backward and optimizer as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step.check.findings import Report
+from fmegatron.step.check.rules import value_after
+from fmegatron.step.check.scope import Scope
+from fmegatron.step.check.values import Value, value_of
+from fmegatron.step.inline import inline_layers
+from fmegatron.step.trace import Traced, trace
+
+
+def check(
+    step: Callable, state_layouts: Any, batch_layouts: Any, mesh: Mesh, *, allow: Mapping[str, str] | None = None
+) -> Report:
+    """Whether `step(state, batch) -> (state, metrics)` keeps its layouts on `mesh`: all findings, with their lines.
+
+    step: over symbolic axes of the mesh.  state_layouts, batch_layouts: trees of Layouts (or ArraySpecs). The new state
+    must have the layouts of the old one, the metrics must be the same on all ranks.  allow: "file.py:line" -> reason:
+    findings at these lines are listed as silenced. No process group, no device, no memory: 16,384 ranks take as long as
+    one.
+    What it cannot see: constants (a wrong loss scale), a false `declare`; `testing.simulate` sees those.
+    """
+    arguments = tree.map(_empty, (state_layouts, batch_layouts))
+    traced = trace(step, arguments)
+    layouts = [x if isinstance(x, Layout) else x.layout for x in tree.leaves((state_layouts, batch_layouts))]
+    state = dict(zip(tree.paths(state_layouts), tree.leaves(state_layouts), strict=True))
+    outputs = []
+    for path in traced.out_paths:
+        head, _, rest = path.partition("/")
+        leaf = state.get(rest) if head == "0" else None
+        outputs.append(leaf if leaf is None or isinstance(leaf, Layout) else leaf.layout)
+    data = {path for path in traced.in_paths if path.startswith("1/")}
+    return check_traced(traced, mesh, layouts, outputs, data=data, allow=allow)
+
+
+def check_traced(
+    traced: Traced,
+    mesh: Mesh,
+    in_layouts: list[Layout | None],
+    out_layouts: list[Layout | None],
+    *,
+    data: Collection[str] = (),
+    allow: Mapping[str, str] | None = None,
+) -> Report:
+    """`check` of a graph that is there already. A layout per placeholder and output; None: the same on all ranks.
+
+    data: paths of inputs whose rows may be dealt to ranks and microbatches in any order.
+    """
+    scope = Scope(mesh)
+    given, wanted = zip(traced.in_paths, in_layouts, strict=True), zip(traced.out_paths, out_layouts, strict=True)
+    for node in inline_layers(traced.graph_module.graph).nodes:
+        if node.op == "placeholder":
+            path, layout = next(given)
+            scope.values[node] = replace(value_of(layout, node.meta["val"].shape), data=path in data)
+        elif node.op == "output":
+            for source, (path, layout) in zip(node.args[0], wanted, strict=True):
+                _compare(scope, source, path, layout)
+        elif not hasattr(node.target, "_schema") and not node.args:  # a constant of the graph
+            scope.values[node] = _constant(node)
+        else:
+            scope.values[node] = value_after(scope, node)
+            _written(scope, node)
+    allow = dict(allow or {})
+    kept = tuple(f for f in scope.findings if f.at.split(" ")[0] not in allow)
+    silenced = tuple((f, allow[f.at.split(" ")[0]]) for f in scope.findings if f.at.split(" ")[0] in allow)
+    return Report(tuple(dict.fromkeys(kept)), tuple(scope.unproven.items()), silenced)
+
+
+def _empty(leaf: Any) -> torch.Tensor:
+    layout = leaf if isinstance(leaf, Layout) else leaf.layout
+    return torch.empty(layout.local_shape(0), dtype=layout.dtype, device="meta")
+
+
+def _constant(node: torch.fx.Node) -> Value:
+    tensor = node.target()
+    return value_of(None, tensor.shape)
+
+
+def _written(scope: Scope, node: torch.fx.Node) -> None:
+    """An op that writes into an argument gives that argument, and all that shares its memory, the new value."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or not node.args or not isinstance(node.args[0], torch.fx.Node):
+        return
+    target, new = node.args[0], scope.values[node]
+    storage = target.meta["val"].untyped_storage()._cdata
+    for other, value in list(scope.values.items()):
+        meta = other.meta.get("val")
+        if isinstance(value, Value) and isinstance(meta, torch.Tensor) and meta.untyped_storage()._cdata == storage:
+            if meta.shape == target.meta["val"].shape:
+                scope.values[other] = new
+            else:
+                scope.values[other] = value.without(new.axes(), tainted=new.axes())
+
+
+def _compare(scope: Scope, node: torch.fx.Node, path: str, layout: Layout | None) -> None:
+    value = scope.values[node]
+    want = value_of(layout, node.meta["val"].shape)
+    for axis in scope.mesh.names:
+        if scope.mesh[axis] == 1 or axis in value.tainted:
+            continue
+        got, wanted = value.state(axis), want.state(axis)
+        if got == wanted or (got == "sharded" and wanted.startswith("sharded")):
+            continue
+        if got == "replicated" and value.constant is not None:
+            continue
+        if got == "replicated" and node.op == "placeholder":
+            continue
+        birth = value.partial[axis].birth if axis in value.partial else None
+        fix = f"psum it over {axis!r}" if axis in value.partial else "look where its gradient or its value comes from"
+        scope.find(node, axis, f"the output {path} is {got}, its layout says {wanted}", fix, birth)

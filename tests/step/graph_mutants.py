@@ -1,0 +1,75 @@
+"""Every way to break one collective of a traced step: dropped, done twice, over another axis, a slice for a scatter."""
+
+import copy
+
+import torch
+from torch import fx
+
+from fmegatron import model, step, tree
+from fmegatron.collectives import Axes, is_symbolic
+from fmegatron.layout import Layout, Mesh
+
+TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}
+
+
+def problem(mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, layer=model.plain_layer, mask=False, **fields):
+    """(train_step, specs of its state, layouts of its batch) of a tiny decoder."""
+    config = model.Config(**{**TINY, "vocab_multiple": 8, **fields})
+    axes, layouts, specs = Axes(mesh), model.layouts(config, mesh), model.specs(config, mesh)
+    train_step = step.build_train_step(
+        lambda p, b: model.loss(p, b, config, layouts, axes, layer),
+        optimizer, layouts, axes, microbatches=microbatches, clip_norm=clip_norm,
+    )  # fmt: skip
+    rows = Layout((8 * microbatches, 16), torch.int64, mesh, (("dp", "fsdp"),))
+    batch = {"tokens": rows, "labels": rows} | ({"mask": rows.replace(dtype=torch.bool)} if mask else {})
+    return train_step, step.state_specs(specs, optimizer), batch
+
+
+def traced_problem(*problem_of):
+    """(Traced, layouts of its inputs, of its outputs, paths of the batch) for `check_traced`."""
+    train_step, specs, batch = problem_of
+    layouts = tree.map(lambda x: x if isinstance(x, Layout) else x.layout, (specs, batch))
+    empty = tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device="meta"), layouts)
+    traced = step.trace(train_step, empty)
+    state = dict(zip(tree.paths(layouts[0]), tree.leaves(layouts[0]), strict=True))
+    outputs = [state.get(path.removeprefix("0/")) if path.startswith("0/") else None for path in traced.out_paths]
+    return traced, tree.leaves(layouts), outputs, {path for path in traced.in_paths if path.startswith("1/")}
+
+
+def mutants(traced, mesh: Mesh):
+    """(what was done to which node, the Traced with that one fault), for all collectives of the graph."""
+    original = traced.graph_module
+    nodes = [n for n in original.graph.nodes if n.op == "call_function" and is_symbolic(n.target)]
+    for i, node in enumerate(nodes):
+        name, axes = is_symbolic(node.target), list(node.args[1])
+        faults = {"psum": ["drop", "double"], "pmax": ["drop"], "reduce_scatter": ["slice"]}.get(name, [])
+        if name != "axis_index":
+            faults = faults + [a for a in mesh.names if [a] != axes and mesh.extent([a]) == mesh.extent(axes)]
+        for fault in faults:
+            yield f"{name} over {'+'.join(axes)} at {node.meta['at']}: {fault}", _broken(traced, i, fault)
+
+
+def _broken(traced, i: int, fault: str):
+    original = traced.graph_module
+    module = fx.GraphModule(original, copy.deepcopy(original.graph))
+    for mine, theirs in zip(module.graph.nodes, original.graph.nodes, strict=True):
+        mine.meta = dict(theirs.meta)
+    node = [n for n in module.graph.nodes if n.op == "call_function" and is_symbolic(n.target)][i]
+    with module.graph.inserting_after(node):
+        if fault == "drop":
+            node.replace_all_uses_with(node.args[0])
+        elif fault == "double":
+            again = module.graph.call_function(node.target, (node, node.args[1]))
+            node.replace_all_uses_with(again)
+            again.args, again.meta = (node, node.args[1]), dict(node.meta)
+        elif fault == "slice":
+            dim = node.args[3]
+            part = (node.args[0], dim, 0, node.meta["val"].shape[dim])
+            new = module.graph.call_function(torch.ops.aten.slice.Tensor, part)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+        else:
+            node.args = (node.args[0], [fault], *node.args[2:])
+    broken = copy.copy(traced)
+    broken.graph_module = module
+    return broken

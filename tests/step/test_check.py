@@ -1,0 +1,219 @@
+"""check: no finding on right steps, a finding with its line on wrong ones, for any number of ranks."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fmegatron import optim, step, tree
+from fmegatron.collectives import Axes, all_gather, axis_index, declare, enter, pmax, psum, reduce_scatter
+from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.step import State, check, check_traced
+from tests.step.graph_mutants import mutants, problem, traced_problem
+
+MESH = Mesh(dp=2, fsdp=2, tp=2)
+ADAMW = optim.adamw(1e-3)
+RIGHT = {
+    "plain": {},
+    "sequence_parallel, tied": {"sequence_parallel": True, "tied": True},
+    "bf16, z-loss, 2 microbatches": {"compute_dtype": torch.bfloat16, "z_loss": 1e-4, "microbatches": 2},
+    "min-cut layers, masked, 2 microbatches": {"layer": step.compiled_layer("mincut"), "mask": True, "microbatches": 2},
+    "remat, no clip": {"layer": step.compiled_layer("inputs"), "clip_norm": None, "sequence_parallel": True},
+}
+
+
+MESHES = [MESH, Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=4, tp=1), Mesh(dp=1, fsdp=1, tp=1)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_steps_have_no_findings(name, mesh):
+    report = check(*problem(mesh, ADAMW, layers=2, **RIGHT[name]), mesh)
+    assert report.ok and not report.unproven, str(report)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optim.sgd(1e-2), optim.sgd(1e-2, momentum=0.9), ADAMW], ids=["sgd", "momentum", "adamw"]
+)
+def test_one_head_on_each_rank(optimizer):
+    mesh = Mesh(dp=1, fsdp=1, tp=4)
+    report = check(*problem(mesh, optimizer, kv_heads=4), mesh)
+    assert report.ok and not report.unproven, str(report)
+
+
+def test_16384_ranks_take_no_longer_than_8():
+    mesh = Mesh(dp=64, fsdp=32, tp=8)
+    start = time.process_time()
+    report = check(*_large(mesh), mesh)
+    assert report.ok and not report.unproven, str(report)
+    assert time.process_time() - start < 20
+
+
+def _large(mesh):
+    train_step, specs, batch = problem(mesh, ADAMW, dim=512, heads=16, kv_heads=8, ffn_dim=1024)
+    rows = Layout((mesh["dp"] * mesh["fsdp"] * 2, 16), torch.int64, mesh, (("dp", "fsdp"),))
+    return train_step, specs, {"tokens": rows, "labels": rows}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"clip_norm": None},
+        pytest.param({"layers": 2}, marks=pytest.mark.slow),
+        pytest.param({"sequence_parallel": True, "tied": True, "kv_heads": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_broken_collective_is_found(fields):
+    traced, given, wanted, data = traced_problem(*problem(MESH, optim.sgd(1e-2), **fields))
+    assert check_traced(traced, MESH, given, wanted, data=data).ok
+    missed, count = [], 0
+    for what, broken in mutants(traced, MESH):
+        count += 1
+        if check_traced(broken, MESH, given, wanted, data=data).ok:
+            missed.append(what)
+    assert count > 60 and not missed
+
+
+# ---- faults in the code of a step, each with the line that it is on --------------------------------------------------
+F32 = torch.float32
+SPECS = {
+    "w1": Layout((16, 32), F32, MESH, ("fsdp", "tp")),
+    "gate_up": Layout((16, 64), F32, MESH, ("fsdp", Split("tp", parts=2))),
+    "w2": Layout((32, 16), F32, MESH, ("tp", "fsdp")),
+    "norm": Layout((16,), F32, MESH),
+    "table": Layout((24, 16), F32, MESH, ("tp",)),
+}
+BATCH = {"ids": Layout((8, 6), torch.int64, MESH, (("dp", "fsdp"),))}
+STATE = State(Layout((), torch.int64, MESH), SPECS, {"m": SPECS})
+
+
+def toy(bug=None):
+    """A tensor-parallel layer with a norm, an embedding, SGD with momentum and clip; `bug` puts one fault into it."""
+    axes = Axes(MESH)
+    dp, fsdp, tp = axes["dp"], axes["fsdp"], axes["tp"]
+
+    def loss_fn(p, batch):
+        ids, table = batch["ids"], p["table"]
+        own_ids = ids - axis_index(dp if bug == "vocab_axis" else tp) * table.shape[0]
+        own = (own_ids >= 0) & (own_ids < table.shape[0])
+        rows = declare(table, tp, backward=("sharded", 0))[own_ids.clamp(0, table.shape[0] - 1)] * own[..., None]
+        x = psum(declare(rows, tp, forward="partial"), tp)
+        norm = p["norm"]
+        u = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norm
+        u = u if bug == "no_enter" else enter(u, tp)
+        over = dp if bug == "gather_axis" else fsdp
+        w1, gate_up, w2 = (all_gather(p[k], over, d) for k, d in (("w1", 0), ("gate_up", 0), ("w2", 1)))
+        h = F.gelu(u @ w1)
+        gate, up = (u @ gate_up).chunk(2, -1)
+        o = (h + F.silu(gate) * up) @ w2
+        if bug == "nonlinear":
+            o = F.gelu(o)
+        if bug == "bias":
+            o = o + norm
+        if bug == "residual":
+            o = o + x
+        if bug == "cat":
+            o = torch.cat([o, x], -1)[..., :16]
+        if bug != "no_psum":
+            o = psum(o, tp)
+        if bug == "psum_twice":
+            o = psum(o, tp)
+        if bug == "softmax":
+            o = o + torch.softmax(u @ w1, -1) @ w1.t()
+        if bug == "local_max":
+            o = o - psum((u @ w1).amax(-1, keepdim=True), tp)
+        if bug == "sharded_and_whole":
+            o = o * (u @ w1)[..., :1].expand_as(o)
+        x = x + o
+        loss = x.square().mean() if bug == "mean" else x.square().sum() / 768
+        return loss, {"loss": psum(loss.detach(), axes["dp"] if bug == "metric" else axes["dp", "fsdp"])}
+
+    def train_step(state, batch):
+        (_, metrics), grads = step.value_and_grad(loss_fn)(state.params, batch)
+        raw = grads
+        grads = step.reduce_gradients(grads, SPECS, axes)
+        if bug == "no_reduction":
+            grads = raw
+        if bug == "one_leaf":
+            grads = {**grads, "norm": raw["norm"]}
+        if bug == "reduce_again":
+            grads = {**grads, "table": psum(grads["table"], dp)}
+        if bug == "tp_again":
+            grads = {**grads, "norm": psum(grads["norm"], tp)}
+        norm = optim.global_norm(raw if bug == "clip_raw" else grads, SPECS, axes)
+        if bug == "clip_local":
+            norm = sum(g.square().sum() for g in grads.values()).sqrt()
+        grads = tree.map(lambda g: g * (1.0 / (norm + 1.0)), grads)
+        m = tree.map(lambda m, g: 0.9 * m + g, state.opt["m"], raw if bug == "opt_raw" else grads)
+        params = tree.map(lambda p, m: p - 0.1 * m, state.params, m)
+        if bug == "swap":
+            params = {**params, "w1": params["w1"] + pmax(params["w1"], tp)}
+        if bug == "scatter_whole":
+            params = {**params, "norm": all_gather(reduce_scatter(params["norm"], dp, 0), dp, 0)}
+        return State(state.step + 1, params, {"m": m}), {**metrics, "grad_norm": norm}
+
+    return train_step
+
+
+def test_the_right_toy():
+    report = check(toy(), STATE, BATCH, MESH)
+    assert report.ok and not report.unproven, str(report)
+
+
+FAULTS = {
+    "vocab_axis": "does not depend on the rank|do not depend on the rank",
+    "no_enter": "norm.*partial|partial.*|pending sum",
+    "gather_axis": "all_gather of dim 0 of a value that is replicated|sharded",
+    "nonlinear": "pending sum goes into a non-linear op",
+    "bias": "counts once per rank",
+    "residual": "counts once per rank",
+    "cat": "counts once per rank",
+    "no_psum": "pending|counts once",
+    "psum_twice": "already replicated: 2 times too large",
+    "softmax": "softmax over a sharded dim",
+    "local_max": "psum of a value that is partial .max.",
+    "sharded_and_whole": "piece of every shard",
+    "mean": "mean over a sharded dim",
+    "metric": "metric|loss is partial|the output",
+    "no_reduction": "",
+    "one_leaf": "",
+    "reduce_again": "already replicated",
+    "tp_again": "already replicated",
+    "clip_raw": "",
+    "clip_local": "",
+    "opt_raw": "",
+    "swap": "",
+    "scatter_whole": "already replicated",
+}
+
+
+@pytest.mark.parametrize("bug", FAULTS)
+def test_a_fault_in_the_code_is_found(bug):
+    report = check(toy(bug), STATE, BATCH, MESH)
+    assert not report.ok
+    assert re.search(FAULTS[bug], str(report)), str(report)
+
+
+def test_a_finding_names_line_axis_and_fix_and_can_be_silenced():
+    report = check(toy("psum_twice"), STATE, BATCH, MESH)
+    lines = Path(__file__).read_text().splitlines()
+    first = report.findings[0]
+    assert "psum(o, tp)" in lines[int(first.at.split(":")[1].split()[0]) - 1]
+    assert (first.op, first.axis, first.fix) == ("psum", "tp", "remove it")
+    with pytest.raises(ValueError, match=r"train_step: \d+ findings? of the check.*\n.*psum over 'tp'"):
+        report.require("train_step")
+    quiet = check(toy("psum_twice"), STATE, BATCH, MESH, allow={f.at.split(" ")[0]: "a test" for f in report.findings})
+    assert quiet.ok and quiet.silenced and "silenced (a test)" in str(quiet)
+
+
+def test_an_op_without_a_rule_is_reported_as_unproven():
+    def odd(state, batch):
+        params = {**state.params, "norm": torch.special.bessel_j0(torch.fft.fft(state.params["norm"]).real)}
+        return state._replace(params=params), {}
+
+    report = check(odd, STATE, BATCH, MESH)
+    assert any("fft" in op for op, at in report.unproven) and "test_check.py" in report.unproven[0][1]
