@@ -1,0 +1,165 @@
+"""`export`: other programs read what was saved, bit for bit; shards, names, casts; nothing is left of a failure."""
+
+import io
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from fmegatron import checkpoint, tree
+from fmegatron.checkpoint.__main__ import main
+from fmegatron.checkpoint.tools import export, open_source
+from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.fake_world import save_all, small_sizes
+from tests.checkpoint.test_reshard import DTYPES, any_bits, layouts_on, state_for
+
+LACKING = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex128)  # in safetensors
+
+
+def call(*argv):
+    out, err = io.StringIO(), io.StringIO()
+    status = main([str(a) for a in argv], out, err)
+    return status, out.getvalue(), err.getvalue()
+
+
+def bits(x):
+    return x.reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(path, state by path): every kind of leaf, from eight ranks."""
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    state = state_for(layouts_on(mesh))
+    with small_sizes():
+        assert save_all(tmp_path / "a", state, layouts_on(mesh), step=5, metadata={"note": "x"}) == [None] * 8
+        yield tmp_path / "a", dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+
+
+def every_dtype(tmp_path, without=()):
+    state = {str(d).removeprefix("torch."): any_bits((9, 4), d) for d in DTYPES if d not in without}
+    state |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.5)}
+    layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, Mesh()), state)
+    checkpoint.save(tmp_path / "d", state, layouts)
+    return open_source(tmp_path / "d"), state
+
+
+def test_safetensors_in_shards(saved, tmp_path):
+    """As Hugging Face lays them out: shards and an index; read back by the safetensors package."""
+    path, state = saved
+    export(open_source(path), tmp_path / "out", shard=4000, most=100)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(state)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*shards, "model.safetensors.index.json"])
+    seen = set()
+    for shard in shards:
+        with safe_open(tmp_path / "out" / shard, "pt") as f:
+            assert json.loads(f.metadata()["fmegatron.metadata"]) == {"note": "x"}
+            assert f.metadata()["fmegatron.step"] == "5" and f.metadata()["format"] == "pt"
+            for name in f.keys():  # noqa: SIM118  it is no dict
+                x = f.get_tensor(name)
+                assert x.dtype == state[name].dtype and x.shape == state[name].shape
+                assert torch.equal(bits(x), bits(state[name])) and index["weight_map"][name] == shard
+                seen.add(name)
+    assert seen == set(state)
+
+
+def test_safetensors_dtypes(tmp_path):
+    source, state = every_dtype(tmp_path, LACKING)
+    export(source, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", "pt") as f:
+        for name, x in state.items():
+            assert f.get_tensor(name).dtype == x.dtype and torch.equal(bits(f.get_tensor(name)), bits(x)), name
+
+
+def test_npz(tmp_path):
+    """Types that numpy lacks come as integers, with their names beside; nothing is pickled."""
+    source, state = every_dtype(tmp_path)
+    export(source, tmp_path / "x.npz", "npz", most=64)
+    with np.load(tmp_path / "x.npz", allow_pickle=False) as f:
+        known = json.loads(str(f["__metadata__"]))
+        dtypes = json.loads(known["dtypes"])
+        for name, x in state.items():
+            got = f[name]
+            assert got.shape == tuple(x.shape) and dtypes[name] == str(x.dtype).removeprefix("torch.")
+            assert np.array_equal(np.frombuffer(got.tobytes(), np.uint8), bits(x).numpy()), name
+        assert f["float32"].dtype == np.float32 and f["bfloat16"].dtype == np.uint16
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch(tmp_path, mmap):
+    """torch.load with its strictest reader, and memory-mapped."""
+    source, state = every_dtype(tmp_path)
+    export(source, tmp_path / "x.pt", "torch", most=64)
+    got = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
+    assert got.pop("__metadata__")["fmegatron.step"] == "null" and set(got) == set(state)
+    for name, x in state.items():
+        assert got[name].dtype == x.dtype and got[name].shape == x.shape and got[name].is_contiguous()
+        assert got[name].data_ptr() % 16 == 0 and torch.equal(bits(got[name]), bits(x)), name
+
+
+def test_rename_cast_and_pattern(saved, tmp_path):
+    path, state = saved
+    argv = ["export", path, tmp_path / "x.safetensors", "^(blocks|step)", "--cast", "f32"]
+    argv += ["--rename", r"^blocks/(\w+)=layers.\1.weight", "--rename", "wqkv=qkv"]
+    assert call(*argv)[0] == 0
+    with safe_open(tmp_path / "x.safetensors", "pt") as f:
+        names = {"layers.norm.weight", "layers.qkv.weight", "layers.w_gate_up.weight", "layers.wo.weight", "step"}
+        assert set(f.keys()) == names
+        assert f.get_tensor("step").dtype == torch.int64
+        x, want = f.get_tensor("layers.qkv.weight"), state["blocks/wqkv"].float()
+        assert x.dtype == torch.float32 and torch.equal(x.nan_to_num(0), want.nan_to_num(0))
+
+
+def test_wrong_requests_leave_nothing(saved, tmp_path):
+    path, _ = saved
+    (tmp_path / "there").write_text("mine")
+    for argv, text in (
+        ([tmp_path / "there"], "exists already"),
+        ([tmp_path / "x", "--rename", "blocks/.*=same"], "the name of blocks/"),
+        ([tmp_path / "x", "--rename", "(=x"], "regular expression"),
+        ([tmp_path / "x", "--rename", r"x=\1"], "regular expression"),
+        ([tmp_path / "x", "--rename", "x"], "REGEX=REPLACEMENT"),
+        ([tmp_path / "x", "--cast", "f31"], "dtype name"),
+        ([tmp_path / "x", "--cast", "float8_e4m3fnuz"], "safetensors has no"),
+        ([tmp_path / "x", "nothing"], "no leaf"),
+    ):
+        status, out, err = call("export", path, *argv)
+        assert (status, out) == (2, "") and text in err and len(err.splitlines()) == 1, (argv, err)
+    assert sorted(os.listdir(tmp_path)) == ["a", "there"] and (tmp_path / "there").read_text() == "mine"
+
+
+def test_damage_leaves_nothing(tmp_path):
+    source, _ = every_dtype(tmp_path)
+    at = next((tmp_path / "d").glob("packed/0/c.0"))
+    data = bytearray(at.read_bytes())
+    data[-1] ^= 1
+    at.write_bytes(data)
+    status, _, err = call("export", tmp_path / "d", tmp_path / "x.npz")
+    assert status == 1 and "damaged" in err and os.listdir(tmp_path) == ["d"]
+    assert re.search("restore another step", err) and source.manifest.step is None
+
+
+def test_bounded_memory(tmp_path, monkeypatch):
+    """No more than the bound is read at a time, for a leaf of 30 times the bound."""
+    x = torch.randn(3000, 100)
+    checkpoint.save(tmp_path / "a", {"x": x}, {"x": Layout((3000, 100), torch.float32, Mesh())})
+    source, held = open_source(tmp_path / "a"), []
+    read = type(source).read
+
+    def counted(source, wanted, dtypes=None):
+        held.append(sum(block.nbytes for block in wanted))
+        return read(source, wanted, dtypes)
+
+    monkeypatch.setattr(type(source), "read", counted)
+    export(source, tmp_path / "x.safetensors", most=40_000)
+    assert max(held) <= 40_000 and sum(held) == x.nbytes
+    with safe_open(tmp_path / "x.safetensors", "pt") as f:
+        assert torch.equal(f.get_tensor("x"), x)
