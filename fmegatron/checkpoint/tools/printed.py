@@ -56,7 +56,7 @@ def shown(out: TextIO, found: Shown, layouts: bool) -> None:
     """The tree of leaves, and totals."""
     print(short(found.root, 200), file=out)
     print(f"step {found.step}, metadata {short(to_json_text(found.metadata), 200)}", file=out)
-    print(f"meshes when written: {'; '.join(found.meshes) or 'none'}", file=out)
+    print(f"meshes when written: {short('; '.join(found.meshes), 400) or 'none'}", file=out)
     rows = {row.path: row for row in found.leaves}
     stats = any(row.statistics for row in found.leaves)
     header = ["LEAF", "DTYPE", "SHAPE", "SIZE", "STORED", *(["LAYOUT"] if layouts else [])]
@@ -142,7 +142,7 @@ def collected(out: TextIO, done: Collected) -> None:
     words = {"remove": "would remove" if done.dry_run else "removed", "keep": "kept"}
     words["finish"] = "would rename" if done.dry_run else "renamed"
     for a in done.actions:
-        print(f"{words[a.kind]} {short(a.path, 200)} ({size(a.nbytes)}): {a.why}", file=out)
+        print(f"{words[a.kind]} {short(a.path, 200)} ({size(a.nbytes)}): {short(a.why, 300)}", file=out)
     count = sum(a.kind == "remove" for a in done.actions)
     print(f"{count} directories, {size(done.removed)} {'to be removed' if done.dry_run else 'removed'}", file=out)
 
