@@ -198,6 +198,35 @@ def reshard(flags) -> None:
                    where=where(flags))  # fmt: skip
 
 
+def over_read(flags) -> None:
+    """Bytes that all ranks read over the bytes that they need, for changes of mesh."""
+    shape, bf16 = (8192, 8192), torch.bfloat16
+    cases = {
+        "tp2_to_tp4_rows": (Layout(shape, bf16, Mesh(tp=2), ("tp",)), Layout(shape, bf16, Mesh(tp=4), ("tp",)), 1.05),
+        "tp2_to_tp4_columns": (
+            Layout(shape, bf16, Mesh(tp=2), (None, "tp")), Layout(shape, bf16, Mesh(tp=4), (None, "tp")), 1.05,
+        ),
+        "fsdp4_to_tp2": (Layout(shape, bf16, Mesh(fsdp=4), ("fsdp",)), Layout(shape, bf16, Mesh(tp=2), ("tp",)), 1.05),
+        "fsdp4_to_3_uneven": (
+            Layout(shape, bf16, Mesh(fsdp=4), ("fsdp",)), Layout(shape, bf16, Mesh(fsdp=3), ("fsdp",)), 1.30,
+        ),
+    }  # fmt: skip
+    with RankPool(4, timeout_s=300) as pool, memory_folder() as folder:
+        for name, (source, target, bar) in cases.items():
+            pool.run(save_one, f"{folder}/{name}", source, ranks=source.mesh.size)
+            target_ranks = range(target.mesh.size)
+            reads = [checkpoint.explain(f"{folder}/{name}", {"w": target}, rank) for rank in target_ranks]
+            ratio = sum(r.nbytes for read in reads for r in read) / sum(map(target.local_nbytes, target_ranks))
+            report(f"bytes_read_{name}", [ratio], unit="ratio", against="bytes needed", bar=f"<= {bar}",
+                   where=where(flags, source.mesh.size))  # fmt: skip
+
+
+def save_one(rank: int, path: str, layout: Layout) -> None:
+    """Save one leaf from all ranks of its mesh."""
+    with connect(layout.mesh) as world:
+        checkpoint.save(path, {"w": torch.zeros(layout.local_shape(rank), dtype=layout.dtype)}, {"w": layout}, world)
+
+
 # ---- peers
 
 
@@ -255,6 +284,49 @@ def peers(flags) -> None:
                 raise RuntimeError(f"the peer {peer.name} restored other bits than it saved")
 
 
+# ---- asynchronous saves
+
+
+def background(flags) -> None:
+    """How long an asynchronous save stops the trainer, and how much slower its steps are while the writer works."""
+    state, layouts = state_of(flags.mib)
+    copies = tree.map(torch.empty_like, state)
+    tree.map(lambda to, x: to.copy_(x), copies, state)  # touched, as the saver's memory is
+    a = torch.randn(1024, 1024)
+
+    def step():
+        for _ in range(8):
+            a @ a
+
+    with memory_folder() as folder, checkpoint.AsyncSaver() as saver:
+        saver.reserve(layouts)
+        handles, quiet, busy = [], [], []
+
+        def begin():
+            handles.append(checkpoint.save_async(f"{folder}/ours", state, layouts, saver=saver))
+
+        def ended():
+            for handle in handles:
+                handle.result()
+            handles.clear()
+
+        pairs = paired_seconds(begin, lambda: tree.map(lambda to, x: to.copy_(x), copies, state), flags.rounds, ended)
+        report("async_stall_vs_memcpy", [ours / copy for ours, copy in pairs], unit="ratio", bar="<= 1.15",
+               against="one memcpy of the state", where=where(flags))  # fmt: skip
+        for _ in range(flags.rounds):
+            ended()
+            alone = [seconds(step) for _ in range(20)]
+            begin()
+            during = []
+            while not handles[0].poll():
+                during.append(seconds(step))
+            quiet.append(statistics.median(alone))
+            busy.append(statistics.median(during))
+        report("step_time_during_async_save", [b / q for b, q in zip(busy, quiet, strict=True)], unit="ratio",
+               against="the same steps without a save", bar="<= 1.10", where=where(flags))  # fmt: skip
+        ended()
+
+
 # ---- scale
 
 
@@ -296,7 +368,7 @@ def scale(flags) -> None:
 
 def main() -> None:
     """Run the sections that were asked for."""
-    sections = {f.__name__: f for f in (plain, ranks, durable, reshard, peers, scale)}
+    sections = {f.__name__: f for f in (plain, ranks, durable, reshard, over_read, peers, background, scale)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
     parser.add_argument("--rounds", type=int, default=7)
