@@ -91,15 +91,22 @@ def _home(layout: Layout) -> tuple[str, tuple[int, ...]]:
         return "empty", ()
     if layout.nbytes < SMALL_BYTES or not layout.shape:
         return "packed", ()
-    itemsize, local = layout.dtype.itemsize, layout.local_nbytes(0)  # rank 0 holds as much as any
-    unit = cut_unit(layout)
+    local = layout.local_nbytes(0)  # rank 0 holds as much as any
+    last_dim_cut = bool(layout.axes(len(layout.shape) - 1))
+    return home_of_large(layout.shape, layout.dtype.itemsize, cut_unit(layout), local, last_dim_cut)
+
+
+def home_of_large(
+    shape: tuple[int, ...], itemsize: int, unit: tuple[int, ...], local: int, last_dim_cut: bool
+) -> tuple[str, tuple[int, ...]]:
+    """Home and chunk shape of a leaf that is not small. unit: see `cut_unit`.  local: bytes of the largest shard."""
     size = math.prod(unit) * itemsize
-    stored = math.prod(-(-n // u) * u for n, u in zip(layout.shape, unit, strict=True))
+    stored = math.prod(-(-n // u) * u for n, u in zip(shape, unit, strict=True))
     fine = size < max(_FINEST_BYTES, min(_SENSIBLE_BYTES, local // 16))
-    padded = stored > 1.25 * math.prod(layout.shape)
+    padded = stored > 1.25 * math.prod(shape)
     if fine or padded:
         return ("packed" if local < SMALL_BYTES else "piece"), ()
-    return "grid", chunk_shape(unit, itemsize, bool(layout.axes(len(layout.shape) - 1)))
+    return "grid", chunk_shape(unit, itemsize, last_dim_cut)
 
 
 def chunk_shape(unit: tuple[int, ...], itemsize: int, last_dim_cut: bool) -> tuple[int, ...]:

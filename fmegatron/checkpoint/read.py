@@ -203,9 +203,16 @@ def _current(initial: Any, target_layouts: Any, rank: int) -> list[torch.Tensor]
 
 
 def destinations(
-    request: Request, rank: int, current: Sequence[torch.Tensor] | None = None, device: str = "cpu"
+    request: Request,
+    rank: int,
+    current: Sequence[torch.Tensor] | None = None,
+    device: str = "cpu",
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor | None], list[Want]]:
-    """The tensors of a rank's result, with zeros and current values in place, and what is to be read into them."""
+    """The tensors of a rank's result, with zeros and current values in place, and what is to be read into them.
+
+    into: the tensors themselves, contiguous on the CPU, instead of new ones.
+    """
     tensors: list[torch.Tensor | None] = [None] * len(request.paths)
     wants: list[Want] = []
     for i, (path, layout, view) in enumerate(zip(request.paths, request.layouts, request.views, strict=True)):
@@ -214,7 +221,10 @@ def destinations(
         if current is not None and all(part.source is Fill.FRESH for part in view.parts):
             tensors[i] = current[i].detach()
             continue
-        x = tensors[i] = torch.empty(layout.local_shape(rank), dtype=layout.dtype, device=device)
+        if into is not None:
+            x = tensors[i] = into[i]
+        else:
+            x = tensors[i] = torch.empty(layout.local_shape(rank), dtype=layout.dtype, device=device)
         for box in layout.boxes(rank):
             for part, piece in regions(view, box):
                 place = piece.view(x)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.interop.inert import Global, Record, UnsafePickle, load
+from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
 from fmegatron.layout import Box, row_major_strides
 
@@ -145,11 +145,11 @@ def _parse(root: str, value: Any, where: str) -> Directory:
     places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for index, info in storage.items():
         index, info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        if info.get("transform_descriptors"):
-            raise ValueError(f"{index.get('fqn')!s:.80}: stored through transforms (compressed), which are not read")
         file, offset, length = info["relative_path"], info["offset"], info["length"]
         if type(file) is not str or type(index["fqn"]) is not str:
             raise ValueError("a file name or a tensor's name is no text")
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{index['fqn'][:80]}: stored through transforms (compressed), which are not read")
         _ints((offset, length))
         at = index.get("offset")
         places[index["fqn"], None if at is None else _ints(at)] = Place(file, offset, length)
@@ -216,11 +216,11 @@ def _planner_paths(value: Any) -> dict[str, str]:
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
     if type(record) is not Record or record.name.rpartition(".")[2] != kind or type(record.state or {}) is not dict:
-        raise ValueError(f"got {record!r:.80}, wanted a {kind}")
+        raise ValueError(f"got {describe(record)}, wanted a {kind}")
     return record.state or {}
 
 
 def _ints(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 62 for n in values):
-        raise ValueError(f"got {values!r:.60}, wanted whole numbers of 0 or more")
+        raise ValueError(f"got {describe(values)}, wanted a tuple of whole numbers of 0 or more")
     return values

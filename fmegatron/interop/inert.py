@@ -50,6 +50,11 @@ class Persistent:
         self.value = value
 
 
+def describe(value: Any) -> str:
+    """A few words for an error message. Never `repr` of what a file holds: nested containers can take forever."""
+    return repr(value) if isinstance(value, Global | Record) else f"a {type(value).__name__}"
+
+
 _EMPTY_DICTS = frozenset({"collections.OrderedDict", "builtins.dict"})
 _SEQUENCES = frozenset({"torch.Size", "builtins.tuple"})
 _SCALARS = frozenset({str, int, bool, float, bytes, type(None)})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ from torch.distributed.tensor import DTensor
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import digest_text, dtype_of
+from fmegatron.checkpoint.format import Leaf, digest_text
 from fmegatron.checkpoint.manifest import read_manifest, to_json_text
+from fmegatron.checkpoint.mapping import Rule
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.read import destinations
+from fmegatron.checkpoint.request import match
 from fmegatron.checkpoint.storage import Store, locate, open_store
+from fmegatron.checkpoint.strict import Difference, complaints, strictness, warn
 from fmegatron.collectives import World, connect
-from fmegatron.interop.check import check_names, check_request
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put
 from fmegatron.interop.values import from_json, to_json
@@ -109,48 +112,62 @@ def load_state_dict(
     world: World | None = None,
     *,
     strict: str = "error",
+    rules: Sequence[Rule] = (),
     cast: bool = False,
     verify: bool = True,
-) -> None:
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Fill a state dict from a checkpoint, in place: tensors keep their memory, values are replaced.
 
     The state dict says what is wanted, and how it lies: any mesh, any parallelism; only what this rank needs is read.
-    strict: "error": both name the same tensors and values; "subset": what is stored and not wanted is left out.
-    cast: convert where dtypes differ. For an optimizer, `optimizer.load_state_dict(state_dict["optimizer"])` follows.
+    strict, rules, cast, verify: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is. For
+    an optimizer, `optimizer.load_state_dict(state_dict["optimizer"])` follows.
 
-    Raises ValueError, before anything is changed, when the request does not fit; CheckpointError for damage: then some
-    tensors may have been filled already.
+    Returns the paths of what is stored and was not asked for, and of what was asked for and is not stored. Raises
+    ValueError, before anything is changed, when the request does not fit; CheckpointError for damage: then some tensors
+    may have been filled already.
     """
+    mode, name = strictness(strict), open_store(path).text
 
-    def work() -> None:
-        device_mesh = _device_mesh(state_dict) or world
+    def work() -> Difference:
         items = flat_items(state_dict)
-        tree, layouts, values = from_state_dict(state_dict, device_mesh)
+        tree, layouts, values = from_state_dict(state_dict, _device_mesh(state_dict) or world)
         storage = locate(path)
-        manifest, root = read_manifest(storage), storage.text
-        stored = {name: (leaf.shape, dtype_of(leaf.dtype)) for name, leaf in manifest.leaves.items()}
-        known = _stored_values(manifest.metadata, root)
-        check_request(root, stored, layouts, strict, cast)
-        check_names(root, "value", known, values, strict)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        staged = []
+        manifest = read_manifest(storage)
+        known = stored_values(manifest.metadata, name)
+        request = match(name, manifest, layouts, mode, rules=rules, cast=cast, has_initial=True)
+        missing = tuple(p for p in known if p not in values)
+        unexpected = tuple(p for p in values if p not in known)
+        if problems := complaints(Difference(missing, unexpected), mode):
+            raise ValueError(f"{name} does not fit the values of the state dict:\n" + "\n".join(problems[:10]))
+        tensors = [tree[p] for p in request.paths]
+        plain = [x.device.type == "cpu" and x.is_contiguous() for x in tensors]
+        # What a rule leaves as it is must be in the staged copy, too.
+        into = [x if direct else x.cpu().contiguous() for x, direct in zip(tensors, plain, strict=True)]
+        _, wants = destinations(request, dist.get_rank() if dist.is_initialized() else 0, into, into=into)
+        by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
+        for want in wants:
+            by_leaf.setdefault(want.leaf.path, (want.leaf, []))[1].append(want.target)
         with Fetch(storage, manifest, verify) as fetch:
-            for name, x in tree.items():
-                host = x if x.device.type == "cpu" and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
-                if host is not x:
-                    staged.append((x, host))
-                boxes = layouts[name].boxes(rank)
-                fetch.add(manifest.leaves[name], [Target(name, b, b.view(host), stored[name][1]) for b in boxes])
-        for x, host in staged:
-            x.copy_(host)
-        for name in values:
-            put(state_dict, items[name][0], known[name])
+            for leaf, targets in by_leaf.values():
+                fetch.add(leaf, targets)
+        for x, host, direct in zip(tensors, into, plain, strict=True):
+            if not direct:
+                x.copy_(host)
+        for p in values:
+            if p in known:
+                put(state_dict, items[p][0], known[p])
+        found = request.difference
+        return Difference(found.missing + missing, found.unexpected + unexpected)
 
     with _world(state_dict, world) as ranks:
-        together(ranks, f"loading the state dict from {open_store(path).text}", work)
+        difference = together(ranks, f"loading the state dict from {name}", work)
+        if ranks.rank == 0:
+            warn(difference, mode, name, from_initial=True)
+    return difference.missing, difference.unexpected
 
 
-def _stored_values(metadata: dict[str, Any], root: str) -> dict[str, Any]:
+def stored_values(metadata: dict[str, Any], root: str) -> dict[str, Any]:
+    """The values in a checkpoint's metadata, by path. Raises CheckpointError for what is not ours."""
     values = metadata.get(VALUES, {})
     try:
         return {name: from_json(value) for name, value in values.items()}

@@ -11,13 +11,15 @@ import io
 import math
 import os
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.interop.inert import Global, Persistent, Record, UnsafePickle, load
+from fmegatron.interop.inert import Global, Persistent, Record, UnsafePickle, describe, load
 from fmegatron.layout import row_major_strides
 
 _STORAGES = (
@@ -47,6 +49,7 @@ _TENSOR_GLOBALS = frozenset(
 )
 _OBJECT_GLOBALS = _TENSOR_GLOBALS | {"argparse.Namespace", "torch.device"}
 _MOST_DEPTH = 100
+Read = Callable[[int, int], bytes]  # (how many bytes, from where) -> the bytes
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def dtype_from_global(name: str) -> torch.dtype | None:
 def open_tensor(file: int, offset: int, length: int, where: str) -> Blob:
     """The tensor archived in `length` bytes at `offset` of an open file. Raises CheckpointError naming `where`."""
     try:
-        archive = _Archive(file, offset, length, where)
+        archive = _Archive(partial(os.pread, file), offset, length, where)
         value = load(archive.pickle(), lambda name: name in _TENSOR_GLOBALS or bool(dtype_from_global(name)), where)
         return archive.blob(value)
     except UnsafePickle as error:
@@ -89,7 +92,15 @@ def read_object(file: int, offset: int, length: int, where: str) -> Any:
 
     Raises UnsafePickle, naming it, for any other kind of object; CheckpointError for damage.
     """
-    archive = _Archive(file, offset, length, where)
+    return _object(_Archive(partial(os.pread, file), offset, length, where), where)
+
+
+def plain_object(data: bytes, where: str) -> Any:
+    """As `read_object`, of what torch.save has made in memory."""
+    return _object(_Archive(lambda n, at: data[at : at + n], 0, len(data), where), where)
+
+
+def _object(archive: _Archive, where: str) -> Any:
     value = load(archive.pickle(), lambda name: name in _OBJECT_GLOBALS or bool(dtype_from_global(name)), where)
     return _Plain(archive).convert(value, 0)
 
@@ -97,10 +108,10 @@ def read_object(file: int, offset: int, length: int, where: str) -> Any:
 class _Archive:
     """The zip archive in a slice of a file."""
 
-    def __init__(self, file: int, offset: int, length: int, where: str):
-        self.file, self.offset, self.length, self.where = file, offset, length, where
+    def __init__(self, read: Read, offset: int, length: int, where: str):
+        self.read, self.offset, self.length, self.where = read, offset, length, where
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Slice(file, offset, length))) as archive:
+            with zipfile.ZipFile(io.BufferedReader(_Slice(read, offset, length))) as archive:
                 found = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
             raise self.error(f"is no archive of torch.save ({error!s:.100})") from None
@@ -119,7 +130,9 @@ class _Archive:
             raise self.error(f"has no member {name[:40]!r}")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
             raise self.error(f"has a compressed or encrypted member {name[:40]!r}")
-        header = os.pread(self.file, 30, self.offset + info.header_offset)
+        if not 0 <= info.header_offset < self.length:
+            raise self.error(f"has the member {name[:40]!r} outside of itself")
+        header = self.read(30, self.offset + info.header_offset)
         start = (
             info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         )
@@ -130,7 +143,7 @@ class _Archive:
     def member(self, name: str) -> bytes:
         """The bytes of a small member."""
         at, info = self.place(name)
-        return os.pread(self.file, info.file_size, at)
+        return self.read(info.file_size, at)
 
     def pickle(self) -> bytes:
         """data.pkl, whose checksum must be right."""
@@ -144,7 +157,7 @@ class _Archive:
         if isinstance(value, Record) and value.name == "torch._utils._rebuild_parameter" and value.args:
             value = value.args[0]
         if not isinstance(value, Record) or not value.name.startswith("torch._utils._rebuild_tensor_v"):
-            raise self.error(f"holds {value!r:.60}, wanted a tensor")
+            raise self.error(f"holds {describe(value)}, wanted a tensor")
         args = value.args
         dtype = None
         if value.name.endswith("_v3"):
@@ -168,7 +181,7 @@ class _Archive:
     def tensor(self, value: Any) -> torch.Tensor:
         """A small tensor, in memory of its own."""
         blob = self.blob(value)
-        data = os.pread(self.file, blob.nbytes, blob.start)
+        data = self.read(blob.nbytes, blob.start)
         if len(data) != blob.nbytes or zipfile.crc32(data) != blob.crc:
             raise self.error("is damaged: the checksum of a tensor is wrong")
         if 0 in blob.shape:
@@ -210,15 +223,15 @@ class _Plain:
         if type(value) is Record and value.name.startswith("torch._utils."):
             return self.archive.tensor(value)
         raise UnsafePickle(
-            f"{self.archive.where}: got {value!r:.100}, wanted plain containers, numbers, strings, tensors"
+            f"{self.archive.where}: got {describe(value)}, wanted plain containers, numbers, strings, tensors"
         )
 
 
 class _Slice(io.RawIOBase):
     """A window of a file."""
 
-    def __init__(self, file: int, offset: int, length: int):
-        self.file, self.offset, self.length, self.at = file, offset, length, 0
+    def __init__(self, read: Read, offset: int, length: int):
+        self.read_at, self.offset, self.length, self.at = read, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -237,7 +250,7 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         n = max(0, min(len(into), self.length - self.at))
-        data = os.pread(self.file, n, self.offset + self.at)
+        data = self.read_at(n, self.offset + self.at)
         into[: len(data)] = data
         self.at += len(data)
         return len(data)

@@ -1,0 +1,255 @@
+"""torch.distributed.checkpoint with our files: `dcp.save(sd, storage_writer=FmegatronWriter(path))` and back.
+
+torch plans who writes what; we write it as a checkpoint of fmegatron: digested, complete or not there, readable by
+`checkpoint.restore`, and by torch on any other mesh through `FmegatronReader`. Whatever torch plans: DTensors, tensors
+that only some ranks have (pipeline stages), irregular shards; objects if they are plain data.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fmegatron.checkpoint.fetch import Fetch, Target
+from fmegatron.checkpoint.format import dtype_of
+from fmegatron.checkpoint.manifest import read_manifest, to_json_text
+from fmegatron.checkpoint.part import Part, complete, merge, plan_digest
+from fmegatron.checkpoint.plan import LeafPlan
+from fmegatron.checkpoint.storage import Store, locate, open_store
+from fmegatron.checkpoint.write import write_part
+from fmegatron.interop.dcp_write import name_of
+from fmegatron.interop.scattered import Scattered
+from fmegatron.interop.state_dict import VALUES, stored_values
+from fmegatron.interop.torch_blob import plain_object
+from fmegatron.interop.values import to_json
+from fmegatron.layout import Box, check_cover, row_major_strides
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """What the coordinator tells a rank: its number, where to write, the plans of the leaves that it has parts of."""
+
+    rank: int
+    root: str
+    digest: str
+    plans: dict[str, LeafPlan]  # by torch's name
+
+
+class FmegatronWriter(StorageWriter):
+    """A StorageWriter of torch whose directory is a checkpoint of fmegatron.
+
+    path: directory or URL.  metadata, step: as `checkpoint.save`. A save that fails leaves earlier checkpoints at the
+    path as they are. Objects must be plain data (numbers, strings, containers): others are refused, on all ranks,
+    before anything takes the name.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike | Store, metadata: dict[str, Any] | None = None, *, step: int | None = None
+    ):
+        super().__init__()
+        self.checkpoint_id, self._metadata, self._step = path, dict(metadata or {}), step
+        self._begun = self._plans = self._paths = None
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Another save begins, perhaps to another path."""
+        self.checkpoint_id = checkpoint_id or self.checkpoint_id
+        self._begun = self._plans = self._paths = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: what a rank is to write comes with its plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: the home of every leaf, from the boxes of all ranks. Raises ValueError for gaps."""
+        held, keys = {}, {}
+        for rank, plan in enumerate(plans):
+            keys |= plan.planner_data if isinstance(plan.planner_data, dict) else {}
+            for item in plan.items:
+                if item.type != WriteItemType.BYTE_IO:
+                    data = item.tensor_data
+                    whole = held.setdefault(item.index.fqn, (tuple(data.size), data.properties.dtype, []))
+                    whole[2].append((rank, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        self._paths = {name: "/".join(map(str, k)) for name, k in keys.items()}
+        leaves = {}
+        for name, (shape, dtype, boxes) in held.items():
+            try:
+                check_cover([Box(start, size, 0, row_major_strides(size)) for _, start, size in boxes], shape)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            leaves[name] = Scattered(shape, dtype, tuple(boxes)).plan(self._paths.get(name, name))
+        self._plans = tuple(leaves.values())
+        if len({leaf.path for leaf in self._plans}) < len(leaves):
+            raise ValueError("two tensors of the state dict have one path; rename one of the keys that contain '/'")
+        self._begun = open_store(self.checkpoint_id).begin()
+        digest, orders = plan_digest(self._plans), []
+        for rank, plan in enumerate(plans):
+            mine = {i.index.fqn: leaves[i.index.fqn] for i in plan.items if i.type != WriteItemType.BYTE_IO}
+            orders.append(replace(plan, storage_data=_Orders(rank, self._begun.root, digest, mine)))
+        return orders
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards, in the order of its local tensors."""
+        orders: _Orders = plan.storage_data
+        storage = self._begun or open_store(self.checkpoint_id).draft(orders.root)
+        pieces: dict[str, list[torch.Tensor]] = {name: [] for name in orders.plans}
+        results = []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                results.append(WriteResult(item.index, 0, self._value(item, planner)))
+                continue
+            x = planner.resolve_data(item).detach()
+            if tuple(x.shape) != tuple(item.tensor_data.chunk.sizes) or x.dtype != item.tensor_data.properties.dtype:
+                raise ValueError(f"{item.index.fqn}: got {x.dtype} {tuple(x.shape)}, the plan says {item.tensor_data}")
+            pieces[item.index.fqn].append(x)
+            results.append(WriteResult(item.index, x.numel() * x.element_size(), None))
+        tensors = [x[0] if len(x) == 1 else torch.cat([part.reshape(-1) for part in x]) for x in pieces.values()]
+        part = write_part(storage, tuple(orders.plans.values()), tensors, orders.rank)
+        part.plan = orders.digest  # of all ranks' leaves together
+        part.store(storage)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _value(self, item: WriteItem, planner: SavePlanner) -> str:
+        """An object, which the planner has pickled, as JSON; read as data."""
+        name = item.index.fqn
+        return to_json_text(to_json(plain_object(planner.resolve_data(item).getvalue(), name), name))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, after all have written: merge, make durable, give the name."""
+        store, storage = open_store(self.checkpoint_id), self._begun
+        try:
+            parts = [Part.load(storage, rank) for rank in range(len(results))]
+            texts = {r.index.fqn: r.storage_data for found in results for r in found if isinstance(r.storage_data, str)}
+            values = {self._paths.get(name, name): json.loads(text) for name, text in texts.items()}
+            manifest, digests = merge(self._plans, parts, self._step, {**self._metadata, VALUES: values})
+            store.publish(storage, complete(storage, manifest, digests))
+        finally:
+            store.end(storage)
+            self._begun = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Whether this writer can write there."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+class FmegatronReader(StorageReader):
+    """A StorageReader of torch for checkpoints of fmegatron, however they were saved.
+
+    torch's name of a leaf joins its path by '.'. Only the bands that the plan's boxes need are read, and verified.
+    """
+
+    def __init__(self, path: str | os.PathLike | Store, *, verify: bool = True):
+        super().__init__()
+        self.checkpoint_id, self._verify = path, verify
+        self._open = None
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Another load begins, perhaps from another path."""
+        self.checkpoint_id = checkpoint_id or self.checkpoint_id
+        self._open = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What is stored, as torch describes it: every tensor as one chunk, of which any box can be read.
+
+        Raises CheckpointError as `checkpoint.restore`.
+        """
+        storage = locate(self.checkpoint_id)
+        manifest = read_manifest(storage)
+        values = stored_values(manifest.metadata, storage.text)
+        self._open = (
+            storage,
+            manifest,
+            {name_of(p): p for p in manifest.leaves},
+            {name_of(p): v for p, v in values.items()},
+        )
+        found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._open[3]}
+        for path, leaf in manifest.leaves.items():
+            shape = torch.Size(leaf.shape)
+            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            found[name_of(path)] = TensorStorageMetadata(TensorProperties(dtype_of(leaf.dtype)), shape, [chunk])
+        keys = {name_of(path): tuple(path.split("/")) for path in [*manifest.leaves, *values]}
+        return Metadata(found, planner_data=keys, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The manifest is open already, or is opened now."""
+        if self._open is None:
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the boxes of the plan into the planner's tensors. Raises CheckpointError for damage, naming the leaf."""
+        storage, manifest, paths, values = self._open
+        wanted: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                data = io.BytesIO()
+                torch.save(values[name], data)
+                data.seek(0)
+                planner.load_bytes(item, data)
+            else:
+                wanted.setdefault(name, []).append((item, planner.resolve_tensor(item).detach()))
+        staged = []
+        with Fetch(storage, manifest, self._verify) as fetch:
+            for name, items in wanted.items():
+                leaf, targets = manifest.leaves[paths[name]], []
+                for item, x in items:
+                    host = x if x.device.type == "cpu" else torch.empty(x.shape, dtype=x.dtype)
+                    staged += [] if host is x else [(x, host)]
+                    shape = tuple(item.lengths)
+                    if tuple(x.shape) != shape:
+                        raise ValueError(f"{name}: got a target of shape {tuple(x.shape)}, the plan says {shape}")
+                    box = Box(tuple(item.storage_offsets), shape, 0, row_major_strides(shape))
+                    if box.size:
+                        targets.append(Target(leaf.path, box, host, dtype_of(leaf.dtype)))
+                fetch.add(leaf, targets)
+        for x, host in staged:
+            x.copy_(host)
+        for items in wanted.values():
+            for item, x in items:
+                planner.commit_tensor(item, x)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Whether this reader can read there."""
+        return isinstance(checkpoint_id, str | os.PathLike)

@@ -1,0 +1,79 @@
+"""The layout of a tensor whose shards lie as somebody else's plan says: any boxes, on any ranks, each once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fmegatron.checkpoint.format import SMALL_BYTES
+from fmegatron.checkpoint.plan import LeafPlan, home_of_large
+from fmegatron.layout import Box, Layout, Mesh, row_major_strides
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """What the writers of a checkpoint need of a Layout, for boxes of no regular order.
+
+    held: (rank, start, shape) of every box. A rank's local tensor is its boxes' elements, box after box. To readers the
+    leaf is described as whole: where its boxes lie on disk is told apart from that.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+
+    mesh, flat, replicas = Mesh(), (), 1
+
+    @property
+    def spec(self) -> tuple[None, ...]:
+        """No dim is split by an axis."""
+        return (None,) * len(self.shape)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The rank's boxes in its local tensor."""
+        found, at = [], 0
+        for holder, start, shape in self.held:
+            if holder == rank and 0 not in shape:
+                found.append(Box(start, shape, at, row_major_strides(shape)))
+                at += math.prod(shape)
+        return tuple(found)
+
+    def owner(self, rank: int, turn: int = 0) -> bool:
+        """Every box has one holder, which writes it."""
+        return True
+
+    def replica(self, rank: int) -> int:
+        """The first and only one."""
+        return 0
+
+    def to_json(self) -> dict:
+        """As a whole array."""
+        return Layout(self.shape, self.dtype, self.mesh).to_json()
+
+    def plan(self, path: str) -> LeafPlan:
+        """Where the leaf goes: by the rules of `checkpoint.plan`."""
+        itemsize = self.dtype.itemsize
+        nbytes = math.prod(self.shape) * itemsize
+        if nbytes == 0:
+            return LeafPlan(path, self, "empty")
+        if nbytes < SMALL_BYTES or not self.shape:
+            return LeafPlan(path, self, "packed")
+        local = max(math.prod(shape) for _, _, shape in self.held) * itemsize
+        last_dim_cut = any(shape[-1] < self.shape[-1] for _, _, shape in self.held)
+        return LeafPlan(path, self, *home_of_large(self.shape, itemsize, self._unit(), local, last_dim_cut))
+
+    def _unit(self) -> tuple[int, ...]:
+        return tuple(_gcd(self._cuts(dim), n) for dim, n in enumerate(self.shape))
+
+    def _cuts(self, dim: int) -> Iterable[int]:
+        for _, start, shape in self.held:
+            yield start[dim]
+            yield start[dim] + shape[dim]
+
+
+def _gcd(cuts: Iterable[int], n: int) -> int:
+    """The greatest step of which all cuts inside a dim of size n are multiples; n if there is none."""
+    return math.gcd(*(cut for cut in cuts if cut < n)) or n
