@@ -12,6 +12,7 @@ say, and the same state gives the same bytes each time. No name in a file is eve
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -226,16 +227,35 @@ def check_portion(shard: Shard, start: int, data: torch.Tensor) -> None:
 # ---- writing
 
 
+def in_use(path: str) -> bool:
+    """Whether a living process has this file open in a `Writer`."""
+    try:
+        fd = open_regular(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: several ranks of a node may ask at once
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
 class Writer:
     """A shard's file while it is written, under a name of its own. `digests`: of the bands so far."""
 
     def __init__(self, path: str, durable: bool):
         self.path, self.digests, self._durable = path, [], durable
         self._file = open(path, "xb", buffering=0)  # x: a name that exists, or is a link, is an error
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `in_use`; the system drops it when we die
 
-    def add(self, data: torch.Tensor) -> None:
-        """Append a portion of the payload: uint8 [n], whole bands but for the last. Raises OSError."""
+    def digest(self, data: torch.Tensor) -> None:
+        """Note the digests of a portion of the payload: uint8 [n], whole bands but for the last."""
         self.digests += band_digests(data.numpy())
+
+    def write(self, data: torch.Tensor) -> None:
+        """Append a portion of the payload. Raises OSError."""
         self._write(memoryview(data.numpy()))
 
     def finish(self, tail: bytes) -> None:

@@ -73,7 +73,7 @@ def recover(
 
     leaves, spec, rows = together(world, what, prepare)
     payload = sum(x.local_nbytes(world.rank) for x in leaves)
-    shards, bad = shelf.scan(run)
+    shards, bad = together(world, what, lambda: shelf.scan(run))
     notes += bad
     sets, payloads = _gather(shards, rows, payload, world)
     tensors: list[torch.Tensor] = []
@@ -94,9 +94,7 @@ def recover(
             Flat(tensors), mine, one.holders, (step, one.id), one.tail_bytes, payloads, world, portion_bytes, notes
         )
         if shard is not None:
-            if device is not None:
-                for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
-                    tensors[i] = x.to(device)
+            together(world, what, lambda: _move(tensors, device))
             return Found(step, tree.unflatten(spec, tensors), shard.header["metadata"], holders)
     tensors.clear()
     if fallback is not None and not isinstance(fallback, Manager):
@@ -165,6 +163,11 @@ def _candidates(sets: list[_Set], fallback: Any, world: Ranks, notes: list[str])
         (key[0], "local" if one else "global", one)
         for key, one in sorted(found, key=lambda item: item[0], reverse=True)
     ]
+
+
+def _move(tensors: list[torch.Tensor], device: str | torch.device | None) -> None:
+    for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
+        tensors[i] = x if device is None else x.to(device)
 
 
 def _steps(manager: Manager) -> str:

@@ -17,11 +17,46 @@ from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
 from fmegatron.checkpoint.local.recover import Found, recover
 from fmegatron.checkpoint.local.shelf import Shelf
-from fmegatron.checkpoint.local.store import store
+from fmegatron.checkpoint.local.store import Saving
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.saving import check_request
 from fmegatron.layout import Layout
+
+
+class Handle:
+    """A save whose files are being written; `poll` or `result` make it count. Both are called by all ranks together."""
+
+    def __init__(self, saving: Saving, shelf: Shelf, keep: int, warning: str):
+        self._saving, self._shelf, self._keep, self._warning = saving, shelf, keep, warning
+        self._over, self._error = False, None
+
+    def poll(self) -> bool:
+        """False while a rank still writes; True once the set counts. Costs one small gather. Raises as `result`."""
+        if not self._over:
+            written = self._saving.world.gather_rows(torch.tensor([int(self._saving.written())]))
+            if not bool(written.all()):
+                return False
+        self.result()
+        return True
+
+    def result(self) -> None:
+        """Wait until the set counts on all ranks, then delete older steps.
+
+        Raises RuntimeError, on all ranks, with the first failing rank's message; then nothing is left of the set.
+        """
+        if not self._over:
+            self._over = True
+            try:
+                self._saving.commit()
+            except BaseException as error:
+                self._error = error
+                raise
+            self._shelf.retain(self._saving.step, self._saving.set, self._keep)
+            if self._saving.world.rank == 0 and self._warning:
+                warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
+        elif self._error is not None:
+            raise self._error
 
 
 @dataclass(frozen=True)
@@ -35,9 +70,9 @@ class LocalReplicas:
     keep: newest steps to keep.  durable: fsync; False saves time on a RAM disk, where it means nothing.
     portion_bytes: exchanged and written at a time; a save takes as much host memory for each member of a group.
 
-    The state is the directories themselves. `save` returns when all is written (copy, exchange, disk): a RAM disk makes
-    it as fast as memory. Local replicas are for the same layouts on as many ranks: for anything else, `restore_latest`
-    goes to the global checkpoint.
+    The state is the directories themselves. `save` returns when all is written (copy, exchange, disk); `save_async`
+    leaves the disk to a thread. Local replicas are for the same layouts on as many ranks: for anything else,
+    `restore_latest` goes to the global checkpoint.
     """
 
     directory: str | os.PathLike
@@ -89,6 +124,27 @@ class LocalReplicas:
         all ranks with the first failing rank's message when anything else fails; older steps are untouched then. Warns
         (rank 0) when the nodes do not allow as many copies as wanted.
         """
+        self._begin(step, state, layouts, world, metadata, None).result()
+
+    def save_async(
+        self,
+        step: int,
+        state: Any,
+        layouts: Any,
+        world: Ranks | None = None,
+        metadata: dict[str, Any] | None = None,
+        *,
+        most_bytes: int = 8 << 30,
+    ) -> Handle:
+        """`save` that leaves the disk to a thread: it blocks for copy and exchange, and the state may change after it.
+
+        Call `handle.poll()` once a step on all ranks, or `handle.result()`; the set counts from then on. One save at a
+        time in a directory. most_bytes: host memory that may wait for the disk here, this rank's shard and those of its
+        group; above it, the call blocks until something is written. Errors are raised as by `save`, here or there.
+        """
+        return self._begin(step, state, layouts, world, metadata, most_bytes)
+
+    def _begin(self, step, state, layouts, world, metadata, most_bytes) -> Handle:
         world, shelf = world or Alone(), self.shelf
 
         def prepare():
@@ -104,16 +160,20 @@ class LocalReplicas:
 
         tensors, text, groups = together(world, f"saving local replicas of step {step}", prepare)
         group = next(group for group in groups if world.rank in group)
-        one = store(shelf, step, tensors, text, group, world, self.portion_bytes, self.durable)
-        shelf.retain(step, one, self.keep)
+        saving = Saving(shelf, step, group, world, self.portion_bytes, self.durable, most_bytes)
+        saving.exchange(tensors, text)
         least = min(map(len, groups))
-        if world.rank == 0 and self.groups is None and least < self.copies:
-            warnings.warn(
+        return Handle(
+            saving,
+            shelf,
+            self.keep,
+            ""
+            if self.groups is not None or least >= self.copies
+            else (
                 f"local replicas: some shards are on {least} node{'s' * (least > 1)} only, {self.copies} were wanted;"
-                " add nodes, make them even, or pass a smaller copies=",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+                " add nodes, make them even, or pass a smaller copies="
+            ),
+        )
 
     def steps(self) -> list[int]:
         """The steps of which this node holds something, in rising order; whether that is good, reading will tell."""

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 
 from fmegatron.checkpoint.format import CheckpointError
-from fmegatron.checkpoint.local.blob import Shard, read_shard
+from fmegatron.checkpoint.local.blob import Shard, in_use, read_shard
 
 _NAME = re.compile(r"step_(\d{8,18})\.rank_(\d{5,9})\.([0-9a-f]{16})")
 _HIDDEN = re.compile(r"\.\d+-step_\d+\.rank_\d+")
@@ -71,7 +71,10 @@ class Shelf:
         return found, notes
 
     def prepare(self, step: int) -> None:
-        """Make the directory ready for a save: remove leftovers. Raises ValueError if it holds newer steps."""
+        """Make the directory ready for a save: remove leftovers of dead ones.
+
+        Raises ValueError if it holds newer steps, or if another save into it is under way.
+        """
         os.makedirs(self.path, exist_ok=True)
         newest = self.newest()
         if newest > step and not os.path.lexists(os.path.join(self.path, _ABANDONED)):
@@ -80,8 +83,13 @@ class Shelf:
                 " from an older step, restore it by restore_latest, or remove the directory"
             )
         for name in os.listdir(self.path):
-            if _HIDDEN.match(name):
-                _remove(os.path.join(self.path, name))
+            if _HIDDEN.fullmatch(name):
+                if in_use(path := os.path.join(self.path, name)):
+                    raise ValueError(
+                        f"{path}: is being written by another save; wait for its result() before the next one, and give"
+                        " every run its own name"
+                    )
+                _remove(path)
 
     def hidden(self, writer: int, step: int, rank: int) -> str:
         """The path under which rank `writer` writes the shard of `rank`."""

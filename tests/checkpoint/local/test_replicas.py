@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.local import LocalReplicas, blob, store
+from fmegatron.checkpoint.local import LocalReplicas, blob, shelf
 from fmegatron.checkpoint.local.shelf import parse_name, shard_name
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
@@ -135,7 +135,7 @@ def fail_on(monkeypatch, rank, method, when, error=OSError):
     monkeypatch.setattr(blob.Writer, method, failing)
 
 
-@pytest.mark.parametrize("method, when", [("__init__", 2), ("add", 1), ("add", 4), ("finish", 1), ("finish", 2)])
+@pytest.mark.parametrize("method, when", [("__init__", 2), ("write", 1), ("write", 4), ("finish", 1), ("finish", 2)])
 @pytest.mark.parametrize("existing", [True, False], ids=["older", "first"])
 def test_a_failure_on_one_rank(tmp_path, monkeypatch, method, when, existing):
     """An error on all, partial files removed, the older set as it was, and the next save works."""
@@ -146,7 +146,7 @@ def test_a_failure_on_one_rank(tmp_path, monkeypatch, method, when, existing):
     with monkeypatch.context() as patch:
         if method == "__init__":
             (cluster.directory(2) / RUN).mkdir(parents=True, exist_ok=True)
-            patch.setattr(store.Shelf, "hidden", _in_the_way(store.Shelf.hidden))
+            patch.setattr(shelf.Shelf, "hidden", _in_the_way(shelf.Shelf.hidden))
         else:
             fail_on(patch, 2, method, when)
         got = cluster.save(2)
@@ -183,7 +183,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 
 
 def test_an_interrupt_on_one_rank_ends_all(tmp_path, monkeypatch):
-    fail_on(monkeypatch, 1, "add", 3, KeyboardInterrupt)
+    fail_on(monkeypatch, 1, "write", 3, KeyboardInterrupt)
     cluster = Cluster(tmp_path, 4)
     got = cluster.save(1)
     assert isinstance(got[1], KeyboardInterrupt)
