@@ -173,12 +173,15 @@ class Saving:
                 self._shelf.sync()
 
         try:
-            together(self.world, self._what, rename)
-        except BaseException:
-            for path in made:
-                if os.path.lexists(path):
-                    os.remove(path)
-            raise
+            self._guard.do(rename)
+            # If a peer dies now, this raises, and nobody here knows whether others have heard that all is well and
+            # have deleted older steps. Then the new files must stay: only a failure that all know of removes them.
+            failed = self.world.gather_rows(torch.tensor([int(self._guard.error is not None)]))
+            if bool(failed.any()):
+                for path in made:
+                    if os.path.lexists(path):
+                        os.remove(path)
+                together(self.world, self._what, self._guard.check)
         finally:
             self._discard()
 
