@@ -27,6 +27,7 @@ from fmegatron.checkpoint.read import restore
 from fmegatron.checkpoint.report import Report
 from fmegatron.checkpoint.retention import Keep
 from fmegatron.checkpoint.saving import save
+from fmegatron.checkpoint.storage import open_store
 from fmegatron.checkpoint.tracker import read_latest
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "fuse",
     "layouts",
     "metadata",
+    "open_store",
     "pad",
     "per_rank",
     "rank_state",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -62,12 +61,11 @@ class Fetch:
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, verify: bool):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.storage, self.manifest, self.verify = storage, manifest, verify
         self._ranges: dict[str, list[_Range]] = {}
         self._jobs: queue.SimpleQueue[Callable[[np.ndarray], None] | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(4, cores))]
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(storage.readers)]
 
     def add(self, leaf: Leaf, targets: Sequence[Target]) -> None:
         """Want these boxes of a leaf; each leaf is added once."""

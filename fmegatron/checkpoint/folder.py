@@ -6,16 +6,18 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from fmegatron.checkpoint import commit
 from fmegatron.checkpoint.format import MARKER
+from fmegatron.checkpoint.ocdbt import Database
 
 _FSYNCS = 8  # a disk takes many at a time
 _SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
@@ -26,7 +28,12 @@ class Folder:
     """Files below the directory `root`: a Storage."""
 
     root: str
-    threads = 4
+    writers = 4
+
+    @property
+    def readers(self) -> int:
+        """Threads that read from a cache in memory are not more than the cores."""
+        return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
     @property
     def text(self) -> str:
@@ -92,6 +99,9 @@ class Folder:
             with suppress(FileExistsError):
                 os.mkdir(at)
 
+    def flush(self) -> None:
+        """Nothing is held back."""
+
     def remove(self, name: str) -> None:
         """Remove a file."""
         os.remove(self.at(name))
@@ -114,6 +124,10 @@ class Folder:
         """The tensorstore kvstore spec of a directory."""
         return {"driver": "file", "path": os.path.join(self.at(name), "")}
 
+    def context(self) -> ts.Context:
+        """Enough cache for the nodes of an OCDBT database."""
+        return ts.Context({"cache_pool": {"total_bytes_limit": 32 << 20}})
+
 
 @dataclass(frozen=True)
 class _FileReader:
@@ -134,9 +148,9 @@ class FolderStore:
         """The path."""
         return self.path
 
-    def locate(self) -> Folder:
+    def locate(self) -> Folder | Database:
         """The directory of the complete checkpoint: of this name, or after a crash in `publish` a hidden one."""
-        return Folder(commit.resolve(self.path))
+        return Database.if_marked(Folder(commit.resolve(self.path)))
 
     def is_complete(self) -> bool:
         """Whether there is a marker."""
@@ -176,10 +190,12 @@ class FolderStore:
         names = {re.sub(r"^\.(.+)\.old-[0-9a-f]+$", r"\1", name) for name in names}
         return sorted(name for name in names if not name.startswith("."))
 
-    def clean(self, pattern: str) -> None:
+    def clean(self, pattern: str, keep: Collection[str] = ()) -> None:
         """Remove hidden directories of such children; finish a re-save that was killed between its two renames."""
         for name in sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []:
             if (m := re.fullmatch(r"\.(.+)\.(tmp|old|gone)-[0-9a-f]+", name)) and re.fullmatch(pattern, m[1]):
+                if m[1] in keep:
+                    continue
                 path = os.path.join(self.path, m[1])
                 if m[2] != "gone" and (found := commit.resolve(path)) != path:
                     os.rename(found, path)

@@ -14,6 +14,7 @@ import xxhash
 from fmegatron.layout import Box
 
 FORMAT, VERSION = "fmegatron.checkpoint", 1
+MARKER_VERSION = 2  # of a marker that a reader of version 1 must not take for one of plain files
 MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "zarr.json"
 SMALL_BYTES = 64 << 10  # leaves below this (global) are packed
 CHUNK_BYTES = 16 << 20  # aim for the size of a chunk

@@ -6,7 +6,17 @@ import json
 import os
 from typing import Any
 
-from fmegatron.checkpoint.format import FORMAT, MANIFEST, MARKER, VERSION, CheckpointError, Leaf, Manifest, digest_text
+from fmegatron.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    MARKER,
+    MARKER_VERSION,
+    VERSION,
+    CheckpointError,
+    Leaf,
+    Manifest,
+    digest_text,
+)
 from fmegatron.checkpoint.parse import MOST_BYTES, parse_json, parse_layout, parse_manifest
 from fmegatron.checkpoint.storage import Storage
 from fmegatron.layout import Layout, Mesh
@@ -104,7 +114,8 @@ def read_manifest(storage: Storage) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{marker_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
-    if (marker.get("format"), marker.get("version")) != (FORMAT, VERSION):
+    known = [(FORMAT, VERSION, None), (FORMAT, MARKER_VERSION, "ocdbt")]
+    if (marker.get("format"), marker.get("version"), marker.get("store")) not in known:
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
         raise CheckpointError(
             f"{marker_at}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"

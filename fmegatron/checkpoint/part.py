@@ -170,7 +170,7 @@ def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes
         groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
     group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
     files = {DIGESTS: digests.tobytes(), MANIFEST: data} | {f"{name}/{ZARR}": group for name in groups}
-    with ThreadPoolExecutor(storage.threads) as pool:
+    with ThreadPoolExecutor(storage.writers) as pool:
         list(pool.map(lambda item: storage.write(item[0], [item[1]]), files.items()))
     storage.sync()
     _check_written(storage, manifest)

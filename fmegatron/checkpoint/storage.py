@@ -13,13 +13,17 @@ a Storage (and a Store that gives it out): everything that the room reads or wri
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import numpy as np
+import tensorstore as ts
 
 from fmegatron.checkpoint.folder import FolderStore
+from fmegatron.checkpoint.objects import ObjectStore
+from fmegatron.checkpoint.ocdbt import DatabaseStore
 
 
 class Reader(Protocol):
@@ -32,13 +36,14 @@ class Reader(Protocol):
 class Storage(Protocol):
     """The files of one checkpoint, complete or being written.
 
-    text: path or URL, for messages.  root: what tells it from others of the same store.  threads: how many reads or
-    writes at a time serve it well.
+    text: path or URL, for messages.  root: what tells it from others of the same store.  readers, writers: how many
+    threads serve it well.
     """
 
     text: str
     root: str
-    threads: int
+    readers: int
+    writers: int
 
     def at(self, name: str) -> str:
         """Path or URL of a file, for messages."""
@@ -58,6 +63,9 @@ class Storage(Protocol):
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         """Make a new file of these buffers, which may be made while they are written. Raises OSError."""
 
+    def flush(self) -> None:
+        """Everything that was written through this value can be read by others on return. Raises OSError."""
+
     def remove(self, name: str) -> None:
         """Remove a file."""
 
@@ -72,6 +80,9 @@ class Storage(Protocol):
 
     def kvstore(self, name: str = "") -> dict[str, Any]:
         """The tensorstore kvstore spec of a directory, for any other reader of its arrays."""
+
+    def context(self) -> ts.Context:
+        """The tensorstore context to open `kvstore` with (needed for memory://)."""
 
 
 class Store(Protocol):
@@ -106,23 +117,57 @@ class Store(Protocol):
     def children(self) -> list[str]:
         """Names in this directory where a checkpoint may be: look with child(name).is_complete()."""
 
-    def clean(self, pattern: str) -> None:
-        """Remove what killed saves and deletions of children left whose whole name matches the regular expression."""
+    def clean(self, pattern: str, keep: Collection[str] = ()) -> None:
+        """Remove what killed saves and deletions left of children whose whole name matches the regular expression.
+
+        keep: children that are being written or deleted now.
+        """
 
     def to_json(self) -> dict[str, Any]:
         """JSON from which `store_from_json` makes the same Store in another process."""
 
 
-def open_store(path: str | os.PathLike | Store) -> Store:
-    """The Store of a path or URL; a Store is returned as it is."""
+def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None = None, *, ocdbt: bool = False) -> Store:
+    """The Store of a path or URL; a Store is returned as it is. Wherever the room takes a path, it takes a Store.
+
+    path: a directory (also file:///...), s3://bucket/prefix/name, gs://... or memory://... (as a Store only: each has
+    a memory of its own).  options: more members of the tensorstore kvstore spec of a URL, e.g. {"endpoint":
+    "http://127.0.0.1:9000", "aws_region": "us-east-1", "aws_credentials": {"type": "environment"}}.
+    ocdbt: new checkpoints keep their arrays in an OCDBT database: far fewer files. Old ones are read as they are.
+
+    >>> open_store("/tmp/run/../run/last").text, open_store("s3://bucket/run").child("step_00000001").text
+    ('/tmp/run/last', 's3://bucket/run/step_00000001')
+    """
     if not isinstance(path, str | os.PathLike):
-        return path
-    return FolderStore(os.path.realpath(os.fspath(path)))
+        store = path
+    else:
+        store = _store_at(os.fspath(path), options)
+        if options is None and store.text.startswith("memory://"):
+            raise ValueError(
+                f"{path}: got a path, but each memory:// has its own; make a Store: open_store(path, {{}})"
+            )
+    return DatabaseStore(store) if ocdbt and not isinstance(store, DatabaseStore) else store
+
+
+def _store_at(path: str, options: dict[str, Any] | None) -> Store:
+    scheme, colon, rest = path.partition("://")
+    if colon and scheme != "file" and scheme.isalnum():
+        return ObjectStore(path, dict(options or {}))
+    if options:
+        raise ValueError(f"{path}: got options {sorted(options)}, but a directory has none; leave them out")
+    return FolderStore(os.path.realpath(url_path(rest) if colon and scheme == "file" else path))
+
+
+def url_path(rest: str) -> str:
+    """The path in a file URL, after "file://"."""
+    if not rest.startswith("/"):
+        raise ValueError(f"file://{rest}: wanted file:/// and an absolute path")
+    return unquote(rest)
 
 
 def store_from_json(value: dict[str, Any]) -> Store:
     """The Store that `to_json` described."""
-    return FolderStore(value["path"])
+    return open_store(value.get("path") or value["url"], value.get("options"), ocdbt=value.get("ocdbt", False))
 
 
 def locate(path: str | os.PathLike | Store) -> Storage:

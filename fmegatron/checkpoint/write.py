@@ -82,7 +82,7 @@ class _Writer:
 
     def __init__(self, storage: Storage, part: Part):
         self.storage, self.part, self.staged, self.failed = storage, part, 0, False
-        self.pool = ThreadPoolExecutor(storage.threads)
+        self.pool = ThreadPoolExecutor(storage.writers)
         self.pending: deque[tuple[str, int, Future]] = deque()
 
     def __enter__(self) -> _Writer:
@@ -93,6 +93,7 @@ class _Writer:
             if error is None:
                 while self.pending:
                     self._wait_for_oldest()
+                self.storage.flush()
         finally:
             self.failed = True  # for what is still in the queue; the hidden directory is about to be removed
             self.pool.shutdown(cancel_futures=True)

@@ -309,7 +309,7 @@ def test_killed_at_every_moment(tmp_path, monkeypatch, existing, exchange):
     """Old or new, bit for bit, at every moment; and the next save works and leaves nothing behind."""
     one = layouts_on(Mesh(fsdp=1, tp=1))
     checkpoint.save(tmp_path / "old", state(0), one)
-    monkeypatch.setattr(Folder, "threads", 1)  # the same moments in every save
+    monkeypatch.setattr(Folder, "writers", 1)  # the same moments in every save
     if not exchange:
         monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
     seen = set()
