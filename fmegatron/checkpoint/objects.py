@@ -186,7 +186,9 @@ class ObjectStore:
         storage.write(MARKER, [marker])
         pointer = {**json.loads(marker), "version": MARKER_VERSION, "root": storage.root}
         self.values.write(MARKER, [json.dumps(pointer).encode()])
-        self._remove_others(storage.root)
+        for name in sorted({k.partition("/")[0] for k in self.values.names()} - {MARKER, storage.root}):
+            self.values.below(f"{name}/").delete()
+            self.values.remove(name)
 
     def end(self, storage: Objects | None) -> None:
         """Remove the objects of a save that did not become the checkpoint."""

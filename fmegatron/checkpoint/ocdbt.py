@@ -53,6 +53,10 @@ class Database:
         return Database(storage) if marked else storage
 
     @cached_property
+    def _context(self) -> ts.Context:
+        return self.base.context()  # one for all: only then can one database refer to another
+
+    @cached_property
     def _read_from(self) -> KeyValues:
         return self._values("")
 
@@ -61,7 +65,7 @@ class Database:
         return self._values(self._own)
 
     def _values(self, folder: str) -> KeyValues:
-        return KeyValues({"driver": "ocdbt", "base": self.base.kvstore(folder)}, self.base.context())
+        return KeyValues({"driver": "ocdbt", "base": self.base.kvstore(folder)}, self._context)
 
     def at(self, name: str) -> str:
         """Where the base would have the file; after a "|" inside the database."""
@@ -134,7 +138,7 @@ class Database:
 
     def context(self) -> ts.Context:
         """That of the base."""
-        return self.base.context()
+        return self._context
 
 
 @dataclass(frozen=True)
