@@ -115,7 +115,7 @@ def done(future: ts.Future) -> Any:
     """The result; an error of the driver as an OSError with its text."""
     try:
         return future.result()
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError) as error:
         text = str(error)[:1000]
         if text.startswith("OUT_OF_RANGE"):
             raise ShortValue(errno.EINVAL, f"is too short: {text}") from None

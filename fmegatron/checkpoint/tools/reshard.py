@@ -109,7 +109,7 @@ def _write(source: Source, storage: Storage, group: list[OutFile], bound: int) -
         storage.write(file.array.chunk_file(file.index), _digested(portions, band_sizes(file.array), digests))
         return digests
 
-    with ThreadPoolExecutor(storage.threads) as pool:
+    with ThreadPoolExecutor(storage.writers) as pool:
         yield from zip(group, pool.map(one, group, filled), strict=True)
 
 
