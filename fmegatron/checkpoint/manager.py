@@ -15,9 +15,12 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fmegatron.checkpoint import leases
+from fmegatron.checkpoint.async_save import AsyncSaver
+from fmegatron.checkpoint.background import Background
 from fmegatron.checkpoint.deletion import Deleter
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.progress import progress, written_below
@@ -37,6 +40,9 @@ class Manager:
     keep: which complete steps stay after a save: a number n for the n newest, a `Keep`, or None for all.
     temporary: where temporary checkpoints are; default `directory`/temporary.  keep_temporary: the n newest of them.
     show_progress: a bar on stderr, of rank 0, for what takes longer than 2 s; None: where stderr is a terminal.
+    saver: for saves in the background (wait=False), closed by whoever made it; None: made when it is needed, for one
+    save in memory at a time, and closed by `close`.
+    on_failure: of a save in the background: "warn" (rank 0; training goes on, the next save tries again) or "raise".
     last: the Report of the newest save or restore that ended.
 
     What there is, is what lies in the directory, so any number of Managers and tools may read it at any time; one run
@@ -52,6 +58,8 @@ class Manager:
         temporary: str | os.PathLike | Store | None = None,
         keep_temporary: int = 2,
         show_progress: bool | None = None,
+        saver: AsyncSaver | None = None,
+        on_failure: str = "warn",
     ):
         for name, value in (("keep", keep), ("keep_temporary", keep_temporary)):
             if value is None and name == "keep" or isinstance(value, Keep) and name == "keep":
@@ -65,7 +73,9 @@ class Manager:
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
-        self._deleter = Deleter()
+        self._deleter, self._background = Deleter(), Background(saver, on_failure)
+        self._reports: list[Report] = []  # of saves in the background that ended, for the next `poll`
+        self._failures: list[str] = []  # of those, still to be raised
 
     # ---- what there is
 
@@ -107,41 +117,88 @@ class Manager:
         *,
         metrics: Mapping[str, float] | None = None,
         temporary: bool = False,
+        wait: bool = True,
     ) -> Report:
         """`checkpoint.save` under the step's name, then tracker and retention. Errors are those of `save`.
 
         metrics: numbers by which `Keep(best=...)` chooses; they are stored as metadata["metrics"].
         temporary: only for a quick way back: few of these are kept, and a lasting save removes older ones.
-        Leftovers of killed saves, of any step, are removed first.
+        wait: until it is durable; False: only until the state may change again (the report says `durable=False`), and
+        `poll`, `save` or `close` tell how it ended. Leftovers of killed saves, of any step, are removed first.
         """
         _check_step(step)
         metadata, of, began = with_metrics(metadata, metrics), self._both[temporary], time.perf_counter()
-        lead, place, size = world is None or world.rank == 0, of.place(step), state_bytes(layouts)
-        if lead:
-            self._attempt("what killed saves left could not be removed", of.clean)
-        with progress(f"saving step {step}", size, written_below(place.text), self.show_progress if lead else False):
+        ranks, place = world or Alone(), of.place(step)
+        self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
+        if ranks.rank == 0:
+            self._attempt("what killed saves left could not be removed", lambda: of.clean(self._busy(temporary)))
+        report = Report("save", step, place.text, state_bytes(layouts), 0.0, 0.0, temporary, durable=wait)
+        if not wait:
+            return self._background.begin(place, state, layouts, ranks, metadata, report)
+        with progress(f"saving step {step}", report.bytes, written_below(place.text), self._shown(ranks)):
             save(place, state, layouts, world, metadata, step=step)
         seconds = time.perf_counter() - began
-        self.last = Report("save", step, place.text, size, seconds, seconds, temporary)
-        if lead:
+        self.last = replace(report, seconds=seconds, stall_seconds=seconds)
+        if ranks.rank == 0:
             self._when_durable(step, temporary)
         return self.last
+
+    def poll(self) -> tuple[Report, ...]:
+        """What has become of saves in the background since the last call. All ranks call it once a step.
+
+        Never waits for the disk; one small all-reduce while a save is pending, and nothing otherwise. When a save has
+        become durable, tracker and retention follow here. Raises RuntimeError on all ranks, once for each save that has
+        failed, with on_failure="raise"; otherwise its Report has an `error`.
+        """
+        self._note(self._background.poll())
+        self._raise()
+        reports, self._reports = tuple(self._reports), []
+        return reports
+
+    def _note(self, reports: list[Report]) -> None:
+        """Saves in the background have ended, on all ranks."""
+        for report in reports:
+            self._reports.append(report)
+            if report.durable:
+                self.last = report
+                if self._background.world.rank == 0:
+                    self._when_durable(report.step, report.temporary)
+            elif self._background.on_failure == "raise":
+                self._failures.append(report.error)
+
+    def _raise(self) -> None:
+        if self._failures:
+            raise RuntimeError(self._failures.pop(0))
+
+    def _busy(self, temporary: bool) -> set[int]:
+        """Steps that are being saved."""
+        return {begun.step for _, begun in self._background.pending if begun.temporary is temporary}
+
+    def _shown(self, ranks: Ranks) -> bool | None:
+        return self.show_progress if ranks.rank == 0 else False
+
+    def _bar(self, what: str, total: int, so_far: Callable[[], int | None]):
+        return progress(what, total, so_far, self._shown(self._background.world))
 
     def _when_durable(self, step: int, temporary: bool) -> None:
         """Rank 0: tracker and retention. Nothing that goes wrong here is an error of the run."""
         self._both[temporary].forget(step)
         self._attempt("the tracker could not be written", self._track)
         self._attempt("old checkpoints could not be deleted", lambda: self._retain(step, temporary))
+        self._tell()
+
+    def _tell(self) -> None:
         for failure in self._deleter.failures():
-            warnings.warn(failure, RuntimeWarning, stacklevel=3)
+            warnings.warn(failure, RuntimeWarning, stacklevel=4)
 
     def _retain(self, step: int, temporary: bool) -> None:
         of, keep = self._both[temporary], self.keep_temporary if temporary else self.keep
         if keep is not None:
             saved = [of.saved(s, keep.best is not None) for s in of.complete()]
-            self._delete(of, to_delete(saved, keep, {step}, time.time()))
+            self._delete(of, to_delete(saved, keep, {step} | self._busy(temporary), time.time()))
         if not temporary:
-            self._delete(self._both[1], [old for old in self._both[1].complete() if old <= step])
+            older = (old for old in self._both[True].complete() if old <= step)
+            self._delete(self._both[True], [old for old in older if old not in self._busy(True)])
 
     def _delete(self, of: Steps, steps: list[int]) -> None:
         for step in steps:
@@ -193,17 +250,36 @@ class Manager:
 
     # ---- life
 
-    def close(self, wait_s: float = 60.0) -> None:
-        """Finish what goes on in the background; deletions that take longer than `wait_s` are left to a later run."""
-        self._deleter.close(wait_s)
-        for failure in self._deleter.failures():
-            warnings.warn(failure, RuntimeWarning, stacklevel=2)
+    def close(self, wait: bool = True, wait_s: float = 60.0) -> None:
+        """End what goes on in the background. All ranks call it; without `wait` it needs no other rank.
+
+        wait: first finish the pending saves; else abandon them. Deletions that take longer than `wait_s` seconds are
+        left to a later run. Raises RuntimeError as `poll` does, when all is closed. The Manager can be used again.
+        """
+        try:
+            if wait:
+                self._note(self._background.finish(self._bar))
+        finally:
+            try:
+                self._background.close()
+            finally:
+                self._deleter.close(wait_s)
+                self._tell()
+                self._deleter = Deleter()
+        self._raise()
 
     def __enter__(self) -> Manager:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.close()
+        """Finish the pending saves; after an error, only where that needs no other rank; after Ctrl-C none."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close(wait=issubclass(kind, Exception) and self._background.world.size == 1)
+        except Exception as late:  # the first error is the one to see
+            warnings.warn(f"after another error: {late}", RuntimeWarning, stacklevel=2)
 
 
 def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] | None) -> dict[str, Any]:
