@@ -14,17 +14,16 @@ import numpy as np
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.describe import metadata
 from fmegatron.checkpoint.format import CheckpointError, digest
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.blob import Shard
-from fmegatron.checkpoint.local.fetch_set import fetch_set, few, tell_all
+from fmegatron.checkpoint.local.fetch_set import fetch_set, few
 from fmegatron.checkpoint.local.flat import Flat
 from fmegatron.checkpoint.local.shelf import Shelf
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.manifest import to_json_text
 from fmegatron.checkpoint.ranks import Ranks, together
-from fmegatron.checkpoint.read import rank_of, restore
+from fmegatron.checkpoint.read import rank_of
 from fmegatron.layout import Layout
 
 
@@ -80,7 +79,7 @@ def recover(
     for step, kind, one in _candidates(sets, fallback, world, notes):
         if kind == "global":
             tensors.clear()
-            if got := _restore_global(fallback.path(step), layouts, world, device, notes):
+            if got := _restore_global(fallback, step, layouts, world, device, notes):
                 return Found(step, *got, None)
             continue
 
@@ -172,30 +171,17 @@ def _move(tensors: list[torch.Tensor], device: str | torch.device | None) -> Non
 
 def _steps(manager: Manager) -> str:
     try:
-        return ",".join(map(str, manager.steps()))
+        return ",".join(map(str, sorted({*manager.steps(), *manager.steps(temporary=True)})))
     except Exception as error:  # the other ranks wait for a text; local replicas may still do
         return f"!{error}"
 
 
 def _restore_global(
-    path: str, layouts: Any, world: Ranks, device: Any, notes: list[str]
+    manager: Manager, step: int, layouts: Any, world: Ranks, device: Any, notes: list[str]
 ) -> tuple[Any, dict[str, Any]] | None:
     """(state, metadata); None, with a note, for a damaged checkpoint. Raises on all ranks what is no damage."""
-    error = result = None
     try:
-        result = restore(path, layouts, rank=world.rank, device=device), metadata(path)
-    except Exception as e:
-        error = e
-    code = 0 if error is None else 1 if isinstance(error, CheckpointError) else 2
-    codes = world.gather_rows(torch.tensor([code])).reshape(-1).tolist()
-    if 2 in codes:
-        together(world, f"restoring the checkpoint {path}", lambda: _raise(error if code == 2 else None))
-    if 1 in codes:
-        notes += [f"skipped the global checkpoint {path}: {t}" for t in tell_all(world, codes, str(error or ""))]
+        return manager.restore(step, layouts, world=world, device=device)
+    except CheckpointError as error:  # on all ranks, then
+        notes.append(f"skipped the global checkpoint of step {step}: {error}")
         return None
-    return result
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

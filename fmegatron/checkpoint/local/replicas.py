@@ -73,6 +73,16 @@ class LocalReplicas:
     The state is the directories themselves. `save` returns when all is written (copy, exchange, disk); `save_async`
     leaves the disk to a thread. Local replicas are for the same layouts on as many ranks: for anything else,
     `restore_latest` goes to the global checkpoint.
+
+    >>> import tempfile
+    >>> from fmegatron.layout import Mesh
+    >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     local = LocalReplicas(folder + "/ramdisk", "my-run", copies=1)
+    ...     local.save(7, {"w": torch.ones(2, 3)}, layouts, metadata={"loss": 0.5})
+    ...     step, state, metadata = local.restore_latest(layouts)
+    >>> step, state["w"].sum(), metadata
+    (7, tensor(6.), {'loss': 0.5})
     """
 
     directory: str | os.PathLike

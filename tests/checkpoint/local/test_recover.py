@@ -158,13 +158,24 @@ def test_newer_global_checkpoints_come_first(tmp_path):
     cluster.assert_restored(cluster.restore(fallback=manager)[0], 7)
     flip(next((tmp_path / "global" / "step_00000007").rglob("c.*")), 3)
     opened = []
-    real = Manager.path
+    real = Manager.restore
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Manager, "path", lambda self, step: (opened.append(step), real(self, step))[1])
+        patch.setattr(
+            Manager, "restore", lambda self, step, *a, **k: (opened.append(step), real(self, step, *a, **k))[1]
+        )
         got, warned = cluster.restore(fallback=manager)
     cluster.assert_restored(got, 5)  # of the same step the local one
-    assert any("skipped the global checkpoint" in w and "step_00000007" in w for w in warned)
-    assert set(opened) == {7}
+    assert any("skipped the global checkpoint of step 7" in w for w in warned)
+    assert opened == [7, 7]  # once by each rank
+
+
+def test_temporary_global_checkpoints_count(tmp_path):
+    cluster = Cluster(tmp_path / "nodes", 2)
+    manager, local = Manager(tmp_path / "global"), cut_tree(state(cluster.layouts, 6), cluster.layouts)
+    metadata = {"step": 6, "loss": 0.1}
+    run(2, lambda w: manager.save(6, local[w.rank], cluster.layouts, w, metadata, temporary=True))
+    cluster.save(5)
+    cluster.assert_restored(cluster.restore(fallback=manager)[0], 6)
 
 
 def test_a_function_as_the_last_resort(tmp_path):
@@ -183,7 +194,7 @@ def test_nothing_anywhere(tmp_path):
 
 
 def test_global_checkpoints_that_cannot_be_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(Manager, "steps", lambda self: os.listdir("/nowhere"))
+    monkeypatch.setattr(Manager, "steps", lambda self, **_: os.listdir("/nowhere"))
     cluster = Cluster(tmp_path, 2)
     cluster.save(1)
     got, warned = cluster.restore(fallback=Manager(tmp_path))
