@@ -19,6 +19,7 @@ MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "z
 SMALL_BYTES = 64 << 10  # leaves below this (global) are packed
 CHUNK_BYTES = 16 << 20  # aim for the size of a chunk
 BAND_BYTES = 1 << 20  # most bytes under one digest
+_SMALL_BAND_BYTES = 64 << 10  # bands of rows are not made smaller than this on purpose
 ALIGN_BYTES = 64  # of a leaf inside a packed array
 
 # Types that zarr3 readers know, spelled as torch spells them; others are stored as unsigned integers of their width.
@@ -186,10 +187,16 @@ def _quoted(path: str) -> str:
 
 
 def band_shape(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The digested bands of a chunk: whole trailing dims, then as many rows as fit 1 MiB (an exact divisor if near)."""
+    """The digested bands of a chunk: whole trailing dims, then as many rows as fit 1 MiB (an exact divisor if near).
+
+    A matrix has at least 8 bands of rows unless they get small, so that a third of its rows can be read without much
+    of the rest.
+    """
     band, size = [1] * len(chunk), itemsize
     for d in reversed(range(len(chunk))):
         most = max(1, min(chunk[d], BAND_BYTES // size))
+        if d == len(chunk) - 2:
+            most = min(most, max(-(-chunk[d] // 8), _SMALL_BAND_BYTES // size, 1))
         if most < chunk[d]:
             band[d] = next((n for n in range(most, most // 2, -1) if chunk[d] % n == 0), most)
             break

@@ -20,6 +20,8 @@ from fmegatron.layout import Box, Layout, Split, chunk
 
 _FINEST_BYTES = 4 << 10  # no chunk below a page
 _SENSIBLE_BYTES = 1 << 20  # a chunk of this size is never refused as too fine
+_SPLIT_BYTES = 1 << 20  # a chunk of this size may be cut in two along its last dim,
+_SPLIT_ROW_BYTES = 1 << 10  # if its rows have this size
 _MOST_DIVISORS_TRIED = 4096
 
 
@@ -92,35 +94,43 @@ def _home(layout: Layout) -> tuple[str, tuple[int, ...]]:
     if layout.nbytes < SMALL_BYTES or not layout.shape:
         return "packed", ()
     local = layout.local_nbytes(0)  # rank 0 holds as much as any
-    last_dim_cut = bool(layout.axes(len(layout.shape) - 1))
-    return home_of_large(layout.shape, layout.dtype.itemsize, cut_unit(layout), local, last_dim_cut)
+    return home_of_large(layout.shape, layout.dtype.itemsize, cut_unit(layout), local, layout.mesh.size)
 
 
 def home_of_large(
-    shape: tuple[int, ...], itemsize: int, unit: tuple[int, ...], local: int, last_dim_cut: bool
+    shape: tuple[int, ...], itemsize: int, unit: tuple[int, ...], local: int, ranks: int
 ) -> tuple[str, tuple[int, ...]]:
-    """Home and chunk shape of a leaf that is not small. unit: see `cut_unit`.  local: bytes of the largest shard."""
+    """Home and chunk shape of a leaf that is not small. unit: see `cut_unit`.  local: bytes of the largest
+    shard.  ranks: how many write.
+    """
     size = math.prod(unit) * itemsize
     stored = math.prod(-(-n // u) * u for n, u in zip(shape, unit, strict=True))
     fine = size < max(_FINEST_BYTES, min(_SENSIBLE_BYTES, local // 16))
     padded = stored > 1.25 * math.prod(shape)
     if fine or padded:
         return ("packed" if local < SMALL_BYTES else "piece"), ()
-    return "grid", chunk_shape(unit, itemsize, last_dim_cut)
+    # A state on one rank stays as it lies in memory. Where there are several, other numbers of them will cut its dims.
+    ways = shape[-1] // unit[-1]
+    columns = 1 if ranks == 1 else 4 if ways == 1 else max(2, 8 // ways)
+    return "grid", chunk_shape(unit, itemsize, columns)
 
 
-def chunk_shape(unit: tuple[int, ...], itemsize: int, last_dim_cut: bool) -> tuple[int, ...]:
+def chunk_shape(unit: tuple[int, ...], itemsize: int, columns: int = 1) -> tuple[int, ...]:
     """A chunk of about 16 MiB that divides `unit` exactly; the whole unit when no divisor is sensible.
 
-    Rows of the first dim, then of the next: contiguous in the writer's memory. Where the last dim is cut, resharding
-    will cut it again: then the last two dims are divided near-square.
+    Rows of the first dim, then of the next: contiguous in the writer's memory. columns: into how many pieces (a power
+    of two) the last dim is cut before that, as long as they do not get too small: then half and a quarter of the
+    writer's columns can be read without the rest, as rows can.
     """
     shape = list(unit)
-    rows = len(shape) - 2 if last_dim_cut else len(shape)
-    for d in range(rows):
+    while columns > 1 and len(shape) > 1 and shape[-1] % 2 == 0 and shape[-1] * itemsize >= _SPLIT_ROW_BYTES:
+        if math.prod(shape) * itemsize < _SPLIT_BYTES:
+            break
+        shape[-1], columns = shape[-1] // 2, columns // 2
+    for d in range(len(shape)):
         size = math.prod(shape) * itemsize
         if size <= 1.5 * CHUNK_BYTES:
-            return tuple(shape)
+            break
         inner = size // shape[d]
         if inner >= CHUNK_BYTES:
             shape[d] = 1
@@ -128,18 +138,8 @@ def chunk_shape(unit: tuple[int, ...], itemsize: int, last_dim_cut: bool) -> tup
         parts, most = -(-size // CHUNK_BYTES), size // _SENSIBLE_BYTES
         tried = range(parts, min(most, parts + _MOST_DIVISORS_TRIED) + 1)
         shape[d] //= next((n for n in tried if shape[d] % n == 0), 1)
-        return tuple(shape)
-    while math.prod(shape) * itemsize > 1.5 * CHUNK_BYTES:
-        big = max(range(max(rows, 0), len(shape)), key=lambda d: (_small_factor(shape[d]) > 1) * shape[d])
-        factor = _small_factor(shape[big])
-        if factor == 1:
-            break
-        shape[big] //= factor
+        break
     return tuple(shape)
-
-
-def _small_factor(n: int) -> int:
-    return next((f for f in (2, 3, 5, 7) if n > 1 and n % f == 0), 1)
 
 
 # ---- the coarsest grid that no box crosses

@@ -62,8 +62,7 @@ class Scattered:
         if nbytes < SMALL_BYTES or not self.shape:
             return LeafPlan(path, self, "packed")
         local = max(math.prod(shape) for _, _, shape in self.held) * itemsize
-        last_dim_cut = any(shape[-1] < self.shape[-1] for _, _, shape in self.held)
-        return LeafPlan(path, self, *home_of_large(self.shape, itemsize, self._unit(), local, last_dim_cut))
+        return LeafPlan(path, self, *home_of_large(self.shape, itemsize, self._unit(), local, self.mesh.size))
 
     def _unit(self) -> tuple[int, ...]:
         return tuple(_gcd(self._cuts(dim), n) for dim, n in enumerate(self.shape))

@@ -1,4 +1,4 @@
-"""A tree with Megatron's names, shapes and order of heads becomes ours by ten rules and a table of names; moments and masters with it."""
+"""Megatron's names, shapes and order of heads become ours by ten rules and a table of names; moments with them."""
 
 import re
 

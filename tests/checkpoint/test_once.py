@@ -1,4 +1,4 @@
-"""read="once": replicas share the reading; every byte is read once and everyone has everything, or all have the error."""
+"""read="once": replicas share the reading; every byte is read once and all have everything, or all have the error."""
 
 import pytest
 import torch

@@ -21,17 +21,18 @@ def one(layout):
 @pytest.mark.parametrize(
     "layout, chunk",
     [
-        (Layout((8192, 8192), BF16, Mesh(fsdp=4), ("fsdp",)), (1024, 8192)),  # rows
-        (Layout((8192, 8192), BF16, Mesh(tp=4), (None, "tp")), (4096, 2048)),  # near-square
-        (Layout((8192, 8192), BF16, Mesh(tp=4, fsdp=2), ("fsdp", "tp")), (4096, 2048)),
-        (Layout((24, 4096, 4096), BF16, Mesh(fsdp=2), (None, "fsdp")), (1, 2048, 4096)),  # a layer at a time
-        (Layout((24, 512, 512), BF16, Mesh(fsdp=2), (None, "fsdp")), (24, 256, 512)),  # 6 MiB: whole
+        (Layout((8192, 8192), BF16, Mesh(), ()), (1024, 8192)),  # one rank: rows
+        (Layout((8192, 8192), BF16, Mesh(fsdp=4), ("fsdp",)), (2048, 2048)),  # a quarter of the columns
+        (Layout((8192, 8192), BF16, Mesh(tp=4), (None, "tp")), (8192, 1024)),  # half of the writer's columns
+        (Layout((8192, 8192), BF16, Mesh(tp=4, fsdp=2), ("fsdp", "tp")), (4096, 1024)),
+        (Layout((24, 4096, 4096), BF16, Mesh(fsdp=2), (None, "fsdp")), (4, 2048, 1024)),  # a quarter of the columns of some layers
+        (Layout((24, 512, 512), BF16, Mesh(fsdp=2), (None, "fsdp")), (24, 256, 256)),  # no rows of less than 512 bytes
         (Layout((24, 4096, 6144), BF16, Mesh(fsdp=2, tp=2), (None, "fsdp", Split("tp", (4096, 1024, 1024)))),
-         (8, 2048, 512)),
+         (24, 2048, 256)),
         (Layout((50257, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (1733, 1024)),  # 50257 = 29 * 1733
         (Layout((50261, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (50261, 1024)),  # a prime: whole
-        (Layout((1000, 4096), torch.float32, Mesh(fsdp=3), ("fsdp",)), (334, 4096)),  # uneven: the last is padded
-        (Layout((64, 4096, 4096), BF16, Mesh(dp=8), flat=("dp",)), (1, 2048, 4096)),  # flat, along whole rows
+        (Layout((1000, 4096), torch.float32, Mesh(fsdp=3), ("fsdp",)), (334, 1024)),  # uneven: the last is padded
+        (Layout((64, 4096, 4096), BF16, Mesh(dp=8), flat=("dp",)), (2, 4096, 1024)),  # flat, along whole rows
     ],
     ids=str,
 )  # fmt: skip
@@ -111,4 +112,4 @@ def test_one_rank_of_many_plans_in_a_second():
     leaves = plan([f"leaf/{i}" for i in range(2000)], layouts)
     chunks = [chunks_to_write(leaf, 12_345) for leaf in leaves if leaf.home == "grid"]
     assert time.perf_counter() - start < 1.0 * 3  # three times the bar: other tests run beside this one
-    assert sum(map(len, chunks)) > 1000
+    assert sum(map(len, chunks)) > 800
