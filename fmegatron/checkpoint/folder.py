@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from fmegatron.checkpoint import commit
 from fmegatron.checkpoint.format import MARKER
+from fmegatron.checkpoint.notes import Notes
 from fmegatron.checkpoint.ocdbt import Database
 
 _FSYNCS = 8  # a disk takes many at a time
@@ -200,6 +201,10 @@ class FolderStore:
                 if m[2] != "gone" and (found := commit.resolve(path)) != path:
                     os.rename(found, path)
                 commit.remove(os.path.join(self.path, name))
+
+    def notes(self) -> Notes:
+        """Files in the directory itself."""
+        return Notes(self.path)
 
     def to_json(self) -> dict[str, Any]:
         """The path."""

@@ -78,6 +78,35 @@ class KeyValues:
         done(self.kv.delete_range(ts.KvStore.KeyRange()))
 
 
+class KeyNotes:
+    """The `Notes` of a directory in an object store: a put replaces in one step, and leaves nothing behind."""
+
+    def __init__(self, values: KeyValues):
+        self.values = values
+
+    def names(self) -> list[str]:
+        """Names of all notes."""
+        return self.values.names()
+
+    def read(self, name: str, most: int = 1 << 20) -> bytes | None:
+        """The content of a note, None where there is none. Raises OSError."""
+        try:
+            return self.values.read(name, 0, most)
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes, durable: bool = False) -> None:
+        """Put a note, or replace it."""
+        self.values.write(name, [data])
+
+    def remove(self, name: str) -> None:
+        """Remove a note if it is there."""
+        self.values.remove(name)
+
+    def clean(self) -> None:
+        """Nothing is left behind."""
+
+
 class ShortValue(OSError):
     """A value ends before the bytes that were asked for."""
 

@@ -3,6 +3,7 @@
     NAME/TOKEN/...          the files of one save, its own marker among them: a checkpoint by itself
     NAME/COMPLETE           a pointer: the marker, and `root`: the TOKEN that is the checkpoint NAME. Put last
     .checkpoints/NAME       empty; so that the checkpoints of a directory are found without a walk through their chunks
+    .notes/...              what a Manager leaves beside its checkpoints: which is newest, who reads which
 
 Tokens that NAME/COMPLETE does not name are leftovers of killed saves (or in the making); the next save removes them.
 """
@@ -20,11 +21,11 @@ from typing import Any
 import tensorstore as ts
 
 from fmegatron.checkpoint.format import MARKER, MARKER_VERSION, CheckpointError
-from fmegatron.checkpoint.keyvalue import KeyValues
+from fmegatron.checkpoint.keyvalue import KeyNotes, KeyValues
 from fmegatron.checkpoint.ocdbt import Database
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
-_INDEX = ".checkpoints/"
+_INDEX, _NOTES = ".checkpoints/", ".notes/"
 _DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}
 _CONTEXT = {
     "cache_pool": {"total_bytes_limit": 32 << 20},  # for the nodes of OCDBT databases; nothing else is cached
@@ -221,6 +222,10 @@ class ObjectStore:
                     store._remove_others((store._pointer() or {}).get("root"))
                 else:
                     store.withdraw().delete()
+
+    def notes(self) -> KeyNotes:
+        """Objects below `.notes/`."""
+        return KeyNotes(self.values.below(_NOTES))
 
     def to_json(self) -> dict[str, Any]:
         """URL and options; what lies in memory:// is in this process only."""

@@ -13,7 +13,6 @@ from fmegatron.checkpoint.deletion import remove_tree
 from fmegatron.checkpoint.describe import metadata
 from fmegatron.checkpoint.folder import FolderStore
 from fmegatron.checkpoint.format import MARKER, CheckpointError
-from fmegatron.checkpoint.notes import Notes
 from fmegatron.checkpoint.retention import Saved
 from fmegatron.checkpoint.storage import Store, open_store
 
@@ -25,7 +24,7 @@ class Steps:
 
     def __init__(self, directory: str | os.PathLike | Store):
         self.store = open_store(directory)
-        self.notes = Notes(self.store.text)
+        self.notes = self.store.notes()
         self._metrics: dict[int, dict] = {}
 
     def name(self, step: int) -> str:

@@ -22,6 +22,8 @@ import numpy as np
 import tensorstore as ts
 
 from fmegatron.checkpoint.folder import FolderStore
+from fmegatron.checkpoint.keyvalue import KeyNotes
+from fmegatron.checkpoint.notes import Notes
 from fmegatron.checkpoint.objects import ObjectStore
 from fmegatron.checkpoint.ocdbt import DatabaseStore
 
@@ -122,6 +124,9 @@ class Store(Protocol):
 
         keep: children that are being written or deleted now.
         """
+
+    def notes(self) -> Notes | KeyNotes:
+        """Small files beside the checkpoints of this directory, each whole or not there."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON from which `store_from_json` makes the same Store in another process."""

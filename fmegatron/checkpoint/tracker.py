@@ -12,7 +12,9 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
+from fmegatron.checkpoint.keyvalue import KeyNotes
 from fmegatron.checkpoint.notes import Notes
+from fmegatron.checkpoint.storage import Store, open_store
 
 LATEST, FORMAT = "latest", "fmegatron.latest"
 
@@ -27,14 +29,14 @@ class Latest:
     saved_at: float
 
 
-def write_latest(notes: Notes, latest: Latest) -> None:
+def write_latest(notes: Notes | KeyNotes, latest: Latest) -> None:
     """Write the tracker, durably and in one step. Raises OSError."""
     notes.write(LATEST, json.dumps({"format": FORMAT, **asdict(latest)}).encode() + b"\n", durable=True)
 
 
-def read_latest(directory: str | os.PathLike | Notes) -> Latest | None:
+def read_latest(directory: str | os.PathLike | Store | Notes | KeyNotes) -> Latest | None:
     """What the tracker of a directory says; None if there is none, or none that makes sense."""
-    notes = directory if isinstance(directory, Notes) else Notes(directory)
+    notes = directory if isinstance(directory, Notes | KeyNotes) else open_store(directory).notes()
     try:
         value = json.loads(notes.read(LATEST, most=4096) or b"null")
         latest = Latest(**{name: value[name] for name in ("step", "path", "temporary", "saved_at")})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError, keyvalue, open_store
+from fmegatron.checkpoint import CheckpointError, Manager, keyvalue, open_store, read_latest
 from fmegatron.checkpoint.storage import store_from_json
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
@@ -254,6 +254,22 @@ def test_children(store):
     store.clean(r"step_\d+")
     assert len(tokens(store.child("step_00000002"))) == 2
     assert_same_bits(checkpoint.restore(store.child("step_00000002"), ONE), state())
+
+
+def test_a_manager(store):
+    """Steps, tracker, retention, and the way back past a damaged step, on a URL."""
+    with Manager(store, keep=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step), ONE)
+    assert manager.steps() == [2, 3] and manager.latest() == 3 and read_latest(store).step == 3
+    assert not store.child("step_00000001").values.names()
+    assert_same_bits(manager.restore_latest(ONE)[1], state(3))
+    newest = store.child("step_00000003")
+    newest.values.remove(next(k for k in newest.values.names() if k.endswith("/digests.bin")))
+    with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 3"):
+        step, got, _ = Manager(store).restore_latest(ONE)
+    assert step == 2
+    assert_same_bits(got, state(2))
 
 
 # ---- values
