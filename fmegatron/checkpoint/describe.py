@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from fmegatron.checkpoint.format import FORMAT, VERSION, CheckpointError, dtype_of
-from fmegatron.checkpoint.manifest import layout_from_json, read_manifest
+from fmegatron.checkpoint.format import FORMAT, VERSION, dtype_of
+from fmegatron.checkpoint.manifest import layout_from_json, mesh_from_json, read_manifest
 from fmegatron.checkpoint.storage import Store, locate
 from fmegatron.layout import Mesh
 
@@ -36,10 +36,7 @@ def describe(path: str | os.PathLike | Store) -> Description:
     storage = locate(path)
     manifest = read_manifest(storage)
     size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in manifest.leaves.values())
-    try:
-        meshes = tuple(map(Mesh.from_json, manifest.meshes))
-    except (ValueError, TypeError, KeyError, AssertionError) as error:
-        raise CheckpointError(f"{storage.text}: a mesh cannot be read ({error}); restore another step") from None
+    meshes = tuple(map(mesh_from_json, manifest.meshes))
     return Description(
         storage.text, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes
     )

@@ -17,7 +17,7 @@ from fmegatron.checkpoint.format import (
     Manifest,
     digest_text,
 )
-from fmegatron.checkpoint.parse import MOST_BYTES, parse_json, parse_layout, parse_manifest
+from fmegatron.checkpoint.parse import MOST_BYTES, parse_json, parse_layout, parse_manifest, parse_mesh
 from fmegatron.checkpoint.storage import Storage
 from fmegatron.layout import Layout, Mesh
 
@@ -124,8 +124,11 @@ def read_manifest(storage: Storage) -> Manifest:
     for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
         if found is None:
             raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
+    if type(want[0]) is not int or not 0 <= want[0] <= MOST_BYTES:
+        got = f"{want[0]!r:.40} for the size of the manifest"
+        raise CheckpointError(f"{marker_at}: got {got}, wanted at most {MOST_BYTES} bytes; {RESTORE_ANOTHER}")
     try:
-        data = storage.read(MANIFEST, 0, 1 + min(want[0], MOST_BYTES) if type(want[0]) is int else 1)
+        data = storage.read(MANIFEST, 0, want[0] + 1)
     except OSError as error:
         raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (len(data), digest_text(data)) != want:
@@ -149,3 +152,11 @@ def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
         raise CheckpointError(
             f"{leaf.path[:200]}: its stored layout cannot be read ({str(error)[:300]}); {RESTORE_ANOTHER}"
         ) from None
+
+
+def mesh_from_json(row: Any) -> Mesh:
+    """A mesh that the layouts of a checkpoint refer to. Raises CheckpointError."""
+    try:
+        return parse_mesh(row)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"a stored mesh cannot be read ({str(error)[:300]}); {RESTORE_ANOTHER}") from None

@@ -14,13 +14,14 @@ import reprlib
 from typing import Any
 
 from fmegatron.checkpoint.format import ALIGN_BYTES, BAND_BYTES, Array, Leaf, Manifest, Piece, dtype_of
-from fmegatron.layout import Box, Layout, dtype_name
+from fmegatron.layout import Box, Layout, Mesh, dtype_name
 
 MOST_BYTES = 256 << 20  # of a manifest: room for a million leaves
 _MOST_DIMS = 64  # torch's own bound
 _MOST_SMALL_BANDS = 1 << 16  # of an array whose bands are below _SMALL_BAND_BYTES
 _SMALL_BAND_BYTES = 4 << 10
 _MOST_CORNERS = 1 << 22  # of the boxes of a leaf
+_MOST_PATH = 4096  # characters, as file systems have it
 _MOST_PARTS = 1 << 16  # interleaved parts of a dim
 _PART = r"(?!zarr\.json(?:/|$))[A-Za-z0-9_%\-][A-Za-z0-9_.%\-]*"
 _NAME = re.compile(f"(?:{_PART})(?:/{_PART})+")
@@ -69,13 +70,13 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
         name = "manifest"
         if (total := sum(a.digest_count for a in arrays.values())) != count:
             raise ValueError(f"got digest_count {shown(count)}, wanted {total}, as the arrays have")
-        for name, row in _child(value, "leaves", dict).items():
+        rows = _child(value, "leaves", dict)
+        for name, row in rows.items():
+            _check_path(name, rows)
             leaves[name] = _parse_leaf(name, row, arrays, used)
         for name, array in arrays.items():
             if math.prod(array.shape) * array.itemsize > used.get(name, -1):
                 raise ValueError(f"{array.shape} elements are more than its leaves have")
-        for name in leaves:
-            _check_path(name, leaves)
         name, step = "manifest", value.get("step")
         if step is not None and (type(step) is not int or abs(step) >= 1 << 62):
             raise ValueError(f"got step {shown(step)}, wanted a whole number or null")
@@ -90,13 +91,8 @@ def parse_layout(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
     number, spec = _child(leaf.layout, "mesh", int), _child(leaf.layout, "spec", list)
     if not 0 <= number < len(meshes):
         raise ValueError(f"got mesh {shown(number)}, wanted one of {len(meshes)}")
-    mesh = meshes[number]
-    names, sizes = _names(_child(mesh, "names", list)), _ints(_child(mesh, "sizes", list), 1)
-    digits = [_ints(pair, 1) for pair in _child(mesh, "digits", list)[:_MOST_DIMS]]
-    if len(names) != len(sizes) or any(len(d) != 2 for d in digits) or len(spec) > len(leaf.shape):
-        raise ValueError(f"mesh {shown(mesh)} and spec {shown(spec)} do not fit")
-    if math.prod(sizes) >= 1 << 62 or math.prod(size for size, _ in digits) != math.prod(sizes):
-        raise ValueError(f"mesh {shown(mesh)}: sizes and digits do not fit")
+    if len(spec) > len(leaf.shape):
+        raise ValueError(f"spec {shown(spec)} is longer than shape {leaf.shape}")
     for entry in spec:
         if type(entry) is dict:
             parts = entry.get("parts")
@@ -113,9 +109,26 @@ def parse_layout(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
         "spec": spec,
         "flat": list(_names(_child(leaf.layout, "flat", list))),
         "unreduced": [],
-        "mesh": {"names": list(names), "sizes": list(sizes), "digits": digits},
+        "mesh": parse_mesh(meshes[number]).to_json(),
     }
     return Layout.from_json(row)
+
+
+def parse_mesh(row: Any) -> Mesh:
+    """A mesh that layouts refer to. Raises ValueError."""
+    names, sizes = _names(_child(row, "names", list)), _ints(_child(row, "sizes", list), 1)
+    digits = [_ints(pair, 1) for pair in _child(row, "digits", list)[: _MOST_DIMS + 1]]
+    if len(names) != len(sizes) or any(len(pair) != 2 for pair in digits) or len(digits) > _MOST_DIMS:
+        raise ValueError(f"mesh {shown(row)}: names, sizes and digits do not fit")
+    # The digits are a permutation of the ranks: sorted by stride, each counts on where the one before ends.
+    end = 1
+    for size, stride in sorted(digits, key=lambda pair: pair[1]):
+        if size > 1 and stride != end:
+            raise ValueError(f"mesh {shown(row)}: its digits do not number the ranks")
+        end *= size
+    if end != math.prod(sizes) or end >= 1 << 62:
+        raise ValueError(f"mesh {shown(row)}: its digits do not number the ranks")
+    return Mesh.from_json({"names": names, "sizes": sizes, "digits": digits})
 
 
 def _parse_array(name: str, row: Any, count: int) -> Array:
@@ -194,6 +207,8 @@ def _check_cover(boxes: list[Box], shape: tuple[int, ...]) -> None:
         if 0 in shape and boxes:
             raise ValueError("an empty leaf has pieces")
         return
+    if (total := sum(box.size for box in boxes)) != math.prod(shape):
+        raise ValueError(f"its {len(boxes)} boxes hold {total} of {math.prod(shape)} elements, not each exactly once")
     cut = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
     if len(boxes) << len(cut) > _MOST_CORNERS:
         raise ValueError(f"{len(boxes)} boxes cut {len(cut)} dims")
@@ -207,7 +222,9 @@ def _check_cover(boxes: list[Box], shape: tuple[int, ...]) -> None:
         raise ValueError(f"its {len(boxes)} boxes do not cover {shape} exactly once")
 
 
-def _check_path(path: str, leaves: dict[str, Leaf]) -> None:
+def _check_path(path: str, leaves: dict[str, Any]) -> None:
+    if len(path) > _MOST_PATH:
+        raise ValueError(f"a path of {len(path)} characters, wanted at most {_MOST_PATH}")
     if not path.isascii():
         path.encode()  # half a surrogate pair is an error (a ValueError)
     above = path.rfind("/")

@@ -1,0 +1,357 @@
+"""Crafted files: an error within a second and 200 MB, or a correct restore; nothing outside is read or written."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from fmegatron import checkpoint, tree
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.manifest import marker_to_json
+from fmegatron.checkpoint.tools import verify
+from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
+from tests.checkpoint.nasty import mutated
+
+SECONDS, BYTES = 1.0, 200 << 20
+
+
+def layouts_on(mesh):
+    return {
+        "block": {"w": Layout((8, 6), torch.float32, mesh, ("fsdp",)), "v": Layout((8, 6), torch.float32, mesh)},
+        "flat": Layout((5, 7), torch.float32, mesh, flat=("fsdp",) if mesh.size > 1 else ()),
+        "step": Layout((), torch.int64, mesh),
+        "flag": Layout((), torch.bool, mesh),
+    }
+
+
+ONE = layouts_on(Mesh(fsdp=1))
+
+
+def state():
+    torch.manual_seed(0)
+    return tree.map(lambda x: torch.randint(1, 1000, x.shape).to(x.dtype), ONE)
+
+
+@pytest.fixture(autouse=True)
+def _tiny():
+    with small_sizes():
+        yield
+
+
+@pytest.fixture
+def saved(tmp_path):
+    layouts = layouts_on(Mesh(fsdp=2))
+    assert save_all(tmp_path / "run" / "a", state(), layouts, metadata={"lr": [1e-3, {"n": 2}]}) == [None] * 2
+    (tmp_path / "canary").write_bytes(bytes(96))
+    return tmp_path / "run" / "a"
+
+
+def sign(path, data):
+    """Put a manifest there, and the marker that fits: its author is the attacker."""
+    (path / "manifest.json").write_bytes(data)
+    (path / "COMPLETE").write_bytes(marker_to_json(data))
+
+
+@contextlib.contextmanager
+def watched(inside):
+    """Every file that is opened, and every directory that is listed, lies inside; nothing is written or removed."""
+    real_open, real_os_open, outside = open, os.open, []
+
+    def look(path, write):
+        if isinstance(path, int):
+            return
+        folder, name = os.path.split(os.fspath(path))
+        at = os.path.join(os.path.realpath(folder), name)  # a link at the end is not followed, see below
+        if write or not (at == str(inside) or at.startswith(f"{inside}/")):
+            outside.append((os.fspath(path), write))
+
+    def open_file(path, mode="r", *args, **kwargs):
+        look(path, set(mode) & set("wax+") or os.path.islink(path))
+        return real_open(path, mode, *args, **kwargs)
+
+    def os_open(path, flags, *args, **kwargs):
+        look(path, flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or not flags & os.O_NOFOLLOW)
+        return real_os_open(path, flags, *args, **kwargs)
+
+    def refuse(*args, **kwargs):
+        outside.append(args)
+        raise AssertionError(f"a restore changes files: {args}")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("builtins.open", open_file))
+        stack.enter_context(mock.patch("os.open", os_open))
+        for name in (
+            "rename",
+            "replace",
+            "remove",
+            "unlink",
+            "mkdir",
+            "rmdir",
+            "symlink",
+            "link",
+            "truncate",
+            "system",
+        ):
+            stack.enter_context(mock.patch(f"os.{name}", refuse))
+        yield
+    assert not outside, outside
+
+
+def peak():
+    """The most memory that this process has had, bytes, since `reset_peak`."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("VmHWM"))
+
+
+def reset_peak():
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
+    return peak()
+
+
+def restored(path, target, fill):
+    """What a restore returns when fresh memory holds `fill`: a byte that it did not write shows."""
+    real = torch.empty
+
+    def empty(*args, **kwargs):
+        x = real(*args, **kwargs)
+        x.view(-1).view(torch.uint8).fill_(fill) if x.numel() else None
+        return x
+
+    with mock.patch("torch.empty", empty):
+        return checkpoint.restore(path, target)
+
+
+def attack(path):
+    """Use a checkpoint in every way that reads it. "error", or "restored" with the same elements twice."""
+    for use in (checkpoint.metadata, checkpoint.describe, checkpoint.layouts):
+        with contextlib.suppress(ValueError):
+            use(path)
+    outcome = "error"
+    try:
+        got = restored(path, ONE, 0x5A)
+    except ValueError as error:  # a CheckpointError is one
+        assert len(str(error)) < 5000
+    else:
+        assert_same_bits(restored(path, ONE, 0xA5), got)
+        outcome = "restored"
+    with contextlib.suppress(ValueError):
+        stored = checkpoint.layouts(path)
+        flat = tree.leaves(stored)
+        if sum(layout.nbytes for layout in flat) < 1 << 24 and len({layout.mesh.size for layout in flat}) == 1:
+            assert_same_bits(checkpoint.restore(path, stored, rank=0), checkpoint.restore(path, stored, rank=0))
+    return outcome
+
+
+def fuzz(path, seed, times):
+    """Mutations of the manifest; the slowest in seconds, the most memory in bytes, the outcomes."""
+    rng, good = random.Random(seed), json.loads((path / "manifest.json").read_text())
+    assert attack(path) == "restored"
+    start, slowest, outcomes = reset_peak(), 0.0, {"error": 0, "restored": 0}
+    with watched(path):
+        pass  # patches compile their own code once
+    for number in range(times):
+        data = mutated(rng, good)
+        sign(path, data)
+        begun = time.process_time()
+        try:
+            with watched(path):
+                outcomes[attack(path)] += 1
+        except Exception as error:
+            raise AssertionError(
+                f"{type(error).__name__} at mutation {number} of seed {seed}: {data[:3000]}"
+            ) from error
+        slowest = max(slowest, time.process_time() - begun)
+    return slowest, peak() - start, outcomes
+
+
+def check_fuzz(path, seed, times):
+    slowest, memory, outcomes = fuzz(path, seed, times)
+    assert slowest < SECONDS and memory < BYTES, (slowest, memory)
+    assert min(outcomes.values()) > times // 100, outcomes  # some mutations are harmless: another step, metadata, ...
+    assert (path.parent.parent / "canary").read_bytes() == bytes(96)
+
+
+def test_mutated_manifests(saved):
+    check_fuzz(saved, 0, 500)
+
+
+@pytest.mark.slow
+def test_10_000_mutated_manifests(saved):
+    check_fuzz(saved, 1, 10_000)
+
+
+def leaf_row(**changes):
+    row = {"shape": [8, 6], "dtype": "float32", "layout": {"mesh": 0, "spec": [], "flat": []}, "array": "arrays/w"}
+    return {**row, **changes}
+
+
+def with_boxes(boxes):
+    row = leaf_row(pieces=[{"array": "pieces/w/0", "offset": 0, "boxes": boxes}])
+    del row["array"]
+    return row
+
+
+def array_row(**changes):
+    row = {"shape": [8, 6], "dtype": "float32", "chunk": [8, 6], "band": [1, 6], "first_digest": 0, "digest": "0" * 16}
+    return {**row, **changes}
+
+
+PIECES = array_row(shape=[48], chunk=[48], band=[8], first_digest=8)
+
+
+def manifest(leaves=None, arrays=None, **changes):
+    value = {"format": "fmegatron.checkpoint", "version": 1, "step": 1, "metadata": {}, "digest_count": 14}
+    meshes = [{"names": ["fsdp"], "sizes": [1], "digits": [[1, 1]]}]
+    leaves, arrays = leaves or {"w": leaf_row()}, arrays or {"arrays/w": array_row(), "pieces/w/0": PIECES}
+    return json.dumps({**value, "meshes": meshes, "leaves": leaves, "arrays": arrays, **changes})
+
+
+def hole(key, text):
+    """A manifest with this text as the value of a key."""
+    return manifest(**{key: "@"}).replace('"@"', text)
+
+
+MiB = 1 << 20
+BOMBS = {
+    "brackets": lambda: "[" * (20 * MiB),
+    "braces": lambda: '{"a":' * (4 * MiB),
+    "lists": lambda: hole("metadata", "{" + '"a":[' + "[]," * (7 * MiB) + "[]]}"),
+    "objects": lambda: hole("metadata", '{"a":[' + "{}," * (7 * MiB) + "{}]}"),
+    "ones": lambda: hole("step", "[" + "1," * (10 * MiB) + "1]"),
+    "keys": lambda: hole("metadata", "{" + ",".join(f'"{i:x}":0' for i in range(1 << 19)) + "}"),
+    "digits": lambda: hole("step", "7" * (10 * MiB)),
+    "fraction": lambda: hole("metadata", '{"a":0.' + "7" * (10 * MiB) + "}"),
+    "exponent": lambda: hole("metadata", '{"a":1e999999999}'),
+    "nan": lambda: hole("metadata", '{"a":NaN}'),
+    "infinity": lambda: hole("metadata", '{"a":-Infinity}'),
+    "text": lambda: hole("step", '"' + "x" * (30 * MiB) + '"'),
+    "name": lambda: manifest({"w" * (5 * MiB): leaf_row()}),
+    "slashes": lambda: manifest({"/" * (100_000): leaf_row()}),
+    "dims": lambda: manifest({"w": leaf_row(shape=[2] * 1_000_000)}),
+    "large dims": lambda: manifest(
+        {"w": leaf_row(shape=[2**61] * 64)}, {"arrays/w": array_row(shape=[2**61] * 64, chunk=[1] * 64, band=[1] * 64)}
+    ),
+    "many chunks": lambda: manifest(
+        {"w": leaf_row(shape=[2**40])}, {"arrays/w": array_row(shape=[2**40], chunk=[1], band=[1])}, digest_count=2**40
+    ),
+    "boxes": lambda: manifest({"w": with_boxes([[[0, 0], [1, 1], 0, [0, 0]]] * 50_000)}),  # all in one place
+    "mesh": lambda: manifest(meshes=[{"names": ["fsdp"], "sizes": [2**61], "digits": [[2**61, 1]]}]),
+    "meshes": lambda: manifest(meshes=[{"names": ["a"] * 200_000, "sizes": [2] * 200_000, "digits": []}]),
+    "parts": lambda: manifest({"w": leaf_row(layout={"mesh": 0, "spec": [{"axes": [], "parts": 2**60}], "flat": []})}),
+    "leaves": lambda: manifest({f"w{i}": leaf_row() for i in range(20_000)}),
+    "utf-16": lambda: manifest().encode("utf-16"),
+    "not utf-8": lambda: manifest().encode().replace(b"fsdp", b"\xff\xfe\xfd\xfc"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(saved, name):
+    data = BOMBS[name]()
+    data = data if isinstance(data, bytes) else data.encode()
+    sign(saved, data)
+    size = len(data)
+    del data
+    start, begun = reset_peak(), time.process_time()
+    with watched(saved), pytest.raises(ValueError) as caught:
+        checkpoint.restore(saved, ONE)
+    seconds, memory = time.process_time() - begun, peak() - start
+    assert seconds < SECONDS and memory < BYTES, (size, seconds, memory)
+    assert len(str(caught.value)) < 2000
+    with contextlib.suppress(ValueError):
+        checkpoint.layouts(saved)
+    assert verify(saved).damages
+
+
+def sparse(at, size):
+    with open(at, "r+b") as f:
+        f.truncate(size)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "COMPLETE", "digests.bin", "arrays/block/w/c.0.0", "packed/0/c.0"])
+@pytest.mark.parametrize("size", [1 << 40, 1 << 31], ids=["TiB", "2GiB"])
+def test_huge_files(saved, file, size):
+    """Holes cost nothing on the disk: their size must not become memory."""
+    sparse(saved / file, size)
+    start, begun = reset_peak(), time.process_time()
+    with pytest.raises(CheckpointError):
+        checkpoint.restore(saved, ONE)
+    assert time.process_time() - begun < SECONDS and peak() - start < BYTES
+
+
+def test_a_huge_manifest_with_its_marker(saved):
+    """The marker says that it has a TiB: more than any manifest has."""
+    data = (saved / "manifest.json").read_bytes()
+    sparse(saved / "manifest.json", 1 << 40)
+    marker = json.loads(marker_to_json(data))
+    (saved / "COMPLETE").write_text(json.dumps({**marker, "manifest_bytes": 1 << 40}))
+    start = reset_peak()
+    with pytest.raises(CheckpointError, match="manifest"):
+        checkpoint.restore(saved, ONE)
+    assert peak() - start < BYTES
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "loop", "device"])
+@pytest.mark.parametrize("file", ["COMPLETE", "manifest.json", "digests.bin", "arrays/block/w/c.0.0", "packed/0/c.0"])
+def test_what_is_no_file(saved, file, kind):
+    """Links are not followed even to the right bytes; nobody waits for a pipe."""
+    at = saved / file
+    shutil.move(at, saved.parent / "real")
+    {
+        "link": lambda: at.symlink_to(saved.parent / "real"),
+        "pipe": lambda: os.mkfifo(at),
+        "directory": at.mkdir,
+        "loop": lambda: at.symlink_to(at),
+        "device": lambda: at.symlink_to("/dev/zero"),
+    }[kind]()
+    with watched(saved), pytest.raises(CheckpointError, match=str(saved)):
+        checkpoint.restore(saved, ONE)
+
+
+@pytest.mark.parametrize("folder", ["arrays", "arrays/block", "arrays/block/w", "packed/0", "pieces"])
+def test_linked_directories(saved, folder):
+    shutil.move(saved / folder, saved.parent / "moved")
+    (saved / folder).symlink_to(saved.parent / "moved")
+    with watched(saved), pytest.raises(CheckpointError, match="outside of the checkpoint"):
+        checkpoint.restore(saved, ONE)
+
+
+@pytest.mark.parametrize("name", ["../canary", "/etc/passwd", "arrays/../../../canary", "arrays/./w", "a\\b", "\ud800"])
+def test_names_that_lead_outside(saved, name):
+    """In the place of every array's name."""
+    good = (saved / "manifest.json").read_text()
+    for array in json.loads(good)["arrays"]:
+        sign(saved, good.replace(json.dumps(array), json.dumps(name)).encode())
+        with watched(saved), pytest.raises(CheckpointError, match="not the name of a directory inside"):
+            checkpoint.restore(saved, ONE)
+
+
+def test_gaps_and_overlaps(saved):
+    """Pieces that count up to the right number of elements but cover some twice would leave others as they were."""
+    good = json.loads((saved / "manifest.json").read_text())
+    rows = good["leaves"]["flat"]["pieces"]
+    box = rows[0]["boxes"][0]
+    assert box[1][1] > 1 or box[1][0] > 1
+    rows[1]["boxes"] = [[[0, 0], *b[1:]] for b in rows[1]["boxes"]]
+    sign(saved, json.dumps(good).encode())
+    with pytest.raises(CheckpointError, match="flat: its .* boxes .* exactly once"):
+        checkpoint.restore(saved, ONE)
+
+
+def test_the_manager_walks_back_past_malice(saved):
+    """restore_latest takes the older good step."""
+    manager = checkpoint.Manager(saved.parent / "steps")
+    for step in (1, 2):
+        manager.save(step, state(), ONE)
+    sign(saved.parent / "steps/step_00000002", BOMBS["lists"]().encode())
+    with pytest.warns(RuntimeWarning, match="step 2"):
+        step, got, _ = manager.restore_latest(ONE)
+    assert step == 1
+    assert_same_bits(got, state())
