@@ -25,7 +25,7 @@ def one(layout):
         (Layout((8192, 8192), BF16, Mesh(fsdp=4), ("fsdp",)), (2048, 2048)),  # a quarter of the columns
         (Layout((8192, 8192), BF16, Mesh(tp=4), (None, "tp")), (8192, 1024)),  # half of the writer's columns
         (Layout((8192, 8192), BF16, Mesh(tp=4, fsdp=2), ("fsdp", "tp")), (4096, 1024)),
-        (Layout((24, 4096, 4096), BF16, Mesh(fsdp=2), (None, "fsdp")), (4, 2048, 1024)),  # a quarter of the columns of some layers
+        (Layout((24, 4096, 4096), BF16, Mesh(fsdp=2), (None, "fsdp")), (4, 2048, 1024)),  # a quarter of the columns
         (Layout((24, 512, 512), BF16, Mesh(fsdp=2), (None, "fsdp")), (24, 256, 256)),  # no rows of less than 512 bytes
         (Layout((24, 4096, 6144), BF16, Mesh(fsdp=2, tp=2), (None, "fsdp", Split("tp", (4096, 1024, 1024)))),
          (24, 2048, 256)),
