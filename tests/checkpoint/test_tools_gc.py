@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import Manager
+from fmegatron.checkpoint import Manager, leases
 from fmegatron.checkpoint.__main__ import main
+from fmegatron.checkpoint.notes import Notes
 from fmegatron.checkpoint.tools import collect, listing
 from fmegatron.layout import Layout, Mesh
 
@@ -135,7 +136,7 @@ def test_a_resave_killed_between_its_renames(run, new):
             aged(run / name, 7200)
     done = collect(run)
     assert {a.kind for a in done.actions} == ({"finish", "remove"} if new else {"finish"})
-    assert sorted(os.listdir(run)) == [f"step_{n:08d}" for n in range(1, 5)]
+    assert sorted(os.listdir(run)) == ["latest", *(f"step_{n:08d}" for n in range(1, 5))]
     want = 1.0 if new else 4.0
     assert checkpoint.restore(step_path(run, 4), LAYOUTS)["x"][0, 0] == want
 
@@ -147,10 +148,30 @@ def test_keep_last(run):
     status, out, _ = call("gc", run, "--keep-last", 1, "--dry-run")
     assert status == 0 and "would remove" in out and len(steps(run)) == 5
     assert call("gc", run, "--keep-last", 1)[0] == 0
-    assert sorted(os.listdir(run)) == ["final", "step_00000003", "step_00000004"]
-    assert call("gc", run, "--keep-last", 5)[0] == 0 and len(os.listdir(run)) == 3
+    assert sorted(os.listdir(run)) == ["final", "latest", "step_00000003", "step_00000004"]
+    assert call("gc", run, "--keep-last", 5)[0] == 0 and len(os.listdir(run)) == 4
     value = json.loads(call("gc", run, "--keep-last", 1, "--json")[1])
     assert value["actions"] == [] and value["removed"] == 0
+
+
+def test_steps_that_are_pinned_or_read_stay(run):
+    Manager(run).pin(1)
+    with leases.reading(Notes(run), "step_00000002"):
+        status, out, _ = call("gc", run, "--keep-last", 1)
+        assert status == 0 and out.count("somebody reads it") == 2 and steps(run) == [1, 2, 4]
+    collect(run, keep_last=1)
+    assert steps(run) == [1, 4]
+
+
+def test_temporary_checkpoints(run):
+    """Those of a Manager are listed with the others and verified; retention does not count them."""
+    Manager(run).save(5, state(5), LAYOUTS, temporary=True)
+    leftover(run, "temporary/.step_00000006.tmp-0a", 7200)
+    found = listing(run)
+    assert [c.name for c in found.checkpoints][-1] == "temporary/step_00000005" and len(found.leftovers) == 1
+    assert call("verify", run)[1].count(": good (") == 5
+    collect(run, keep_last=4)
+    assert steps(run) == [1, 2, 3, 4, 5] and listing(run).leftovers == ()
 
 
 def test_wrong_requests(run):

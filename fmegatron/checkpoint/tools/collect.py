@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fmegatron.checkpoint import commit
+from fmegatron.checkpoint.retention import Keep, Saved, to_delete
+from fmegatron.checkpoint.steps import Steps
+from fmegatron.checkpoint.storage import Store
 from fmegatron.checkpoint.tools.listing import Listing, listing
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
@@ -42,7 +46,7 @@ class Collected:
 
 
 def collect(
-    directory: str,
+    directory: str | os.PathLike | Store,
     *,
     keep_last: int | None = None,
     age: float = LIVE_SECONDS,
@@ -62,14 +66,33 @@ def collect(
     found = listing(directory)
     if not found.is_directory:
         raise ValueError(f"{directory}: got a checkpoint, wanted the directory that holds checkpoints")
-    actions = _plan(found, keep_last, age, time.time() if now is None else now)
+    actions = _leftovers(found, age, time.time() if now is None else now)
     if not dry_run:
         for action in actions:
             _do(action)
+    if keep_last is not None:
+        actions += _old_steps(directory, found, Keep(last=keep_last), dry_run)
     return Collected(found.directory, dry_run, tuple(actions))
 
 
-def _plan(found: Listing, keep_last: int | None, age: float, now: float) -> list[Action]:
+def _old_steps(directory: str | os.PathLike | Store, found: Listing, keep: Keep, dry_run: bool) -> list[Action]:
+    """Remove the complete steps of a Manager that no rule keeps, but for those that are pinned or being read."""
+    steps, actions = Steps(directory), []
+    sizes = {c.name: (c.path, c.nbytes) for c in found.checkpoints}
+    held = steps.protected()
+    for step in to_delete([Saved(s) for s in steps.complete()], keep):
+        path, nbytes = sizes.get(steps.name(step), (steps.place(step).text, 0))
+        remove = None
+        if step not in held and not dry_run and (remove := steps.withdraw(step)) is not None:
+            remove(threading.Event())
+        if step in held or (not dry_run and remove is None):
+            actions.append(Action("keep", path, "pinned, or somebody reads it now", nbytes))
+        else:
+            actions.append(Action("remove", path, f"step {step} is not among the newest {keep.last}", nbytes))
+    return actions
+
+
+def _leftovers(found: Listing, age: float, now: float) -> list[Action]:
     actions = []
     for left in found.leftovers:
         quiet = now - left.changed
@@ -81,28 +104,19 @@ def _plan(found: Listing, keep_last: int | None, age: float, now: float) -> list
             actions.append(Action("keep", left.path, why, left.nbytes))
         else:
             actions.append(Action("remove", left.path, f"{left.what}; unchanged for {quiet:.0f} s", left.nbytes))
-    complete = [c for c in found.checkpoints if c.problem is None and c.managed]
-    for old in complete[:-keep_last] if keep_last is not None else []:
-        if os.path.basename(old.held_by) == old.name:
-            why = f"step {old.step} is not among the newest {keep_last}"
-            actions.append(Action("remove", old.path, why, old.nbytes))
     # First of all what is the only one of its name gets it back; then nothing that is removed can be needed.
     return sorted(actions, key=lambda a: a.kind != "finish")
 
 
 def _do(action: Action) -> None:
-    """Removal is by rename first: a checkpoint is whole, or has no name."""
+    """Remove a hidden directory, or give it back its name."""
     if action.kind == "finish":
         path = finished_name(action.path)
         if (held := commit.resolve(path)) != path:
             os.rename(held, path)
             commit.sync_directory(os.path.dirname(path))
-    elif action.kind == "remove" and os.path.basename(action.path).startswith("."):
-        commit.remove(action.path)
     elif action.kind == "remove":
-        gone = commit.renamed_away(action.path)
-        commit.sync_directory(os.path.dirname(gone))
-        commit.remove(gone)
+        commit.remove(action.path)
     if action.kind == "remove" and os.path.lexists(action.path):
         raise OSError(0, f"{action.path} could not be removed")
 

@@ -29,6 +29,7 @@ GOOD, FOUND, FAILED = 0, 1, 2
 
 def run(name: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> int:
     """Run a command and print its result; returns the exit status. No error leaves this function."""
+    status = GOOD
     try:
         status, value, text = COMMANDS[name](options)
         if options.json:
@@ -39,7 +40,7 @@ def run(name: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> int
         return status
     except BrokenPipeError:  # the reader (head, say) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-        return GOOD
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=err)
         return 130

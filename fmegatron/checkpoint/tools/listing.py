@@ -16,7 +16,8 @@ from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.tools.files import walk
 
 _HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone)-[0-9a-f]+")
-_STEP = re.compile(r"step_\d{8,}")
+_STEP = re.compile(r"step_(\d{8,})")
+_TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
 _KINDS = (("tmp", "being saved, or left by a killed save"), ("old", "replaced by a re-save"), ("gone", "being deleted"))
 
 
@@ -37,11 +38,6 @@ class Checkpoint:
     files: int
     changed: float | None
     metadata: dict[str, Any]
-
-    @property
-    def managed(self) -> bool:
-        """Whether it has the name of a Manager's step."""
-        return _STEP.fullmatch(self.name) is not None
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,10 @@ class Listing:
         return asdict(self)
 
 
-def listing(path: str) -> Listing:
+def listing(path: str | os.PathLike | Store) -> Listing:
     """The checkpoints in a directory, or the one that lies at the path itself; URLs as far as their store tells.
+
+    A Manager's directory has temporary ones, too, in its directory `temporary`.
 
     Raises ValueError when the path does not exist, or is neither a checkpoint nor a directory that holds some.
     """
@@ -91,13 +89,16 @@ def listing(path: str) -> Listing:
         return _listing_of_store(store)
     if is_checkpoint(store.path):
         parent, name = os.path.split(store.path)
-        return Listing(parent, False, (_checkpoint(store.path),), tuple(_leftovers(parent, name)))
+        return Listing(parent, False, (_checkpoint(store.path, name),), tuple(_leftovers(parent, name)))
     if not os.path.isdir(store.path):
-        raise ValueError(f"{path}: got {'a file' if os.path.exists(path) else 'nothing there'}, wanted a directory")
-    checkpoints = tuple(sorted(map(_checkpoint, checkpoint_paths(store.path)), key=_order))
-    left = tuple(_leftovers(store.path))
+        what = "a file" if os.path.exists(store.path) else "nothing there"
+        raise ValueError(f"{store.text}: got {what}, wanted a checkpoint or a directory of some")
+    folders = [f for f in (store.path, os.path.join(store.path, _TEMPORARY)) if _is_folder(f)]
+    paths = [path for folder in folders for path in checkpoint_paths(folder)]
+    checkpoints = tuple(sorted((_checkpoint(p, os.path.relpath(p, store.path)) for p in paths), key=_order))
+    left = tuple(leftover for folder in folders for leftover in _leftovers(folder))
     if not checkpoints and not left and os.listdir(store.path):
-        raise ValueError(f"{path}: got a directory without checkpoints, wanted a checkpoint or a directory of some")
+        raise ValueError(f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some")
     return Listing(store.path, True, checkpoints, left)
 
 
@@ -119,15 +120,19 @@ def checkpoint_paths(directory: str) -> list[str]:
     return [p for p in paths if os.path.isdir(commit.resolve(p))]
 
 
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path) and not is_checkpoint(path)
+
+
 def _order(found: Checkpoint) -> tuple[float, str]:
     return (math.inf if found.step is None else found.step, found.name)
 
 
-def _checkpoint(path: str) -> Checkpoint:
-    root, name = commit.resolve(path), os.path.basename(path)
+def _checkpoint(path: str, name: str) -> Checkpoint:
+    root = commit.resolve(path)
     files = [e for e in walk(root) if e.kind != "directory"]
     nbytes, changed = sum(e.size for e in files), max((e.changed for e in files), default=None)
-    number = int(name.removeprefix("step_")) if _STEP.fullmatch(name) else None
+    number = int(m[1]) if (m := _STEP.fullmatch(os.path.basename(path))) else None
     try:
         manifest = read_manifest(FolderStore(path).locate())
     except CheckpointError as error:
