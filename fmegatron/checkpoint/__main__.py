@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--like", metavar="PATH", help="take the layouts of another checkpoint of the same leaves")
     p.add_argument("--chunks", action="append", default=[], metavar="PATTERN=SHAPE", help="e.g. blocks/.*=1x256x1024")
     p.add_argument("--memory", type=_bytes, help="elements held at a time (default 256MiB)")
+    p.add_argument("--ocdbt", action="store_true", help="the arrays in one database, far fewer files")
     p.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
 
     p = add("export", help="write the leaves as files of weights for other programs")
@@ -83,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
 
     for p in below.choices.values():
+        p.add_argument("--storage", metavar="JSON", help='of URLs, e.g. {"endpoint": ..., "aws_region": ...}')
         p.add_argument("--json", action="store_true", help="one JSON object for machines")
     return top
 

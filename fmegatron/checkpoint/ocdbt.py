@@ -141,6 +141,11 @@ class Database:
         return self._context
 
 
+def database_marker(marker: bytes) -> bytes:
+    """The marker that tells of a database, from that of plain files."""
+    return json.dumps({**json.loads(marker), "version": MARKER_VERSION, "store": "ocdbt"}).encode()
+
+
 @dataclass(frozen=True)
 class DatabaseStore:
     """A Store whose new checkpoints are OCDBT databases; `inner` is the place."""
@@ -160,8 +165,7 @@ class DatabaseStore:
 
     def publish(self, storage: Database, marker: bytes) -> None:
         """The marker tells of the database."""
-        value = {**json.loads(marker), "version": MARKER_VERSION, "store": "ocdbt"}
-        self.inner.publish(storage.base, json.dumps(value).encode())
+        self.inner.publish(storage.base, database_marker(marker))
 
     def end(self, storage: Database | None) -> None:
         """As the place does."""

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.collect import LIVE_SECONDS, collect
 from fmegatron.checkpoint.tools.diff import diff
@@ -56,24 +57,25 @@ Result = tuple[int, Any, Callable[[TextIO], None]]  # exit status, value for JSO
 
 
 def _ls(options: argparse.Namespace) -> Result:
-    found = listing(options.path)
+    found = listing(_place(options, options.path))
     bad = any(c.problem for c in found.checkpoints)
     return (FOUND if bad else GOOD), found.to_json(), lambda out: printed.listing(out, found, time.time())
 
 
 def _show(options: argparse.Namespace) -> Result:
-    found = show(_source(options.path), options.pattern, options.stats)
+    found = show(_source(options, options.path), options.pattern, options.stats)
     return GOOD, found.to_json(), lambda out: printed.shown(out, found, options.layouts)
 
 
 def _verify(options: argparse.Namespace) -> Result:
-    found = listing(options.path)
+    store = _place(options, options.path)
+    found = listing(store)
     if not found.checkpoints:
         raise ValueError(f"{options.path}: got a directory without checkpoints, wanted some to verify")
     reports: list[Report] = []
     start = time.perf_counter()
-    for checkpoint in found.checkpoints:
-        reports.append(verify(checkpoint.path, options.jobs))
+    for place in [store.child(c.name) for c in found.checkpoints] if found.is_directory else [store]:
+        reports.append(verify(place, options.jobs))
     seconds = time.perf_counter() - start
     damaged = any(report.damages for report in reports)
     value = {"good": not damaged, "seconds": seconds, "checkpoints": [report.to_json() for report in reports]}
@@ -82,8 +84,8 @@ def _verify(options: argparse.Namespace) -> Result:
 
 def _diff(options: argparse.Namespace) -> Result:
     found = diff(
-        _source(options.a),
-        _source(options.b),
+        _source(options, options.a),
+        _source(options, options.b),
         options.pattern,
         atol=options.atol,
         rtol=options.rtol,
@@ -96,12 +98,13 @@ def _diff(options: argparse.Namespace) -> Result:
 def _reshard(options: argparse.Namespace) -> Result:
     if not (options.mesh or options.rules or options.like or options.chunks):
         raise ValueError("got no target, wanted --mesh, --rules, --like or --chunks")
-    source = _source(options.src)
+    source = _source(options, options.src)
     rules = parse_rules(Path(options.rules).read_text(), options.rules) if options.rules else ()
-    like = _source(options.like) if options.like else None
+    like = _source(options, options.like) if options.like else None
     layouts = target_layouts(source, tuple(map(parse_mesh, options.mesh)), rules, like)
     plans = plan_of(layouts, parse_chunks(options.chunks))
-    done = reshard(source, options.dst, plans, bound=options.memory or BOUND_BYTES, overwrite=options.overwrite)
+    to = open_store(_place(options, options.dst), ocdbt=options.ocdbt)
+    done = reshard(source, to, plans, bound=options.memory or BOUND_BYTES, overwrite=options.overwrite)
     value = {**vars(done), "layouts": {path: str(layout) for path, layout in layouts.items()}}
     return GOOD, value, lambda out: printed.resharded(out, done, layouts)
 
@@ -110,7 +113,7 @@ def _export(options: argparse.Namespace) -> Result:
     endings = {".npz": "npz", ".pt": "torch", ".safetensors": "safetensors"}
     kind = options.format or endings.get(os.path.splitext(options.dst)[1], "safetensors")
     done = export(
-        _source(options.src),
+        _source(options, options.src),
         options.dst,
         kind,
         options.pattern,
@@ -123,17 +126,28 @@ def _export(options: argparse.Namespace) -> Result:
 
 def _gc(options: argparse.Namespace) -> Result:
     age = LIVE_SECONDS if options.age is None else options.age
-    done = collect(options.path, keep_last=options.keep_last, age=age, dry_run=options.dry_run)
+    done = collect(_place(options, options.path), keep_last=options.keep_last, age=age, dry_run=options.dry_run)
     return GOOD, done.to_json(), lambda out: printed.collected(out, done)
 
 
-def _source(path: str) -> Source:
+def _place(options: argparse.Namespace, path: str) -> Store:
+    """The Store of a path or URL."""
+    given = None
+    if options.storage and "://" in path and not path.startswith("file://"):
+        given = json.loads(options.storage)
+        if type(given) is not dict:
+            raise ValueError(f"got --storage {options.storage!r:.60}, wanted a JSON object")
+    return open_store(path, given)
+
+
+def _source(options: argparse.Namespace, path: str) -> Source:
     """The checkpoint at a path. ValueError when the path is none: nothing there, or a directory of checkpoints."""
-    found = listing(path)
+    store = _place(options, path)
+    found = listing(store)
     if found.is_directory:
         names = ", ".join(c.name for c in found.checkpoints[-3:])
         raise ValueError(f"{path}: got a directory of checkpoints, wanted one of them, e.g. {names or '(it is empty)'}")
-    return open_source(path)
+    return open_source(store)
 
 
 COMMANDS = MappingProxyType(

@@ -8,6 +8,7 @@ made and written portion by portion.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fmegatron.checkpoint.format import ZARR, Piece, zarr_metadata
 from fmegatron.checkpoint.manifest import to_json_text
 from fmegatron.checkpoint.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.plan import LeafPlan
-from fmegatron.checkpoint.storage import Storage, open_store
+from fmegatron.checkpoint.storage import Storage, Store, open_store
 from fmegatron.checkpoint.tools.outfiles import OutFile, band_sizes, out_files
 from fmegatron.checkpoint.tools.source import Source
 
@@ -38,7 +39,12 @@ class Resharded:
 
 
 def reshard(
-    source: Source, path: str, plans: Sequence[LeafPlan], *, bound: int = BOUND_BYTES, overwrite: bool = False
+    source: Source,
+    path: str | os.PathLike | Store,
+    plans: Sequence[LeafPlan],
+    *,
+    bound: int = BOUND_BYTES,
+    overwrite: bool = False,
 ) -> Resharded:
     """Write the elements of a checkpoint anew at `path`, as a save under another plan would; step and metadata stay.
 
@@ -50,7 +56,7 @@ def reshard(
     """
     store = open_store(path)
     if store.is_complete() and not overwrite:
-        raise ValueError(f"{path}: a checkpoint is there already; choose another path, or pass --overwrite")
+        raise ValueError(f"{store.text}: a checkpoint is there already; choose another path, or pass --overwrite")
     storage, files, nbytes = None, 0, 0
     parts = {0: Part(0, plan_digest(plans))}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from fmegatron import tree
 from fmegatron.checkpoint.fetch import Fetch, Target
 from fmegatron.checkpoint.format import DIGESTS, Array, CheckpointError, Leaf, Manifest, digest_text, dtype_of
 from fmegatron.checkpoint.manifest import read_manifest
-from fmegatron.checkpoint.storage import Storage, locate
+from fmegatron.checkpoint.storage import Storage, Store, locate
 from fmegatron.layout import Box, row_major_strides
 
 Shape = tuple[int, ...]
@@ -104,7 +105,7 @@ class Block:
         )
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str | os.PathLike | Store) -> Source:
     """The checkpoint at a path. Raises CheckpointError when there is none, or its manifest is damaged."""
     storage = locate(path)
     return Source(storage, read_manifest(storage))

@@ -44,23 +44,22 @@ class Statistics:
     def add(self, x: torch.Tensor) -> None:
         """Take in the elements of a CPU tensor."""
         for exact, values in _values(x):
-            finite = values.isfinite()
-            kept = int(finite.sum())
-            before = self.finite
             self.count += values.numel()
-            self.nonfinite += values.numel() - kept
-            self.zeros += int((values == 0).sum())
+            self.zeros += values.numel() - int(values.count_nonzero())
+            if not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
+                finite = values.isfinite()
+                self.nonfinite += int((~finite).sum())
+                exact, values = exact[finite], values[finite]
+            kept, before = values.numel(), self.finite - values.numel()
             if not kept:
                 continue
-            if kept < values.numel():
-                exact, values = exact[finite], values[finite]
             low, high = exact.numpy().min().item(), exact.numpy().max().item()  # torch has no min of uint64
             self.min = low if self.min is None else min(self.min, low)
             self.max = high if self.max is None else max(self.max, high)
             # Chan, Golub and LeVeque 1979: means and squares of two sets make those of both.
-            mean = float(values.mean())
+            variance, mean = map(float, torch.var_mean(values, correction=0))
             away = mean - self._mean
-            self._squares += float((values - mean).square().sum()) + away * away * before * kept / (before + kept)
+            self._squares += variance * kept + away * away * before * kept / (before + kept)
             self._mean += away * kept / (before + kept)
 
     def to_json(self) -> dict[str, int | float | None]:

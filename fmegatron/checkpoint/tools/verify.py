@@ -27,7 +27,8 @@ from fmegatron.checkpoint.format import (
     zarr_metadata,
 )
 from fmegatron.checkpoint.manifest import layout_from_json, marker_to_json, read_manifest, to_json_text
-from fmegatron.checkpoint.storage import Reader, Storage, locate
+from fmegatron.checkpoint.ocdbt import Database, database_marker
+from fmegatron.checkpoint.storage import Reader, Storage, Store, open_store
 from fmegatron.checkpoint.tools.files import UNKNOWN, Entry, walk
 from fmegatron.checkpoint.tools.outfiles import band_sizes
 
@@ -67,18 +68,24 @@ class Report:
         return asdict(self) | {"good": not self.damages}
 
 
-def verify(path: str, jobs: int | None = None) -> Report:
+def verify(path: str | os.PathLike | Store, jobs: int | None = None) -> Report:
     """Read all of a checkpoint and compare it with its manifest; every damage is in the report, not only the first.
 
     jobs: threads that read and digest. Nothing outside the directory is opened.
     """
-    storage = locate(path)
+    store = open_store(path)
     try:
+        storage = store.locate()
         manifest = read_manifest(storage)
     except CheckpointError as error:
-        file = MANIFEST if storage.at(MANIFEST) in str(error) else MARKER
-        return Report(storage.text, None, 0, 0, 0, (Damage("metadata", file, str(error)),))
-    check = _Check(storage, manifest, {e.name: e for e in _entries(storage)})
+        file = MANIFEST if str(error).startswith(f"{store.text}/") and f"/{MANIFEST}: " in str(error) else MARKER
+        return Report(store.text, None, 0, 0, 0, (Damage("metadata", file, str(error)),))
+    try:
+        entries = {e.name: e for e in _entries(storage)}
+    except OSError as error:
+        damage = Damage("unreadable", "", f"the names of its files cannot be read ({error})")
+        return Report(storage.text, manifest.step, len(manifest.leaves), 0, 0, (damage,))
+    check = _Check(storage, manifest, entries)
     check.metadata()
     check.arrays(jobs or max(4, os.cpu_count() or 1))
     check.extra()
@@ -100,7 +107,8 @@ class _Check:
     def metadata(self) -> None:
         """The small files, whose content the manifest implies; and what the manifest itself does not guarantee."""
         text = self.storage.read(MANIFEST)
-        self._same(MARKER, marker_to_json(text), "")
+        marker = marker_to_json(text)
+        self._same(MARKER, database_marker(marker) if isinstance(self.storage, Database) else marker, "")
         self._same(MANIFEST, text, "")
         group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
         for name in _above(self.manifest.arrays):
