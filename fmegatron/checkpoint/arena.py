@@ -79,7 +79,7 @@ class Arena:
             self._unpin()
             self.memory = self.board = None
             self._end()
-            self.fd = -1
+            self.fd, self.capacity = -1, 0
 
     def _resize(self, capacity: int) -> None:
         old = self.capacity

@@ -132,6 +132,7 @@ class Flights:
             return
         self._stop(handle)
         handle.world.agree(None, handle.what)
+        self._clear(handle)
         self._finish(handle, "abandoned")
 
     def bytes_written(self, number: int) -> int:
@@ -160,6 +161,8 @@ class Flights:
             self.closed = True
             for handle in self.pending[:]:
                 self._stop(handle)
+                if handle.world.rank == 0:
+                    _tidy(handle.store, handle.store.draft(handle.root))
                 self._finish(handle, "abandoned")
             if self.process:
                 self.process.close(_CLOSE_S)
@@ -224,16 +227,21 @@ class Flights:
             handle.world.agree(handle.error, handle.what)
         except RuntimeError as error:
             handle.failure = str(error)
+        self._clear(handle)
         self.failed.append(handle)
         self._finish(handle, "failed")
+
+    def _clear(self, handle: Handle) -> None:
+        """All ranks together, when none writes any more: on return nothing of the save is left."""
+        if handle.world.rank == 0:
+            _tidy(handle.store, handle.store.draft(handle.root))
+        handle.world.agree(None, handle.what)
 
     def _finish(self, handle: Handle, state: str) -> None:
         self.pending.remove(handle)
         handle.state = state
         if state == "durable":
             handle.durable_s = time.perf_counter() - handle.began
-        elif handle.world.rank == 0:
-            _tidy(handle.store, handle.store.draft(handle.root))
         if handle.owns_saver:
             self.close(False, None)
 
