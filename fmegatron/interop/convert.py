@@ -25,7 +25,6 @@ from fmegatron.interop.dcp_directory import Directory, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
 from fmegatron.interop.dcp_write import Shard, ShardPlanner, write_dcp
 from fmegatron.interop.flat import flat_items
-from fmegatron.interop.inert import UnsafePickle
 from fmegatron.interop.state_dict import VALUES, stored_values
 from fmegatron.interop.values import to_json
 from fmegatron.layout import Box, Layout, Mesh, row_major_strides
@@ -167,7 +166,9 @@ def _objects(
                 continue
             found = {path: item for path, (_, item) in flat_items({name: value}).items()}
             plain = {path: to_json(item, path) for path, item in found.items() if not torch.is_tensor(item)}
-        except (UnsafePickle, CheckpointError, ValueError) as error:
+        except ValueError as error:
+            if isinstance(error, CheckpointError) and not skip:
+                raise
             if not skip:
                 raise ValueError(
                     f"{name}: cannot be converted ({error}); pass --skip-objects to leave it out"

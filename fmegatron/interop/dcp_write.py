@@ -109,7 +109,10 @@ class ShardPlanner(SavePlanner):
     ):
         self.read, self.values = read, dict(values) if is_coordinator else {}
         self.shards = {(name_of(s.path), s.box.start): s for s in shards}
-        self.paths = {name_of(path): path for path in [*(s.path for s in shards), *self.values]}
+        self.paths: dict[str, str] = {}
+        for path in dict.fromkeys([*(s.path for s in shards), *self.values]):
+            if (other := self.paths.setdefault(name_of(path), path)) != path:
+                raise ValueError(f"{name_of(path)}: torch's name for {other} and for {path}; rename one")
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -128,9 +131,9 @@ class ShardPlanner(SavePlanner):
         keys: dict[str, tuple[str, ...]] = {}
         for plan in all_plans:
             for name, found in (plan.planner_data or {}).items():
-                if keys.setdefault(name, found) != found:
+                if (other := keys.setdefault(name, found)) != found:
                     raise ValueError(
-                        f"{name}: torch's name for {'/'.join(found)} and {'/'.join(keys[name])}; rename one"
+                        f"{name}: torch's name for {'/'.join(other)} and for {'/'.join(found)}; rename one"
                     )
         return plans, replace(metadata, planner_data=keys)
 
