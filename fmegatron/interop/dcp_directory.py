@@ -35,9 +35,9 @@ ALLOWED = frozenset(
         "torch.serialization._get_layout",
         "torch.strided",
         "collections.OrderedDict",
-        "collections.defaultdict",
         "pathlib.PosixPath",
         "pathlib._local.PosixPath",
+        "pathlib.WindowsPath",
     }
 )
 COMMON = "common"  # Megatron's common.pt, as an object

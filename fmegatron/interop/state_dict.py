@@ -55,7 +55,9 @@ def from_state_dict(
         try:
             if isinstance(value, DTensor):
                 layouts[path], tree[path] = layout_of(value)
+                _check_plain(tree[path])
             elif isinstance(value, torch.Tensor):
+                _check_plain(value)
                 layouts[path] = Layout(tuple(value.shape), value.dtype, replicated)
                 tree[path] = value.detach()
             else:
@@ -63,6 +65,21 @@ def from_state_dict(
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     return tree, layouts, values
+
+
+def _check_plain(x: torch.Tensor) -> None:
+    """Raise ValueError for what has no plain elements of its own: subclasses, sparse, quantized and meta tensors."""
+    if (
+        type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or x.layout is not torch.strided
+        or x.is_quantized
+        or x.is_meta
+    ):
+        kind = "meta" if x.is_meta else x.layout
+        raise ValueError(
+            f"got a {type(x).__module__}.{type(x).__qualname__} ({kind}, {x.dtype}), wanted a DTensor or a plain tensor"
+            " with memory; save what it is made of"
+        )
 
 
 def to_state_dict(
@@ -140,7 +157,7 @@ def load_state_dict(
         if problems := complaints(Difference(missing, unexpected), mode):
             raise ValueError(f"{name} does not fit the values of the state dict:\n" + "\n".join(problems[:10]))
         tensors = [tree[p] for p in request.paths]
-        plain = [x.device.type == "cpu" and x.is_contiguous() for x in tensors]
+        plain = [_is_direct(x) for x in tensors]
         # What a rule leaves as it is must be in the staged copy, too.
         into = [x if direct else x.cpu().contiguous() for x, direct in zip(tensors, plain, strict=True)]
         _, wants = destinations(request, dist.get_rank() if dist.is_initialized() else 0, into, into=into)
@@ -164,6 +181,11 @@ def load_state_dict(
         if ranks.rank == 0:
             warn(difference, mode, name, from_initial=True)
     return difference.missing, difference.unexpected
+
+
+def _is_direct(x: torch.Tensor) -> bool:
+    """Whether bytes can be read straight into its memory."""
+    return x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def stored_values(metadata: dict[str, Any], root: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fmegatron import interop
+from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.collectives import connect
 from fmegatron.interop import dcp_read
@@ -182,3 +182,29 @@ def test_every_flipped_byte_is_noticed_or_does_not_matter(tmp_path):
     file.unlink()
     with pytest.raises(CheckpointError, match="w: its shard at .*cannot be read"):
         interop.restore_dcp(tmp_path, layouts)
+
+
+def test_rules_turn_megatrons_tree_into_ours(tmp_path):
+    stored = write_megatron(tmp_path)
+    rules = [
+        checkpoint.rename(r"decoder\.layers\.(.*)\.weight", r"blocks/\1"),
+        checkpoint.unstack("blocks/linear", "layers/{i}/linear"),
+        checkpoint.transpose("blocks/tp", (0, 2, 1)),
+    ]
+    mesh = Mesh(tp=2)
+    layouts = {
+        "layers": {str(i): {"linear": Layout((8, 6), torch.bfloat16, mesh, (None, "tp"))} for i in range(4)},
+        "blocks": {"tp": Layout((3, 6, 4), torch.float32, mesh, (None, "tp"))},
+        "head": Layout((2,), torch.float32, mesh),
+    }
+    for rank in range(2):
+        head = torch.ones(2)
+        initial = tree.map(lambda layout, rank=rank: torch.zeros(layout.local_shape(rank), dtype=layout.dtype), layouts)
+        got, missing, unexpected = interop.restore_dcp(
+            tmp_path, layouts, rank=rank, rules=rules, strict="return_all", initial=initial | {"head": head}
+        )
+        assert missing == ("irregular", "norm") and unexpected == ("head",) and got["head"].eq(1).all()
+        for i in range(4):
+            wanted = stored["decoder.layers.linear.weight"][i][:, 3 * rank : 3 * rank + 3]
+            assert same_bits(got["layers"][str(i)]["linear"], wanted)
+        assert same_bits(got["blocks"]["tp"], stored["decoder.layers.tp.weight"].transpose(1, 2)[:, 3 * rank :][:, :3])

@@ -139,11 +139,18 @@ def test_requests_that_do_not_fit(tmp_path):
     assert turned.eq(0).all()
 
 
+class Odd(torch.Tensor):
+    """A tensor whose meaning nobody here knows."""
+
+
 def test_what_is_no_plain_data_is_refused(tmp_path):
     for state, match in (
         ({"f": {"g": print}}, "f/g: got <built-in function print>"),
         ({"a": {"b/c": torch.zeros(1), "b": {"c": torch.zeros(1)}}}, "a/b/c: two entries have this path"),
         ({"x": {1, 2}}, "x: got {1, 2}"),
+        ({"s": torch.eye(3).to_sparse()}, "s: got a torch.Tensor .torch.sparse_coo"),
+        ({"m": torch.empty(3, device="meta")}, "m: got a torch.Tensor .meta"),
+        ({"k": torch.zeros(2).as_subclass(Odd)}, "k: got a .*Odd"),
     ):
         with pytest.raises(ValueError, match=match):
             save_state_dict(tmp_path / "c", state)
@@ -167,3 +174,21 @@ def test_a_flipped_bit_is_named(tmp_path):
         load_state_dict(path, {"model": {"w": torch.zeros(40000)}})
     with contextlib.suppress(ValueError):
         load_state_dict(path, {"model": {"w": torch.zeros(40000)}}, verify=False)
+
+
+def test_rules_and_strictness(tmp_path):
+    path = tmp_path / "c"
+    save_state_dict(path, {"net": {"a": torch.arange(4.0), "b": torch.arange(6.0).view(2, 3)}, "lr": 1})
+    rules = [
+        checkpoint.rename("net/(.*)", r"model/\1"),
+        checkpoint.transpose("model/b", (1, 0)),
+        checkpoint.pad("model/a"),
+    ]
+    into = {"model": {"a": torch.ones(6), "b": torch.ones(3, 2), "new": torch.ones(2)}, "lr": 0, "wd": 5}
+    with pytest.raises(ValueError, match="model/new: not in the checkpoint"):
+        load_state_dict(path, into, rules=rules)
+    assert load_state_dict(path, into, rules=rules, strict="return_all") == ((), ("model/new", "wd"))
+    assert into["model"]["a"].tolist() == [0, 1, 2, 3, 0, 0] and into["model"]["b"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert into["model"]["new"].eq(1).all() and into["lr"] == 1 and into["wd"] == 5
+    with pytest.warns(RuntimeWarning, match="net/b"):
+        assert load_state_dict(path, {"net": {"a": torch.ones(4)}}, strict="log_all")[0] == ("net/b", "lr")
