@@ -228,10 +228,10 @@ class _Check:
 
     def _jobs(self, array: Array, table: np.ndarray) -> Iterator[tuple[Array, str, int, np.ndarray, tuple[int, ...]]]:
         """(array, file, first byte, digests, bytes of each band): consecutive bands of a chunk file."""
-        sizes = band_sizes(array)
+        sizes, leaf = band_sizes(array), self._leaf(array, 0, 0)
         for index, row in zip(np.ndindex(array.grid), table, strict=True):
             name = array.chunk_file(index)
-            if self._there(name, sum(sizes), self._leaf(array, 0, 0)):
+            if self._there(name, sum(sizes), leaf):
                 at = 0
                 for i in range(0, len(sizes), _BANDS_PER_JOB):
                     part = sizes[i : i + _BANDS_PER_JOB]
