@@ -40,6 +40,7 @@ class Config:
     eval_windows: int = 256  # held-out sequences of each evaluation
     eval_every: int = 100  # steps
     save_every: int = 100  # steps
+    async_save: bool = False  # train on while a checkpoint is written (worth its process for states of gigabytes)
     log_every: int = 10  # steps
     backend: str = "inductor"
     prompts: tuple[str, ...] = ("ROMEO:", "QUEEN:")  # equally long beginnings of samples
@@ -100,14 +101,14 @@ def main(config: Config) -> dict[str, float]:
 
     manager = checkpoint.Manager(run / "checkpoints", keep=2)
     start, state = 0, on_device(tree.init(state_specs, config.seed, world.rank))
-    if manager.latest() is not None:
+    if manager.latest(world) is not None:
         start, state, _ = manager.restore_latest(state_specs, world=world, device=world.device)
     flops = model.flops_per_token(of, config.seq_len)["total"]
     print(loop.startup(layouts, config.batch_size, config.seq_len, config.steps, start, parts, flops_per_token=flops))
 
     records = loop.JsonLines(run / "metrics.jsonl", after=start, mesh=str(config.mesh))
     result = {}
-    with loop.Log(loop.Table(), records, active=world.rank == 0) as log, loop.catch() as stop:
+    with loop.Log(loop.Table(), records, active=world.rank == 0) as log, loop.catch() as stop, manager:
         if start:
             log(start, {"resumed_heldout_loss": evaluate(state.params)["heldout_loss"]})
         infos = loop.train(
@@ -126,7 +127,9 @@ def main(config: Config) -> dict[str, float]:
             if info.metrics:
                 log(info.step, info.record())
             if info.last or info.step % config.save_every == 0:
-                manager.save(info.step, state, state_specs, world)
+                manager.save(info.step, state, state_specs, world, wait=info.last or not config.async_save)
+            for report in manager.poll():
+                log(report.step, report.record())
             if info.last or info.step % config.eval_every == 0:
                 log(info.step, result := evaluate(state.params))
             if info.stopping:

@@ -14,6 +14,7 @@ import math
 import os
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,8 @@ from fmegatron.checkpoint.steps import Steps
 from fmegatron.checkpoint.storage import Store
 from fmegatron.checkpoint.tracker import Latest, write_latest
 from fmegatron.checkpoint.walk import Found, Search, newest_first
+
+_REPORTS = 100  # kept for a program that does not poll
 
 
 class Manager:
@@ -74,8 +77,8 @@ class Manager:
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
         self._deleter, self._background = Deleter(), Background(saver, on_failure)
-        self._reports: list[Report] = []  # of saves in the background that ended, for the next `poll`
-        self._failures: list[str] = []  # of those, still to be raised
+        self._reports: deque[Report] = deque(maxlen=_REPORTS)  # of saves that ended, for the next `poll`
+        self._failures: list[str] = []  # of saves in the background, still to be raised
 
     # ---- what there is
 
@@ -139,20 +142,22 @@ class Manager:
             save(place, state, layouts, world, metadata, step=step)
         seconds = time.perf_counter() - began
         self.last = replace(report, seconds=seconds, stall_seconds=seconds)
+        self._reports.append(self.last)
         if ranks.rank == 0:
             self._when_durable(step, temporary)
         return self.last
 
     def poll(self) -> tuple[Report, ...]:
-        """What has become of saves in the background since the last call. All ranks call it once a step.
+        """Reports of the saves that have ended since the last call. All ranks call it once a step.
 
-        Never waits for the disk; one small all-reduce while a save is pending, and nothing otherwise. When a save has
-        become durable, tracker and retention follow here. Raises RuntimeError on all ranks, once for each save that has
-        failed, with on_failure="raise"; otherwise its Report has an `error`.
+        Never waits for the disk; one small all-reduce while a save is pending, and nothing otherwise. When a save in
+        the background has become durable, tracker and retention follow here. Raises RuntimeError on all ranks, once for
+        each save in the background that has failed, with on_failure="raise"; otherwise its Report has an `error`.
         """
         self._note(self._background.poll())
         self._raise()
-        reports, self._reports = tuple(self._reports), []
+        reports = tuple(self._reports)
+        self._reports.clear()
         return reports
 
     def _note(self, reports: list[Report]) -> None:

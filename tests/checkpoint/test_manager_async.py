@@ -50,7 +50,8 @@ def go(saver):
 def test_a_save_in_the_background(saver, tmp_path):
     """What is on disk is the state at the call; tracker and retention follow durability, not the call."""
     manager = Manager(tmp_path, keep=1, saver=saver)
-    manager.save(1, state(1), ONE)
+    first = manager.save(1, state(1), ONE)
+    assert manager.poll() == (first,) and manager.poll() == ()
     stop(saver)
     x = state(2)
     begun = manager.save(2, x, ONE, metadata={"a": 1}, metrics={"loss": 2.0}, wait=False)
@@ -68,6 +69,14 @@ def test_a_save_in_the_background(saver, tmp_path):
     assert_same_bits(got, state(2))
     manager.close()
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"] and not saver._flights.closed
+
+
+def test_reports_of_a_program_that_never_polls_are_bounded(tmp_path):
+    manager = Manager(tmp_path, keep=1)
+    for step in range(103):
+        manager.save(step, {}, {})
+    assert [report.step for report in manager.poll()] == list(range(3, 103))
+    manager.close()
 
 
 def test_nothing_is_said_while_nothing_is_pending(tmp_path):
@@ -92,7 +101,7 @@ def test_several_in_flight_and_temporary_ones(saver, tmp_path):
     manager.save(2, state(2), ONE, wait=False, temporary=True)
     assert sorted(name for name in os.listdir(tmp_path) if ".tmp-" in name)[0].startswith(".step_00000001.tmp-")
     manager.save(3, state(3), ONE)  # does not wait for the others
-    assert manager.steps() == [3] and manager.poll() == ()
+    assert manager.steps() == [3] and [report.step for report in manager.poll()] == [3]
     go(saver)
     assert [report.step for report in wait_for(manager, 2)] == [1, 2]
     assert manager.steps() == [1, 3] and manager.steps(temporary=True) == [2]
@@ -109,13 +118,14 @@ def test_the_same_step_again(saver, tmp_path):
         manager.save(7, state(version), ONE, wait=wait)
     manager.close()
     assert_same_bits(manager.restore_latest(ONE)[1], state(4))
-    assert [report.step for report in manager.poll()] == [7, 7, 7] and manager.poll() == ()
+    assert [report.step for report in manager.poll()] == [7] * 4 and manager.poll() == ()
 
 
 def test_a_writer_that_is_killed(saver, tmp_path):
     """A warning at the next step, a report with the error; training goes on, and the next save works."""
     manager = Manager(tmp_path, keep=1, saver=saver)
     manager.save(1, state(1), ONE)
+    manager.poll()
     stop(saver)
     manager.save(2, state(2), ONE, wait=False)
     os.kill(saver.writer_pid, signal.SIGKILL)

@@ -71,6 +71,26 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monke
     assert a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
 
 
+def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatch):
+    """Also when a signal stops the run: the last save is waited for, and no process is left."""
+    shakespeare.main(config(tmp_path / "waits"))
+    started, start_writer = [], checkpoint.AsyncSaver.__init__
+    monkeypatch.setattr(
+        checkpoint.AsyncSaver, "__init__", lambda self: (start_writer(self), started.append(self.writer_pid))[0]
+    )
+    shakespeare.main(config(tmp_path / "async", async_save=True, save_every=1))
+    a, b = stored(tmp_path / "waits", 6), stored(tmp_path / "async", 6)
+    assert a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
+    assert checkpoint.Manager(tmp_path / "async" / "checkpoints").steps() == [5, 6]
+    assert losses(tmp_path / "waits") == losses(tmp_path / "async")
+    saves = [r for r in loop.read_metrics(tmp_path / "async" / "metrics.jsonl") if "save_seconds" in r]
+    assert {r["step"] for r in saves} == set(range(1, 7)) and all(r["save_gb_per_s"] > 0 for r in saves)
+    assert checkpoint.read_latest(tmp_path / "async" / "checkpoints").step == 6
+    assert len(started) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+
 def test_a_finished_run_only_samples(tmp_path, capsys):
     result = shakespeare.main(config(tmp_path, steps=3))
     assert shakespeare.main(config(tmp_path, steps=3)) == result
