@@ -21,7 +21,8 @@ class Deleter:
     def __init__(self, most: int = _MOST):
         self._waiting: queue.Queue[tuple[str, Callable[[threading.Event], None]]] = queue.Queue(most)
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._stop, self._lock = threading.Event(), threading.Condition()
+        self._texts: list[str] = []  # of what waits or is being removed
         self._thread: threading.Thread | None = None
 
     @property
@@ -33,9 +34,20 @@ class Deleter:
         """Call `remove(stop)` soon; it returns early when `stop` is set. text: its name, for messages."""
         self._waiting.put((text, remove))
         with self._lock:
+            self._texts.append(text)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="checkpoint deletion")
                 self._thread.start()
+
+    def waiting(self) -> list[str]:
+        """Names of what waits to be removed, or is being removed."""
+        with self._lock:
+            return list(self._texts)
+
+    def wait_for(self, text: str) -> None:
+        """Return when nothing of this name waits to be removed; then something new can take its place."""
+        with self._lock:
+            self._lock.wait_for(lambda: text not in self._texts)
 
     def failures(self) -> list[str]:
         """What went wrong since the last call; nobody else hears of it."""
@@ -66,6 +78,9 @@ class Deleter:
                     remove(self._stop)
             except Exception as error:  # whatever it is, it must not end the deletions that follow
                 self._failures.put(f"{text}: could not be deleted ({error}); a later run will try again")
+            with self._lock:
+                self._texts.remove(text)
+                self._lock.notify_all()
 
 
 def remove_tree(path: str, stop: threading.Event) -> None:

@@ -24,7 +24,7 @@ from fmegatron.checkpoint.async_save import AsyncSaver
 from fmegatron.checkpoint.background import Background
 from fmegatron.checkpoint.deletion import Deleter
 from fmegatron.checkpoint.format import CheckpointError
-from fmegatron.checkpoint.progress import progress, written_below
+from fmegatron.checkpoint.progress import progress
 from fmegatron.checkpoint.ranks import Alone, Ranks
 from fmegatron.checkpoint.report import Report, state_bytes
 from fmegatron.checkpoint.retention import Keep, to_delete
@@ -133,12 +133,14 @@ class Manager:
         metadata, of, began = with_metrics(metadata, metrics), self._both[temporary], time.perf_counter()
         ranks, place = world or Alone(), of.place(step)
         self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
+        if not of.renames:  # what is deleted there has still this name
+            self._deleter.wait_for(place.text)
         if ranks.rank == 0:
-            self._attempt("what killed saves left could not be removed", lambda: of.clean(self._busy(temporary)))
+            self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
         report = Report("save", step, place.text, state_bytes(layouts), 0.0, 0.0, temporary, durable=wait)
         if not wait:
             return self._background.begin(place, state, layouts, ranks, metadata, report)
-        with progress(f"saving step {step}", report.bytes, written_below(place.text), self._shown(ranks)):
+        with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown(ranks)):
             save(place, state, layouts, world, metadata, step=step)
         seconds = time.perf_counter() - began
         self.last = replace(report, seconds=seconds, stall_seconds=seconds)
@@ -175,6 +177,11 @@ class Manager:
         if self._failures:
             raise RuntimeError(self._failures.pop(0))
 
+    def _clean(self, temporary: bool) -> None:
+        of = self._both[temporary]
+        going = [text.rpartition("/")[2] for text in self._deleter.waiting()]
+        of.clean([of.name(step) for step in self._busy(temporary)] + going)
+
     def _busy(self, temporary: bool) -> set[int]:
         """Steps that are being saved."""
         return {begun.step for _, begun in self._background.pending if begun.temporary is temporary}
@@ -187,7 +194,7 @@ class Manager:
 
     def _when_durable(self, step: int, temporary: bool) -> None:
         """Rank 0: tracker and retention. Nothing that goes wrong here is an error of the run."""
-        self._both[temporary].forget(step)
+        self._attempt("its time could not be noted", lambda: self._both[temporary].note_saved(step))
         self._attempt("the tracker could not be written", self._track)
         self._attempt("old checkpoints could not be deleted", lambda: self._retain(step, temporary))
         self._tell()

@@ -6,13 +6,16 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from fmegatron.checkpoint import leases
+from fmegatron.checkpoint.commit import resolve
 from fmegatron.checkpoint.deletion import remove_tree
 from fmegatron.checkpoint.describe import metadata
-from fmegatron.checkpoint.folder import FolderStore
 from fmegatron.checkpoint.format import MARKER, CheckpointError
+from fmegatron.checkpoint.notes import Notes
+from fmegatron.checkpoint.progress import written_below
 from fmegatron.checkpoint.retention import Saved
 from fmegatron.checkpoint.storage import Store, open_store
 
@@ -25,6 +28,7 @@ class Steps:
     def __init__(self, directory: str | os.PathLike | Store):
         self.store = open_store(directory)
         self.notes = self.store.notes()
+        self.renames = isinstance(self.notes, Notes)  # a file system: what is withdrawn has another name
         self._metrics: dict[int, dict] = {}
 
     def name(self, step: int) -> str:
@@ -46,9 +50,11 @@ class Steps:
     def saved(self, step: int, with_metrics: bool) -> Saved:
         """What retention must know of a complete step. Metrics are read once; those of a damaged step are unknown."""
         at = None
-        if isinstance(self.store, FolderStore):
-            with contextlib.suppress(OSError):
-                at = os.stat(os.path.join(self.place(step).locate().root, MARKER)).st_mtime
+        with contextlib.suppress(OSError, ValueError):
+            if self.renames:
+                at = os.stat(os.path.join(resolve(self.place(step).path), MARKER)).st_mtime
+            else:
+                at = float(self.notes.read(self._stamp(step)) or "nan")
         if with_metrics and step not in self._metrics:
             try:
                 found = metadata(self.place(step)).get("metrics")
@@ -57,13 +63,18 @@ class Steps:
             self._metrics[step] = found if isinstance(found, dict) else {}
         return Saved(step, at, self._metrics.get(step, {}))
 
-    def forget(self, step: int) -> None:
-        """This step was just saved, or deleted: what was known of it is old."""
+    def note_saved(self, step: int) -> None:
+        """This step was just saved: what was known of it is old. An object store does not tell times, so we note it."""
         self._metrics.pop(step, None)
+        if not self.renames:
+            self.notes.write(self._stamp(step), str(time.time()).encode())
 
-    def protected(self) -> set[int]:
-        """Steps that are pinned, or read by somebody now. (`withdraw` looks again.)"""
-        return {step for step in self.complete() if leases.is_held(self.notes, self.name(step))}
+    def _stamp(self, step: int) -> str:
+        return f".{self.name(step)}.saved"
+
+    def so_far(self, step: int) -> Callable[[], int | None]:
+        """Bytes of a save of this step that is under way, for a progress bar; None where that cannot be seen."""
+        return written_below(self.place(step).path) if self.renames else lambda: None
 
     def withdraw(self, step: int) -> Callable[[threading.Event], None] | None:
         """Take a complete step away, in one step, unless somebody reads it or it is pinned: then None.
@@ -74,19 +85,21 @@ class Steps:
             if not free:
                 return None
             gone = self.place(step).withdraw()
-        self.forget(step)
-        if isinstance(self.store, FolderStore):
+        self._metrics.pop(step, None)
+        if self.renames:
             return lambda stop: remove_tree(gone.root, stop)
-        return lambda stop: gone.delete()
 
-    def clean(self, busy: Collection[int] = ()) -> None:
-        """Remove what killed saves, deletions and readers left, but nothing of the `busy` steps, which are being saved.
+        def remove(stop: threading.Event) -> None:
+            gone.delete()
+            self.notes.remove(self._stamp(step))
+
+        return remove
+
+    def clean(self, busy: Collection[str] = ()) -> None:
+        """Remove what killed saves, deletions and readers left; `busy`: names of what is being saved or deleted now.
 
         Finishes a re-save that was killed between its two renames.
         """
-        if not self.store.children() and not self.notes.names():
-            return
-        besides = "|".join(self.name(step) for step in busy)
-        self.store.clean(rf"(?!(?:{besides})$)step_\d{{8,}}" if besides else _STEP.pattern)
+        self.store.clean(_STEP.pattern, busy)
         leases.clean(self.notes)
         self.notes.clean()

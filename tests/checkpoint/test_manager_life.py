@@ -15,6 +15,7 @@ from fmegatron.checkpoint import CheckpointError, Manager, commit, deletion, fol
 from fmegatron.checkpoint.deletion import Deleter, remove_tree
 from fmegatron.checkpoint.manager import with_metrics
 from fmegatron.checkpoint.retention import Keep
+from fmegatron.checkpoint.steps import Steps
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 
@@ -126,6 +127,25 @@ def test_rules_together(tmp_path):
     with Manager(tmp_path, keep=keep) as later:  # another run reads the metrics of the first one's steps
         later.save(8, state(8), ONE, metadata={"metrics": {"loss": 0.5}})
     assert later.steps() == [2, 4, 8]
+
+
+def test_rules_in_an_object_store():
+    """Which tells no times: they are noted beside the steps, and go with them."""
+    store = checkpoint.open_store("memory://runs/rules", {})
+    with Manager(store, keep=Keep(newer_than_s=3600, best=("loss", "min", 1))) as manager:
+        for step, loss in ((1, 0.5), (2, 0.7), (3, 0.9)):
+            manager.save(step, state(step), ONE, metrics={"loss": loss})
+        assert manager.steps() == [1, 2, 3]
+        for step in (1, 2):
+            store.notes().write(f".step_0000000{step}.saved", str(time.time() - 4000).encode())
+        manager.save(4, state(4), ONE, temporary=True)
+        assert manager.poll()[-1].temporary and manager.restore_latest(ONE)[0] == 4
+        manager.pin(3)
+        manager.save(5, state(5), ONE, metrics={"loss": 0.6})
+    assert manager.steps() == [1, 3, 5] and manager.steps(temporary=True) == []
+    assert not store.child("step_00000002").values.names() and checkpoint.read_latest(store).step == 5
+    names = [f".step_0000000{step}.saved" for step in (1, 3, 5)]
+    assert store.notes().names() == sorted([*names, ".step_00000003.pinned", "latest"])
 
 
 def test_age(tmp_path):
@@ -251,10 +271,32 @@ def test_deletion_is_in_the_background(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         manager.save(step, state(step), ONE)
         assert manager.steps() == [step]
-    assert sum(".gone-" in name for name in os.listdir(tmp_path)) >= 1
+    # Nobody has waited for the disk: not the saves that came after, either.
+    assert sum(".gone-" in name for name in os.listdir(tmp_path)) == 2
+    manager.save(2, state(2), ONE)  # a name that is being deleted can be used again
+    assert manager.steps() == [2, 3]
     go.set()
     manager.close()
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000003"]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002", "step_00000003"]
+
+
+def test_a_name_that_an_object_store_is_still_deleting(monkeypatch):
+    """It cannot rename: the new checkpoint of that name waits, and is not deleted with the old one."""
+    store, go = checkpoint.open_store("memory://runs/names", {}), threading.Event()
+    manager, real = Manager(store, keep=1), Steps.withdraw
+
+    def slow(self, step):
+        remove = real(self, step)
+        return lambda stop: (go.wait(30), remove(stop))
+
+    monkeypatch.setattr(Steps, "withdraw", slow)
+    for step in (1, 2):
+        manager.save(step, state(step), ONE)
+    threading.Timer(0.3, go.set).start()
+    manager.save(1, state(9), ONE)
+    assert go.is_set() and manager.steps() == [1, 2]
+    manager.close()
+    assert_same_bits(manager.restore(1, ONE)[0], state(9))
 
 
 def test_deletion_that_fails_is_a_warning(tmp_path, monkeypatch):
