@@ -42,9 +42,10 @@ def dcp_to_fmegatron(
     ValueError that names them, or left out with skip_objects; returns the paths that were left out.
     """
     directory = open_dcp(source)
-    extra, values, metadata, left = _objects(directory, skip_objects)
-    if _NOTE in values:
-        note = values.pop(_NOTE)
+    extra, values, left = _objects(directory, skip_objects)
+    metadata = {}
+    if _NOTE in directory.objects:
+        note = object_of(directory, _NOTE)
         step, metadata = note.get("step") if step is None else step, note.get("metadata", {})
     layouts = {t.path: Layout(t.shape, t.dtype, Mesh()) for t in directory.tensors.values()}
     layouts |= {name: Layout(tuple(x.shape), x.dtype, Mesh()) for name, x in extra.items()}
@@ -153,17 +154,12 @@ def _memory(entry: Any, given: torch.Tensor | None) -> tuple[torch.Tensor, list[
     return x, places
 
 
-def _objects(
-    directory: Directory, skip: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any], list[str]]:
-    """Tensors inside objects, values as JSON (by path), metadata, and the objects that were left out."""
+def _objects(directory: Directory, skip: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
+    """Tensors inside objects, values as JSON (by path), and the objects that were left out."""
     tensors, values, left = {}, {}, []
-    for name in directory.objects:
+    for name in directory.objects.keys() - {_NOTE}:
         try:
             value = object_of(directory, name)
-            if name == _NOTE:
-                values[name] = value
-                continue
             found = {path: item for path, (_, item) in flat_items({name: value}).items()}
             plain = {path: to_json(item, path) for path, item in found.items() if not torch.is_tensor(item)}
         except ValueError as error:
@@ -177,4 +173,4 @@ def _objects(
             continue
         tensors |= {path: item for path, item in found.items() if torch.is_tensor(item)}
         values |= plain
-    return tensors, values, {}, left
+    return tensors, dict(sorted(values.items())), sorted(left)

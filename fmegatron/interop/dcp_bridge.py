@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,11 +37,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import dtype_of
+from fmegatron.checkpoint.format import Manifest, dtype_of
 from fmegatron.checkpoint.manifest import read_manifest, to_json_text
 from fmegatron.checkpoint.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.plan import LeafPlan
-from fmegatron.checkpoint.storage import Store, locate, open_store
+from fmegatron.checkpoint.storage import Storage, Store, locate, open_store
 from fmegatron.checkpoint.write import write_part
 from fmegatron.interop.dcp_write import name_of
 from fmegatron.interop.scattered import Scattered
@@ -63,9 +64,11 @@ class _Orders:
 class FmegatronWriter(StorageWriter):
     """A StorageWriter of torch whose directory is a checkpoint of fmegatron.
 
-    path: directory or URL.  metadata, step: as `checkpoint.save`. A save that fails leaves earlier checkpoints at the
-    path as they are. Objects must be plain data (numbers, strings, containers): others are refused, on all ranks,
-    before anything takes the name.
+    path: directory or URL.  metadata, step: as `checkpoint.save`. A save that fails leaves an earlier checkpoint at the
+    path as it is; what it has written stays hidden until the next save there removes it.
+
+    Refused, with an error on all ranks: objects that are no plain data (numbers, strings, containers), shards that
+    overlap or leave gaps, `use_collectives=False`, planners that cache plans (`enable_plan_caching`).
     """
 
     def __init__(
@@ -73,15 +76,17 @@ class FmegatronWriter(StorageWriter):
     ):
         super().__init__()
         self.checkpoint_id, self._metadata, self._step = path, dict(metadata or {}), step
-        self._begun = self._plans = self._paths = None
+        self._begun = self._plans = self._names = self._paths = None
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Another save begins, perhaps to another path."""
         self.checkpoint_id = checkpoint_id or self.checkpoint_id
-        self._begun = self._plans = self._paths = None
+        self._begun = self._plans = self._names = self._paths = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: what a rank is to write comes with its plan."""
+        """Nothing to do: what a rank is to write comes with its plan. Raises ValueError for saves without one plan."""
+        if not kwargs.get("use_collectives", True):
+            raise ValueError("FmegatronWriter: got use_collectives=False, wanted one plan for all ranks; leave it out")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -89,6 +94,8 @@ class FmegatronWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: the home of every leaf, from the boxes of all ranks. Raises ValueError for gaps."""
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            raise ValueError("FmegatronWriter: got plans that torch has kept from an earlier save; do not cache plans")
         held, keys = {}, {}
         for rank, plan in enumerate(plans):
             keys |= plan.planner_data if isinstance(plan.planner_data, dict) else {}
@@ -105,7 +112,7 @@ class FmegatronWriter(StorageWriter):
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             leaves[name] = Scattered(shape, dtype, tuple(boxes)).plan(self._paths.get(name, name))
-        self._plans = tuple(leaves.values())
+        self._plans, self._names = tuple(leaves.values()), frozenset(leaves)
         if len({leaf.path for leaf in self._plans}) < len(leaves):
             raise ValueError("two tensors of the state dict have one path; rename one of the keys that contain '/'")
         self._begun = open_store(self.checkpoint_id).begin()
@@ -150,6 +157,8 @@ class FmegatronWriter(StorageWriter):
             parts = [Part.load(storage, rank) for rank in range(len(results))]
             texts = {r.index.fqn: r.storage_data for found in results for r in found if isinstance(r.storage_data, str)}
             values = {self._paths.get(name, name): json.loads(text) for name, text in texts.items()}
+            if lost := set(metadata.state_dict_metadata) - {*self._names, *texts}:
+                raise RuntimeError(f"{min(lost)}: torch planned it, but nobody has written it")
             manifest, digests = merge(self._plans, parts, self._step, {**self._metadata, VALUES: values})
             store.publish(storage, complete(storage, manifest, digests))
         finally:
@@ -162,6 +171,16 @@ class FmegatronWriter(StorageWriter):
         return isinstance(checkpoint_id, str | os.PathLike)
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint whose manifest is read. paths, values: by torch's name."""
+
+    storage: Storage
+    manifest: Manifest
+    paths: dict[str, str]
+    values: dict[str, Any]
+
+
 class FmegatronReader(StorageReader):
     """A StorageReader of torch for checkpoints of fmegatron, however they were saved.
 
@@ -171,12 +190,12 @@ class FmegatronReader(StorageReader):
     def __init__(self, path: str | os.PathLike | Store, *, verify: bool = True):
         super().__init__()
         self.checkpoint_id, self._verify = path, verify
-        self._open = None
+        self._open: _Opened | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Another load begins, perhaps from another path."""
         self.checkpoint_id = checkpoint_id or self.checkpoint_id
-        self._open = None
+        self._open: _Opened | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What is stored, as torch describes it: every tensor as one chunk, of which any box can be read.
@@ -186,13 +205,13 @@ class FmegatronReader(StorageReader):
         storage = locate(self.checkpoint_id)
         manifest = read_manifest(storage)
         values = stored_values(manifest.metadata, storage.text)
-        self._open = (
-            storage,
-            manifest,
-            {name_of(p): p for p in manifest.leaves},
-            {name_of(p): v for p, v in values.items()},
-        )
-        found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._open[3]}
+        paths = {name_of(path): path for path in manifest.leaves}
+        named = {name_of(path): value for path, value in values.items()}
+        seen = Counter(map(name_of, [*manifest.leaves, *values]))
+        if twice := next((name for name, count in seen.items() if count > 1), None):
+            raise ValueError(f"{storage.text}: torch's name {twice} stands for several leaves; use checkpoint.restore")
+        self._open = _Opened(storage, manifest, paths, named)
+        found: dict[str, Any] = {name: BytesStorageMetadata() for name in named}
         for path, leaf in manifest.leaves.items():
             shape = torch.Size(leaf.shape)
             chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
@@ -215,13 +234,13 @@ class FmegatronReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the boxes of the plan into the planner's tensors. Raises CheckpointError for damage, naming the leaf."""
-        storage, manifest, paths, values = self._open
+        storage, manifest, paths = self._open.storage, self._open.manifest, self._open.paths
         wanted: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 data = io.BytesIO()
-                torch.save(values[name], data)
+                torch.save(self._open.values[name], data)
                 data.seek(0)
                 planner.load_bytes(item, data)
             else:

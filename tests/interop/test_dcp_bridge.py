@@ -190,3 +190,28 @@ def test_torchs_async_save(ranks, tmp_path):
     path = str(tmp_path / "c")
     wanted = ranks.run(background, path, ranks=2)[0]
     assert ranks.run(load, path, "tp", 2, wanted, False, ranks=2) == [True, True]
+
+
+def refusals(rank, path):
+    state = {"w": torch.ones(4), "n": 1}
+    cached = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save(state, storage_writer=FmegatronWriter(f"{path}/first"), planner=cached)
+    errors = []
+    for name, options in (("cached", {"planner": cached}), ("alone", {"use_collectives": False})):
+        try:
+            dcp.save(state, storage_writer=FmegatronWriter(f"{path}/{name}"), **options)
+        except (CheckpointException, ValueError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_what_is_refused(ranks, tmp_path):
+    for cached, alone in ranks.run(refusals, str(tmp_path), ranks=2):
+        assert "do not cache plans" in cached and "use_collectives=False" in alone
+    assert os.listdir(tmp_path) == ["first"]
+
+
+def test_names_that_torch_cannot_tell_apart(tmp_path):
+    interop.save_state_dict(tmp_path / "c", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)})
+    with pytest.raises(ValueError, match="torch's name a.b stands for several leaves"):
+        FmegatronReader(tmp_path / "c").read_metadata()
