@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.tensor import DTensor, Placement
 
 try:
@@ -11,7 +10,7 @@ try:
 except ImportError:  # a torch that has given it up has no tensors with such a placement either
     _StridedShard = None
 
-__all__ = ["create_default_global_save_plan", "local_of", "strided_factor", "strided_shard"]
+__all__ = ["local_of", "strided_factor", "strided_shard"]
 
 
 def strided_factor(placement: Placement) -> int | None:
