@@ -147,6 +147,8 @@ class AsyncSaver:
         world, store, begun = world or Alone(), open_store(path), None
         if flights.pending and world is not flights.world and (world.size, flights.world.size) != (1, 1):
             raise ValueError("AsyncSaver.save: got another world while saves are pending; give each world its saver")
+        if store.text.startswith("memory://"):
+            raise ValueError(f"{store.text}: memory:// is in this process only, another cannot write it; use save")
         flights.world, lead = world, world.rank == 0
         while len(flights.pending) >= self.in_flight or any(h.text == store.text for h in flights.pending):
             flights.listen(LOOK_S)
