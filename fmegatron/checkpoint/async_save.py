@@ -79,11 +79,23 @@ def save_async(
 class _Known:
     """The plan of the tree that was saved last; a run saves one tree again and again."""
 
-    paths: list[str]
     leaves: list[Layout]
+    spec: Any
     plans: tuple[LeafPlan, ...]
     data: bytes
     portions: dict[int | None, list[Portion]] = field(default_factory=dict)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def tensors(self, state: Any, rank: int) -> list[torch.Tensor] | None:
+        """The leaves of a state that surely fits; None: `tree.check` has to look, which takes longer."""
+        if not self.shapes:
+            self.shapes = [layout.local_shape(rank) for layout in self.leaves]
+        _, tensors, spec = tree.flatten(state)
+        fits = spec == self.spec and all(
+            isinstance(x, torch.Tensor) and x.shape == shape and x.dtype is layout.dtype
+            for x, shape, layout in zip(tensors, self.shapes, self.leaves, strict=True)
+        )
+        return tensors if fits else None
 
     def cut(self, rank: int, limit: int | None) -> list[Portion]:
         if limit not in self.portions:
@@ -160,13 +172,16 @@ class AsyncSaver:
         def prepare():
             nonlocal begun
             known = self._plan(layouts, world)
-            tree.check(state, layouts, world.rank)
+            tensors = known.tensors(state, world.rank)
+            if tensors is None:
+                tree.check(state, layouts, world.rank)
+                tensors = tree.leaves(state)
             check_json(metadata or {}, "metadata")
             what = {"store": store.to_json(), "step": step, "rank": world.rank, "size": world.size}
             what["metadata"] = (metadata or {}) if lead else {}
             if lead:
                 begun = store.begin()
-            return known, tree.leaves(state), what
+            return known, tensors, what
 
         try:
             known, tensors, what = together(world, handle.what, prepare)
@@ -242,13 +257,13 @@ class AsyncSaver:
 
     # ---- inside
     def _plan(self, layouts: Any, world: Ranks) -> _Known:
-        paths, leaves = flat_layouts(layouts)
+        paths, leaves, spec = flat_layouts(layouts)
         known = self._known
-        same = known is not None and len(leaves) == len(known.leaves) and paths == known.paths
+        same = known is not None and spec == known.spec
         if not same or not all(a is b or a == b for a, b in zip(leaves, known.leaves, strict=True)):
             check_layouts(paths, leaves, world.size)
             plans = plan(paths, leaves)
-            self._known = known = _Known(paths, leaves, plans, plans_to_json(plans))
+            self._known = known = _Known(leaves, spec, plans, plans_to_json(plans))
         return known
 
     def _stage(self, handle: Handle, known: _Known, tensors: list[torch.Tensor], what: dict[str, Any]) -> None:

@@ -91,17 +91,17 @@ def check_request(
     state: Any, layouts: Any, world: Ranks, metadata: Any
 ) -> tuple[list[torch.Tensor], tuple[LeafPlan, ...]]:
     """The leaves and their plan, or ValueError."""
-    paths, leaves = flat_layouts(layouts)
+    paths, leaves, _ = flat_layouts(layouts)
     check_layouts(paths, leaves, world.size)
     tree.check(state, layouts, world.rank)
     check_json(metadata or {}, "metadata")
     return tree.leaves(state), plan(paths, leaves)
 
 
-def flat_layouts(layouts: Any) -> tuple[list[str], list[Layout]]:
-    """Paths and Layouts of a tree of Layouts or ArraySpecs."""
-    paths, leaves, _ = tree.flatten(layouts)
-    return paths, [x if isinstance(x, Layout) else x.layout for x in leaves]
+def flat_layouts(layouts: Any) -> tuple[list[str], list[Layout], Any]:
+    """Paths, Layouts and structure of a tree of Layouts or ArraySpecs."""
+    paths, leaves, spec = tree.flatten(layouts)
+    return paths, [x if isinstance(x, Layout) else x.layout for x in leaves], spec
 
 
 def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:

@@ -6,19 +6,24 @@ of a leaf with replicas its own chunks, one after another, otherwise the whole l
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
-from fmegatron.checkpoint.format import ALIGN_BYTES, raw_dtype
+from fmegatron.checkpoint.format import ALIGN_BYTES
 from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write
 from fmegatron.checkpoint.write import Chunks
 from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
 _GROUP_BYTES = 64 << 20  # written between two signs of progress
+_PART_BYTES = 8 << 20  # copied by a thread at a time
+_BITS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})
 
 
 @dataclass(frozen=True)
@@ -111,29 +116,59 @@ def stage(
 ) -> None:
     """Copy the portion's bytes out of the local tensors (any device) to `memory[at:]`; complete on return.
 
-    memory: uint8, host.  at: a multiple of 64. One pass with torch's own threads, no copies between.
+    memory: uint8, host.  at: a multiple of 64. Plain memcpy on as many threads as torch has where both sides are
+    contiguous in host memory; strided tensors and devices go through torch.
     """
-    typed, into, source, devices = {}, [], [], set()
+    moves: list[tuple[int, int, int]] = []  # addresses to and from, bytes
+    into, source = [], []
+    base = memory.data_ptr() + at
     for slot in portion.slots:
-        x = bits(tensors[slot.leaf])
-        if x.dtype not in typed:
-            typed[x.dtype] = memory.view(x.dtype)
-        base, start = typed[x.dtype], (at + slot.offset) // x.element_size()
-        if x.device.type == "cuda":
-            devices.add(x.device)
+        x = tensors[slot.leaf]
+        plain = x.is_cpu and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+        if plain and slot.chunks is None:
+            moves.append((base + slot.offset, x.data_ptr(), slot.nbytes))
+            continue
+        item, leaf = plans[slot.leaf].layout.dtype.itemsize, bits(x)
+        start = at + slot.offset
+        place = memory[start : start + slot.nbytes].view(leaf.dtype)
         if slot.chunks is None:
-            strides = x.stride() if x.is_contiguous() else row_major_strides(x.shape)
-            into.append(base.as_strided(x.shape, strides, start))
-            source.append(x)
-        else:
-            x = x.contiguous()
-            place = base[start : start + slot.nbytes // x.element_size()]
-            into += [box.view(place) for _, box in slot.staged()]
-            source += [box.view(x) for _, box in slot.chunks]
+            into.append(place.view(leaf.shape))
+            source.append(leaf)
+            continue
+        leaf = leaf.contiguous()
+        for (_, to), (_, box) in zip(slot.staged(), slot.chunks, strict=True):
+            if plain and box.strides == to.strides:
+                moves.append((base + slot.offset + to.offset * item, x.data_ptr() + box.offset * item, box.size * item))
+            else:
+                into.append(to.view(place))
+                source.append(box.view(leaf))
+    _move(moves)
+    devices = {x.device for x in source if x.is_cuda}
     if into:
         torch._foreach_copy_(into, source, non_blocking=bool(devices))
     for device in devices:
         torch.cuda.synchronize(device)
+
+
+def _move(moves: list[tuple[int, int, int]]) -> None:
+    """memcpy, which lets other threads run; large ones in parts."""
+    threads = min(torch.get_num_threads(), sum(n for _, _, n in moves) // _PART_BYTES)
+
+    def work(parts):
+        for to, source, n in parts:
+            ctypes.memmove(to, source, n)
+
+    if threads < 2:
+        work(moves)
+        return
+    parts = iter(
+        [(to + i, source + i, min(_PART_BYTES, n - i)) for to, source, n in moves for i in range(0, n, _PART_BYTES)]
+    )  # one list iterator for all: `next` is atomic
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(work, parts) for _ in range(threads - 1)]
+        work(parts)
+        for other in others:
+            other.result()
 
 
 def groups(
@@ -165,7 +200,7 @@ def groups(
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The elements as integers of the same width, on the same device; the same memory where the tensor is real."""
     x = x.detach().resolve_conj().resolve_neg()
-    return x.view(getattr(torch, raw_dtype(x.element_size()).name))
+    return x.view(_BITS[x.element_size()])
 
 
 def _view(slot: Slot, plans: Sequence[LeafPlan], rank: int, memory: torch.Tensor, at: int) -> torch.Tensor:

@@ -81,6 +81,24 @@ def test_state_overwritten_at_once(saver, tmp_path):
     fake_world.assert_same_bits(checkpoint.restore(tmp_path / "c", LAYOUTS), wanted)
 
 
+def test_strided_conjugated_and_device_like_tensors(saver, tmp_path):
+    """What is no plain memory goes through torch; parameters and tensors that need gradients are only read."""
+    state = {
+        "transposed": torch.randn(300, 200).t(),
+        "sliced": torch.randn(400, 400)[::2, 1:],
+        "conjugated": torch.randn(128, 128, dtype=torch.complex64).conj(),
+        "negative": torch.randn(128, 128, dtype=torch.complex64).conj().imag,
+        "parameter": torch.nn.Parameter(torch.randn(128, 256)),
+        "part": torch.randn(1000, 100)[200:900],
+        "big": torch.randn(2, 5 * MIB // 4),
+    }
+    layouts = layouts_of(state)
+    wanted = {k: x.detach().resolve_conj().resolve_neg().clone() for k, x in state.items()}
+    torch.set_num_threads(3)
+    checkpoint.save_async(tmp_path / "c", state, layouts, saver=saver).result()
+    fake_world.assert_same_bits(checkpoint.restore(tmp_path / "c", layouts), wanted)
+
+
 def test_several_in_flight_end_in_order(tmp_path):
     states = [a_state(i) for i in range(4)]
     with checkpoint.AsyncSaver(arena_bytes=64 * MIB, in_flight=3) as saver:
@@ -127,6 +145,10 @@ def test_wrong_requests_begin_nothing(saver, tmp_path):
         checkpoint.save_async(tmp_path / "c", a_state() | {"w0": torch.zeros(3)}, LAYOUTS, saver=saver)
     with pytest.raises(ValueError, match="metadata"):
         checkpoint.save_async(tmp_path / "c", a_state(), LAYOUTS, None, {"a": object()}, saver=saver)
+    with pytest.raises(ValueError, match="structure"):
+        checkpoint.save_async(tmp_path / "c", list(a_state().values()), LAYOUTS, saver=saver)
+    with pytest.raises(ValueError, match="w0: got dtype f64"):
+        checkpoint.save_async(tmp_path / "c", a_state() | {"w0": a_state()["w0"].double()}, LAYOUTS, saver=saver)
     assert os.listdir(tmp_path) == [] and saver.pending == ()
     with pytest.raises(ValueError, match="in_flight=0"):
         checkpoint.AsyncSaver(in_flight=0)
