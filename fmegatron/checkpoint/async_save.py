@@ -24,7 +24,8 @@ from fmegatron.checkpoint.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.handle import Handle
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.saving import check_json, check_layouts, flat_layouts
+from fmegatron.checkpoint.request import flat_layouts
+from fmegatron.checkpoint.saving import check_json, check_layouts
 from fmegatron.checkpoint.staging import Portion, portions, stage
 from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.wire import plans_to_json

@@ -20,6 +20,7 @@ from fmegatron import tree
 from fmegatron.checkpoint.part import Part, complete, merge
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.request import flat_layouts
 from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.write import write_part
 from fmegatron.layout import Layout
@@ -96,12 +97,6 @@ def check_request(
     tree.check(state, layouts, world.rank)
     check_json(metadata or {}, "metadata")
     return tree.leaves(state), plan(paths, leaves)
-
-
-def flat_layouts(layouts: Any) -> tuple[list[str], list[Layout], Any]:
-    """Paths, Layouts and structure of a tree of Layouts or ArraySpecs."""
-    paths, leaves, spec = tree.flatten(layouts)
-    return paths, [x if isinstance(x, Layout) else x.layout for x in leaves], spec
 
 
 def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
