@@ -41,6 +41,8 @@ class Part:
 
     def source_box(self, start: Sequence[int], shape: Sequence[int]) -> Box:
         """The source's region behind the region `start`, `shape` (of the view, inside this part); no local place."""
+        if self.start == self.at and self.dims == tuple(range(len(self.at))):
+            return Box(tuple(start), tuple(shape), 0, (0,) * len(self.at))
         first, extent = list(self.at), [1] * len(self.at)
         for v, dim in enumerate(self.dims):
             if dim is not None:
@@ -50,6 +52,8 @@ class Part:
 
     def as_source(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor that lies over a region of this part, with dims as the source has them; the same memory."""
+        if self.dims == tuple(range(len(self.at))):  # nearly always
+            return x
         for v in reversed([v for v, dim in enumerate(self.dims) if dim is None]):
             x = x.select(v, 0)
         order = [dim for dim in self.dims if dim is not None]
@@ -176,6 +180,9 @@ def fitted(view: View, shape: Sequence[int]) -> View:
 
 def regions(view: View, box: Box) -> Iterator[tuple[Part, Box]]:
     """(part, the piece of `box` that it fills) for all parts that a box of the view touches."""
+    if len(view.parts) == 1 and view.parts[0].shape == view.shape:
+        yield view.parts[0], box
+        return
     for part in view.parts:
         stop = [a + n for a, n in zip(part.start, part.shape, strict=True)]
         if (piece := box.intersect(part.start, stop)) is not None:
