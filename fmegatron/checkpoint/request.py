@@ -74,6 +74,7 @@ def match(
     has_initial: bool = False,
 ) -> Request:
     """The request that fits, or one ValueError that lists what does not. `where` names the checkpoint in it."""
+    rules = (rules,) if isinstance(rules, Rule) else rules
     paths, layouts, spec = flat_layouts(target_layouts)
     leaves = subtree(manifest, prefix)
     views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})

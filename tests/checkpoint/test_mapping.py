@@ -256,6 +256,12 @@ def test_rules_that_do_not_fit(tmp_path, rules, message):
     assert not isinstance(error.value, CheckpointError)
 
 
+def test_one_rule_needs_no_list(tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(3)}, {"x": Layout((3,), F32, Mesh())})
+    got = restore(tmp_path / "a", {"y": Layout((3,), F32, Mesh())}, rules=rename("x", "y"))
+    assert torch.equal(got["y"], torch.ones(3))
+
+
 def test_rules_are_values():
     rules = [fuse(["(.*)/q", "(.*)/k"], r"\1/qk", 1), take("x", range(2)), pad("y", 1)]
     assert pickle.loads(pickle.dumps(rules)) == rules and rules[2] != pad("y")
