@@ -50,7 +50,7 @@ lint: $(STAMP)  ## ruff: lint and format, nothing is changed
 format: $(STAMP)  ## ruff: fix and format in place
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
-readme: $(STAMP)  ## write the README's tree anew from the files' own first sentences
+readme: $(STAMP)  ## write the trees of README and BUILD anew from the files' own first sentences
 	@$(PY) -m tests.test_readme
 
 notebooks: $(STAMP)  ## run every notebook again and write its outputs back

@@ -1,15 +1,17 @@
-"""The README is true: its tree is the one on disk, with each file's own first sentence, and its commands exist.
+"""README and BUILD are true: their trees are the one on disk, in each file's own first sentence; their commands exist.
 
-`make readme` (this file as a program) writes the tree anew.
+`make readme` (this file as a program) writes the trees anew: README's of the rooms, BUILD's of every file.
 """
 
 import ast
 import re
 
+import pytest
+
 from tests.house import LEVELS, ROOT, rooms, syntax
 
 BEGIN, END = "<!-- tree: written by `make readme` -->\n```\n", "```\n<!-- end of tree -->"
-FOLDERS = ("experiments", "notebooks", "tests")
+FOLDERS = ("experiments", "notebooks")
 
 
 def sentence(path) -> str:
@@ -18,30 +20,42 @@ def sentence(path) -> str:
     return line.partition(". ")[0].rstrip(".")
 
 
-def tree() -> str:
-    """The rooms in their order with their files, then the other folders."""
-    lines = ["fmegatron/"]
+def rooms_tree() -> str:
+    """The rooms in their order, with the folders in them."""
+    lines = []
     for room in sorted(rooms(), key=lambda name: LEVELS[name]):
         folder = ROOT / "fmegatron" / room
-        lines.append(f"  {room + '/':<18} {sentence(folder / '__init__.py')}")
+        for inner in sorted(path.parent for path in folder.rglob("__init__.py")):
+            name = inner.relative_to(ROOT / "fmegatron").as_posix() + "/"
+            indent = "  " * (1 + name.count("/"))
+            lines.append(f"{indent}{name.split('/')[-2] + '/':<{20 - len(indent)}} {sentence(inner / '__init__.py')}")
+    return "\n".join(["fmegatron/", *lines]) + "\n"
+
+
+def files_tree() -> str:
+    """Every file of the rooms and of the other folders."""
+    lines = []
+    for room in sorted(rooms(), key=lambda name: LEVELS[name]):
+        folder = ROOT / "fmegatron" / room
+        lines.append(f"fmegatron/{room}/")
         files = sorted(path for path in folder.rglob("*.py") if path.name != "__init__.py")
-        lines += [f"    {path.relative_to(folder).as_posix():<16} {sentence(path)}" for path in files]
-    for folder in FOLDERS:
-        lines.append(f"{folder}/")
-        if folder != "tests":
-            files = sorted((ROOT / folder).rglob("*.py")) + sorted((ROOT / folder).glob("*.ipynb"))
-            for path in files:
-                text = sentence(path) if path.suffix == ".py" else "executed by a test"
-                lines.append(f"  {path.relative_to(ROOT / folder).as_posix():<18} {text}")
-        else:
-            lines.append("  mirror the rooms; golden/ holds readable dumps of layouts")
+        lines += [f"  {path.relative_to(folder).as_posix():<18} {sentence(path)}" for path in files]
+    for name in FOLDERS:
+        lines.append(f"{name}/")
+        files = sorted((ROOT / name).rglob("*.py")) + sorted((ROOT / name).glob("*.ipynb"))
+        for path in files:
+            text = sentence(path) if path.suffix == ".py" else "executed by a test"
+            lines.append(f"  {path.relative_to(ROOT / name).as_posix():<18} {text}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def test_tree():
-    readme = (ROOT / "README.md").read_text()
-    written = readme.partition(BEGIN)[2].partition(END)[0]
-    assert written == tree(), "the README's tree is not the one on disk; run `make readme`"
+TREES = {"README.md": rooms_tree, "BUILD.md": files_tree}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree(name):
+    written = (ROOT / name).read_text().partition(BEGIN)[2].partition(END)[0]
+    assert written == TREES[name](), f"the tree of {name} is not the one on disk; run `make readme`"
 
 
 def test_commands_exist():
@@ -72,7 +86,7 @@ def test_paths_exist():
 
 
 if __name__ == "__main__":
-    before = (ROOT / "README.md").read_text()
-    head, _, rest = before.partition(BEGIN)
-    assert rest, f"README.md has no line {BEGIN!r}"
-    (ROOT / "README.md").write_text(head + BEGIN + tree() + END + rest.partition(END)[2])
+    for name, tree in TREES.items():
+        head, _, rest = (ROOT / name).read_text().partition(BEGIN)
+        assert rest, f"{name} has no line {BEGIN!r}"
+        (ROOT / name).write_text(head + BEGIN + tree() + END + rest.partition(END)[2])
