@@ -29,13 +29,13 @@ def store(request, tmp_path):
     return s3_store(request.getfixturevalue("endpoint"), f"{tmp_path.name}/a", bool(ocdbt))
 
 
-def save_twice(world, store, locals_of):
+def save_twice(world, store, first, second):
     """A save whose second rank's writer is killed, and then one that works; what the ranks heard of the first."""
     with checkpoint.AsyncSaver() as saver:
         saver.reserve(TWO, world)
         if world.rank == 1:
             os.kill(saver.writer_pid, signal.SIGSTOP)
-        handle = checkpoint.save_async(store, locals_of(1)[world.rank], TWO, world, saver=saver)
+        handle = checkpoint.save_async(store, first[world.rank], TWO, world, saver=saver)
         if world.rank == 1:
             os.kill(saver.writer_pid, signal.SIGKILL)
         try:
@@ -43,13 +43,14 @@ def save_twice(world, store, locals_of):
         except RuntimeError as error:
             heard = str(error)
         assert not store.is_complete()
-        checkpoint.save_async(store, locals_of(2)[world.rank], TWO, world, saver=saver).result()
+        checkpoint.save_async(store, second[world.rank], TWO, world, saver=saver).result()
     return heard
 
 
 def test_two_ranks(store):
     with small_sizes(chunk=1 << 20, band=1 << 20):
-        heard = run(2, lambda world: save_twice(world, store, lambda seed: cut_tree(state(seed), TWO)))
+        first, second = (cut_tree(state(seed), TWO) for seed in (1, 2))
+        heard = run(2, lambda world: save_twice(world, store, first, second))
         assert heard[0] == heard[1] and "failed on rank 1 of 2: its writer process" in heard[0], heard
         assert_same_bits(checkpoint.restore(store, ONE), state(2))
 
