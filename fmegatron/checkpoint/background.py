@@ -49,8 +49,8 @@ class Background:
         try:
             handle = self._saver.save(place, state, layouts, world, metadata, step=begun.step)
         except (ValueError, RuntimeError) as error:  # then it is raised on all ranks
-            wrong = world.gather_rows(torch.tensor([isinstance(error, ValueError)], dtype=torch.int64))
-            if wrong.any() or self.on_failure == "raise":
+            right = world.minimum(torch.tensor([int(not isinstance(error, ValueError))]))
+            if not right or self.on_failure == "raise":
                 raise
             self._warn(begun.step, f"{error}")
             return replace(begun, error=f"{error}")

@@ -32,9 +32,10 @@ class Deleter:
 
     def add(self, text: str, remove: Callable[[threading.Event], None]) -> None:
         """Call `remove(stop)` soon; it returns early when `stop` is set. text: its name, for messages."""
-        self._waiting.put((text, remove))
         with self._lock:
             self._texts.append(text)
+        self._waiting.put((text, remove))
+        with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="checkpoint deletion")
                 self._thread.start()

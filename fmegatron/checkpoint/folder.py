@@ -202,6 +202,10 @@ class FolderStore:
                     os.rename(found, path)
                 commit.remove(os.path.join(self.path, name))
 
+    def above(self) -> FolderStore:
+        """The directory that it is in."""
+        return FolderStore(os.path.dirname(self.path))
+
     def notes(self) -> Notes:
         """Files in the directory itself."""
         return Notes(self.path)

@@ -21,9 +21,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from fmegatron.checkpoint.notes import Notes, is_dead, owner
+from fmegatron.checkpoint.storage import Store
 
+STEP = re.compile(r"step_(\d{8,})")  # what a Manager calls a checkpoint
 LEASE_S = 300.0  # a note is void after this
 BEAT_S = 30.0  # a reader renews its note
 _YIELD_S = 10.0  # the longest that a reader waits for somebody who is about to delete (a look and a rename)
@@ -55,6 +58,12 @@ def reading(notes: Notes, name: str) -> Iterator[None]:
         beat.join()
         with contextlib.suppress(OSError):
             notes.remove(note)
+
+
+def holding(store: Store) -> AbstractContextManager[None]:
+    """`reading` of the checkpoint at `store`, if it has the name of a Manager's step; others nobody deletes."""
+    name = store.text.rpartition("/")[2]
+    return reading(store.above().notes(), name) if STEP.fullmatch(name) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

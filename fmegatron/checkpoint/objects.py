@@ -223,6 +223,11 @@ class ObjectStore:
                 else:
                     store.withdraw().delete()
 
+    def above(self) -> ObjectStore:
+        """The directory that it is in."""
+        scheme, _, rest = self.text.partition("://")
+        return ObjectStore(f"{scheme}://{rest.rpartition('/')[0]}", self.options, self.context)
+
     def notes(self) -> KeyNotes:
         """Objects below `.notes/`."""
         return KeyNotes(self.values.below(_NOTES))

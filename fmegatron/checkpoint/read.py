@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.fetch import Fetch, Target
 from fmegatron.checkpoint.format import Leaf, Manifest, bits, digest, dtype_of
+from fmegatron.checkpoint.leases import holding
 from fmegatron.checkpoint.manifest import read_manifest
 from fmegatron.checkpoint.mapping import Rule
 from fmegatron.checkpoint.once import Exchange, Want, deal
@@ -84,11 +86,13 @@ def restore(
         started = start()
         return started, finish_reading(started, ranks, device)
 
-    if read == "own" or ranks.size == 1:
-        started, result = together(ranks, what, whole)
-    else:  # an error is agreed upon before ranks wait for bytes of each other
-        started = together(ranks, what, start)
-        result = together(ranks, what, lambda: finish_reading(started, ranks, device))
+    # Rank 0 keeps retention away from the files until all ranks have read.
+    with holding(open_store(path)) if ranks.rank == 0 else nullcontext():
+        if read == "own" or ranks.size == 1:
+            started, result = together(ranks, what, whole)
+        else:  # an error is agreed upon before ranks wait for bytes of each other
+            started = together(ranks, what, start)
+            result = together(ranks, what, lambda: finish_reading(started, ranks, device))
     if ranks.rank == 0:
         warn(started.request.difference, started.mode, started.where, initial is not None, stacklevel=2)
     return result

@@ -19,8 +19,6 @@ from fmegatron.checkpoint.progress import written_below
 from fmegatron.checkpoint.retention import Saved
 from fmegatron.checkpoint.storage import Store, open_store
 
-_STEP = re.compile(r"step_(\d{8,})")
-
 
 class Steps:
     """Checkpoints named step_00000100 and so on, of one directory, URL or Store, which need not exist yet."""
@@ -41,7 +39,9 @@ class Steps:
 
     def complete(self) -> list[int]:
         """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
-        found = [int(m[1]) for name in self.store.children() if (m := _STEP.fullmatch(name)) and self._canonical(m)]
+        found = [
+            int(m[1]) for name in self.store.children() if (m := leases.STEP.fullmatch(name)) and self._canonical(m)
+        ]
         return sorted(step for step in found if self.place(step).is_complete())
 
     def _canonical(self, m: re.Match) -> bool:
@@ -76,6 +76,10 @@ class Steps:
         """Bytes of a save of this step that is under way, for a progress bar; None where that cannot be seen."""
         return written_below(self.place(step).path) if self.renames else lambda: None
 
+    def protected(self) -> set[int]:
+        """Complete steps that are pinned, or read by somebody now. (`withdraw` looks again.)"""
+        return {step for step in self.complete() if leases.is_held(self.notes, self.name(step))}
+
     def withdraw(self, step: int) -> Callable[[threading.Event], None] | None:
         """Take a complete step away, in one step, unless somebody reads it or it is pinned: then None.
 
@@ -100,6 +104,6 @@ class Steps:
 
         Finishes a re-save that was killed between its two renames.
         """
-        self.store.clean(_STEP.pattern, busy)
+        self.store.clean(leases.STEP.pattern, busy)
         leases.clean(self.notes)
         self.notes.clean()

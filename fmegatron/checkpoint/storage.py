@@ -125,6 +125,9 @@ class Store(Protocol):
         keep: children that are being written or deleted now.
         """
 
+    def above(self) -> Store:
+        """The directory that this place is in."""
+
     def notes(self) -> Notes | KeyNotes:
         """Small files beside the checkpoints of this directory, each whole or not there."""
 

@@ -136,11 +136,12 @@ class Search:
         except BaseException as e:  # a rank that is interrupted must tell the others, too
             damaged, unfit = isinstance(e, CheckpointError), isinstance(e, ValueError) or not isinstance(e, Exception)
             kind, error = _DAMAGED if damaged else _UNFIT if unfit else _FAILED, e
-        kinds = ranks.gather_rows(torch.tensor([kind]))[:, 0]
-        gravest = int(kinds.max())
+        # The first rank of each kind of error, size for none.
+        firsts = ranks.minimum(torch.tensor([ranks.rank if kind == k else ranks.size for k in range(_UNFIT + 1)]))
+        gravest = max(k for k in range(_UNFIT + 1) if firsts[k] < ranks.size)
         if gravest == _GOOD:
             return Found(step, temporary, state, json.loads(ranks.broadcast_text(text))), None
-        first = int((kinds == gravest).int().argmax())  # speaks for all; what was raised on a rank itself stays
+        first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:
             return None, CheckpointError(message)

@@ -51,6 +51,9 @@ class SocketWorld:
     def broadcast_text(self, text, source=0):
         return self._all(text, "broadcast_text")[source]
 
+    def minimum(self, row):
+        return self.gather_rows(row).amin(0)
+
     def gather_rows(self, row):
         return torch.tensor(self._all(row.tolist(), "gather_rows"))
 

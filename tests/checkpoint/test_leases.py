@@ -1,5 +1,6 @@
 """A step that somebody reads is not deleted: in this process, in another one, and under a stress of both."""
 
+import io
 import json
 import os
 import subprocess
@@ -11,8 +12,12 @@ import warnings
 import pytest
 import torch
 
-from fmegatron.checkpoint import CheckpointError, Manager, leases, walk
+from fmegatron import checkpoint
+from fmegatron.checkpoint import CheckpointError, Manager, leases, open_store, read, walk
+from fmegatron.checkpoint.__main__ import main as tool
 from fmegatron.checkpoint.notes import Notes, is_dead, owner
+from fmegatron.checkpoint.steps import Steps
+from fmegatron.checkpoint.tools import commands
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits
 from tests.house import ROOT
@@ -75,6 +80,47 @@ def test_a_slow_reader_of_the_oldest_step(tmp_path, held, read):
     assert_same_bits(result[0][-2], state(1))
     save(tmp_path, 5)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000005"]
+
+
+@pytest.mark.parametrize("url", [None, "memory://runs/held"])
+def test_a_plain_restore_of_a_step_holds_it(tmp_path, monkeypatch, url):
+    """`checkpoint.restore` of a path or Store, which knows of no Manager; not only of the Manager's own."""
+    store = open_store(tmp_path) if url is None else open_store(url, {})
+    save(store, 1)
+    started, go, start = threading.Event(), threading.Event(), read.start_reading
+
+    def slow(*args, **kwargs):
+        started.set()
+        assert go.wait(30)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(read, "start_reading", slow)
+    thread, result = in_a_thread(lambda: checkpoint.restore(store.child("step_00000001"), LAYOUTS))
+    assert started.wait(30)
+    assert save(store, 2).steps() == [1, 2]
+    go.set()
+    thread.join()
+    assert_same_bits(result[0], state(1))
+    assert save(store, 3).steps() == [3]
+
+
+def test_tools_hold_what_they_read(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, keep=None)
+    seen = []
+    for name in ("verify", "show", "diff", "export"):
+        real = getattr(commands, name)
+
+        def spy(*args, real=real, name=name, **kwargs):
+            seen.append((name, [leases.is_held(Notes(tmp_path), f"step_0000000{step}") for step in (1, 2)]))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(commands, name, spy)
+    one, two = (str(tmp_path / f"step_0000000{step}") for step in (1, 2))
+    for argv in (["verify", one], ["show", two], ["diff", one, two], ["export", one, str(tmp_path / "out")]):
+        assert tool(argv, io.StringIO(), io.StringIO()) in (0, 1)
+    held = {"verify": [True, False], "show": [False, True], "diff": [True, True], "export": [True, False]}
+    assert dict(seen) == held
+    assert not Steps(tmp_path).protected()
 
 
 def test_without_the_lease_it_would_be_lost(tmp_path, held, monkeypatch):

@@ -7,11 +7,13 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
 from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.leases import holding
 from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.collect import LIVE_SECONDS, collect
@@ -32,7 +34,8 @@ def run(name: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> int
     """Run a command and print its result; returns the exit status. No error leaves this function."""
     status = GOOD
     try:
-        status, value, text = COMMANDS[name](options)
+        with ExitStack() as options.held:  # while a command reads steps of a Manager, nobody deletes them
+            status, value, text = COMMANDS[name](options)
         if options.json:
             print(json.dumps(plain(value), allow_nan=False), file=out)
         else:
@@ -75,7 +78,8 @@ def _verify(options: argparse.Namespace) -> Result:
     reports: list[Report] = []
     start = time.perf_counter()
     for place in [store.child(c.name) for c in found.checkpoints] if found.is_directory else [store]:
-        reports.append(verify(place, options.jobs))
+        with holding(place):
+            reports.append(verify(place, options.jobs))
     seconds = time.perf_counter() - start
     damaged = any(report.damages for report in reports)
     value = {"good": not damaged, "seconds": seconds, "checkpoints": [report.to_json() for report in reports]}
@@ -147,6 +151,7 @@ def _source(options: argparse.Namespace, path: str) -> Source:
     if found.is_directory:
         names = ", ".join(c.name for c in found.checkpoints[-3:])
         raise ValueError(f"{path}: got a directory of checkpoints, wanted one of them, e.g. {names or '(it is empty)'}")
+    options.held.enter_context(holding(store))
     return open_source(store)
 
 
