@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -38,7 +39,7 @@ class Flights:
         self.process: WriterProcess | None = None
         self.closed = False
         self._seen, self._since = None, 0.0  # the last sign of progress, and when
-        self._end = weakref.finalize(self, _forgotten, self.pending)
+        self._end = weakref.finalize(self, _forgotten, self.pending, os.getpid())
 
     def start(self) -> WriterProcess:
         """The writer process, a new one if there is none."""
@@ -265,8 +266,8 @@ def _tidy(store: Store, storage: Storage) -> None:
     thread.join(_TIDY_S)
 
 
-def _forgotten(pending: list[Handle]) -> None:
+def _forgotten(pending: list[Handle], owner: int) -> None:
     """The saver was dropped, or Python ends, without `close`."""
-    if pending:
+    if pending and os.getpid() == owner:
         names = ", ".join(h.text for h in pending)
         warnings.warn(f"saves were abandoned because nobody waited for them: {names}", RuntimeWarning, stacklevel=2)

@@ -52,7 +52,7 @@ class WriterProcess:
                 start_new_session=True,
             )
         self.channel, self.pid, self.ready = Channel(ours), self._process.pid, False
-        self._end = weakref.finalize(self, _end, self._process, self.channel, self._errors)
+        self._end = weakref.finalize(self, _end, self._process, self.channel, self._errors, os.getpid())
 
     def send(self, **message: Any) -> None:
         """Send a message; one to a dead writer is lost, which `death` tells."""
@@ -105,8 +105,10 @@ class WriterProcess:
         self._end()
 
 
-def _end(process: subprocess.Popen, channel: Channel, errors) -> None:
+def _end(process: subprocess.Popen, channel: Channel, errors, owner: int) -> None:
     """Whatever happened: no process, no open file is left. The writer ends by itself when the channel closes."""
+    if os.getpid() != owner:  # a forked child of the trainer exits; the writer is not its own
+        return
     channel.close()
     try:
         process.wait(_END_S)

@@ -119,6 +119,18 @@ def test_python_ends_without_close(start, tmp_path):
     assert os.listdir(tmp_path) == ["c"] and stored(tmp_path) == 3
 
 
+def test_a_forked_child_that_exits_leaves_the_writer_alone(tmp_path):
+    with checkpoint.AsyncSaver() as saver:
+        saver.reserve(LAYOUTS)
+        child = os.fork()
+        if child == 0:
+            saver._flights.process._end()  # as its exit handlers would
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        checkpoint.save_async(tmp_path / "c", {"w": torch.full((1024, 1024), 2.0)}, LAYOUTS, saver=saver).result()
+    assert stored(tmp_path) == 2
+
+
 @pytest.mark.parametrize("stop", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_trainer_is_killed(start, tmp_path, stop):
     trainer = start(f"""
