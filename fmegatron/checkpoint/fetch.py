@@ -19,6 +19,7 @@ import torch
 from fmegatron.checkpoint.format import (
     BAND_BYTES,
     DIGESTS,
+    ZARR,
     Array,
     CheckpointError,
     Leaf,
@@ -27,8 +28,9 @@ from fmegatron.checkpoint.format import (
     digest_text,
     raw,
     raw_dtype,
+    zarr_metadata,
 )
-from fmegatron.checkpoint.manifest import RESTORE_ANOTHER
+from fmegatron.checkpoint.manifest import RESTORE_ANOTHER, load_json, to_json_text
 from fmegatron.checkpoint.storage import Reader, Storage
 from fmegatron.layout import Box
 
@@ -52,6 +54,15 @@ class Target:
         else:
             self.view[at].copy_(torch.from_numpy(data).view(self.stored))
 
+    def memory(self, start: Sequence[int], shape: Sequence[int]) -> np.ndarray | None:
+        """The bytes of the tensor that [start, start + shape) goes to, if they are the stored ones, in one run."""
+        if self.stored is not self.view.dtype:
+            return None
+        part = raw(self.view)[
+            tuple(slice(g - a, g - a + n) for g, a, n in zip(start, self.box.start, shape, strict=True))
+        ]
+        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
 
 class Fetch:
     """Reads every needed band once, on a few threads, while the caller is still naming what it wants.
@@ -70,12 +81,12 @@ class Fetch:
     def add(self, leaf: Leaf, targets: Sequence[Target]) -> None:
         """Want these boxes of a leaf; each leaf is added once."""
         if leaf.array is not None:
-            array, chunks = self._array(leaf.array), {}
+            array, chunks = self._array(leaf.array, leaf.path), {}
             for target in targets:
                 cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
                 for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
                     chunks.setdefault(index, []).append(target)
-            digests = self._digests(array) if self.verify and chunks else None
+            digests = self._digests(array, leaf.path) if self.verify and chunks else None
             for index, wanted in chunks.items():
                 for job in _File(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
                     self._jobs.put(job)
@@ -95,9 +106,10 @@ class Fetch:
         try:
             if error is None:
                 for name, ranges in self._ranges.items():
-                    array = self._array(name)
-                    digests = self._digests(array) if self.verify else None
-                    for job in _File(self.storage, array, (0,), digests, ranges[0].target.path).range_jobs(ranges):
+                    leaf = ranges[0].target.path
+                    array = self._array(name, leaf)
+                    digests = self._digests(array, leaf) if self.verify else None
+                    for job in _File(self.storage, array, (0,), digests, leaf).range_jobs(ranges):
                         self._jobs.put(job)
         except BaseException as late:
             error = late
@@ -121,13 +133,28 @@ class Fetch:
                 except BaseException as error:
                     self._errors.append(error)
 
-    def _array(self, name: str) -> Array:
-        """An array of the manifest, after a look that its directory is where it says."""
+    def _array(self, name: str, leaf: str) -> Array:
+        """An array of the manifest, after a look that its directory is where it says; its zarr.json is a thread's."""
         if not self.storage.inside(name):
             raise CheckpointError(f"{name}: {self.storage.at(name)} leads outside of the checkpoint; {RESTORE_ANOTHER}")
-        return self.manifest.arrays[name]
+        array = self.manifest.arrays[name]
+        if self.verify:
+            self._jobs.put(lambda scratch: self._check_description(array, leaf))
+        return array
 
-    def _digests(self, array: Array) -> np.ndarray:
+    def _check_description(self, array: Array, leaf: str) -> None:
+        """Nothing here depends on an array's zarr.json, but whoever opens the array without us does."""
+        wanted, name = zarr_metadata(array), f"{array.name}/{ZARR}"
+        what = f"{leaf}: {self.storage.at(name)}"
+        try:
+            data = self.storage.read(name, 0, 1 << 16)
+        except OSError as error:
+            text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
+        if data != to_json_text(wanted).encode() and load_json(data, what) != wanted:
+            raise CheckpointError(f"{what} does not describe the array that was saved; {RESTORE_ANOTHER}")
+
+    def _digests(self, array: Array, leaf: str) -> np.ndarray:
         """The array's part of digests.bin, uint64 [chunks, bands], checked against the manifest."""
         at = self.storage.at(DIGESTS)
         start, stop, done = 8 * array.first_digest, 8 * (array.first_digest + array.digest_count), 0
@@ -138,9 +165,10 @@ class Fetch:
                 while done < data.nbytes and (got := reader.read_into(data[done:], start + done)):
                     done += got
         except OSError as error:
-            raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
+            raise CheckpointError(f"{leaf}: {at} cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
         if done < data.nbytes or digest_text(data) != array.digest:
-            raise CheckpointError(f"{array.name}: its part of {at} was altered after the save; {RESTORE_ANOTHER}")
+            text = f"{leaf}: the digests of {array.name} in {at} were altered after the save"
+            raise CheckpointError(f"{text}; {RESTORE_ANOTHER}")
         return data.view("<u8").reshape(math.prod(array.grid), -1)
 
 
@@ -192,14 +220,15 @@ class _File:
                 raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
             yield reader
 
-    def error(self, what: str, leaf: str | None = None) -> CheckpointError:
+    def error(self, what: str, leaf: Callable[[], str] | None = None) -> CheckpointError:
         """The error that names the leaf, the file and what to do."""
-        return CheckpointError(
-            f"{leaf or self.leaf}: its chunk file {self.storage.at(self.name)} {what}; {RESTORE_ANOTHER}"
-        )
+        name = leaf() if leaf else self.leaf
+        return CheckpointError(f"{name}: its chunk file {self.storage.at(self.name)} {what}; {RESTORE_ANOTHER}")
 
-    def band(self, reader: Reader, number: int, offset: int, into: np.ndarray, leaf: str | None = None) -> None:
-        """Read band `number`, at `offset`, into all of `into`; verify it."""
+    def band(
+        self, reader: Reader, number: int, offset: int, into: np.ndarray, leaf: Callable[[], str] | None = None
+    ) -> None:
+        """Read band `number`, at `offset`, into all of `into`; verify it. leaf: tells whose bytes they are."""
         done = 0
         while done < into.nbytes:
             try:
@@ -229,10 +258,19 @@ class _File:
             ranges = (range(x // b, -(-y // b)) for x, y, b in zip(lo, hi, a.band, strict=True))
             for index in itertools.product(*ranges):
                 wanted.setdefault(index, []).append((target, lo, hi))
+        size = math.prod(a.chunk) * a.itemsize
+        if self.digests is None and len(targets) == 1 and size <= 2 * _JOB_BYTES and lo == [0] * len(lo):
+            if hi == list(a.chunk) and (memory := targets[0].memory(origin, a.chunk)) is not None:
+                yield lambda scratch: self._read_chunk(memory)
+                return
         bands = sorted(wanted.items())
         size = max(1, _JOB_BYTES // (math.prod(a.band) * a.itemsize))
         for i in range(0, len(bands), size):
             yield lambda scratch, part=bands[i : i + size]: self._copy_bands(part, origin, scratch)
+
+    def _read_chunk(self, memory: np.ndarray) -> None:
+        with self.open([(0, memory.nbytes)]) as reader:
+            self.band(reader, 0, 0, memory)
 
     def _copy_bands(self, bands, origin: tuple[int, ...], scratch: np.ndarray) -> None:
         a, places = self.array, []
@@ -246,6 +284,11 @@ class _File:
             places.append((number, offset, math.prod(shape) * a.itemsize, start, shape, wants))
         with self.open([(offset, offset + size) for _, offset, size, *_ in places]) as reader:
             for number, offset, size, start, shape, wants in places:
+                first, (target, lo, hi) = [o + s for o, s in zip(origin, start, strict=True)], wants[0]
+                inside = all(x <= s and s + n <= y for x, y, s, n in zip(lo, hi, start, shape, strict=True))
+                if inside and len(wants) == 1 and (memory := target.memory(first, shape)) is not None:
+                    self.band(reader, number, offset, memory)  # digested where it stays: no copy
+                    continue
                 into = scratch[:size]
                 self.band(reader, number, offset, into)
                 data = into.view(raw_dtype(a.itemsize)).reshape(shape)
@@ -278,8 +321,11 @@ class _File:
         with self.open([(n * width, min((n + 1) * width, end)) for n in wanted]) as reader:
             for n in wanted:
                 at = n * width
-                inside = next((r.target.path for r in ranges if r.lo < at + width and at < r.hi), None)
-                self.band(reader, n, at, window[at - base : min(at + width, end) - base], inside)
+
+                def whose(at: int = at) -> str:
+                    return next(r.target.path for r in ranges if r.lo < at + width and at < r.hi)
+
+                self.band(reader, n, at, window[at - base : min(at + width, end) - base], whose)
         for r in ranges:
             width = r.target.stored.itemsize
             strides = [s * width for s in r.strides]

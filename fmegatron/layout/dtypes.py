@@ -14,6 +14,7 @@ _NAMES = (
     ("i16", "int16"),
     ("i32", "int32"),
     ("i64", "int64"),
+    ("f4x2", "float4_e2m1fn_x2"),  # two values in a byte; shapes count bytes
     ("f8e4m3fn", "float8_e4m3fn"),
     ("f8e4m3fnuz", "float8_e4m3fnuz"),
     ("f8e5m2", "float8_e5m2"),
@@ -23,6 +24,7 @@ _NAMES = (
     ("bf16", "bfloat16"),
     ("f32", "float32"),
     ("f64", "float64"),
+    ("c32", "complex32"),
     ("c64", "complex64"),
     ("c128", "complex128"),
 )
@@ -39,6 +41,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_from_name(name: str) -> torch.dtype:
     """The dtype with a short name. Raises ValueError for an unknown name."""
     for short, torch_name in _NAMES:
-        if short == name:
+        if short == name and hasattr(torch, torch_name):
             return getattr(torch, torch_name)
     raise ValueError(f"got dtype name {name!r}, wanted one of {', '.join(short for short, _ in _NAMES)}")

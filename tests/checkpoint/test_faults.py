@@ -384,7 +384,9 @@ def test_digests_that_were_changed_together_with_their_chunk(saved):
     at = digests.read_bytes().index(first_band(size))
     change(chunk, 0, bytes([chunk.read_bytes()[0] ^ 1]))
     change(digests, at, first_band(size))
-    with pytest.raises(CheckpointError, match=r"arrays/b: .*digests.bin was altered after the save"):
+    with pytest.raises(
+        CheckpointError, match=r"b: the digests of arrays/b in .*digests.bin were altered after the save"
+    ):
         read_all(saved)
 
 

@@ -1,0 +1,42 @@
+"""The zarr.json of arrays: nothing of ours depends on them, but a reader that goes by them must not be led astray."""
+
+import json
+
+import pytest
+
+from fmegatron.checkpoint import CheckpointError, format
+from fmegatron.checkpoint.manifest import read_manifest
+from fmegatron.checkpoint.storage import locate
+from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
+from tests.checkpoint.test_faults import layouts_on, read_all, state
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with small_sizes():
+        assert save_all(tmp_path / "a", state(), layouts_on()) == [None] * 4
+        yield tmp_path / "a"
+
+
+@pytest.mark.parametrize("array, leaf", [("arrays/w", "w"), ("pieces/flat/2", "flat"), ("packed/0", "step")])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("float32", "uint32").replace("uint8", "int8"),
+        lambda text: text.replace('"shape":[', '"shape":[1'),
+        lambda text: text[:-1],
+        lambda text: text.replace('"separator":"."', '"separator":"/"'),
+        lambda text: "",
+        lambda text: None,
+    ],
+    ids=["dtype", "shape", "cut", "separator", "empty", "missing"],
+)
+def test_damaged_descriptions_are_named(saved, array, leaf, damage):
+    """Others read the arrays by zarr.json, so that it is checked although nothing of ours depends on it."""
+    path = saved / array / "zarr.json"
+    text = damage(path.read_text())
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(CheckpointError, match=rf"^{leaf}: \S*{array}/zarr.json"):
+        read_all(saved)
+    path.write_text(json.dumps(format.zarr_metadata(read_manifest(locate(saved)).arrays[array]), indent=1))
+    assert_same_bits(read_all(saved), state())  # written in another way, it says the same
