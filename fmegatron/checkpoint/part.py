@@ -103,8 +103,19 @@ def one_chunk(name: str, n: int, dtype: str) -> Array:
 
 def plan_digest(plans: Sequence[LeafPlan]) -> str:
     """A digest of what is stored and how; ranks that save together must have the same."""
-    rows = ((p.path, p.layout.shape, p.layout.dtype, p.layout.spec, p.layout.flat, p.layout.mesh) for p in plans)
-    return digest_text(repr(list(rows)).encode())
+    meshes: dict[Mesh, int] = {}  # few; the text of one costs more than all else of a leaf
+    rows = [
+        (
+            p.path,
+            p.layout.shape,
+            p.layout.dtype,
+            p.layout.spec,
+            p.layout.flat,
+            meshes.setdefault(p.layout.mesh, len(meshes)),
+        )
+        for p in plans
+    ]
+    return digest_text(repr((rows, list(meshes))).encode())
 
 
 def merge(
@@ -149,9 +160,11 @@ def merge(
     for name, a in arrays.items():
         arrays[name] = replace(a, digest=digest_text(digests[a.first_digest : a.first_digest + a.digest_count]))
     meshes: list[Mesh] = []
-    leaves = {}
+    leaves, rows = {}, {}
     for p in plans:
-        row = layout_to_json(p.layout, meshes)
+        key = p.layout.mesh, p.layout.spec, p.layout.flat  # thousands of leaves share a few
+        if (row := rows.get(key)) is None:
+            row = rows[key] = layout_to_json(p.layout, meshes)
         common = (p.path, p.layout.shape, dtype_text(p.layout.dtype), row)
         leaves[p.path] = (
             Leaf(*common, array_name(p.path))
