@@ -83,6 +83,9 @@ def end(path: str, hidden: str | None) -> None:
 
 def remove(path: str) -> None:
     """Delete a directory tree; the marker goes first, so that half of it never counts as complete."""
+    if os.path.islink(path):  # what it points to is not ours
+        os.remove(path)
+        return
     if os.path.lexists(os.path.join(path, MARKER)):
         os.remove(os.path.join(path, MARKER))
     shutil.rmtree(path, ignore_errors=True)

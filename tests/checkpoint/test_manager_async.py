@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 
@@ -12,6 +14,7 @@ from fmegatron.checkpoint import AsyncSaver, Manager, read_latest
 from fmegatron.checkpoint import manager as manager_module
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+from tests.house import ROOT
 
 ONE = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=1), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=1))}
 TWO = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=2), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=2))}
@@ -200,6 +203,30 @@ def test_its_own_saver_is_closed(tmp_path):
     assert time.monotonic() - began < 30 and manager.steps() == [1]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_program_that_forgets_to_close_ends(tmp_path):
+    """Even with a writer that stands still; what was pending is given up, with a word about it."""
+    code = (
+        "import os, signal, sys\n"
+        "from fmegatron.checkpoint import Manager\n"
+        "from tests.checkpoint.test_manager_async import ONE, state\n"
+        "manager = Manager(sys.argv[1])\n"
+        "manager.save(1, state(1), ONE)\n"
+        "manager.save(2, state(2), ONE, wait=False)\n"
+        "os.kill(manager._background._saver.writer_pid, signal.SIGSTOP)\n"
+        "print(manager._background._saver.writer_pid)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=ROOT)
+    assert done.returncode == 0 and "saves were abandoned" in done.stderr, done.stderr
+    end = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < end:
+            os.kill(int(done.stdout), 0)
+            time.sleep(0.1)
+    assert Manager(tmp_path).restore_latest(ONE)[0] == 1
 
 
 def test_two_ranks(tmp_path, monkeypatch):

@@ -352,6 +352,23 @@ def test_close_does_not_hang(tmp_path):
     go.set()
 
 
+@pytest.mark.parametrize("how", ["retention", "clean", "again"])
+def test_of_a_linked_step_only_the_link_goes(tmp_path, how):
+    with Manager(tmp_path / "elsewhere") as other:
+        other.save(1, state(1), ONE)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step_00000001").symlink_to(other.path(1))
+    manager = Manager(tmp_path / "run", keep=1)
+    assert manager.restore_latest(ONE)[0] == 1
+    if how == "clean":
+        os.rename(tmp_path / "run" / "step_00000001", tmp_path / "run" / ".step_00000001.gone-0123456789ab")
+    manager.save(1 if how == "again" else 2, state(7), ONE)
+    manager.close()
+    assert len(os.listdir(tmp_path / "run")) == 2 and not any(p.is_symlink() for p in (tmp_path / "run").iterdir())
+    assert_same_bits(manager.restore_latest(ONE)[1], state(7))
+    assert_same_bits(other.restore_latest(ONE)[1], state(1))
+
+
 def test_removal_stops_when_told(tmp_path):
     for folder_ in ("a/b", "a/c"):
         (tmp_path / folder_).mkdir(parents=True)

@@ -78,17 +78,30 @@ def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(
         checkpoint.AsyncSaver, "__init__", lambda self: (start_writer(self), started.append(self.writer_pid))[0]
     )
+    save = checkpoint.Manager.save
+
+    def save_and_ask_to_stop(self, step, *args, **kwargs):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert kwargs["wait"] is (step in (4, 6))
+        return save(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.Manager, "save", save_and_ask_to_stop)
+    shakespeare.main(config(tmp_path / "async", async_save=True, save_every=1))
+    assert checkpoint.Manager(tmp_path / "async" / "checkpoints").steps() == [3, 4]
     shakespeare.main(config(tmp_path / "async", async_save=True, save_every=1))
     a, b = stored(tmp_path / "waits", 6), stored(tmp_path / "async", 6)
     assert a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
     assert checkpoint.Manager(tmp_path / "async" / "checkpoints").steps() == [5, 6]
     assert losses(tmp_path / "waits") == losses(tmp_path / "async")
     saves = [r for r in loop.read_metrics(tmp_path / "async" / "metrics.jsonl") if "save_seconds" in r]
-    assert {r["step"] for r in saves} == set(range(1, 7)) and all(r["save_gb_per_s"] > 0 for r in saves)
+    told = {r["step"] for r in saves}  # of those that end while the run closes, nothing is logged any more
+    assert {1, 2, 4, 6} - told <= {2} and all(r["save_gb_per_s"] > 0 for r in saves)
     assert checkpoint.read_latest(tmp_path / "async" / "checkpoints").step == 6
-    assert len(started) == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(started[0], 0)
+    assert len(started) == 2
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_finished_run_only_samples(tmp_path, capsys):
