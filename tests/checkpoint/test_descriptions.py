@@ -4,11 +4,13 @@ import json
 
 import pytest
 
+from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, format
 from fmegatron.checkpoint.manifest import read_manifest
 from fmegatron.checkpoint.storage import locate
-from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
-from tests.checkpoint.test_faults import layouts_on, read_all, state
+from fmegatron.layout import Mesh
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, save_all, small_sizes
+from tests.checkpoint.test_faults import MESH, layouts_on, read_all, state
 
 
 @pytest.fixture
@@ -40,3 +42,11 @@ def test_damaged_descriptions_are_named(saved, array, leaf, damage):
         read_all(saved)
     path.write_text(json.dumps(format.zarr_metadata(read_manifest(locate(saved)).arrays[array]), indent=1))
     assert_same_bits(read_all(saved), state())  # written in another way, it says the same
+
+
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=1, tp=1), Mesh(fsdp=2, tp=1), Mesh(fsdp=1, tp=2), MESH], ids=str)
+def test_unverified_reads_give_the_same(saved, mesh):
+    """They go straight to where they stay if that is one run of memory, and through a buffer otherwise."""
+    layouts = layouts_on(mesh)
+    for rank, wanted in enumerate(cut_tree(state(), layouts)):
+        assert_same_bits(checkpoint.restore(saved, layouts, rank=rank, verify=False), wanted)
