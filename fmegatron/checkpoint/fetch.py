@@ -286,7 +286,7 @@ class _File:
             for number, offset, size, start, shape, wants in places:
                 first, (target, lo, hi) = [o + s for o, s in zip(origin, start, strict=True)], wants[0]
                 inside = all(x <= s and s + n <= y for x, y, s, n in zip(lo, hi, start, shape, strict=True))
-                # Digested bands go through the buffer that stays in the cache: 7% less time of processors than in place.
+                # Digested bands go through the buffer that stays in the cache: 7% less processor time than in place.
                 alone = self.digests is None and inside and len(wants) == 1
                 if alone and (memory := target.memory(first, shape)) is not None:
                     self.band(reader, number, offset, memory)
