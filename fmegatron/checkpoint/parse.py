@@ -6,11 +6,15 @@ in it, and the boxes of a leaf cover it exactly once (a gap would be restored as
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
 import re
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from fmegatron.checkpoint.format import ALIGN_BYTES, BAND_BYTES, Array, Leaf, Manifest, Piece, dtype_of
@@ -51,8 +55,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if need > max(_MOST_FOR_ANY_FILE, _MOST_PER_BYTE * len(data)):
         raise ValueError(f"{len(data)} bytes that need {need} bytes of memory")
     try:
-        # Decoded here: json.loads would guess other encodings than UTF-8.
-        value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
+        with _no_collection():
+            # Decoded here: json.loads would guess other encodings than UTF-8.
+            value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if type(value) is not dict:
@@ -60,6 +65,19 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the search for cycles: what is made here has none, and looking takes longer than all the rest."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_no_collection()
 def parse_manifest(value: dict[str, Any]) -> Manifest:
     """The manifest of parsed JSON, every type and size checked. Raises ValueError naming the leaf or array."""
     name, arrays, leaves, used = "manifest", {}, {}, {}
@@ -234,6 +252,7 @@ def _check_path(path: str, leaves: dict[str, Any]) -> None:
         above = path.rfind("/", 0, above)
 
 
+@lru_cache(maxsize=64)
 def _known(dtype: str) -> int:
     """Bytes of an element of a dtype that a state can have."""
     found = dtype_of(dtype)

@@ -17,6 +17,7 @@ from fmegatron.checkpoint.manifest import marker_to_json
 from fmegatron.checkpoint.tools import verify
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
+from tests.checkpoint.memory import peak, reset_peak
 from tests.checkpoint.nasty import mutated
 
 SECONDS, BYTES = 1.0, 200 << 20
@@ -102,18 +103,6 @@ def watched(inside):
             stack.enter_context(mock.patch(f"os.{name}", refuse))
         yield
     assert not outside, outside
-
-
-def peak():
-    """The most memory that this process has had, bytes, since `reset_peak`."""
-    with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) << 10 for line in f if line.startswith("VmHWM"))
-
-
-def reset_peak():
-    with open("/proc/self/clear_refs", "w") as f:
-        f.write("5")
-    return peak()
 
 
 def restored(path, target, fill):
