@@ -35,6 +35,7 @@ from fmegatron.checkpoint.storage import Reader, Storage
 from fmegatron.layout import Box
 
 _JOB_BYTES = 16 << 20  # work is dealt to threads in jobs of about this size
+_SPAN_BYTES = 2 << 20  # of a piece are held in memory at a time
 
 
 @dataclass(frozen=True)
@@ -189,11 +190,11 @@ def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
     width = target.stored.itemsize
     span = 1 + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
     widest = max(range(len(box.shape)), key=lambda d: (box.shape[d] > 1) * box.strides[d], default=None)
-    if span * width <= _JOB_BYTES or widest is None or box.shape[widest] == 1:
+    if span * width <= _SPAN_BYTES or widest is None or box.shape[widest] == 1:
         lo = base + box.offset * width
         yield _Range(lo, lo + span * width, box.start, box.shape, box.strides, target)
         return
-    step = max(1, min(box.shape[widest] - 1, _JOB_BYTES // (width * box.strides[widest])))
+    step = max(1, min(box.shape[widest] - 1, _SPAN_BYTES // (width * box.strides[widest])))
     start, stop = list(box.start), list(box.stop)
     for at in range(box.start[widest], box.stop[widest], step):
         start[widest], stop[widest] = at, min(at + step, box.stop[widest])
@@ -314,21 +315,21 @@ class _File:
             yield lambda scratch, part=group: self._copy_ranges(part)
 
     def _copy_ranges(self, ranges: list[_Range]) -> None:
+        """Copy ranges in rising order, from a window of bands that moves along with them: each band is read once."""
         a = self.array
         width, total = a.band[0] * a.itemsize, a.shape[0] * a.itemsize
-        first, stop = ranges[0].lo // width, -(-max(r.hi for r in ranges) // width)
-        base, end = first * width, min(stop * width, total)
-        window = np.empty(end - base, np.uint8)
         wanted = sorted({n for r in ranges for n in range(r.lo // width, -(-r.hi // width))})
-        with self.open([(n * width, min((n + 1) * width, end)) for n in wanted]) as reader:
-            for n in wanted:
-                at = n * width
-
-                def whose(at: int = at) -> str:
-                    return next(r.target.path for r in ranges if r.lo < at + width and at < r.hi)
-
-                self.band(reader, n, at, window[at - base : min(at + width, end) - base], whose)
-        for r in ranges:
-            width = r.target.stored.itemsize
-            strides = [s * width for s in r.strides]
-            r.target.put(r.start, np.ndarray(r.shape, raw_dtype(width), window, r.lo - base, strides))
+        window, base = np.empty(0, np.uint8), 0
+        with self.open([(n * width, min((n + 1) * width, total)) for n in wanted]) as reader:
+            for r in ranges:
+                first, stop, end = r.lo // width * width, min(-(-r.hi // width) * width, total), base + window.nbytes
+                if stop > end:
+                    held, at = window[first - base :] if first < end else window[:0], max(first, end)
+                    window, base = np.empty(stop - first, np.uint8), first
+                    window[: held.nbytes] = held
+                    for offset in range(at, stop, width):
+                        into = window[offset - base : min(offset + width, stop) - base]
+                        self.band(reader, offset // width, offset, into, lambda path=r.target.path: path)
+                bytes_each = r.target.stored.itemsize
+                strides = [s * bytes_each for s in r.strides]
+                r.target.put(r.start, np.ndarray(r.shape, raw_dtype(bytes_each), window, r.lo - base, strides))

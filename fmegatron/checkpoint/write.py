@@ -32,8 +32,9 @@ from fmegatron.checkpoint.part import Part, grid_array, one_chunk, plan_digest
 from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write
 from fmegatron.checkpoint.storage import Storage
 from fmegatron.layout import Box
+from fmegatron.layout.boxes import row_major_strides
 
-_STAGED_BYTES = 256 << 20  # host copies (of device or strided tensors) held at a time
+_STAGED_BYTES = 64 << 20  # host copies (of tensors on devices, mostly) held at a time
 
 
 Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
@@ -103,11 +104,13 @@ class _Writer:
         array = grid_array(leaf)
         self.part.chunks[array.name] = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks]
         table = self.part.digests[array.name] = np.zeros((len(chunks), math.prod(array.bands)), "<u8")
-        local, staged = self.host_bits(x)
+        # A strided tensor is made contiguous band by band, if the boxes have the dims that it has.
+        in_place = _is_plain(x) and all(box.strides == row_major_strides(x.shape) for _, box in chunks)
+        local, staged = (torch.from_numpy(raw(x)), 0) if in_place else self.host_bits(x)
         if 0 in self.part.chunks[array.name]:  # of several ranks that write an array, one writes the metadata
             self._describe(array, leaf.path)
         for row, (index, box) in zip(table, chunks, strict=True):
-            view = box.view(local).numpy()
+            view = _part(local, box)
             blocks = lambda view=view: band_blocks(view, array.chunk, array.band)  # noqa: E731
             self._start(leaf.path, array.chunk_file(index), blocks, row, staged if index == chunks[-1][0] else 0)
 
@@ -150,6 +153,17 @@ class _Writer:
         self.staged -= staged
 
 
+def _part(local: torch.Tensor, box: Box) -> np.ndarray:
+    """A box of a tensor of any strides; the strides of the box are those that it would have if it were contiguous."""
+    if local.is_contiguous():
+        return box.view(local).numpy()
+    at, rest = [], box.offset
+    for stride, n in zip(box.strides, box.shape, strict=True):
+        start, rest = divmod(rest, stride)
+        at.append(slice(start, start + n))
+    return local.numpy()[tuple(at)]
+
+
 def _digested(blocks: Iterable[np.ndarray], digests: np.ndarray) -> Iterator[np.ndarray]:
     """The blocks, each digested just before it is written."""
     for i, block in enumerate(blocks):
@@ -186,6 +200,11 @@ def _even_blocks(parts: list[np.ndarray], size: int) -> Iterator[np.ndarray]:
 def _on_host(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is contiguous in host memory; otherwise a copy that is."""
     x = x.detach()
-    if x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+    if _is_plain(x) and x.is_contiguous():
         return x
     return x.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether the elements lie in host memory as they are."""
+    return x.device.type == "cpu" and not x.is_conj() and not x.is_neg()

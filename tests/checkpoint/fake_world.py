@@ -114,6 +114,7 @@ def small_sizes(chunk=128, band=32):
             (parse, "BAND_BYTES", band),
             (fetch, "BAND_BYTES", band),
             (fetch, "_JOB_BYTES", 2 * band),
+            (fetch, "_SPAN_BYTES", 2 * band),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

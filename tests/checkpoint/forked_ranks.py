@@ -148,9 +148,9 @@ def collect(pids, pipes, seconds=20):
     return results
 
 
-def run(size, function):
+def run(size, function, seconds=60):
     """The results of `function(world, calls)` on ranks that nobody kills."""
-    results = collect(*launch(size, function))
+    results = collect(*launch(size, function), seconds)
     for got in results:
         if got is None or "error" in got:
             raise RuntimeError(f"a rank died: {got and got['trace']}")
