@@ -242,15 +242,18 @@ def test_two_ranks(tmp_path, monkeypatch):
         said = []
         with Manager(tmp_path, keep=1) as manager:
             manager.save(1, parts[1][world.rank], TWO, world, wait=False)
-            for _ in range(100):
+            for _ in range(600):
                 said.append([(r.step, r.durable, r.error) for r in manager.poll()])
                 if said[-1]:
                     break
                 time.sleep(0.1)
+            writer = manager._background._saver.writer_pid
+            if world.rank == 1:
+                os.kill(writer, signal.SIGSTOP)  # so that it cannot be through before it is killed
             manager.save(2, parts[2][world.rank], TWO, world, wait=False)
             if world.rank == 1:
-                os.kill(manager._background._saver.writer_pid, signal.SIGKILL)
-            for _ in range(300):
+                os.kill(writer, signal.SIGKILL)
+            for _ in range(600):
                 said.append([(r.step, r.durable, r.error) for r in manager.poll()])
                 if said[-1]:
                     break
