@@ -1,5 +1,6 @@
 """optim: optimizers as pairs of pure functions (init, update), made by chaining transforms."""
 
+from fmegatron.optim.adafactor import adafactor, scale_by_factored_rms
 from fmegatron.optim.adamw import (
     LearningRate,
     adamw,
@@ -8,18 +9,38 @@ from fmegatron.optim.adamw import (
     scale_by_adam,
     scale_by_learning_rate,
 )
-from fmegatron.optim.clip import clip, clip_by_global_norm, clip_scale, global_norm
-from fmegatron.optim.optimizer import Optimizer, optimizer, working_dtype
+from fmegatron.optim.clip import clip, clip_by_global_norm, clip_scale, global_norm, group_norms, top_level
+from fmegatron.optim.groups import Group, grouped, scale_by_rates
+from fmegatron.optim.guard import Spike, skip_nonfinite
+from fmegatron.optim.lion import lion, scale_by_lion
+from fmegatron.optim.loss_scale import LossScale, loss_scale_of
+from fmegatron.optim.matrices import on_whole_matrices
+from fmegatron.optim.muon import fused_parts, is_hidden_matrix, muon, orthogonalize, scale_by_muon
+from fmegatron.optim.mup import mup_init, mup_multipliers
+from fmegatron.optim.optimizer import Optimizer, every_path, optimizer, working_dtype
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
 from fmegatron.optim.sgd import accumulate_momentum, sgd
-from fmegatron.optim.transform import Transform, chain, fill_absent, masked, path_predicate, stateless
+from fmegatron.optim.transform import (
+    Transform,
+    chain,
+    fill_absent,
+    masked,
+    merge,
+    partition,
+    path_predicate,
+    stateless,
+)
 
 __all__ = [
+    "Group",
     "LearningRate",
+    "LossScale",
     "Optimizer",
     "Schedule",
+    "Spike",
     "Transform",
     "accumulate_momentum",
+    "adafactor",
     "adamw",
     "add_decayed_weights",
     "chain",
@@ -28,17 +49,37 @@ __all__ = [
     "clip_scale",
     "constant",
     "cosine",
+    "every_path",
     "fill_absent",
+    "fused_parts",
     "global_norm",
+    "group_norms",
+    "grouped",
+    "is_hidden_matrix",
     "linear",
+    "lion",
+    "loss_scale_of",
     "masked",
+    "merge",
+    "muon",
+    "mup_init",
+    "mup_multipliers",
     "neither_norm_nor_bias",
+    "on_whole_matrices",
     "optimizer",
+    "orthogonalize",
+    "partition",
     "path_predicate",
     "scale_by_adam",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_muon",
+    "scale_by_rates",
     "sgd",
+    "skip_nonfinite",
     "stateless",
-    "wsd",
+    "top_level",
     "working_dtype",
+    "wsd",
 ]

@@ -98,9 +98,7 @@ def neither_norm_nor_bias(path: str) -> bool:
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
     """u -> -lr·u, where a schedule gives lr as a function of the count of updates done before (0, 1, 2 …)."""
-    if not callable(learning_rate):
-        if not (learning_rate >= 0 and math.isfinite(learning_rate)):
-            raise ValueError(f"learning_rate: got {learning_rate}, want a finite number of 0 or more, or a schedule")
+    if not callable(checked_rate(learning_rate)):
         return stateless(lambda updates, params, count: tree.map(lambda u: u * -learning_rate, updates))
 
     def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
@@ -108,6 +106,13 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
         return tree.map(lambda u: u * rates[u.dtype][0], updates)
 
     return stateless(update)
+
+
+def checked_rate(learning_rate: LearningRate) -> LearningRate:
+    """The same learning rate; ValueError for a number that is negative or not finite."""
+    if not callable(learning_rate) and not (learning_rate >= 0 and math.isfinite(learning_rate)):
+        raise ValueError(f"learning_rate: got {learning_rate}, want a finite number of 0 or more, or a schedule")
+    return learning_rate
 
 
 def _one_minus_power(b: float, t: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Clipping by the global norm: right on any mesh, with one collective for each distinct set of axes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,38 @@ def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = No
         groups.setdefault(_split_axes(path, layout, axes), []).append(leaf)
     squares = {split: tree.squared_norm(group) for split, group in groups.items()}
     return sum(psum(square, axes[split]) if split else square for split, square in squares.items()).sqrt()
+
+
+def group_norms(
+    grads: Tree, group_of: Callable[[str], str], layouts: Tree | None = None, axes: Axes | None = None
+) -> dict[str, torch.Tensor]:
+    """`global_norm` of each group of leaves: {group_of(path): 0-d tensor}, for metrics; group_of may be `top_level`.
+
+    The squares of all groups that are split by the same axes travel together: as many collectives as one norm has.
+    """
+    paths, leaves, _ = tree.flatten(grads)
+    twins = [None] * len(leaves)
+    if layouts is not None:
+        twins = tree.leaves(tree.map(lambda grad, layout: layout, grads, layouts))
+    names = list(dict.fromkeys(map(group_of, paths)))
+    squares: dict[tuple[str, ...], dict[str, list[torch.Tensor]]] = {}
+    for path, leaf, layout in zip(paths, leaves, twins, strict=True):
+        split = () if layout is None else _split_axes(path, layout, axes)
+        squares.setdefault(split, {}).setdefault(group_of(path), []).append(leaf)
+    totals: dict[str, torch.Tensor] = {}
+    for split, groups in squares.items():
+        wide = {name: tree.squared_norm(group) for name, group in groups.items()}
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in wide.values()) else torch.float32
+        stacked = torch.stack([x.to(dtype) for x in wide.values()])
+        summed = psum(stacked, axes[split]) if split else stacked
+        for name, square in zip(wide, summed.unbind(0), strict=True):
+            totals[name] = totals[name] + square if name in totals else square
+    return {name: totals[name].sqrt() for name in names}
+
+
+def top_level(path: str) -> str:
+    """The first segment of a path: "blocks/mlp/w_down" -> "blocks"."""
+    return path.partition("/")[0]
 
 
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -14,6 +14,12 @@ Tree = Any
 _RESERVED = ("count", "master")
 
 
+def every_path(path: str) -> bool:
+    """True: the choice of all leaves."""
+    del path
+    return True
+
+
 class Optimizer(NamedTuple):
     """Two pure functions; nothing is changed in place, and nothing in the state is a Python number.
 
@@ -24,10 +30,14 @@ class Optimizer(NamedTuple):
 
     The state is a dict: "count" (0-d int64, the updates done), one entry for each transform that has state, and
     "master", the float32 copies of those parameters that are kept in a lower precision (no entry when there is none).
+
+    trains(path) tells which parameters are updated at all: frozen ones have no state, need no gradient (None may stand
+    in its place) and come back from `update` as the tensors that they were.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    trains: Callable[[str], bool] = every_path
 
 
 def optimizer(**transforms: Transform) -> Optimizer:

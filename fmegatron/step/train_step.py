@@ -54,17 +54,40 @@ def build_train_step(
 
     The step raises ValueError, naming the leaf, when it is first called with parameters that are not what `layouts`
     says (structure, local shape, dtype).
+
+    No gradient is computed for parameters that the optimizer does not train (`Optimizer.trains`). A loss scale in the
+    optimizer's state (`optim.skip_nonfinite`) multiplies the loss and is taken out of the reduced gradients, in fp32.
     """
-    grad_fn = accumulate(value_and_grad(loss_fn), microbatches)
+
+    def scaled_loss(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
+        out = loss_fn(optim.merge(trained, frozen), batch)
+        loss, metrics = out if isinstance(out, tuple) else (out, {})
+        return loss if scale is None else loss * scale.to(loss.dtype), metrics
+
+    trains = getattr(optimizer, "trains", optim.every_path)
+    grad_fn = accumulate(value_and_grad(scaled_loss), microbatches)
+    layouts_of_trained = optim.partition(layouts, trains)[0]
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
         tree.check(state.params, layouts, rank=0)  # while tracing; shapes are alike on all ranks inside a step
-        (_, metrics), grads = grad_fn(state.params, batch)
-        grads = reduce_gradients(grads, layouts, axes, data_axes)
-        norm = optim.global_norm(grads, layouts, axes)
+        trained, frozen = optim.partition(state.params, trains)
+        scale = optim.loss_scale_of(state.opt)
+        (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
+        grads = reduce_gradients(grads, layouts_of_trained, axes, data_axes)
+        if scale is not None:
+            grads = tree.map(
+                lambda g: g.to(optim.working_dtype(g.dtype)) / scale.to(optim.working_dtype(g.dtype)), grads
+            )
+        norm = optim.global_norm(grads, layouts_of_trained, axes)
         if clip_norm is not None:
             grads = optim.clip(grads, norm, clip_norm)
         params, opt = optimizer.update(grads, state.opt, state.params)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     return train_step
+
+
+def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """g / scale in fp32 or wider, where it cannot underflow."""
+    dtype = optim.working_dtype(g.dtype)
+    return g.to(dtype) / scale.to(dtype)

@@ -170,6 +170,7 @@ def _table() -> dict[str, Rule]:
     table["select_backward"] = _select_backward
     table["cat"] = _cat
     table["stack"] = lambda s, n, g: shapes.stacked(s, n, [s.values[t] for t in g["tensors"]], g["dim"])
+    table["constant_pad_nd"] = _padded
     table["tril"] = table["triu"] = _triangle
     for name in REDUCTIONS:
         table[name] = _reduction
@@ -255,6 +256,17 @@ def _cat(scope, node, given):
     xs = [scope.values[t] for t in nodes]
     dim = given["dim"] % len(_shape(node))
     return shapes.concatenated(scope, node, xs, dim, [t.meta["val"].shape[dim] for t in nodes])
+
+
+def _padded(scope, node, given):
+    """Zeros around whole dims; other constants are no part of a pending sum."""
+    x = scope.values[given["self"]]
+    for i, (before, after) in enumerate(zip(given["pad"][::2], given["pad"][1::2], strict=True)):
+        dim = len(x.dims) - 1 - i
+        if before or after:
+            x = shapes.windows(arithmetic.along(scope, node, x, dim, "a pad"), dim, _shape(node)[dim])
+    x = replace(x, constant=0 if x.constant == 0 else None)
+    return x if given.get("value", 0) == 0 else arithmetic.elementwise(scope, node, "function", [x])
 
 
 def _triangle(scope, node, given):

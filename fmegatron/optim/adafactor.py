@@ -1,0 +1,191 @@
+"""Adafactor: second moments as an outer product of row and column means (Shazeer & Stern 2018, arXiv 1804.04235).
+
+Symbols, paper to ours: R, C -> row, col (means where the paper's algorithm 4 has sums); β̂₂ₜ = 1 - tᶜ -> decay_power c;
+d -> clip; ε₁ (of the squares) -> eps²; ε₂ -> eps2. torch.optim.Adafactor's formula.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import Axes, psum
+from fmegatron.layout import Layout
+from fmegatron.optim.adamw import (
+    LearningRate,
+    add_decayed_weights,
+    neither_norm_nor_bias,
+    scale_by_learning_rate,
+)
+from fmegatron.optim.matrices import layouts_by_path
+from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.scalars import per_dtype
+from fmegatron.optim.transform import Transform, Tree, Where, merge, path_predicate, stateless
+from fmegatron.tree import ArraySpec
+
+
+def adafactor(
+    learning_rate: LearningRate,
+    layouts: Tree | None = None,
+    axes: Axes | None = None,
+    *,
+    decay_power: float = -0.8,
+    clip: float = 1.0,
+    eps: float | None = None,
+    eps2: float = 1e-3,
+    weight_decay: float = 0.0,
+    decay: Where | None = None,
+    factored: Where | None = None,
+) -> Optimizer:
+    """Adafactor: a matrix [m, n] has m + n numbers of state, and its step is relative to its size.
+
+        p = (1 - lr·weight_decay) p - lr · max(eps2, rms(p)) · û / max(1, rms(û)/clip);  û from `scale_by_factored_rms`
+
+    (algorithm 4 with the relative step size lr; torch caps lr by 1/√t: give a schedule for that). The leaves that
+    `factored` selects (by default all but norms and biases) are stacks of matrices [..., m, n], others stacks of
+    vectors [..., n]; every rms is that of one matrix or vector, so a stack of layers is updated as its layers would be.
+    layouts, axes: of the parameters and Axes(mesh), for sums over the axes that split a matrix; None: all are whole.
+    `decay` is as in `adamw`. ValueError for values outside of their range.
+    """
+    if not clip > 0:
+        raise ValueError(f"adafactor: clip: got {clip}, want a number above 0, such as 1.0")
+    if not eps2 >= 0:
+        raise ValueError(f"adafactor: eps2: got {eps2}, want 0 or more, such as 1e-3")
+    layout_of = _dims_of(layouts, axes)
+    selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
+
+    def resize(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
+        del count
+
+        def one(path: str, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            dims = 2 if selects(path) and p.dim() > 1 else min(1, p.dim())
+            size_u, size_p = _rms((u, p), dims, layout_of(path, u), axes)
+            return u * (size_p.clamp(min=eps2) / (size_u / clip).clamp(min=1))
+
+        return tree.map_with_path(one, updates, params)
+
+    return optimizer(
+        factored=scale_by_factored_rms(layouts, axes, decay_power, eps, factored),
+        size=stateless(resize),
+        decay=add_decayed_weights(weight_decay, decay),
+        rate=scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_factored_rms(
+    layouts: Tree | None = None,
+    axes: Axes | None = None,
+    decay_power: float = -0.8,
+    eps: float | None = None,
+    factored: Where | None = None,
+) -> Transform:
+    """g -> g/√v with v = row·col/mean(row), the state {"row", "col", "full"} (algorithms 2 to 4).
+
+        row[..., m] = b row + (1 - b) mean over n of g²;  col[..., n] = b col + (1 - b) mean over m of g²;  b = 1 - tᶜ
+
+    where c = decay_power. Leaves that are not factored (see `adafactor`) have their second moment in "full". row and
+    col lie as the parameter's dims do; a mean over a split dim is one psum over its axes. eps: v is at least eps²; by
+    default the machine epsilon of the dtype.
+    """
+    if not decay_power < 0:
+        raise ValueError(f"adafactor: decay_power: got {decay_power}, want a negative number, such as -0.8")
+    if eps is not None and not eps >= 0:
+        raise ValueError(f"adafactor: eps: got {eps}, want 0 or more, or None")
+    layout_of = _dims_of(layouts, axes)
+    selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
+
+    def part(x: Tree, wanted: bool) -> Tree:
+        return tree.map_with_path(
+            lambda path, leaf: leaf if (selects(path) and len(leaf.shape) > 1) == wanted else None, x
+        )
+
+    def init(params: Tree) -> Tree:
+        tree.map_with_path(layout_of, params)  # for its errors
+        matrices = part(params, True)
+        state = {
+            "row": tree.map(lambda leaf: _without_dim(leaf, -1), matrices),
+            "col": tree.map(lambda leaf: _without_dim(leaf, -2), matrices),
+            "full": tree.zeros_like(part(params, False)),
+        }
+        return {name: value for name, value in state.items() if tree.leaves(value)}
+
+    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        del params
+        weights = per_dtype(updates, lambda dtype: [(count + 1).to(torch.float64).pow(decay_power).to(dtype)])
+
+        def mixed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            return old + (new - old) * weights[old.dtype][0]
+
+        def scaled(g: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            least = torch.finfo(g.dtype).eps if eps is None else eps
+            return g * v.clamp(min=least * least).rsqrt()
+
+        def estimate(path: str, row: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
+            least = torch.finfo(row.dtype).eps if eps is None else eps
+            mean = _mean(row.unsqueeze(-1), -2, layout_of(path, row), axes)
+            return row.unsqueeze(-1) * (col.unsqueeze(-2) / mean.clamp(min=least))
+
+        out, new_state = part(updates, False), {}
+        if "full" in state:
+            new_state["full"] = tree.map(lambda v, g: mixed(v, g * g), state["full"], out)
+            out = tree.map(lambda v, g: scaled(g, v), new_state["full"], out)
+        if "row" in state:
+            g = part(updates, True)
+            for name, dim in (("row", -1), ("col", -2)):
+                means = tree.map_with_path(
+                    lambda path, x, dim=dim: _mean(x * x, dim, layout_of(path, x), axes).squeeze(dim), g
+                )
+                new_state[name] = tree.map(mixed, state[name], means)
+            v = tree.map_with_path(estimate, new_state["row"], new_state["col"])
+            out = merge(tree.map(scaled, g, v), out)
+        return out, new_state
+
+    return Transform(init, update)
+
+
+def _dims_of(layouts: Tree | None, axes: Axes | None):
+    """`layouts_by_path` that refuses flattened leaves: their rows and columns are not to be seen."""
+    layout_of = layouts_by_path(layouts, axes, "adafactor")
+
+    def one(path: str, leaf: Any) -> Layout | None:
+        layout = layout_of(path, leaf)
+        if layout is not None and layout.flat:
+            raise ValueError(f"adafactor: {path}: got {layout}, which is flattened; want its dims split instead")
+        return layout
+
+    return one
+
+
+def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int) -> torch.Tensor | ArraySpec:
+    """Zeros in the shape and layout of a leaf without one of its last two dims."""
+
+    def rest(items: tuple) -> tuple:
+        return items[:-1] if dim == -1 else (*items[:-2], items[-1])
+
+    if isinstance(leaf, ArraySpec):
+        return leaf.replace(tree.zeros, shape=rest(leaf.shape), spec=rest(leaf.layout.spec))
+    return leaf.new_zeros(rest(tuple(leaf.shape)))
+
+
+def _mean(x: torch.Tensor, dim: int, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
+    """Mean over a dim that may be split: `x[..., m_a, n] -> y[..., 1, n]`, one psum over a."""
+    if layout is None:
+        return x.mean(dim, keepdim=True)
+    return _summed(x.sum(dim, keepdim=True), layout, axes, layout.axes(dim)) / layout.shape[dim]
+
+
+def _rms(xs: tuple[torch.Tensor, ...], dims: int, layout: Layout | None, axes: Axes | None) -> tuple[torch.Tensor, ...]:
+    """√(mean of x²) of each, over the last `dims` dims, kept as dims of size 1: one psum for all."""
+    last = tuple(range(-dims, 0))
+    sums = torch.stack([x.square().sum(last, keepdim=True) if dims else x.square() for x in xs])
+    if layout is not None:
+        sums = _summed(sums, layout, axes, tuple(axis for dim in last for axis in layout.axes(dim)))
+    shape = xs[0].shape if layout is None else layout.shape
+    return (sums / math.prod(shape[len(shape) - dims :])).sqrt().unbind(0)
+
+
+def _summed(x: torch.Tensor, layout: Layout, axes: Axes | None, names: tuple[str, ...]) -> torch.Tensor:
+    """psum over those of the axes that have more than one rank."""
+    split = tuple(name for name in layout.mesh.names if name in names and layout.mesh[name] > 1)
+    return psum(x, axes[split]) if split else x

@@ -1,0 +1,176 @@
+"""Parameter groups as path rules: rates, decay, which transform, and what is frozen, in one ordered table."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fmegatron import tree
+from fmegatron.optim.adamw import LearningRate, checked_rate, neither_norm_nor_bias
+from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.scalars import per_dtype
+from fmegatron.optim.transform import Transform, Tree, masked, merge, partition, stateless
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the leaves of one rule are trained; what is left out is as for all others.
+
+    lr: factor on the learning rate.  rate: a learning rate of their own (number or schedule) instead of the common one;
+    `lr` multiplies it too.  weight_decay: their own.  optimizer: name of the transform that makes their direction.
+    frozen: they never change; no gradient, no state and no master copy exists for them.
+    """
+
+    lr: float = 1.0
+    rate: LearningRate | None = None
+    weight_decay: float | None = None
+    optimizer: str | None = None
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise ValueError(f"Group: lr: got {self.lr}, want a finite factor of 0 or more")
+        if self.weight_decay is not None and not self.weight_decay >= 0:
+            raise ValueError(f"Group: weight_decay: got {self.weight_decay}, want 0 or more")
+        if self.rate is not None:
+            checked_rate(self.rate)
+
+
+Rules = Sequence[tuple[str, Group]]
+
+
+def grouped(
+    learning_rate: LearningRate,
+    rules: Rules,
+    *,
+    weight_decay: float = 0.1,
+    multipliers: Mapping[str, float] | None = None,
+    choose: Callable[[str], str] | None = None,
+    **transforms: Transform,
+) -> Optimizer:
+    """An optimizer whose leaves are trained by the first rule that matches their path, and by default without one.
+
+        optim.grouped(
+            optim.cosine(3e-4, total=1000),
+            [
+                ("embed|head", Group(lr=0.3, optimizer="adam")),
+                ("vision", Group(frozen=True)),
+                (r".*(norm|bias)", Group(weight_decay=0.0, optimizer="adam")),
+            ],
+            muon=optim.scale_by_muon(layouts, axes),
+            adam=optim.scale_by_adam(),
+        )
+
+    A pattern is a regular expression over whole segments of the path, as in layout.Rules. A leaf moves by
+    -rate·lr·multiplier·(direction + decay·p), decoupled as in AdamW. transforms: named directions; each sees the leaves
+    that are its own, under its name in the state; the first one serves where no rule says otherwise, or the one that
+    `choose(path)` names. weight_decay: of leaves without their own, norms and biases excepted (they have 0).
+    multipliers: path -> factor on the rate (`mup_multipliers`).
+
+    `init` raises ValueError for a rule that decides no leaf, with the paths it could mean, or the rule that hides it.
+    """
+    if not transforms:
+        raise ValueError("grouped: got no transform; give at least one direction, such as adam=scale_by_adam()")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay: got {weight_decay}, want 0 or more, such as 0.1")
+    checked_rate(learning_rate)
+    table = [(whole_segments(pattern), group) for pattern, group in rules]
+    for pattern, group in rules:
+        if group.optimizer is not None and group.optimizer not in transforms:
+            raise ValueError(
+                f"grouped: the rule {pattern!r} names the optimizer {group.optimizer!r}, want one of"
+                f" {', '.join(transforms)}{tree.did_you_mean(group.optimizer, list(transforms))}"
+            )
+    first = next(iter(transforms))
+
+    def group_of(path: str) -> Group:
+        return next((group for pattern, group in table if pattern.search(path)), Group())
+
+    def direction_of(path: str) -> str:
+        return group_of(path).optimizer or (choose(path) if choose else first)
+
+    def decay_of(path: str) -> float:
+        own = group_of(path).weight_decay
+        return own if own is not None else weight_decay if neither_norm_nor_bias(path) else 0.0
+
+    def rate_of(path: str) -> tuple[LearningRate, float]:
+        group = group_of(path)
+        factor = group.lr * (1.0 if multipliers is None else multipliers.get(path, 1.0))
+        return learning_rate if group.rate is None else group.rate, factor
+
+    def trains(path: str) -> bool:
+        return not group_of(path).frozen
+
+    def add_decay(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
+        def one(path: str, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            return u + decay * p if (decay := decay_of(path)) else u
+
+        return tree.map_with_path(one, updates, params)
+
+    def only(name: str) -> Callable[[str], bool]:
+        return lambda path: direction_of(path) == name
+
+    named = {name: masked(transform, only(name)) for name, transform in transforms.items()}
+    inner = optimizer(**named, decay=stateless(add_decay), rate=scale_by_rates(rate_of))
+
+    def init(params: Tree) -> Tree:
+        _require_that_rules_decide(rules, tree.paths(params))
+        return inner.init(partition(params, trains)[0])
+
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        trained, new_state = inner.update(partition(grads, trains)[0], state, partition(params, trains)[0])
+        return merge(trained, params), new_state
+
+    return Optimizer(init, update, trains)
+
+
+def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]]) -> Transform:
+    """u -> -rate·factor·u, where rate_of(path) = (rate, factor); each schedule is evaluated once for all leaves."""
+
+    def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
+        schedules = {rate for rate, _ in map(rate_of, tree.paths(updates)) if callable(rate)}
+
+        def evaluated(rate: LearningRate) -> dict:
+            return per_dtype(updates, lambda dtype: [-torch.as_tensor(rate(count)).to(count.device, dtype)])
+
+        values = {rate: evaluated(rate) for rate in schedules}
+
+        def one(path: str, u: torch.Tensor) -> torch.Tensor:
+            rate, factor = rate_of(path)
+            if not callable(rate):
+                return u * (-rate * factor)
+            u = u * values[rate][u.dtype][0]
+            return u if factor == 1 else u * factor
+
+        return tree.map_with_path(one, updates)
+
+    return stateless(update)
+
+
+def whole_segments(pattern: str) -> re.Pattern:
+    """A pattern over whole segments of a path, anywhere in it: `mlp/w` finds `blocks/mlp/w`, not `blocks/mlp/w2`."""
+    try:
+        return re.compile(f"(?:^|/)(?:{pattern})(?:/|$)")
+    except re.error as error:
+        raise ValueError(f"got the path pattern {pattern!r}, want a regular expression: {error}") from None
+
+
+def _require_that_rules_decide(rules: Rules, paths: list[str]) -> None:
+    """ValueError for a rule that no path comes to: it matches none, or rules before it take all that it matches."""
+    compiled = [whole_segments(pattern) for pattern, _ in rules]
+    for i, (pattern, _) in enumerate(rules):
+        matched = [path for path in paths if compiled[i].search(path)]
+        if not matched:
+            near = tree.did_you_mean(pattern, [*paths, *sorted({part for path in paths for part in path.split("/")})])
+            raise ValueError(
+                f"grouped: the rule {pattern!r} matches no path{near}; want a regular expression over whole segments of"
+                f" one of: {', '.join(paths[:8])}{' …' if len(paths) > 8 else ''}"
+            )
+        if not any(all(not earlier.search(path) for earlier in compiled[:i]) for path in matched):
+            hider = next(j for j in range(i) if compiled[j].search(matched[0]))
+            raise ValueError(
+                f"grouped: the rule {pattern!r} decides nothing: all that it matches, such as {matched[0]}, is taken by"
+                f" rules before it, such as {rules[hider][0]!r}; put the narrower rule first"
+            )

@@ -1,0 +1,99 @@
+"""Steps that must not count: gradients that are not finite, and spikes of their norm, skipped inside the graph."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import Axes
+from fmegatron.optim.clip import clip, global_norm
+from fmegatron.optim.loss_scale import LossScale, scalar
+from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.transform import Tree, merge, partition
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step is a spike when its gradient norm is above `factor` times the running mean of the norms.
+
+    The mean is mean = decay·mean + (1 - decay)·min(norm, factor·mean), corrected as Adam's moments are; so it follows
+    a lasting change, skipped or not, and cannot lock itself in. The first `warmup` steps are never spikes.
+    """
+
+    factor: float = 5.0
+    decay: float = 0.99
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        if not (self.factor > 1 and 0 < self.decay < 1 and self.warmup >= 1):
+            raise ValueError(f"got {self}, want factor > 1, 0 < decay < 1 and warmup >= 1")
+
+    def init(self, like: torch.Tensor | tree.ArraySpec) -> dict[str, Any]:
+        """{"mean": float64, "seen": int64 norms that it is made of}, 0-d; specs for a spec."""
+        return {"mean": scalar(like, 0.0, torch.float64), "seen": scalar(like, 0, torch.int64)}
+
+    def update(self, state: dict[str, torch.Tensor], norm: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        """(whether the norm is one to be used, 0-d bool; the new state); a norm that is not finite changes nothing."""
+        mean, seen, norm = state["mean"], state["seen"], norm.to(torch.float64)
+        limit = self.factor * mean / -torch.expm1(seen.clamp(min=1) * math.log(self.decay))
+        limit = torch.where(seen < self.warmup, math.inf, limit)
+        finite = norm.isfinite()
+        new = self.decay * mean + (1 - self.decay) * torch.minimum(norm, limit)
+        return norm <= limit, {"mean": torch.where(finite, new, mean), "seen": seen + finite}
+
+
+def skip_nonfinite(
+    opt: Optimizer,
+    layouts: Tree | None = None,
+    axes: Axes | None = None,
+    *,
+    clip_norm: float | None = None,
+    spike: Spike | None = None,
+    loss_scale: LossScale | None = None,
+) -> Optimizer:
+    """`opt`, but for a step whose gradients are not all finite, parameters and state stay bit for bit as they were.
+
+    All ranks decide alike, by the global norm of the gradients (a norm that overflows counts as not finite), in the
+    graph and without asking the host. The state is {"opt": …, "skipped": 0-d int64, "norm": 0-d float64, the last
+    norm}, and "spike" and "loss_scale" when these are wanted. layouts, axes: as for `global_norm`.
+    clip_norm: the gradients are clipped to it, by the same norm; then build_train_step(..., clip_norm=None).
+    spike: skip spikes of the norm too.  loss_scale: `build_train_step` multiplies the loss by the state's scale
+    (`loss_scale_of`) and divides the gradients; here the scale is only moved on.
+    """
+
+    def init(params: Tree) -> Tree:
+        like = tree.leaves(params)[0]
+        state = {"opt": opt.init(params), "skipped": scalar(like, 0, torch.int64)}
+        state["norm"] = scalar(like, 0.0, torch.float64)
+        more = {"spike": spike, "loss_scale": loss_scale}
+        return state | {name: value.init(like) for name, value in more.items() if value is not None}
+
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        grads, trained = partition(grads, opt.trains)[0], partition(params, opt.trains)[0]
+        norm = global_norm(grads, None if layouts is None else partition(layouts, opt.trains)[0], axes)
+        finite = norm.isfinite()
+        used, more = finite, {}
+        if loss_scale is not None:
+            more["loss_scale"] = loss_scale.update(state["loss_scale"], finite)
+        if spike is not None:
+            usual, more["spike"] = spike.update(state["spike"], norm)
+            used = finite & usual
+        if clip_norm is not None:
+            grads = clip(grads, norm, clip_norm)
+        new_params, new_opt = opt.update(grads, state["opt"], params)
+
+        def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+            return torch.where(used, new, old)
+
+        kept = merge(tree.map(chosen, partition(new_params, opt.trains)[0], trained), params)
+        skipped = state["skipped"] + used.logical_not()
+        return kept, {
+            "opt": tree.map(chosen, new_opt, state["opt"]),
+            "skipped": skipped,
+            "norm": norm.to(torch.float64),
+            **more,
+        }
+
+    return Optimizer(init, update, opt.trains)

@@ -1,0 +1,197 @@
+"""Muon: momentum whose matrices are orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+Symbols, theirs to ours: μ -> momentum; B -> m; NS5 -> `orthogonalize`; (a, b, c) -> coefficients.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Layout, Split
+from fmegatron.optim.adamw import LearningRate, scale_by_adam
+from fmegatron.optim.groups import Group, grouped, whole_segments
+from fmegatron.optim.matrices import layouts_by_path, on_whole_matrices
+from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.transform import Transform, Tree, Where, path_predicate
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_SCALES = ("original", "rms", "none")
+Parts = int | tuple[int, ...]
+
+
+def muon(
+    learning_rate: LearningRate,
+    layouts: Tree | None = None,
+    axes: Axes | None = None,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    scale: str = "rms",
+    parts: Sequence[tuple[str, Parts]] = (),
+    share: tuple[str, ...] = (),
+    matrices: Where | None = None,
+    rules: Sequence[tuple[str, Group]] = (),
+    adam: Transform | None = None,
+) -> Optimizer:
+    """Muon for the hidden matrices, AdamW for everything else, on any mesh.
+
+    The leaves that `matrices` selects (a function of the path, or a list of regular expressions; by default
+    `is_hidden_matrix`) are updated by `scale_by_muon`, which explains momentum, nesterov, scale, parts, share, layouts
+    and axes. The others go through `adam` (by default `scale_by_adam()`). With scale="rms" one learning rate serves
+    both. `rules` are those of `grouped` (rates, decay, frozen leaves); norms and biases do not decay.
+    """
+    selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
+    return grouped(
+        learning_rate,
+        rules,
+        weight_decay=weight_decay,
+        choose=lambda path: "muon" if selects(path) else "adam",
+        muon=scale_by_muon(layouts, axes, momentum, nesterov, scale=scale, parts=parts, share=share),
+        adam=scale_by_adam() if adam is None else adam,
+    )
+
+
+def scale_by_muon(
+    layouts: Tree | None = None,
+    axes: Axes | None = None,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    *,
+    scale: str = "rms",
+    parts: Sequence[tuple[str, Parts]] = (),
+    share: tuple[str, ...] = (),
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Transform:
+    """g -> scale · orthogonalize(u) for stacks of matrices g[..., in, out], with the momentum m as state.
+
+        m = momentum·m + (1 - momentum)·g;  u = momentum·m + (1 - momentum)·g with Nesterov, else m
+
+    scale, for a weight that is used as x @ w: "original": √max(1, out/in) (Jordan); "rms": 0.2·√max(in, out), which
+    makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
+    parts: rules (pattern over whole segments of the path, sizes of the consecutive parts of the last dim or their
+    number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up by 2.
+    `fused_parts` reads them from layouts.
+    layouts: of the parameters, axes: Axes(mesh); without them every leaf is whole. The momentum lies as the parameter
+    does; matrices are made whole and dealt to ranks by `on_whole_matrices` (share: further axes to deal over).
+    dtype: of the iteration for float32 leaves; float64 leaves stay float64.
+    """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"muon: momentum: got {momentum}, want 0 <= momentum < 1, such as 0.95")
+    if scale not in _SCALES:
+        raise ValueError(f"muon: scale: got {scale!r}, want one of {', '.join(_SCALES)}")
+    if not 1 <= steps < 100:
+        raise ValueError(f"muon: steps: got {steps}, want 1 to 99, such as 5")
+    layout_of = layouts_by_path(layouts, axes, "muon")
+    table = [(whole_segments(pattern), part) for pattern, part in parts]
+
+    def init(params: Tree) -> Tree:
+        def one(path: str, leaf: Any) -> Any:
+            if len(leaf.shape) < 2 and not (layouts is not None and layout_of(path, leaf).flat):
+                raise ValueError(
+                    f"muon: {path}: got shape {tuple(leaf.shape)}, want matrices [..., in, out]; leave it to AdamW"
+                    " with `matrices`"
+                )
+            layout_of(path, leaf)
+            return tree.zeros_like(leaf)
+
+        return tree.map_with_path(one, params)
+
+    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        del params, count
+        new = tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state, updates)
+        ahead = tree.map(lambda m, g: momentum * m + (1 - momentum) * g, new, updates) if nesterov else new
+
+        def direction(path: str, u: torch.Tensor) -> torch.Tensor:
+            sizes = next((part for pattern, part in table if pattern.search(path)), 1)
+
+            def of_whole(x: torch.Tensor) -> torch.Tensor:
+                narrow = x if x.dtype == torch.float64 else x.to(dtype)
+                return _by_parts(narrow, sizes, path, scale, steps, coefficients, eps).to(x.dtype)
+
+            return on_whole_matrices(of_whole, u, layout_of(path, u), axes, share)
+
+        return tree.map_with_path(direction, ahead), new
+
+    return Transform(init, update)
+
+
+def orthogonalize(
+    x: torch.Tensor,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """The nearest orthogonal matrix U Vᵀ of each x = U S Vᵀ, roughly: singular values end in about 0.7 to 1.2.
+
+    x[..., m, n] -> the same shape and dtype. The Newton-Schulz iteration of degree 5 from X = x/‖x‖, with A = X Xᵀ:
+    X = a X + (b A + c A²) X (Jordan et al. 2024; transposed first when m > n, so that A is the smaller Gram matrix). A
+    zero matrix stays zero.
+    """
+    a, b, c = coefficients
+    tall = x.shape[-2] > x.shape[-1]
+    X = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
+    X = X / X.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=eps)
+    for _ in range(steps):
+        A = torch.bmm(X, X.mT)
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return (X.mT if tall else X).reshape(x.shape)
+
+
+def is_hidden_matrix(path: str) -> bool:
+    """The default choice of Muon's leaves: no norm, bias, scale, router, embedding (table) or head.
+
+    >>> [is_hidden_matrix(path) for path in ("blocks/mlp/w_down", "blocks/mlp_norm", "embed/table", "head/w")]
+    [True, False, False, False]
+    """
+    return re.search(r"norm|bias|scale|router|embed|table|(?:^|/)(?:lm_)?head(?:/|$)", path, re.IGNORECASE) is None
+
+
+def fused_parts(layouts: Tree) -> list[tuple[str, Parts]]:
+    """The rules `parts` of those leaves whose last dim is interleaved (`Split`): fused QKV, gate and up.
+
+    Take layouts on a mesh that has the axis, even with size 1, so that all meshes do the same:
+    `fused_parts(model.layouts(config, Mesh(tp=1)))`.
+    """
+    paths, leaves, _ = tree.flatten(tree.layouts(layouts))
+    return [
+        ("^" + re.escape(path), layout.spec[-1].sizes(layout.shape[-1]))
+        for path, layout in zip(paths, leaves, strict=True)
+        if isinstance(layout, Layout) and layout.spec and isinstance(layout.spec[-1], Split)
+    ]
+
+
+def _by_parts(x, parts, path, scale, steps, coefficients, eps):
+    """`orthogonalize` and scale of each part of the last dim of x[k, in, out]; equal parts in one batch."""
+    columns = x.shape[-1]
+    sizes = (columns // parts,) * parts if isinstance(parts, int) else tuple(parts)
+    if sum(sizes) != columns:
+        raise ValueError(
+            f"muon: {path}: got parts {parts} of a last dim of size {columns}; want sizes that sum to it, or a number"
+            " that divides it"
+        )
+
+    def one(matrices: torch.Tensor) -> torch.Tensor:
+        factor = _factor(scale, *matrices.shape[-2:])
+        return orthogonalize(matrices, steps, coefficients, eps) * factor
+
+    if len(sizes) == 1:
+        return one(x)
+    if len(set(sizes)) == 1:
+        batch = one(torch.cat(x.split(sizes[0], -1)))
+        return torch.cat(batch.split(x.shape[0]), -1)
+    return torch.cat([one(part) for part in x.split(list(sizes), -1)], -1)
+
+
+def _factor(scale: str, rows: int, columns: int) -> float:
+    if scale == "original":
+        return math.sqrt(max(1.0, columns / rows))
+    return 0.2 * math.sqrt(max(rows, columns)) if scale == "rms" else 1.0

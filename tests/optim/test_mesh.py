@@ -1,0 +1,83 @@
+"""Every optimizer on meshes: equal to one rank, its checkpoint moves to another mesh bit for bit, check is silent."""
+
+import pytest
+import torch
+
+from fmegatron import checkpoint, tree
+from fmegatron.collectives import Axes, psum
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import State, build_train_step, check, state_specs
+from fmegatron.testing import assert_parity, split
+from tests.checkpoint.fake_world import save_all
+from tests.optim.table import DTYPES, ONE, TABLE, assert_same, grads_of, make_params, make_specs, run
+
+MESHES = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=1, tp=1), Mesh(dp=2, fsdp=2, tp=2)]
+every_row = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+
+
+def fp64(mesh):
+    return make_specs(DTYPES["fp64"], mesh)
+
+
+@every_row
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_sharded_is_plain(row, mesh):
+    """Five updates of parameters and state, from gradients in the parameters' layouts."""
+
+    def make_step(mesh):
+        opt = row.make(tree.layouts(fp64(mesh)), Axes(mesh))
+
+        def step(carry, grads):
+            params, state = opt.update(grads, carry["state"], carry["params"])
+            return {"params": params, "state": state}, {}
+
+        return step
+
+    opt = row.make(tree.layouts(fp64(mesh)), Axes(mesh))
+    layouts = tree.layouts({"params": fp64(mesh), "state": opt.init(fp64(mesh))})
+    params = make_params(DTYPES["fp64"])
+    carry = {"params": params, "state": row.make(tree.layouts(fp64(ONE)), Axes(ONE)).init(params)}
+    assert_parity(
+        make_step, mesh, carry, lambda i: grads_of(make_params(DTYPES["fp64"]), i), steps=5,
+        layouts=(layouts, layouts["params"]), out_layouts=(layouts, {}),
+    )  # fmt: skip
+
+
+@every_row
+def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
+    """Saved by the ranks of one mesh, restored on another mesh and whole: the same bits, and the run goes on alike."""
+    dtypes, params = DTYPES["mixed"], make_params(DTYPES["mixed"])
+
+    def specs_on(mesh):
+        specs = make_specs(dtypes, mesh)
+        return specs, row.make(tree.layouts(specs), Axes(mesh)).init(specs)
+
+    opt = row.make(tree.layouts(make_specs(dtypes, ONE)), Axes(ONE))
+    half = run(opt, params, opt.init(params), range(3))
+    saved_on, other = Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2)
+    save_all(tmp_path / "half", half, tree.layouts(specs_on(saved_on)))
+    for rank, part in enumerate(split(half, tree.layouts(specs_on(other)))):
+        assert_same(checkpoint.restore(tmp_path / "half", specs_on(other), rank=rank), part)
+    back = checkpoint.restore(tmp_path / "half", specs_on(ONE))
+    assert_same(run(opt, *back, range(3, 5)), run(opt, *half, range(3, 5)))
+
+
+@every_row
+def test_the_checker_proves_a_train_step(row):
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    specs = make_specs(DTYPES["fp32"], mesh)
+    layouts, axes = tree.layouts(specs), Axes(mesh)
+    opt = row.make(layouts, axes)
+
+    def loss_fn(params, batch):
+        """A quadratic, summed over the axes that split a leaf; replicas of dp see other rows."""
+        rows, total = batch["x"].sum(), 0.0
+        for x, layout in zip(tree.leaves(params), tree.leaves(layouts), strict=True):
+            total = total + psum((x - 0.3).square().sum(), axes[layout.sharded])
+        loss = total * rows
+        return loss, {"rows": psum(rows.detach(), axes["dp"])}
+
+    step = build_train_step(loss_fn, opt, layouts, axes, data_axes=("dp",), clip_norm=None)
+    batch = {"x": Layout((8,), torch.float32, mesh, ("dp",))}
+    report = check(step, State(*state_specs(specs, opt)), batch, mesh)
+    assert not report.findings and not report.unproven, str(report)
