@@ -157,3 +157,20 @@ def test_two_dims_cut_then_whole_then_cut_otherwise(tmp_path, pair):
         staged = {"w": Layout((4, 6, 8), F32, Mesh(pp=2, tp=2), ("pp", None, "tp"))}
         for rank, wanted in enumerate(cut_tree(x, staged)):
             assert_same_bits(checkpoint.restore(tmp_path / "a", staged, rank=rank), wanted)
+
+
+def test_any_dtype_is_exchanged_bit_for_bit(tmp_path):
+    """read="once" of bf16, fp16 and fp8 by four replicas, NaNs with their bits."""
+    kinds = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex64)
+    layouts = {str(k): Layout((64, 8), k, Mesh(dp=4)) for k in kinds}
+    generator = torch.Generator().manual_seed(0)
+
+    def bits(kind):
+        data = torch.randint(0, 2 if kind is torch.bool else 256, (64, 8 * kind.itemsize), generator=generator)
+        return data.to(torch.uint8).view(kind)
+
+    state = {str(k): bits(k) for k in kinds}
+    with small_sizes():
+        assert save_all(tmp_path / "a", state, layouts) == [None] * 4
+        for got in run(4, lambda world: checkpoint.restore(tmp_path / "a", layouts, world=world, read="once")):
+            assert_same_bits(got, state)
