@@ -12,9 +12,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def campaign(directory, trials, seed):
-    """The results of `crash_campaign`, one dict for each kill."""
-    command = [sys.executable, "-m", "tests.checkpoint.crash_campaign", str(directory), str(trials), str(seed)]
+def campaign(directory, trials, seed, name="crash_campaign"):
+    """The results of a campaign, one dict for each kill."""
+    command = [sys.executable, "-m", f"tests.checkpoint.{name}", str(directory), str(trials), str(seed)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280
     )
@@ -48,3 +48,15 @@ def test_killed_ranks_240_times(tmp_path, seed):
     results = campaign(tmp_path, 240, seed)
     check_reach(results, len(PHASES))
     assert {got["kind"] for got in results} == {"save", "again", "retention"}
+
+
+def test_killed_trainers_and_writers_of_async_saves(tmp_path):
+    assert {got["step"] for got in campaign(tmp_path, 4, 0, "async_campaign")} <= {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_trainers_and_writers_of_async_saves_100_times(tmp_path, seed):
+    results = campaign(tmp_path, 50, seed, "async_campaign")
+    assert {got["step"] for got in results} == {1, 2}
+    assert {got["victim"] for got in results} == {"trainer", "trainers", "writer"}
