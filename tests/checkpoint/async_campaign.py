@@ -1,4 +1,4 @@
-"""Kills of trainers and writers while save_async is at work: `python -m tests.checkpoint.async_campaign DIR TRIALS SEED`.
+"""Kills of trainers and writers during save_async: `python -m tests.checkpoint.async_campaign DIRECTORY TRIALS SEED`.
 
 Each trial has one complete step, ranks that save the next one asynchronously, and a SIGKILL of a trainer, of all, or of
 a writer at a random time. Then the newest step must restore bit for bit, and the next save must work.
