@@ -1,0 +1,60 @@
+"""Muon in the decoder's own train step: fused QKV by parts, on any mesh proved and equal to one rank."""
+
+import pytest
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import build_train_step, check, compiled_layer, init_state, state_specs
+from fmegatron.testing import assert_parity
+from tests.step import tiny
+
+ONE = Mesh(dp=1, fsdp=1, tp=1)
+
+
+def make_optimizer(mesh, share=()):
+    """Muon that skips bad steps, with an embedding that learns slower and a frozen norm."""
+    layouts, axes = model.layouts(tiny.CONFIG, mesh), Axes(mesh)
+    rules = [("embed", optim.Group(lr=0.3)), ("final_norm", optim.Group(frozen=True))]
+    parts = optim.fused_parts(model.layouts(tiny.CONFIG, ONE))
+    opt = optim.muon(optim.cosine(1e-2, 20), layouts, axes, parts=parts, share=share, rules=rules)
+    return optim.skip_nonfinite(opt, layouts, axes, clip_norm=1.0, spike=optim.Spike(), loss_scale=optim.LossScale())
+
+
+def make_step(mesh, layer=model.plain_layer, share=()):
+    layouts, axes = model.layouts(tiny.CONFIG, mesh), Axes(mesh)
+
+    def loss_fn(params, batch):
+        return model.loss(params, batch, tiny.CONFIG, layouts, axes, layer)
+
+    return build_train_step(loss_fn, make_optimizer(mesh, share), layouts, axes, clip_norm=None)
+
+
+def layouts_on(mesh):
+    batch = tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (("dp", "fsdp"),)), tiny.decoder_batch(rows=8))
+    return tree.layouts(state_specs(model.specs(tiny.CONFIG, mesh), make_optimizer(mesh))), batch
+
+
+@pytest.mark.parametrize(
+    "mesh, share",
+    [
+        (Mesh(dp=2, fsdp=2, tp=2), ("dp",)),
+        pytest.param(Mesh(dp=2, fsdp=2, tp=2), (), marks=pytest.mark.slow),
+        pytest.param(Mesh(dp=1, fsdp=4, tp=2), (), marks=pytest.mark.slow),
+        pytest.param(Mesh(dp=4, fsdp=1, tp=2), ("dp",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_as_one_rank(mesh, share):
+    state = init_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer(ONE))
+    assert_parity(
+        lambda m: make_step(m, share=share), mesh, state, lambda i: tiny.decoder_batch(rows=8, seed=i),
+        layouts=layouts_on(mesh), steps=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", [model.plain_layer, compiled_layer("inputs")], ids=["plain", "compiled-layer"])
+def test_check_proves_it(layer):
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    report = check(make_step(mesh, layer, share=("dp",)), *layouts_on(mesh), mesh)
+    assert not report.findings and not report.unproven, str(report)

@@ -1,0 +1,185 @@
+"""Muon, Lion and Adafactor against torch.optim or against the paper's algorithm written out."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.optim.muon import COEFFICIENTS
+
+STEPS = 12
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def newton_schulz(G, steps=5, eps=1e-7):
+    """The blog post's zeropower_via_newtonschulz5, in the dtype of G."""
+    a, b, c = COEFFICIENTS
+    X = G.T if G.size(0) > G.size(1) else G
+    X = X / X.norm().clamp(min=eps)
+    for _ in range(steps):
+        A = X @ X.T
+        B = b * A + c * A @ A
+        X = a * X + B @ X
+    return X.T if G.size(0) > G.size(1) else X
+
+
+def reference_muon(w, grads, lr, momentum, nesterov, weight_decay, scale):
+    """One matrix [in, out], as Jordan's Muon with decoupled decay does it."""
+    w, m = w.clone(), torch.zeros_like(w)
+    rows, columns = w.shape
+    factor = {"original": math.sqrt(max(1, columns / rows)), "rms": 0.2 * math.sqrt(max(rows, columns)), "none": 1.0}
+    for g in grads:
+        m.lerp_(g, 1 - momentum)
+        u = g.lerp(m, momentum) if nesterov else m
+        w.mul_(1 - lr * weight_decay).sub_(lr * factor[scale] * newton_schulz(u))
+    return w
+
+
+@pytest.mark.parametrize("scale, nesterov", [("original", True), ("rms", True), ("none", False)])
+def test_muon_is_the_papers_matrix_by_matrix(scale, nesterov):
+    """Stacks, tall and wide, square; q, k, v and heads as matrices of their own; AdamW for the rest."""
+    params = {"blocks": {"wqkv": draw(3, 6, 12), "w_gate_up": draw(3, 6, 8), "down": draw(3, 8, 6)}, "norm": draw(3, 6)}
+    parts = {"blocks/wqkv": (6, 3, 3), "blocks/w_gate_up": (4, 4), "blocks/down": (6,)}
+    grads = [tree.map(lambda x, i=i: draw(*x.shape, seed=i + 1), params) for i in range(STEPS)]
+    rules = [("wqkv", (6, 3, 3)), ("blocks/w_gate_up", 2)]
+    opt = optim.muon(0.02, momentum=0.9, nesterov=nesterov, weight_decay=0.1, scale=scale, parts=rules)
+    got, state = params, opt.init(params)
+    for g in grads:
+        got, state = opt.update(g, state, got)
+    for name, sizes in parts.items():
+        leaf = name.removeprefix("blocks/")
+        for layer in range(3):
+            whole = params["blocks"][leaf][layer].split(list(sizes), -1)
+            pieces = [[g["blocks"][leaf][layer].split(list(sizes), -1)[i] for g in grads] for i in range(len(sizes))]
+            wanted = [reference_muon(w, g, 0.02, 0.9, nesterov, 0.1, scale) for w, g in zip(whole, pieces, strict=True)]
+            torch.testing.assert_close(got["blocks"][leaf][layer], torch.cat(wanted, -1), rtol=1e-11, atol=1e-12)
+    adam, alone = optim.adamw(0.02), {"norm": params["norm"]}
+    state = adam.init(alone)
+    for g in grads:
+        alone, state = adam.update({"norm": g["norm"]}, state, alone)
+    assert torch.equal(got["norm"], alone["norm"])
+
+
+@pytest.mark.parametrize("scale, theirs", [("original", "original"), ("rms", "match_rms_adamw")])
+def test_muon_is_torchs(scale, theirs):
+    """torch keeps weights as [out, in] and iterates in bf16, as we do for float32."""
+    w = draw(6, 10, dtype=torch.float32)
+    leaf = w.T.clone().requires_grad_()
+    reference = torch.optim.Muon([leaf], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=theirs)
+    opt = optim.muon(0.02, momentum=0.9, scale=scale, weight_decay=0.1)
+    params = {"w": w}
+    state = opt.init(params)
+    for i in range(STEPS):
+        g = draw(6, 10, seed=i + 1, dtype=torch.float32)
+        leaf.grad = g.T.clone()
+        reference.step()
+        params, state = opt.update({"w": g}, state, params)
+        torch.testing.assert_close(params["w"], leaf.detach().T, rtol=0, atol=0.02 * (i + 1) * 2**-6)
+
+
+def test_orthogonalize():
+    x = draw(4, 5, 9)
+    y = optim.orthogonalize(x)
+    values = torch.linalg.svdvals(y)
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    assert ((y * (u @ vh)).sum((-2, -1)) / y.norm(dim=(-2, -1)) / math.sqrt(5) > 0.95).all()
+    torch.testing.assert_close(optim.orthogonalize(x.mT).mT, y)
+    assert torch.equal(optim.orthogonalize(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
+
+
+def test_per_head_is_each_head():
+    x = {"wq": draw(2, 6, 12)}
+    opt = optim.muon(1.0, momentum=0.0, weight_decay=0.0, scale="none", parts=[("wq", 4)])
+    moved, _ = opt.update(x, opt.init(x), {"wq": torch.zeros(2, 6, 12, dtype=torch.float64)})
+    heads = torch.stack([optim.orthogonalize(head) for head in x["wq"].split(3, -1)])
+    torch.testing.assert_close(-moved["wq"], torch.cat(list(heads), -1))
+
+
+def test_fused_parts_come_from_the_layouts():
+    mesh = Mesh(fsdp=1, tp=1)
+    layouts = {
+        "a": {"wqkv": Layout((2, 4, 8), torch.float32, mesh, (None, "fsdp", Split("tp", (4, 2, 2))))},
+        "up": Layout((4, 6), torch.float32, mesh, (None, Split("tp", 2))),
+        "wo": Layout((4, 6), torch.float32, mesh, ("tp",)),
+    }
+    assert optim.fused_parts(layouts) == [("^a/wqkv", (4, 2, 2)), ("^up", (3, 3))]
+
+
+def test_lion_is_algorithm_2():
+    p, m, lr, b1, b2, decay = draw(5, 3), torch.zeros(5, 3, dtype=torch.float64), 0.01, 0.9, 0.99, 0.3
+    opt = optim.lion(lr, b1, b2, decay)
+    params = {"w": p}
+    state = opt.init(params)
+    for i in range(STEPS):
+        g = draw(5, 3, seed=i + 1)
+        c = b1 * m + (1 - b1) * g
+        p = p - lr * (c.sign() + decay * p)
+        m = b2 * m + (1 - b2) * g
+        params, state = opt.update({"w": g}, state, params)
+        torch.testing.assert_close(params["w"], p, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("weight_decay, clip", [(0.0, 1.0), (0.1, 1.5)])
+def test_adafactor_is_torchs_layer_by_layer(weight_decay, clip):
+    """torch caps the rate by 1/√t, which 0.01 is below; a stacked leaf is its layers, each a parameter of torch."""
+    params = {"w": draw(3, 6, 4), "norm": draw(3, 5), "scale": draw()}
+    leaves = {
+        (path, i): layer.clone().requires_grad_()
+        for path, x in params.items()
+        for i, layer in enumerate(x if x.dim() > 1 else x[None])
+    }
+    settings = {"lr": 0.01, "d": clip, "weight_decay": weight_decay, "eps": (None, 1e-3)}
+    reference = torch.optim.Adafactor(list(leaves.values()), **settings)
+    opt = optim.adafactor(0.01, clip=clip, weight_decay=weight_decay, decay=lambda path: True)
+    state = opt.init(params)
+    assert {path: tuple(x.shape) for path, x in zip(tree.paths(state), tree.leaves(state), strict=True)} == {
+        "count": (), "factored/row/w": (3, 6), "factored/col/w": (3, 4), "factored/full/norm": (3, 5),
+        "factored/full/scale": (),
+    }  # fmt: skip
+    for step in range(STEPS):
+        grads = tree.map(lambda x, s=step: 10.0 ** (s % 3 - 1) * draw(*x.shape, seed=s + 1), params)
+        for (path, i), leaf in leaves.items():
+            leaf.grad = (grads[path][i] if grads[path].dim() else grads[path]).clone()
+        reference.step()
+        params, state = opt.update(grads, state, params)
+        for (path, i), leaf in leaves.items():
+            got = params[path][i] if params[path].dim() else params[path]
+            torch.testing.assert_close(got, leaf.detach(), rtol=1e-10, atol=1e-12, msg=f"{path} {i} step {step}")
+
+
+def test_errors_for_people():
+    mesh = Mesh(tp=2)
+    split = {"w": tree.ArraySpec(Layout((4, 4), torch.float32, mesh, ("tp",)))}
+    flat = {"w": Layout((4, 4), torch.float32, mesh, flat=("tp",))}
+    muon = functools.partial(optim.muon, 0.1)
+    for make, message in [
+        (lambda: muon(momentum=1.0), "momentum: got 1.0"),
+        (lambda: muon(scale="adam"), "scale: got 'adam', want one of original, rms, none"),
+        (lambda: optim.scale_by_muon(steps=0), "steps: got 0"),
+        (lambda: muon().init(split), r"muon: w: got .*no layouts"),
+        (lambda: muon().init({"w": torch.ones(3)}), r"muon: w: got shape \(3,\)"),
+        (lambda: muon(tree.layouts(split)).init(split), r"muon: w: .*give axes"),
+        (lambda: muon({"v": tree.layouts(split)["w"]}).init(split), "muon: w: got no layout"),
+        (lambda: _one_update(muon(parts=[("w", 3)])), r"got parts 3 of a last dim of size 4"),
+        (lambda: optim.lion(1e-3, b1=1.0), "lion: b1: got 1.0"),
+        (lambda: optim.adafactor(1e-3, clip=0), "clip: got 0"),
+        (lambda: optim.adafactor(1e-3, eps2=-1), "eps2: got -1"),
+        (lambda: optim.adafactor(1e-3, decay_power=0.8), "decay_power: got 0.8"),
+        (lambda: optim.adafactor(1e-3, eps=-1.0), "eps: got -1"),
+        (lambda: optim.adafactor(1e-3).init(split), "adafactor: w: got .*no layouts"),
+        (lambda: optim.adafactor(1e-3, flat, axes=0).init(split), "adafactor: w: .*flattened"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def _one_update(opt):
+    params = {"w": torch.ones(4, 4)}
+    return opt.update(params, opt.init(params), params)
