@@ -32,7 +32,7 @@ def adafactor(
     *,
     decay_power: float = -0.8,
     clip: float = 1.0,
-    eps: float | None = None,
+    eps: float = 1e-15,
     eps2: float = 1e-3,
     weight_decay: float = 0.0,
     decay: Where | None = None,
@@ -77,7 +77,7 @@ def scale_by_factored_rms(
     layouts: Tree | None = None,
     axes: Axes | None = None,
     decay_power: float = -0.8,
-    eps: float | None = None,
+    eps: float = 1e-15,
     factored: Where | None = None,
 ) -> Transform:
     """g -> g/√v with v = row·col/mean(row), the state {"row", "col", "full"} (algorithms 2 to 4).
@@ -85,13 +85,14 @@ def scale_by_factored_rms(
         row[..., m] = b row + (1 - b) mean over n of g²;  col[..., n] = b col + (1 - b) mean over m of g²;  b = 1 - tᶜ
 
     where c = decay_power. Leaves that are not factored (see `adafactor`) have their second moment in "full". row and
-    col lie as the parameter's dims do; a mean over a split dim is one psum over its axes. eps: v is at least eps²; by
-    default the machine epsilon of the dtype.
+    col lie as the parameter's dims do; a mean over a split dim is one psum over its axes. eps: v and the mean of
+    row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is more than the squares of
+    most gradients of a large model).
     """
     if not decay_power < 0:
         raise ValueError(f"adafactor: decay_power: got {decay_power}, want a negative number, such as -0.8")
-    if eps is not None and not eps >= 0:
-        raise ValueError(f"adafactor: eps: got {eps}, want 0 or more, or None")
+    if not eps >= 0:
+        raise ValueError(f"adafactor: eps: got {eps}, want 0 or more, such as 1e-15")
     layout_of = _dims_of(layouts, axes)
     selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
 
@@ -118,13 +119,11 @@ def scale_by_factored_rms(
             return old + (new - old) * weights[old.dtype][0]
 
         def scaled(g: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            least = torch.finfo(g.dtype).eps if eps is None else eps
-            return g * v.clamp(min=least * least).rsqrt()
+            return g * v.clamp(min=eps * eps).rsqrt()
 
         def estimate(path: str, row: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
-            least = torch.finfo(row.dtype).eps if eps is None else eps
             mean = _mean(row.unsqueeze(-1), -2, layout_of(path, row), axes)
-            return row.unsqueeze(-1) * (col.unsqueeze(-2) / mean.clamp(min=least))
+            return row.unsqueeze(-1) * (col.unsqueeze(-2) / mean.clamp(min=eps * eps))
 
         out, new_state = part(updates, False), {}
         if "full" in state:

@@ -82,7 +82,7 @@ def scale_by_muon(
     `fused_parts` reads them from layouts.
     layouts: of the parameters, axes: Axes(mesh); without them every leaf is whole. The momentum lies as the parameter
     does; matrices are made whole and dealt to ranks by `on_whole_matrices` (share: further axes to deal over).
-    dtype: of the iteration for float32 leaves; float64 leaves stay float64.
+    dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64.
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"muon: momentum: got {momentum}, want 0 <= momentum < 1, such as 0.95")
@@ -114,10 +114,10 @@ def scale_by_muon(
             sizes = next((part for pattern, part in table if pattern.search(path)), 1)
 
             def of_whole(x: torch.Tensor) -> torch.Tensor:
-                narrow = x if x.dtype == torch.float64 else x.to(dtype)
-                return _by_parts(narrow, sizes, path, scale, steps, coefficients, eps).to(x.dtype)
+                return _by_parts(x, sizes, path, scale, steps, coefficients, eps)
 
-            return on_whole_matrices(of_whole, u, layout_of(path, u), axes, share)
+            narrow = u if u.dtype == torch.float64 else u.to(dtype)  # before the exchange: half the bytes
+            return on_whole_matrices(of_whole, narrow, layout_of(path, u), axes, share).to(u.dtype)
 
         return tree.map_with_path(direction, ahead), new
 

@@ -75,9 +75,7 @@ def build_train_step(
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
         grads = reduce_gradients(grads, layouts_of_trained, axes, data_axes)
         if scale is not None:
-            grads = tree.map(
-                lambda g: g.to(optim.working_dtype(g.dtype)) / scale.to(optim.working_dtype(g.dtype)), grads
-            )
+            grads = tree.map(lambda g: _unscaled(g, scale), grads)
         norm = optim.global_norm(grads, layouts_of_trained, axes)
         if clip_norm is not None:
             grads = optim.clip(grads, norm, clip_norm)

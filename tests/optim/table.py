@@ -65,7 +65,7 @@ TABLE = {
     "sgd-nesterov": Row(plain(optim.sgd, optim.cosine(1e-1, 50), momentum=0.9, nesterov=True), MOMENTUM),
     "lion": Row(plain(optim.lion, 1e-2), {"count", "lion/w"}),
     "adafactor": Row(
-        lambda layouts=None, axes=None: optim.adafactor(3e-2, layouts, axes, weight_decay=0.01),
+        lambda layouts=None, axes=None: optim.adafactor(3e-2, layouts, axes, weight_decay=0.01, clip=2.0),
         {"count", "factored/row/w", "factored/col/w"},
         state_like_params=False,
     ),

@@ -88,7 +88,10 @@ def test_spikes_are_skipped_and_a_new_level_is_accepted():
     state, skipped = opt.init(params), []
     norms = [100.0] + [1.0] * 20 + [1e6] + [1.0] * 5 + [50.0] * 60
     for norm in norms:
+        before, opt_before = params, state["opt"]
         params, state = opt.update({"w": torch.full((4,), norm / 2, dtype=torch.float64)}, state, params)
+        if skipped and state["skipped"] > skipped[-1]:
+            assert_same((params, state["opt"]), (before, opt_before))
         skipped.append(int(state["skipped"]))
     assert skipped[20] == 0  # the first ones pass, large or not
     assert skipped[21:27] == [1] * 6

@@ -135,7 +135,7 @@ def test_adafactor_is_torchs_layer_by_layer(weight_decay, clip):
         for path, x in params.items()
         for i, layer in enumerate(x if x.dim() > 1 else x[None])
     }
-    settings = {"lr": 0.01, "d": clip, "weight_decay": weight_decay, "eps": (None, 1e-3)}
+    settings = {"lr": 0.01, "d": clip, "weight_decay": weight_decay, "eps": (1e-15, 1e-3)}
     reference = torch.optim.Adafactor(list(leaves.values()), **settings)
     opt = optim.adafactor(0.01, clip=clip, weight_decay=weight_decay, decay=lambda path: True)
     state = opt.init(params)
