@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from fmegatron.layout import Mesh
 from fmegatron.step.check.scope import Scope
 from fmegatron.step.check.values import Atom, Partial, Value, canonical, size_of, stripped
 
@@ -87,21 +88,34 @@ def _gathered(scope, node, name, x, axes, given):
                        "remove it, or gather the axis that shards the dim", birth)  # fmt: skip
             hurt.add(axis)
     own = first.axes or ()
-    if len(atoms) <= 1 and set(axes) <= set(own) and own[len(own) - len(axes) :] != axes:
-        scope.find(node, axes[0], f"all_gather over {'+'.join(axes)} of a dim that is sharded over {'+'.join(own)}",
-                   "gather the minor axis first, or all in their order")  # fmt: skip
-        hurt |= set(axes)
     left = tuple(a for a in own if a not in axes)
     if first.inner and not left:
         after = first.inner
-    elif len(atoms) <= 1 and first.plain:
-        after = (Atom(size_of(atoms) * n, left),)
+    elif first.plain and not first.cuts and set(axes) <= set(own):
+        found = tuple(a for a in own if a in axes)
+        if found != axes:
+            scope.find(node, axes[0], f"all_gather over {'+'.join(axes)} of a dim that is sharded over {'+'.join(own)}",
+                       "gather the minor axis first, or all in their order")  # fmt: skip
+            hurt |= set(axes)
+        after = (*_filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
     else:  # rank by rank
         after = (Atom(n, ()), *stripped(atoms, axes))
     out = x.without(axes, tainted=hurt)
     dims = list(out.dims)
     dims[dim] = after
     return out.with_dims(dims)
+
+
+def _filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size: int) -> tuple[Atom, ...]:
+    """Atoms of a dim of `size` sharded by `own` when some of these axes are gathered: each takes its place in order."""
+    out, before = [], ()
+    for axis in own:
+        if axis in gathered:
+            out.append(Atom(mesh[axis], before))
+            before = ()
+        else:
+            before += (axis,)
+    return (*out, Atom(size, before))
 
 
 def _exchanged(scope, node, name, x, axes, given):

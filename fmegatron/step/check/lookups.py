@@ -14,8 +14,7 @@ from fmegatron.step.check.values import Atom, Partial, Value, canonical, met, pl
 def looked_up(scope: Scope, node: torch.fx.Node, x: Value, dim: int, index: Value, dims_after) -> Value:
     """x indexed along `dim` by `index`; dims_after(dims of x) -> (dims of the result, axes that clash)."""
     dim %= len(x.dims)
-    own_part = index.index_of and not any(atom.sharded for atom in x.dims[dim])
-    if own_part and size_of(x.dims[dim]) == scope.mesh.extent(index.index_of):
+    if index.index_of and len(x.dims[dim]) == 1 and size_of(x.dims[dim]) == scope.mesh.extent(index.index_of):
         return _own_part(scope, node, x, dim, index)
     depends = index.varying | index.tainted
     over = frozenset().union(*(atom.sharded for atom in x.dims[dim]))
@@ -59,7 +58,8 @@ def _own_part(scope: Scope, node: torch.fx.Node, x: Value, dim: int, index: Valu
             hurt.add(axis)
     out = x.without(axes)
     dims = list(out.dims)
-    dims[dim] = (Atom(1, axes),)
+    before = out.dims[dim][0].axes or ()
+    dims[dim] = (Atom(1, before + axes),)
     return replace(out, dims=tuple(dims)).without(hurt, tainted=hurt) if hurt else replace(out, dims=tuple(dims))
 
 

@@ -52,7 +52,7 @@ class Partial(NamedTuple):
     """A pending reduction: "sum" or "max", and the node from which on it is pending."""
 
     kind: str
-    birth: torch.fx.Node
+    birth: torch.fx.Node | None  # None: it came in so
 
 
 @dataclass(frozen=True)
@@ -246,4 +246,4 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
     if layout.flat:
         inner = tuple(atom for dim in dims for atom in dim)
         dims = [canonical((Atom(shape[0], flat, frozenset(), inner),)) if flat else canonical(inner)]
-    return Value(tuple(dims))
+    return Value(tuple(dims), {a: Partial("sum", None) for a in layout.unreduced if layout.mesh[a] > 1})
