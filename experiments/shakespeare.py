@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from fmegatron import checkpoint, data, loop, model, optim, step, tree
-from fmegatron.collectives import Axes, World, connect
-from fmegatron.layout import Mesh
+from fmegatron.collectives import Axes, connect
+from fmegatron.layout import Layout, Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 
@@ -53,42 +53,42 @@ def model_config(config: Config, vocab_size: int) -> model.Config:
     return model.Config(vocab_size, **sizes, ffn_dim=config.dim * 8 // 3, max_seq=config.seq_len, tied=True)
 
 
-def make_optimizer(config: Config) -> optim.Optimizer:
-    """AdamW with warm-up and a cosine to a tenth of the peak."""
+def make_loss(config: Config, of: model.Config):
+    """loss(params, batch) -> (loss, metrics), over the axes of the mesh."""
+    where = model.layouts(of, config.mesh), Axes(config.mesh)
+    return lambda params, batch: model.loss(params, batch, of, *where, layer=step.compiled_layer())
+
+
+def describe(config: Config):
+    """(train_step, specs of its state, layouts of its batch), for `main` and for `python -m fmegatron.check`."""
+    of = model_config(config, data.CharTokenizer.from_text(TEXT.read_text()).vocab_size)
+    specs, axes = model.specs(of, config.mesh), Axes(config.mesh)
     rate = optim.cosine(config.lr, config.steps, config.warmup, end=config.lr / 10)
-    return optim.adamw(rate, weight_decay=config.weight_decay)
-
-
-def make_steps(config: Config, of: model.Config, layouts, world: World):
-    """(train_step, heldout_step): the pure functions of this experiment, compiled for this mesh."""
-    axes = Axes(config.mesh)
-
-    def loss_fn(params, batch):
-        return model.loss(params, batch, of, layouts, axes, layer=step.compiled_layer())
-
-    def heldout_step(params, batch):
-        return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
-
-    train_step = step.build_train_step(loss_fn, make_optimizer(config), layouts, axes)
-    compiled = functools.partial(step.jit, world=world, backend=config.backend)
-    return compiled(train_step, donate=0), compiled(heldout_step)
+    optimizer = optim.adamw(rate, weight_decay=config.weight_decay)
+    train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), axes)
+    dealt = tuple(axis for axis in model.DATA_AXES if axis in config.mesh)
+    rows = Layout((config.batch_size, config.seq_len), torch.int64, config.mesh, (dealt,))
+    return train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
 
 
 def main(config: Config) -> dict[str, float]:
     """Train (or go on), evaluate, write a sample; returns the last held-out metrics. Ends early when asked to stop."""
     world, run = connect(config.mesh), Path(config.run)
-    text = TEXT.read_text()
-    tokenizer = data.CharTokenizer.from_text(text)
-    ids = tokenizer.encode(text)
+    tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
+    ids = tokenizer.encode(TEXT.read_text())
     part, parts = data.data_coordinates(config.mesh, world.rank)
     train_range, heldout_range = data.train_and_held_out(ids)
     batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
     heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
 
     of = model_config(config, tokenizer.vocab_size)
-    specs = model.specs(of, config.mesh)
-    layouts, state_specs = tree.layouts(specs), step.state_specs(specs, make_optimizer(config))
-    train_step, heldout_step = make_steps(config, of, layouts, world)
+    loss_fn, (train_step, state_specs, _) = make_loss(config, of), describe(config)
+    layouts = tree.layouts(state_specs.params)
+    train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
+
+    @functools.partial(step.jit, world=world, backend=config.backend)
+    def heldout_step(params, batch):
+        return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
 
     def on_device(tensors):
         return tree.map(lambda x: x.to(world.device), tensors)

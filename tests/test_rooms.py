@@ -4,13 +4,15 @@ import ast
 
 import pytest
 
-from tests.house import LEVELS, rooms, sources, syntax
+from tests.house import LEVELS, ROOT, rooms, sources, syntax
 
 # Optional packages: a user without them must be able to import the room.
 OPTIONAL = {"matplotlib", "wandb", "IPython", "ipyparallel", "safetensors", "tokenizers", "spmd_types", "zarr"}
 # Peers of benchmarks, which run in an environment of their own.
 PEERS = {"jax", "orbax", "megatron"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}
+# Files beside the rooms that are run (`python -m fmegatron.check`): they may import every room, and none imports them.
+PROGRAMS = {"fmegatron/check.py"}
 DRAWERS = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 
 
@@ -24,6 +26,17 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
+def test_beside_the_rooms_are_programs_only():
+    beside = {path.as_posix() for path in sources("fmegatron") if len(path.parts) == 2}
+    assert beside == PROGRAMS | {"fmegatron/__init__.py"}
+    for program in PROGRAMS:
+        assert (ROOT / program).read_text().endswith('if __name__ == "__main__":\n    sys.exit(main())\n')
+    names = {
+        name for path in sources("fmegatron", "experiments") for n in ast.walk(syntax(path)) for name in imported(n)
+    }
+    assert not [name for name in names if name.startswith("fmegatron.check.") or name == "fmegatron.check"]
+
+
 def test_every_room_has_a_level():
     assert set(rooms()) <= set(LEVELS)
 
@@ -31,6 +44,8 @@ def test_every_room_has_a_level():
 @pytest.mark.parametrize("path", sources("fmegatron"), ids=str)
 def test_imports_go_up(path):
     room = path.parts[1] if len(path.parts) > 2 else None
+    if path.as_posix() in PROGRAMS:
+        return
     for node in ast.walk(syntax(path)):
         for name in imported(node):
             parts = name.split(".")

@@ -1,6 +1,6 @@
 """One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
 
-from fmegatron.step.check import Finding, Report, check, check_traced
+from fmegatron.step.check import Declared, Finding, Report, check, check_traced
 from fmegatron.step.compile import BACKENDS, compile_graph
 from fmegatron.step.fresh import barrier
 from fmegatron.step.grad import accumulate, raw_gradient_layout, reduce_gradients, value_and_grad
@@ -15,6 +15,7 @@ from fmegatron.step.train_step import State, build_train_step, init_state, state
 __all__ = [
     "BACKENDS",
     "Compiled",
+    "Declared",
     "Entry",
     "Finding",
     "Jitted",

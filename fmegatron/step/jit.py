@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -11,6 +11,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import World
+from fmegatron.step.check import Declared, check_call, declared_by
 from fmegatron.step.compile import compile_graph, usable_backend
 from fmegatron.step.fresh import copied_inputs
 from fmegatron.step.lower import copy_module, lower
@@ -24,11 +25,13 @@ __all__ = ["Compiled", "Jitted", "jit"]
 class Compiled:
     """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
 
-    traced: the symbolic graph. stages: name -> graph module, in order "trace", "lower", "donate".
+    traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
+    stages: name -> graph module, in order "trace", "lower", "donate".
     """
 
-    def __init__(self, fn, args, donate, world, backend, patches, options):
+    def __init__(self, fn, args, donate, world, backend, patches, options, check=None):
         self.traced: Traced = trace(fn, args)
+        self.report = check(self.traced) if check is not None and world is not None else None
         self.donated = _donated_leaves(self.traced, args, donate)
         self.backend, self.patches, self.options = backend, patches, options
         bound = bind_inner(self.traced.graph_module, world, backend, patches)
@@ -60,7 +63,9 @@ class Compiled:
 class Jitted:
     """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
 
-    def __init__(self, fn, donate, world, backend, patches, options):
+    def __init__(self, fn, donate, world, backend, patches, options, check, allow):
+        self.declared = declared_by(fn) if check is None else check or None
+        self.allow = allow
         self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
         self.patches, self.options, self.cache, self._last = patches, options, {}, None
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
@@ -92,13 +97,16 @@ class Jitted:
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         backend = usable_backend(self.backend, device)
-        compiled = Compiled(self.fn, args, self.donate, self.world, backend, self.patches, self.options)
+        compiled = Compiled(self.fn, args, self.donate, self.world, backend, self.patches, self.options, self._check)
         _require_own_memory([x for x in leaves if isinstance(x, torch.Tensor)], compiled)
         if self.world is None:
             compiled.compile()
         else:
             self.world.leader_first(compiled.compile, f"compiling {self.name}")
         return compiled
+
+    def _check(self, traced):
+        return check_call(traced, self.declared, self.name, self.allow) if self.declared else None
 
     def _call_inside(self, args, leaves, key):
         """Called while another function is traced: one opaque node, compiled once."""
@@ -142,6 +150,8 @@ def jit(
     backend: str = "inductor",
     patches: dict | None = None,
     options: dict | None = None,
+    check: Declared | bool | None = None,
+    allow: Mapping[str, str] | None = None,
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
@@ -153,10 +163,15 @@ def jit(
     world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
     backend: see `compile_graph`. patches: Inductor settings for all graphs; options: for the outer graph alone.
 
+    check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a finding
+    is a ValueError that lists all of them with their lines. None: what the step declares of itself (those of
+    `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of your own; False: no check.
+    allow: "file.py:line" -> the reason why the findings at this line are none.
+
     A jitted function that is called while another one is traced becomes one opaque node, compiled once.
     """
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
-    return Jitted(fn, positions, world, backend, dict(patches or {}), dict(options or {}))
+    return Jitted(fn, positions, world, backend, dict(patches or {}), dict(options or {}), check, dict(allow or {}))
 
 
 def _known(key, cache: dict, args) -> bool:

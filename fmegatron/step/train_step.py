@@ -10,6 +10,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout
+from fmegatron.step.check import Declared
 from fmegatron.step.grad import accumulate, reduce_gradients, value_and_grad
 
 __all__ = ["State", "build_train_step", "init_state", "state_specs"]
@@ -57,6 +58,7 @@ def build_train_step(
 
     No gradient is computed for parameters that the optimizer does not train (`Optimizer.trains`). A loss scale in the
     optimizer's state (`optim.skip_nonfinite`) multiplies the loss and is taken out of the reduced gradients, in fp32.
+    The step declares its layouts, so that every jit of it on a mesh is checked (`step.check`).
     """
 
     def scaled_loss(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
@@ -82,6 +84,8 @@ def build_train_step(
         params, opt = optimizer.update(grads, state.opt, state.params)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
+    specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
+    train_step.declared = Declared(state_specs(specs, optimizer), data_axes)
     return train_step
 
 

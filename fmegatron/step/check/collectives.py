@@ -8,7 +8,7 @@ import torch
 
 from fmegatron.layout import Mesh
 from fmegatron.step.check.scope import Scope
-from fmegatron.step.check.values import Atom, Partial, Value, canonical, size_of, stripped
+from fmegatron.step.check.values import UNIFORM, Atom, Partial, Value, canonical, cut, size_of, stripped
 
 
 def collective(scope: Scope, node: torch.fx.Node, name: str, x: Value, given: dict) -> Value:
@@ -61,15 +61,15 @@ def _scattered(x: Value, dim: int, axes: tuple[str, ...], n: int) -> Value:
         # An array that was flattened for the exchange: which of its dims this cuts is not known.
         dims[dim] = (Atom(size, ()),)
         return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
-    if len(atoms) <= 1 and not (atoms and (not atoms[0].plain or atoms[0].cuts)):
-        before = (atoms[0].axes or ()) if atoms else ()
-        dims[dim] = (Atom(size, before + axes),)
-        return x.with_dims(dims)
-    if atoms[0].size % n == 0 and atoms[0].plain and not all(atom.plain for atom in atoms):
-        # A buffer of several arrays, rank by rank: of each array, on whichever dim it was cut.
+    if len(atoms) > 1 and atoms[0] == Atom(n, ()) and len(x.dims) == 1:
+        # Pieces of an array or of several, rank by rank: on whichever dim each was cut.
+        dims[dim] = atoms[1:]
+        return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
+    if atoms and atoms[0].size % n == 0 and atoms[0].plain and not all(atom.plain for atom in atoms):
         dims[dim] = (Atom(atoms[0].size // n, atoms[0].axes), *atoms[1:])
         return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
-    dims[dim] = (Atom(size, axes, frozenset(), atoms),)
+    whole = tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms)
+    dims[dim] = cut(canonical(whole), axes, n)
     return x.with_dims(dims)
 
 
@@ -91,6 +91,8 @@ def _gathered(scope, node, name, x, axes, given):
     left = tuple(a for a in own if a not in axes)
     if first.inner and not left:
         after = first.inner
+    elif first.inner and own == left + axes:
+        after = (Atom(first.size * n, left, frozenset(), first.inner),)
     elif first.plain and not first.cuts and set(axes) <= set(own):
         found = tuple(a for a in own if a in axes)
         if found != axes:

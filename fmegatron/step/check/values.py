@@ -151,6 +151,8 @@ def canonical(dim: Dim) -> Dim:
         last = out[-1] if out else None
         if last and atom.axes == () and last.axes is not UNIFORM and last.plain and atom.plain:
             out[-1] = Atom(last.size * atom.size, last.axes, frozenset(c * atom.size for c in last.cuts))
+        elif last and last.size == 1 and last.axes and last.plain and atom.axes is not UNIFORM and not atom.runs:
+            out[-1] = atom._replace(axes=last.axes + atom.axes)
         elif last and atom.axes is UNIFORM and last.axes is UNIFORM:
             out[-1] = Atom(last.size * atom.size, UNIFORM)
         else:
@@ -167,6 +169,14 @@ def divided(atom: Atom, major: int) -> tuple[Atom, Atom]:
         return Atom(major, UNIFORM), Atom(minor, UNIFORM)
     cuts = frozenset(c // minor for c in atom.cuts) if all(c % minor == 0 for c in atom.cuts) else frozenset()
     return Atom(major, atom.axes, cuts, atom.inner), Atom(minor, ())
+
+
+def cut(dim: Dim, axes: tuple[str, ...], n: int) -> Dim:
+    """What is left of a dim on each of n ranks along `axes`, which take its parts in order."""
+    first = dim[0] if dim else Atom(1, ())
+    if first.plain and not first.cuts and first.axes is not UNIFORM and first.size % n == 0:
+        return canonical((Atom(first.size // n, first.axes + axes), *dim[1:]))
+    return (Atom(size_of(dim) // n, axes, frozenset(), dim),)
 
 
 def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[list[Dim], frozenset[str]] | None:
@@ -244,6 +254,6 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
             cuts.add(at)
         dims.append(canonical((Atom(n, axes, frozenset(cuts)),)))
     if layout.flat:
-        inner = tuple(atom for dim in dims for atom in dim)
-        dims = [canonical((Atom(shape[0], flat, frozenset(), inner),)) if flat else canonical(inner)]
+        block = canonical(tuple(atom for dim in dims for atom in dim))
+        dims = [cut(block, flat, layout.mesh.extent(flat)) if flat else block]
     return Value(tuple(dims), {a: Partial("sum", None) for a in layout.unreduced if layout.mesh[a] > 1})

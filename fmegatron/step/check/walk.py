@@ -83,6 +83,10 @@ def check_traced(
 
 def _empty(leaf: Any) -> torch.Tensor:
     layout = leaf if isinstance(leaf, Layout) else leaf.layout
+    if not layout.is_even:
+        raise ValueError(
+            f"{layout} is uneven: ranks would have graphs of their own; pad the dim, or choose another mesh"
+        )
     return torch.empty(layout.local_shape(0), dtype=layout.dtype, device="meta")
 
 
@@ -121,5 +125,7 @@ def _compare(scope: Scope, node: torch.fx.Node, path: str, layout: Layout | None
         if got == "replicated" and node.op == "placeholder":
             continue
         birth = value.partial[axis].birth if axis in value.partial else None
+        while node.target is torch.ops.aten.detach.default:  # of the line that calls the step, not of the step
+            node = node.args[0]
         fix = f"psum it over {axis!r}" if axis in value.partial else "look where its gradient or its value comes from"
         scope.find(node, axis, f"the output {path} is {got}, its layout says {wanted}", fix, birth)

@@ -1,0 +1,87 @@
+"""`python -m fmegatron.check experiment.py --mesh dp=2,fsdp=2,tp=2`: check the collectives of an experiment's step.
+
+The experiment is a file with a dataclass `Config` that has a field `mesh`, and a function
+`describe(config) -> (train_step, state_specs, batch_layouts)`: the step over symbolic axes (`Axes(config.mesh)`), and
+trees of Layouts or ArraySpecs. No process group, no device, no memory is used, whatever the size of the mesh.
+Exit status: 0 nothing was found; 1 findings; 2 wrong use, or it could not be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+from fmegatron import loop
+from fmegatron.step import check
+
+
+def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
+    """Check one experiment; returns the exit status. argv: without the program's name; out, err: the standard ones."""
+    out, err = out or sys.stdout, err or sys.stderr
+    try:
+        options, flags = parser().parse_known_args(argv)
+    except SystemExit as stop:  # --help, or wrong use, of which argparse has told
+        return int(stop.code or 0)
+    try:
+        experiment = load(options.experiment)
+        config = loop.parse([options.experiment, f"--config_mesh={options.mesh}", *flags], experiment.Config)
+        start = time.perf_counter()
+        step, state_specs, batch_layouts = experiment.describe(config)
+        report = check(step, state_specs, batch_layouts, config.mesh, allow=dict(options.allow))
+    except (ValueError, OSError, SyntaxError, ImportError) as error:
+        print(f"check: {options.experiment}: {error}", file=err)
+        return 2
+    print(report, file=out)
+    print(f"{options.experiment} on {config.mesh}: {len(report.findings)} findings, {len(report.silenced)} silenced, "
+          f"{len(report.unproven)} unproven ops, {time.perf_counter() - start:.1f} s", file=out)  # fmt: skip
+    return 0 if report.ok else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m fmegatron.check",
+        description="Check the collectives of an experiment's training step: forward, backward and optimizer.",
+        epilog="Further flags (--config_NAME=VALUE) are the experiment's own. "
+        "Exit status: 0 nothing was found; 1 findings; 2 wrong use, or it could not be done.",
+    )
+    p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")
+    p.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,fsdp=2,tp=2")
+    p.add_argument("--allow", action="append", default=[], type=_allowed, metavar="FILE:LINE=REASON",
+                   help="do not count findings at a line; may be given again")  # fmt: skip
+    return p
+
+
+def load(path: str) -> ModuleType:
+    """The experiment as a module. ValueError when it lacks what a check needs."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    missing = [name for name in ("Config", "describe") if not hasattr(module, name)]
+    if missing:
+        raise ValueError(
+            f"defines no {' and no '.join(missing)}; a check needs a Config with a mesh, and "
+            "describe(config) -> (train_step, state_specs, batch_layouts)"
+        )
+    return module
+
+
+def _allowed(text: str) -> tuple[str, str]:
+    place, equals, reason = text.partition("=")
+    name, colon, line = place.rpartition(":")
+    if not (equals and colon and name and line.isdecimal() and reason.strip()):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted FILE:LINE=REASON, such as model.py:12='summed by hand'")
+    return f"{Path(name).name}:{line}", reason
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""`python -m fmegatron.check`: findings of an experiment's step, and exit statuses."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from fmegatron.check import main
+from tests.house import ROOT
+
+EXPERIMENT = """
+from dataclasses import dataclass
+import torch
+from fmegatron import collectives
+from fmegatron.layout import Layout, Mesh
+
+@dataclass(frozen=True)
+class Config:
+    mesh: Mesh = Mesh()
+    right: bool = False
+
+def describe(config):
+    axis = collectives.Axes(config.mesh)["dp"]
+    def step(params, batch):
+        grad = batch.sum(0)
+        grad = collectives.psum(grad, axis) if config.right else grad
+        return params - grad, {}
+    return step, Layout((4,), torch.float32, config.mesh), Layout((8, 4), torch.float32, config.mesh, ("dp",))
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text(EXPERIMENT)
+    return str(path)
+
+
+def run(*argv):
+    out, err = io.StringIO(), io.StringIO()
+    return main(argv, out, err), out.getvalue(), err.getvalue()
+
+
+def test_findings(experiment):
+    status, out, err = run(experiment, "--mesh", "dp=2")
+    assert (status, err) == (1, "")
+    assert "wrong.py:17: sub over 'dp': adds a pending sum and a complete value" in out and "1 findings" in out
+
+
+def test_none(experiment):
+    assert run(experiment, "--mesh", "dp=2", "--config_right=true")[0] == 0
+    assert run(experiment, "--mesh", "dp=1")[0] == 0
+    status, out, _ = run(experiment, "--mesh", "dp=2", "--allow", "x/wrong.py:17=for a test")
+    assert status == 0 and "silenced (for a test)" in out
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["nowhere.py", "--mesh", "dp=2"], "nowhere.py"),
+        ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no Config and no describe"),
+        (["EXPERIMENT", "--mesh", "dp=x"], "wanted axes and their sizes"),
+        (["EXPERIMENT", "--mesh", "tp=2"], "dp"),
+        (["EXPERIMENT", "--mesh", "dp=2", "--config_wrong=1"], "Unknown command line flag"),
+        (["EXPERIMENT", "--mesh", "dp=3"], "uneven|not divisible"),
+    ],
+)
+def test_wrong_use(argv, said, experiment):
+    status, out, err = run(*[experiment if a == "EXPERIMENT" else a for a in argv])
+    assert status == 2 and out == "" and any(word in err for word in said.split("|")), err
+
+
+def test_wrong_flags(experiment, capsys):
+    assert run(experiment, "--mesh", "dp=2", "--allow", "wrong.py:17")[0] == 2
+    assert "wanted FILE:LINE=REASON" in capsys.readouterr().err
+    assert run(experiment)[0] == 2
+
+
+def test_as_a_program():
+    command = [sys.executable, "-m", "fmegatron.check", "experiments/shakespeare.py", "--mesh", "dp=2,fsdp=2,tp=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("no findings\n") and "0 unproven ops" in done.stdout

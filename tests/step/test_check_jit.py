@@ -1,0 +1,79 @@
+"""Every jit of a step with layouts checks it: errors before anything is compiled, a switch, lines vouched for, cost."""
+
+import time
+
+import pytest
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.collectives import Axes, connect, psum
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import Declared, build_train_step, check_traced, init_state, jit
+from tests.step import tiny
+from tests.step.graph_mutants import problem, traced_problem
+
+MESH = Mesh(dp=2)
+LAYOUTS = {"w": Layout((4,), torch.float64, MESH)}
+
+
+def step_with(loss_psum: bool, own=lambda x: x):
+    """A linear model; without loss_psum the metric stays this rank's own."""
+    axis = Axes(MESH)["dp"]
+
+    def loss_fn(params, batch):
+        loss = (own(batch["x"]) @ params["w"]).square().sum()
+        return loss, {"loss": psum(loss.detach(), axis) if loss_psum else loss.detach()}
+
+    return build_train_step(loss_fn, optim.sgd(1e-2), LAYOUTS, Axes(MESH))
+
+
+def arguments():
+    state = init_state({"w": torch.ones(4, dtype=torch.float64)}, optim.sgd(1e-2))
+    return state, {"x": torch.ones(3, 4, dtype=torch.float64)}
+
+
+def on_a_rank(rank):
+    """(message of the refused step, report of the right one, steps made without a check and with a reason)."""
+    world = connect(MESH)
+    with pytest.raises(ValueError) as refused:
+        jit(step_with(False), world=world, backend="eager")(*arguments())
+    right = jit(step_with(True), world=world, backend="eager")
+    right(*arguments())
+    line = str(refused.value).split("\n  ")[1].split(": ")[0]
+    off = jit(step_with(False), world=world, backend="eager", check=False)
+    off(*arguments())
+    vouched = jit(step_with(False), world=world, backend="eager", allow={line: "a test"})
+    vouched(*arguments())
+    with pytest.warns(UserWarning, match=r"no rule for aten._fft_r2c.default at test_check_jit.py:\d+"):
+        jit(step_with(True, own=lambda x: torch.fft.fft(x).real), world=world, backend="eager")(*arguments())
+    declared = Declared(LAYOUTS, {"x": Layout((6, 4), torch.float64, MESH, ("dp",))})
+    plain = jit(lambda p, b: ({"w": p["w"] - b["x"].sum(0)}, {}), world=world, backend="eager", check=declared)
+    with pytest.raises(ValueError, match="adds a pending sum and a complete value"):
+        plain(arguments()[0].params, arguments()[1])
+    with pytest.raises(ValueError, match=r"argument '1/x' has shape \(2, 4\).*gives \(3, 4\)"):
+        plain(arguments()[0].params, {"x": arguments()[1]["x"][:2]})
+    reports = [next(iter(f.cache.values())).report for f in (right, off, vouched)]
+    return str(refused.value), reports[0].ok, reports[1], [reason for _, reason in reports[2].silenced]
+
+
+def test_on_real_ranks(ranks):
+    for message, ok, unchecked, reasons in ranks.run(on_a_rank, ranks=2):
+        assert message.startswith("train_step: 1 finding of the check of collectives:\n  ")
+        assert "the output 1/loss is partial (sum), its layout says replicated" in message
+        assert ok and unchecked is None and reasons == ["a test"]
+
+
+def test_costs_little_beside_the_trace():
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    start = time.process_time()
+    traced, given, wanted, data = traced_problem(*problem(mesh, optim.adamw(1e-3), layers=4))
+    middle = time.process_time()
+    assert check_traced(traced, mesh, given, wanted, data=data).ok
+    assert time.process_time() - middle < 0.5 * (middle - start)  # 0.1 by measurement; loaded machines differ
+
+
+def test_one_rank_is_not_checked():
+    step = jit(tiny.mlp_step(), backend="eager")
+    state = init_state(tiny.mlp_params(), tiny.OPTIMIZER)
+    step(state, tiny.mlp_batch())
+    assert next(iter(step.cache.values())).report is None and tree.leaves(state)
