@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import is_symbolic
-from fmegatron.step.check import arithmetic, lookups, shapes
+from fmegatron.step.check import arithmetic, fused, lookups, shapes
 from fmegatron.step.check.collectives import collective
 from fmegatron.step.check.scope import Scope, line_of
 from fmegatron.step.check.values import Value, size_of
@@ -18,15 +18,15 @@ from fmegatron.step.check.values import Value, size_of
 REDUCTIONS = {"sum": "sum", "mean": "mean", "amax": "max", "any": "max", "max": "max", "amin": "min", "all": "all",
               "argmax": "argmax", "argmin": "argmin", "prod": "prod", "var": "var", "std": "std", "min": "min",
               "linalg_vector_norm": "norm", "norm": "norm", "logsumexp": "logsumexp"}  # fmt: skip
-WHOLE_DIM = {"_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1, "cumsum": 1, "cumprod": 1, "sort": 1, "topk": 2,
-             "flip": 1, "roll": 2, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2}  # fmt: skip
+LINEAR_ALONG = frozenset("cumsum flip roll".split())
+WHOLE_DIM = (
+    LINEAR_ALONG
+    | frozenset("_softmax _log_softmax _safe_softmax cumprod sort topk".split())
+    | frozenset("_softmax_backward_data _log_softmax_backward_data".split())
+)
 MADE = frozenset("full zeros ones empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like"
                  " scalar_tensor empty_strided new_empty_strided".split())  # fmt: skip
 COUNTED = frozenset("arange iota eye linspace tril_indices triu_indices".split())
-ATTENTION = frozenset(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
-    " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention".split()
-)
 
 
 def value_after(scope: Scope, node: torch.fx.Node) -> Any:
@@ -46,7 +46,8 @@ def value_after(scope: Scope, node: torch.fx.Node) -> Any:
     base = name.rstrip("_") if node.target._schema.is_mutable and name.endswith("_") else name
     rule = _RULES.get(base)
     if rule is not None:
-        return rule(scope, node, given)
+        found = rule(scope, node, given)
+        return found if found is not None else _unproven(scope, node)
     if torch.Tag.pointwise in node.target.tags or base in ("fma", "gelu_backward", "silu_backward", "sigmoid_backward"):
         return _pointwise(scope, node, base, given)
     return _unproven(scope, node)
@@ -190,13 +191,7 @@ def _table() -> dict[str, Rule]:
     table["gather"] = lambda s, n, g: lookups.gathered(s, n, x(s, g), g["dim"], x(s, g, "index"))
     table["index"] = _index
     table["index_put"] = _index_put
-    table["scatter_add"] = lambda s, n, g: lookups.accumulated(
-        s, n, _shape(n), g["dim"] % len(_shape(n)), x(s, g, "index"), x(s, g, "src"), False
-    )
-    for name in ATTENTION:
-        table[name] = _attention
-        table[name + "_backward"] = _attention_backward
-    return table
+    return table | fused.table()
 
 
 def _is_ramp(given: dict) -> bool:
@@ -291,9 +286,8 @@ def _along(scope, node, given):
         g, y = scope.values[given["grad_output"]], scope.values[given["output"]]
         out = arithmetic.elementwise(scope, node, "product", [g, y])
     else:
-        out = arithmetic.elementwise(
-            scope, node, "function" if "softmax" in name else "same", [scope.values[given["self"]]]
-        )
+        kind = "same" if name in LINEAR_ALONG else "function"
+        out = arithmetic.elementwise(scope, node, kind, [scope.values[given["self"]]])
     dims = given.get("dim", given.get("dims", -1))
     for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
         out = arithmetic.along(scope, node, out, dim, name.strip("_"))
@@ -323,33 +317,6 @@ def _index_put(scope, node, given):
     return lookups.accumulated(
         scope, node, _shape(node), 0, scope.values[indices[0]], scope.values[given["values"]], True
     )
-
-
-def _attention(scope, node, given):
-    """q[B, H, S, E], k and v[B, H, T, E]: heads and batch run along; T and E must be whole."""
-    q, k, v = (scope.values[given[name]] for name in ("query", "key", "value"))
-    for other, what in ((k, "keys"), (v, "values")):
-        for dim in (2, 3):
-            arithmetic.along(scope, node, other, dim, f"attention {what}")
-    arithmetic.along(scope, node, q, 3, "attention queries")
-    heads = [t.with_dims((*t.dims[:2], (), ())) for t in (q, k, v)]
-    out = arithmetic.elementwise(scope, node, "function", heads)
-    full = replace(out, dims=(*out.dims[:2], q.dims[2], v.dims[3]))
-    rows = replace(out, dims=(*out.dims[:2], q.dims[2]))
-    rest = [
-        Value(arithmetic.counted(m.shape).dims) if isinstance(m, torch.Tensor) else None for m in node.meta["val"][2:]
-    ]
-    return [full, rows, *rest]
-
-
-def _attention_backward(scope, node, given):
-    g = scope.values[given["grad_out"]]
-    q, k, v = (scope.values[given[name]] for name in ("query", "key", "value"))
-    heads = [t.with_dims((*t.dims[:2], (), ())) for t in (q, k, v)]
-    rest = arithmetic.elementwise(scope, node, "function", heads)
-    out = arithmetic.elementwise(scope, node, "product", [g.with_dims((*g.dims[:2], (), ())), rest])
-    count = len(node.meta["val"])
-    return [replace(out, dims=(*out.dims[:2], *t.dims[2:])) for t in (q, k, v)] + [None] * (count - 3)
 
 
 _RULES = _table()

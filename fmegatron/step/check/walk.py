@@ -21,6 +21,7 @@ from fmegatron.step.check.rules import value_after
 from fmegatron.step.check.scope import Scope
 from fmegatron.step.check.values import Value, value_of
 from fmegatron.step.inline import inline_layers
+from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace
 
 
@@ -87,7 +88,8 @@ def _empty(leaf: Any) -> torch.Tensor:
         raise ValueError(
             f"{layout} is uneven: ranks would have graphs of their own; pad the dim, or choose another mesh"
         )
-    return torch.empty(layout.local_shape(0), dtype=layout.dtype, device="meta")
+    with FakeTensorMode():  # no memory, and yet of the device on which a step makes its own tensors
+        return torch.empty(layout.local_shape(0), dtype=layout.dtype, device="cpu")
 
 
 def _constant(node: torch.fx.Node) -> Value:

@@ -1,0 +1,171 @@
+"""Each op has a rule: no finding where it is used rightly, a finding (or a wrong layout) where it is not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fmegatron.collectives import Axes, all_gather, all_to_all, axis_index, declare, ppermute, psum, shard
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import check_traced, trace
+
+MESH = Mesh(dp=2, tp=2)
+A = Axes(MESH)
+DP, TP = A["dp"], A["tp"]
+
+
+def lay(shape, *spec, dtype=torch.float32, **other):
+    return Layout(shape, dtype, MESH, spec, **other)
+
+
+def report(fn, ins, outs):
+    """Check fn(*tensors) -> tensors, given and wanted under these layouts."""
+    empty = [torch.empty(x.local_shape(0), dtype=x.dtype) for x in ins]
+
+    def run(*tensors):
+        out = fn(*tensors)
+        return out if isinstance(out, tuple) else (out,)
+
+    return check_traced(trace(run, tuple(empty)), MESH, list(ins), list(outs))
+
+
+def grads(fn, *xs, g=None):
+    xs = [x.detach().requires_grad_() for x in xs]
+    with torch.enable_grad():
+        out = fn(*xs)
+    return torch.autograd.grad(out, xs, g)
+
+
+ROWS, COLUMNS, WHOLE = lay((8, 16), "dp"), lay((8, 16), None, "tp"), lay((8, 16))
+VECTOR, PENDING = lay((16,)), lay((8, 16), "dp", unreduced=("tp",))
+LABELS, INDEX = lay((8,), "dp", dtype=torch.int64), lay((8, 4), "dp", dtype=torch.int64)
+HEADS, LENGTH = lay((4, 4, 8, 16), "dp", "tp"), lay((4, 4, 8, 16), "dp", None, "tp")
+EXPERTS = lay((4, 16, 6), "tp")
+
+
+def norm_weight(norm):
+    def fn(x, w, g):
+        return grads(lambda x, w: norm(x, (16,), w), x, w, g=g)
+
+    return fn
+
+
+def moved(dim):
+    return lambda x, w: torch.bmm(all_to_all(x, TP, split_dim=0, concat_dim=dim), w)
+
+
+def ring(x):
+    """This rank's rows plus those of the neighbour: what the sum means is stated."""
+    return declare(x + ppermute(x, TP, 1), TP, forward=("sharded", 0))
+
+
+def keyed(x):
+    """Dropout whose mask depends on a key and global positions."""
+    at = axis_index(DP, like=x) * x.shape[0] + torch.arange(x.shape[0])
+    keep = declare((at * 2654435761 % 97 < 48), DP, forward=("sharded", 0))
+    return x * keep[:, None]
+
+
+# name: (function, layouts of its arguments, of its results)
+RIGHT = {
+    "layer_norm": (lambda x, w: F.layer_norm(x, (16,), w), (ROWS, VECTOR), (ROWS,)),
+    "layer_norm gradients": (
+        norm_weight(F.layer_norm), (ROWS, VECTOR, ROWS), (ROWS, lay((16,), unreduced=("dp",)))
+    ),
+    "rms_norm": (lambda x, w: torch.ops.aten._fused_rms_norm(x, (16,), w, 1e-6)[0], (ROWS, VECTOR), (ROWS,)),
+    "rms_norm gradients": (norm_weight(F.rms_norm), (ROWS, VECTOR, ROWS), (ROWS, lay((16,), unreduced=("dp",)))),
+    "log_softmax": (lambda x: x.log_softmax(-1), (ROWS,), (ROWS,)),
+    "nll sum": (lambda x, t: F.nll_loss(x, t, reduction="sum"), (ROWS, LABELS), (lay((), unreduced=("dp",)),)),
+    "cross_entropy gradient": (
+        lambda x, t: grads(lambda x: F.cross_entropy(x, t, reduction="sum"), x), (ROWS, LABELS), (ROWS,)
+    ),
+    "nll none": (lambda x, t: F.nll_loss(x, t, reduction="none"), (ROWS, LABELS), (lay((8,), "dp"),)),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), (HEADS,), (HEADS,)),
+    "attention gradient": (
+        lambda q, g: grads(lambda q: F.scaled_dot_product_attention(q, q, q), q, g=g), (HEADS, HEADS), (HEADS,)
+    ),
+    "topk": (lambda x: x.topk(2)[0], (ROWS,), (lay((8, 2), "dp"),)),
+    "sort, cumsum": (lambda x: x.sort(-1)[0].cumsum(-1), (ROWS,), (ROWS,)),
+    "one_hot": (
+        lambda t: torch.zeros(t.shape[0], 6, dtype=torch.int64).scatter(1, t[:, None], 1), (LABELS,),
+        (lay((8, 6), "dp", dtype=torch.int64),),
+    ),
+    "index_add": (
+        lambda t, x: torch.zeros(5, 16).index_add(0, t, x), (LABELS, ROWS), (lay((5, 16), unreduced=("dp",)),)
+    ),
+    "scatter_add": (lambda i, x: torch.zeros_like(x).scatter_add(1, i, x[:, :4]), (INDEX, ROWS), (ROWS,)),
+    "gather": (lambda x, i: x.gather(1, i), (ROWS, INDEX), (lay((8, 4), "dp"),)),
+    "foreach": (lambda x, y: tuple(torch._foreach_add([x, y], [y, x])), (PENDING, PENDING), (PENDING, PENDING)),
+    "all_to_all of tokens": (moved(1), (lay((4, 10, 16), None, "tp"), EXPERTS), (lay((4, 10, 6), "tp"),)),
+    "grouped_mm": (
+        lambda x, w, o: torch._grouped_mm(x.bfloat16(), w.bfloat16(), o),
+        (lay((32, 16), "tp"), lay((4, 16, 8), "tp"), lay((4,), "tp", dtype=torch.int32)),
+        (lay((32, 8), "tp", dtype=torch.bfloat16),),
+    ),
+    "ring": (ring, (lay((8, 16), "tp"),), (lay((8, 16), "tp"),)),
+    "dropout by keys": (keyed, (ROWS,), (ROWS,)),
+}  # fmt: skip
+WRONG = {
+    "layer_norm over a shard": (lambda x, w: F.layer_norm(x, (8,), w), (COLUMNS, lay((16,), "tp")), (COLUMNS,)),
+    "layer_norm of a pending sum": (lambda x: F.layer_norm(x, (16,)), (PENDING,), (ROWS,)),
+    "layer_norm gradients not summed": (norm_weight(F.layer_norm), (ROWS, VECTOR, ROWS), (ROWS, VECTOR)),
+    "rms_norm over a shard": (lambda x: torch.ops.aten._fused_rms_norm(x, (8,), None, 1e-6)[0], (COLUMNS,), (COLUMNS,)),
+    "rms_norm gradients not summed": (norm_weight(F.rms_norm), (ROWS, VECTOR, ROWS), (ROWS, VECTOR)),
+    "log_softmax over a shard": (lambda x: x.log_softmax(-1), (COLUMNS,), (COLUMNS,)),
+    "nll mean": (lambda x, t: F.nll_loss(x, t), (ROWS, LABELS), (lay(()),)),
+    "nll over a shard": (
+        lambda x, t: F.nll_loss(x, t, reduction="none"), (COLUMNS, lay((8,), dtype=torch.int64)), (lay((8,)),)
+    ),
+    "nll sum not summed": (lambda x, t: F.nll_loss(x, t, reduction="sum"), (ROWS, LABELS), (lay(()),)),
+    "attention over shards of the length": (lambda q: F.scaled_dot_product_attention(q, q, q), (LENGTH,), (LENGTH,)),
+    "attention of heads and all heads": (
+        lambda q, k: F.scaled_dot_product_attention(q, k[:, :2], k[:, :2]), (HEADS, lay((4, 4, 8, 16), "dp")), (HEADS,)
+    ),
+    "topk over a shard": (lambda x: x.topk(2)[0], (COLUMNS,), (lay((8, 2)),)),
+    "sort of a pending sum": (lambda x: x.sort(-1)[0], (PENDING,), (PENDING,)),
+    "cumsum over a shard": (lambda x: x.cumsum(-1), (COLUMNS,), (COLUMNS,)),
+    "cumsum of a pending sum used": (lambda x: x.cumsum(-1).exp(), (PENDING,), (ROWS,)),
+    "index_add not summed": (lambda t, x: torch.zeros(5, 16).index_add(0, t, x), (LABELS, ROWS), (lay((5, 16)),)),
+    "index_add to what is there": (
+        lambda y, t, x: y.index_add(0, t, x), (lay((5, 16)), LABELS, ROWS), (lay((5, 16)),)
+    ),
+    "scatter over a shard": (
+        lambda x, t: x.scatter(1, t[:, None], 1.0), (COLUMNS, lay((8,), dtype=torch.int64)), (COLUMNS,)
+    ),
+    "gather over a shard": (
+        lambda x, i: x.gather(1, i), (COLUMNS, lay((8, 4), dtype=torch.int64)), (lay((8, 4)),)
+    ),
+    "foreach of pending and whole": (
+        lambda x, y: tuple(torch._foreach_add([x], [y])), (PENDING, ROWS), (PENDING,)
+    ),
+    "all_to_all of the wrong dim": (moved(2), (lay((4, 10, 16), None, "tp"), lay((4, 32, 6), "tp")), (EXPERTS,)),
+    "grouped_mm of tokens that stayed": (
+        lambda x, w, o: torch._grouped_mm(x.bfloat16(), w.bfloat16(), o),
+        (lay((32, 16)), lay((4, 16, 8), "tp"), lay((4,), "tp", dtype=torch.int32)),
+        (lay((32, 8), dtype=torch.bfloat16),),
+    ),
+    "ring of what is whole": (lambda x: declare(x + ppermute(x, TP, 1), TP, forward="partial"), (WHOLE,), (WHOLE,)),
+    "ring not declared": (lambda x: x + ppermute(x, TP, 1), (lay((8, 16), "tp"),), (lay((8, 16), "tp"),)),
+    "a mask of local positions": (
+        lambda x: x * (torch.arange(x.shape[0]) + axis_index(TP) > 2)[:, None], (ROWS,), (ROWS,)
+    ),
+    "gather of what is whole": (lambda x: all_gather(x, TP, 0)[:8], (WHOLE,), (WHOLE,)),
+    "cut of a pending sum": (lambda x: shard(x, TP, 1), (PENDING,), (lay((8, 16), "dp", "tp"),)),
+    "sum of a shard": (lambda x: psum(x, TP), (COLUMNS,), (lay((8, 8)),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name):
+    found = report(*RIGHT[name])
+    assert found.ok and not found.unproven, str(found)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name):
+    assert not report(*WRONG[name]).ok
+
+
+def test_unproven():
+    """What random numbers are on other ranks is not known."""
+    found = report(lambda x: x * torch.rand(4, 16), (ROWS,), (ROWS,))
+    assert [op for op, _ in found.unproven] == ["aten.rand.default"]
