@@ -3,9 +3,9 @@
 import pytest
 
 from fmegatron import model, optim, tree
-from fmegatron.collectives import Axes
+from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, init_state, state_specs
+from fmegatron.step import build_train_step, check, compiled_layer, init_state, jit, state_specs
 from fmegatron.testing import assert_parity
 from tests.step import tiny
 
@@ -58,3 +58,24 @@ def test_check_proves_it(layer):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     report = check(make_step(mesh, layer, share=("dp",)), *layouts_on(mesh), mesh)
     assert not report.findings and not report.unproven, str(report)
+
+
+def trained(rank, mesh, backend):
+    """Losses of three donated steps, and what is in the state for metrics, on a real rank."""
+    with connect(mesh) as world:
+        step = jit(make_step(mesh, share=("dp",)), donate=0, world=world, backend=backend)
+        state = init_state(model.init(tiny.CONFIG, mesh, key=0, rank=rank), make_optimizer(mesh))
+        losses = []
+        for i in range(3):
+            state, metrics = step(state, tiny.decoder_batch(rows=8, seed=i, mesh=mesh, rank=rank))
+            losses += [metrics["loss"].item(), metrics["grad_norm"].item(), state.opt["norm"].item()]
+        return losses
+
+
+@pytest.mark.slow  # starting the pool of ranks alone takes 10 s and more
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_real_ranks_train_as_one_rank(ranks, backend):
+    """Four gloo ranks, the collectives of the dealt matrices included; a frozen leaf in a donated state."""
+    found = ranks.run(trained, Mesh(dp=1, fsdp=2, tp=2), backend, ranks=4, timeout_s=240)
+    assert all(other == found[0] for other in found)
+    assert found[0] == pytest.approx(trained(0, ONE, "eager"), rel=1e-10)
