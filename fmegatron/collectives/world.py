@@ -130,9 +130,9 @@ class World:
         """row: CPU int64 [n], n the same on all ranks. Returns int64 [size, n]: every rank's row, on all ranks."""
         if self.size == 1:
             return row[None].clone()
-        rows = torch.empty(self.size * row.numel(), dtype=row.dtype)
-        dist.all_gather_into_tensor(rows, row.contiguous(), group=self._control)
-        return rows.view(self.size, -1)
+        rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
+        dist.all_gather(list(rows.unbind()), row.contiguous(), group=self._control)
+        return rows
 
     def minimum(self, row: torch.Tensor) -> torch.Tensor:
         """row: CPU int64 [n], n the same on all ranks. Returns the smallest value of each element, on all ranks."""
