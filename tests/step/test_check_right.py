@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fmegatron import optim, tree
+from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, enter, psum, reshard, reshard_moves
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import State, check, check_traced, raw_gradient_layout, trace, value_and_grad
 from tests.collectives.test_reshard import make_step, pairs
+from tests.step.graph_mutants import TINY, problem
 
 
 def empty(layout):
@@ -82,3 +83,15 @@ def test_zero1(mesh, name, clip):
 @pytest.mark.parametrize("bug", ["raw", "norm"])
 def test_wrong_zero1(bug):
     assert not check(*zero1(Mesh(dp=2, tp=2), OPTIMIZERS["sgd"], True, bug), Mesh(dp=2, tp=2)).ok
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "skip_nonfinite"])
+def test_optimizers_that_communicate(name):
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    where = {"layouts": model.layouts(model.Config(**TINY, vocab_multiple=8), mesh), "axes": Axes(mesh)}
+    if name == "skip_nonfinite":
+        optimizer = optim.skip_nonfinite(optim.adamw(1e-3), **where)
+    else:
+        optimizer = getattr(optim, name)(1e-3, **where)
+    report = check(*problem(mesh, optimizer), mesh)
+    assert report.ok and not report.unproven, str(report)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fmegatron.step.check.scope import Scope
+from fmegatron.step.check.scope import Scope, line_of
 from fmegatron.step.check.values import UNIFORM, Partial, Value, met, plain, size_of
 
 # How an elementwise op treats pending sums. Any other op that torch tags as pointwise is non-linear: none may come in.
@@ -165,7 +165,10 @@ def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] |
             partial[axis] = Partial(kind, node)
     left = [(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone]
     out = Value(tuple(left), partial, x.varying, x.tainted, x.somewhere - set(partial))
-    return out.without(hurt, tainted=hurt)
+    # Whether a reduction of some dims crosses a shard that lies on an unknown one is not known: nothing is claimed.
+    # (Not so for activations in a backward: weights are what is flattened for an exchange, and an optimizer reduces.)
+    unknown = frozenset() if line_of(node).endswith("(backward)") else out.somewhere
+    return out.without(hurt | unknown, tainted=hurt | unknown)
 
 
 def along(scope: Scope, node: torch.fx.Node, x: Value, dim: int, what: str) -> Value:

@@ -125,7 +125,8 @@ def _exchanged(scope, node, name, x, axes, given):
     hurt = set()
     for axis in axes:
         held = any(axis in (atom.axes or ()) for atom in x.dims[concat_dim][:1])
-        if axis in x.tainted or axis in x.varying or (held and axis not in x.partial):
+        known = axis not in x.tainted | x.varying | x.somewhere
+        if not known or (held and axis not in x.partial):
             continue
         birth = x.partial[axis].birth if axis in x.partial else None
         scope.find(node, axis, f"all_to_all gathers dim {concat_dim} of a value that is {x.state(axis)}",
