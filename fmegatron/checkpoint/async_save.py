@@ -130,7 +130,7 @@ class AsyncSaver:
         arena_bytes: int | None = None,
         in_flight: int = 2,
         time_limit_s: float = 600.0,
-        nice: int = 10,
+        nice: int = 15,
         pin: bool | None = None,
     ):
         for name, value in (("arena_bytes", arena_bytes), ("in_flight", in_flight), ("time_limit_s", time_limit_s)):

@@ -211,6 +211,10 @@ def _be_nice(nice: int) -> None:
     """Yield the processor and the disk to the trainer, where the system lets us."""
     with contextlib.suppress(OSError, AttributeError):
         os.nice(nice)
+    # The writer has a session of its own, and Linux shares the cores among sessions before it looks at processes: the
+    # session must be nice, too (2.4 times the step time without this, on 2 cores).
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as f:
+        f.write(str(nice))
     if (number := _IOPRIO_SET.get(platform.machine())) and sys.platform == "linux" and nice > 0:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_IDLE)
