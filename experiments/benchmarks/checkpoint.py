@@ -266,7 +266,7 @@ def peers(flags) -> None:
         if missing := set(PEERS) - {peer.name for peer in found}:
             print(f"left out: {', '.join(sorted(missing))} (make bench-peers-env)", file=sys.stderr)
         for what, bar in (("save", ">= 1.1"), ("restore", ">= 1.1")):
-            theirs, own = {peer.name: [] for peer in found}, []
+            theirs, own, kept = {peer.name: [] for peer in found}, [], []
             for _ in range(flags.rounds + 1):
                 for peer in found:
                     theirs[peer.name].append(peer.ask(what))
@@ -274,7 +274,8 @@ def peers(flags) -> None:
                     shutil.rmtree(ours, ignore_errors=True)
                     own.append(seconds(lambda: checkpoint.save(ours, state, layouts)))
                 else:
-                    own.append(seconds(lambda: checkpoint.restore(ours, layouts)))
+                    kept.clear()  # as the peers do: the last state lives until the next restore begins
+                    own.append(seconds(lambda: kept.append(checkpoint.restore(ours, layouts))))
             for name, times in theirs.items():
                 report(f"{what}_vs_{name}", [a / b for a, b in list(zip(times, own, strict=True))[1:]], unit="ratio",
                        against=name, bar=bar, where=where(flags))  # fmt: skip
