@@ -265,8 +265,9 @@ def peers(flags) -> None:
         found = [peer for peer in (Peer(name, flags.mib, folder) for name in PEERS) if peer.process]
         if missing := set(PEERS) - {peer.name for peer in found}:
             print(f"left out: {', '.join(sorted(missing))} (make bench-peers-env)", file=sys.stderr)
+        kept: list = []
         for what, bar in (("save", ">= 1.1"), ("restore", ">= 1.1")):
-            theirs, own, kept = {peer.name: [] for peer in found}, [], []
+            theirs, own = {peer.name: [] for peer in found}, []
             for _ in range(flags.rounds + 1):
                 for peer in found:
                     theirs[peer.name].append(peer.ask(what))

@@ -25,6 +25,7 @@ from fmegatron.checkpoint.leases import holding
 from fmegatron.checkpoint.manifest import read_manifest
 from fmegatron.checkpoint.mapping import Rule
 from fmegatron.checkpoint.once import Exchange, Want, deal
+from fmegatron.checkpoint.pages import fresh
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.request import Request, match
 from fmegatron.checkpoint.storage import Store, locate, open_store
@@ -228,7 +229,7 @@ def destinations(
         if into is not None:
             x = tensors[i] = into[i]
         else:
-            x = tensors[i] = torch.empty(layout.local_shape(rank), dtype=layout.dtype, device=device)
+            x = tensors[i] = fresh(layout.local_shape(rank), layout.dtype, device)
         for box in layout.boxes(rank):
             for part, piece in regions(view, box):
                 place = piece.view(x)
