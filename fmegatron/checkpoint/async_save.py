@@ -25,7 +25,7 @@ from fmegatron.checkpoint.handle import Handle
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.request import flat_layouts
-from fmegatron.checkpoint.saving import check_json, check_layouts
+from fmegatron.checkpoint.saving import check_layouts, check_words
 from fmegatron.checkpoint.staging import Portion, portions, stage
 from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.wire import plans_to_json
@@ -157,7 +157,8 @@ class AsyncSaver:
         began, flights = time.perf_counter(), self._flights
         if flights.closed:
             raise ValueError("AsyncSaver.save: it is closed; make another")
-        world, store, begun = world or Alone(), open_store(path), None
+        world, begun = world or Alone(), None
+        store = together(world, f"saving the checkpoint {getattr(path, 'text', path)}", lambda: open_store(path))
         if flights.pending and world is not flights.world and (world.size, flights.world.size) != (1, 1):
             raise ValueError("AsyncSaver.save: got another world while saves are pending; give each world its saver")
         if store.text.startswith("memory://"):
@@ -177,7 +178,7 @@ class AsyncSaver:
             if tensors is None:
                 tree.check(state, layouts, world.rank)
                 tensors = tree.leaves(state)
-            check_json(metadata or {}, "metadata")
+            check_words(metadata, step)
             what = {"store": store.to_json(), "step": step, "rank": world.rank, "size": world.size}
             what["metadata"] = (metadata or {}) if lead else {}
             if lead:

@@ -50,8 +50,9 @@ def reading(notes: Notes, name: str) -> Iterator[None]:
     beat.start()
     try:
         until = time.monotonic() + _YIELD_S
-        while _held(notes, name, "leaving") and time.monotonic() < until:
-            time.sleep(0.01)
+        with contextlib.suppress(OSError):  # notes that cannot be read protect nobody, and must not stop a reader
+            while _held(notes, name, "leaving") and time.monotonic() < until:
+                time.sleep(0.01)
         yield
     finally:
         done.set()

@@ -25,7 +25,8 @@ _MOST_DIMS = 64  # torch's own bound
 _MOST_SMALL_BANDS = 1 << 16  # of an array whose bands are below _SMALL_BAND_BYTES
 _SMALL_BAND_BYTES = 4 << 10
 _MOST_CORNERS = 1 << 22  # of the boxes of a leaf
-_MOST_PATH = 4096  # characters, as file systems have it
+MOST_STEP = 1 << 62
+MOST_PATH = 4096  # characters, as file systems have it
 _MOST_PARTS = 1 << 16  # interleaved parts of a dim
 _PART = r"(?!zarr\.json(?:/|$))[A-Za-z0-9_%\-][A-Za-z0-9_.%\-]*"
 _NAME = re.compile(f"(?:{_PART})(?:/{_PART})+")
@@ -96,7 +97,7 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
             if math.prod(array.shape) * array.itemsize > used.get(name, -1):
                 raise ValueError(f"{array.shape} elements are more than its leaves have")
         name, step = "manifest", value.get("step")
-        if step is not None and (type(step) is not int or abs(step) >= 1 << 62):
+        if step is not None and (type(step) is not int or abs(step) >= MOST_STEP):
             raise ValueError(f"got step {shown(step)}, wanted a whole number or null")
         meshes, metadata = _child(value, "meshes", list), _child(value, "metadata", dict)
     except ValueError as error:
@@ -241,8 +242,8 @@ def _check_cover(boxes: list[Box], shape: tuple[int, ...]) -> None:
 
 
 def _check_path(path: str, leaves: dict[str, Any]) -> None:
-    if len(path) > _MOST_PATH:
-        raise ValueError(f"a path of {len(path)} characters, wanted at most {_MOST_PATH}")
+    if len(path) > MOST_PATH:
+        raise ValueError(f"a path of {len(path)} characters, wanted at most {MOST_PATH}")
     if not path.isascii():
         path.encode()  # half a surrogate pair is an error (a ValueError)
     above = path.rfind("/")

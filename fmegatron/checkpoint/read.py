@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +72,11 @@ def restore(
     Raises CheckpointError when the checkpoint is missing, incomplete or damaged (naming leaf and file), ValueError when
     the target does not fit it. Nothing in the files is executed.
     """
-    ranks, what = world or Alone(), f"restoring the checkpoint {open_store(path).text}"
-    if read not in ("own", "once"):
-        raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
+    ranks, what = world or Alone(), f"restoring the checkpoint {getattr(path, 'text', path)}"
 
     def start() -> Started:
+        if read not in ("own", "once"):
+            raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
         me = rank_of(target_layouts, world, rank)
         if read == "once" and world is None and any(layout.mesh.size > 1 for layout in _layouts(target_layouts)):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
@@ -88,7 +88,7 @@ def restore(
         return started, finish_reading(started, ranks, device)
 
     # Rank 0 keeps retention away from the files until all ranks have read.
-    with holding(open_store(path)) if ranks.rank == 0 else nullcontext():
+    with _protected(path) if ranks.rank == 0 else nullcontext():
         if read == "own" or ranks.size == 1:
             started, result = together(ranks, what, whole)
         else:  # an error is agreed upon before ranks wait for bytes of each other
@@ -97,6 +97,14 @@ def restore(
     if ranks.rank == 0:
         warn(started.request.difference, started.mode, started.where, initial is not None, stacklevel=2)
     return result
+
+
+def _protected(path: str | os.PathLike | Store) -> ExitStack:
+    """`holding` of the checkpoint; nothing where that fails: what is wrong is said by all ranks together, later."""
+    stack = ExitStack()
+    with suppress(Exception):
+        stack.enter_context(holding(open_store(path)))
+    return stack
 
 
 def read_state(path, target_layouts, rank, strict="error", cast=False, device=None, verify=True, **options) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.parse import MOST_PATH, MOST_STEP
 from fmegatron.checkpoint.part import Part, complete, merge
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
@@ -55,12 +56,13 @@ def save(
     ...     os.listdir(folder)
     ['first']
     """
-    world, store = world or Alone(), open_store(path)
-    lead, what, begun = world.rank == 0, f"saving the checkpoint {store.text}", None
+    world = world or Alone()
+    lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
 
     def prepare():
-        nonlocal begun
-        tensors, plans = check_request(state, layouts, world, metadata)
+        nonlocal store, begun
+        store = open_store(path)
+        tensors, plans = check_request(state, layouts, world, metadata, step)
         if lead:
             begun = store.begin()
         return tensors, plans
@@ -84,18 +86,18 @@ def save(
         part = together(world, what, write)
         together(world, what, finish)
     finally:
-        if lead:
+        if begun:
             store.end(begun)
 
 
 def check_request(
-    state: Any, layouts: Any, world: Ranks, metadata: Any
+    state: Any, layouts: Any, world: Ranks, metadata: Any, step: Any = None
 ) -> tuple[list[torch.Tensor], tuple[LeafPlan, ...]]:
     """The leaves and their plan, or ValueError."""
     paths, leaves, _ = flat_layouts(layouts)
     check_layouts(paths, leaves, world.size)
     tree.check(state, layouts, world.rank)
-    check_json(metadata or {}, "metadata")
+    check_words(metadata, step)
     return tree.leaves(state), plan(paths, leaves)
 
 
@@ -111,6 +113,11 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
             raise ValueError(
                 f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save"
             )
+    for path in paths:
+        if len(path) > MOST_PATH:
+            raise ValueError(f"{path[:60]}...: got a path of {len(path)} characters, wanted at most {MOST_PATH}")
+        if not path.isprintable() and any("\ud800" <= c <= "\udfff" for c in path):
+            raise ValueError(f"{path!a:.80}: got half a surrogate pair in a key, wanted text; rename the key")
     known = set(paths)
     if len(known) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
@@ -119,6 +126,15 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
         parts = path.split("/")
         if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
             raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
+
+
+def check_words(metadata: Any, step: Any) -> None:
+    """Raise ValueError for metadata or a step that no reader would take back."""
+    if step is not None and (type(step) is not int or abs(step) >= MOST_STEP):
+        raise ValueError(f"step: got {step!r:.60} ({type(step).__name__}), wanted a whole number; pass int(state.step)")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise ValueError(f"metadata: got {metadata!r:.60}, wanted a dict of JSON values; pass {{'note': ...}}")
+    check_json(metadata or {}, "metadata")
 
 
 def check_json(value: Any, where: str) -> None:

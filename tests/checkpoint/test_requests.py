@@ -160,3 +160,46 @@ def test_an_error_on_one_rank_is_raised_on_all(saved):
 
 def test_the_device(saved):
     assert checkpoint.restore(saved, LAYOUTS, device="meta")["step"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"step": "5"}, r"step: got '5' \(str\), wanted a whole number"),
+        ({"step": True}, "step: got True"),
+        ({"step": 2.0}, "step: got 2.0"),
+        ({"step": 1 << 62}, "step: got 46116860"),
+        ({"metadata": [1]}, "metadata: got .1., wanted a dict"),
+        ({"metadata": "x"}, "metadata: got 'x', wanted a dict"),
+        ({"key": "a" * 5000}, "got a path of 5000 characters"),
+        ({"key": "\ud800"}, "half a surrogate pair"),
+    ],
+)
+def test_what_no_reader_would_take_back_is_never_written(tmp_path, options, said):
+    """Such a save would replace a good checkpoint by one that cannot be restored."""
+    key = options.pop("key", "w")
+    good = {"w": Layout((2, 3), torch.float32, Mesh())}
+    checkpoint.save(tmp_path / "a", {"w": torch.ones(2, 3)}, good)
+    layouts = {key: good["w"]}
+    with pytest.raises(ValueError, match=said):
+        checkpoint.save(tmp_path / "a", {key: torch.zeros(2, 3)}, layouts, **options)
+    with checkpoint.AsyncSaver() as saver, pytest.raises(ValueError, match=said):
+        checkpoint.save_async(tmp_path / "a", {key: torch.zeros(2, 3)}, layouts, saver=saver, **options)
+    assert torch.equal(checkpoint.restore(tmp_path / "a", good)["w"], torch.ones(2, 3))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_path_that_is_wrong_on_one_rank_is_told_to_all(tmp_path):
+    layouts = {"w": Layout((2, 4), torch.float32, Mesh(fsdp=2), ("fsdp",))}
+    state = {"w": torch.ones(1, 4)}
+
+    def path(world):
+        return "nowhere://x" if world.rank else tmp_path / "a"
+
+    for call in (
+        lambda world: checkpoint.save(path(world), state, layouts, world),
+        lambda world: checkpoint.restore(path(world), layouts, world=world),
+        lambda world: checkpoint.restore(tmp_path / "a", layouts, world=world, read="own" if world.rank else "twice"),
+    ):
+        assert all(isinstance(error, (ValueError, RuntimeError)) for error in run(2, call))
+    assert os.listdir(tmp_path) == []

@@ -33,6 +33,7 @@ from fmegatron.checkpoint.tools.files import UNKNOWN, Entry, walk
 from fmegatron.checkpoint.tools.outfiles import band_sizes
 
 _BANDS_PER_JOB = 16
+_MOST_THREADS = 64
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class _Check:
                     buffer = np.empty(largest, np.uint8)
                 self._bands(*job, buffer)
 
-        threads = [threading.Thread(target=run, daemon=True) for _ in range(jobs)]
+        threads = [threading.Thread(target=run, daemon=True) for _ in range(min(jobs, _MOST_THREADS))]
         for thread in threads:
             thread.start()
         for thread in threads:
