@@ -3,10 +3,12 @@
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from fmegatron.checkpoint.format import CHUNK_BYTES, array_name, band_shape
+from fmegatron.checkpoint.part import Part, grid_array, merge, plan_digest
 from fmegatron.checkpoint.plan import chunk_shape, chunks_to_write, cut_unit, plan
 from fmegatron.layout import Layout, Mesh, Split
 
@@ -113,3 +115,15 @@ def test_one_rank_of_many_plans_in_a_second():
     chunks = [chunks_to_write(leaf, 12_345) for leaf in leaves if leaf.home == "grid"]
     assert time.perf_counter() - start < 1.0 * 3  # three times the bar: other tests run beside this one
     assert sum(map(len, chunks)) > 800
+
+
+def test_a_chunk_that_nobody_wrote_is_noticed():
+    layout = Layout((4096, 4096), torch.float32, Mesh(fsdp=2), ("fsdp",))
+    plans = plan(["w"], [layout])
+    array = grid_array(plans[0])
+    part = Part(0, plan_digest(plans))
+    mine = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks_to_write(plans[0], 0)]
+    part.chunks[array.name] = mine
+    part.digests[array.name] = np.zeros((len(mine), math.prod(array.bands)), "<u8")
+    with pytest.raises(RuntimeError, match="arrays/w: chunk number .* has 0 writers, wanted one"):
+        merge(plans, [part], None, {})

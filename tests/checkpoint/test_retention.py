@@ -120,3 +120,8 @@ def test_examples():
 def test_rules_that_mean_nothing(rules, words):
     with pytest.raises(ValueError, match=words):
         Keep(**rules)
+
+
+def test_a_metric_that_is_not_finite_is_not_among_the_best():
+    saved = [Saved(step, metrics={"loss": loss}) for step, loss in ((1, -math.inf), (2, 3.0), (3, math.nan), (4, 9.0))]
+    assert to_delete(saved, Keep(best=("loss", "min", 1))) == [1, 3]
