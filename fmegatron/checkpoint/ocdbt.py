@@ -107,9 +107,7 @@ class Database:
         transaction = ts.Transaction()
         kv = self._write_to.kv.with_transaction(transaction)
         futures = [kv.write(name, data) for name, data in batch.items()]
-        done(transaction.commit_async())
-        for future in futures:
-            done(future)
+        _all_done([transaction.commit_async(), *futures])
 
     def remove(self, name: str) -> None:
         """Remove a file beside the database."""
@@ -125,7 +123,7 @@ class Database:
         self.flush()
         parts = {name.partition("/")[0] for name in self.base.names() if name.endswith(f"/{_MANIFEST}")}
         for part in sorted(parts):
-            done(self._values(part).kv.experimental_copy_range_to(self._read_from.kv))
+            _all_done([self._values(part).kv.experimental_copy_range_to(self._read_from.kv)])
         self.base.sync()
 
     def delete(self) -> None:
@@ -178,3 +176,13 @@ class DatabaseStore:
     def to_json(self) -> dict[str, Any]:
         """The place, and that it is a database."""
         return {**self.inner.to_json(), "ocdbt": True}
+
+
+def _all_done(futures: list) -> None:
+    """`done` for each; after an error, too, nothing is written any more: the directory is about to be removed."""
+    try:
+        for future in futures:
+            done(future)
+    finally:
+        for future in futures:
+            future.exception()
