@@ -17,6 +17,7 @@ from fmegatron.checkpoint.bands import Band, band_nbytes, cells
 from fmegatron.checkpoint.fetch import Target
 from fmegatron.checkpoint.format import Leaf, Manifest, bits
 from fmegatron.checkpoint.ranks import Ranks
+from fmegatron.checkpoint.rounds import in_rounds
 from fmegatron.layout import Box, Layout
 
 _ROUND_BYTES = 32 << 20  # of all members in a round (a band of each at least), so most that is staged at a time
@@ -44,7 +45,7 @@ class Exchange:
     def run(self, world: Ranks) -> None:
         """Give what this rank has read, get the rest. All members call this."""
         me = self.members.index(world.rank)
-        rounds = [list(_rounds(pieces, _ROUND_BYTES // len(self.members))) for pieces in self.pieces]
+        rounds = [list(in_rounds(pieces, _ROUND_BYTES // len(self.members))) for pieces in self.pieces]
         for turn in range(max(map(len, rounds))):
             packets = [_Packet(r[turn]) if turn < len(r) else _Packet([]) for r in rounds]
             packets[me].fill()
@@ -129,18 +130,6 @@ def _piece(want: Want, box: Box) -> tuple[Leaf, Target]:
     first = want.target.box.start
     at = tuple(slice(a - f, a - f + n) for a, f, n in zip(box.start, first, box.shape, strict=True))
     return want.leaf, replace(want.target, box=box, view=want.target.view[at])
-
-
-def _rounds(pieces: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    part, size = [], 0
-    for x in pieces:
-        if part and size + x.nbytes > most:
-            yield part
-            part, size = [], 0
-        part.append(x)
-        size += x.nbytes
-    if part:
-        yield part
 
 
 class _Packet:

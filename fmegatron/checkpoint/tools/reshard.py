@@ -20,6 +20,7 @@ from fmegatron.checkpoint.format import ZARR, Piece, zarr_metadata
 from fmegatron.checkpoint.manifest import to_json_text
 from fmegatron.checkpoint.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.plan import LeafPlan
+from fmegatron.checkpoint.rounds import in_rounds
 from fmegatron.checkpoint.storage import Storage, Store, open_store
 from fmegatron.checkpoint.tools.outfiles import OutFile, band_sizes, out_files
 from fmegatron.checkpoint.tools.source import Source
@@ -61,7 +62,7 @@ def reshard(
     parts = {0: Part(0, plan_digest(plans))}
     try:
         storage = store.begin()
-        for group in _groups(out_files(source, plans), bound):
+        for group in in_rounds(out_files(source, plans), bound):
             for file, digests in _write(source, storage, group, bound):
                 _note(parts.setdefault(file.rank, Part(file.rank, parts[0].plan)), file, digests)
                 files, nbytes = files + 1, nbytes + file.nbytes
@@ -84,20 +85,6 @@ def _note(part: Part, file: OutFile, digests: list[int]) -> None:
         part.arrays[name] = file.array
         for leaf, offset, boxes in file.content:
             part.pieces[leaf.path] = Piece(name, offset, boxes)
-
-
-def _groups(files: Iterator[OutFile], bound: int) -> Iterator[list[OutFile]]:
-    """Consecutive files of at most `bound` bytes together; a larger file is alone."""
-    group: list[OutFile] = []
-    held = 0
-    for file in files:
-        if group and held + file.nbytes > bound:
-            yield group
-            group, held = [], 0
-        group.append(file)
-        held += file.nbytes
-    if group:
-        yield group
 
 
 def _write(source: Source, storage: Storage, group: list[OutFile], bound: int) -> Iterator[tuple[OutFile, list[int]]]:

@@ -15,6 +15,7 @@ from fmegatron import tree
 from fmegatron.checkpoint.fetch import Fetch, Target
 from fmegatron.checkpoint.format import DIGESTS, Array, CheckpointError, Leaf, Manifest, digest_text, dtype_of
 from fmegatron.checkpoint.manifest import read_manifest
+from fmegatron.checkpoint.rounds import in_rounds
 from fmegatron.checkpoint.storage import Storage, Store, locate
 from fmegatron.layout import Box, row_major_strides
 
@@ -156,17 +157,7 @@ def batches(source: Source, leaves: Iterable[Leaf], most: int = PORTION_BYTES) -
 
     Many small leaves are read together, so that the files and bands that they share are read once.
     """
-    waiting: list[Block] = []
-    held = 0
-    for leaf in leaves:
-        for block in blocks(source, leaf, most):
-            if waiting and held + block.nbytes > most:
-                yield waiting
-                waiting, held = [], 0
-            waiting.append(block)
-            held += block.nbytes
-    if waiting:
-        yield waiting
+    return in_rounds((block for leaf in leaves for block in blocks(source, leaf, most)), most)
 
 
 def stream(
