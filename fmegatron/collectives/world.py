@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from collections.abc import Sequence
@@ -192,8 +193,10 @@ class World:
             torch._C._distributed_c10d._unregister_process_group(name)
         self._groups.clear()
         if self._owns and dist.is_initialized():
+            self._control = self._device_mesh = None  # the threads of a group are joined with its last reference
             dist.destroy_process_group()
             self._owns = False
+            atexit.unregister(self.close)
 
     def __enter__(self) -> World:
         return self
@@ -208,7 +211,8 @@ def connect(
     """Bind a mesh to the processes that torchrun (or an existing process group) started; a mesh of size 1 needs none.
 
     device: default cuda:LOCAL_RANK where there is CUDA, else cpu. backend: default nccl with gloo for the CPU on CUDA,
-    else gloo. timeout_s: how long a collective may take before it is an error.
+    else gloo. timeout_s: how long a collective may take before it is an error. A process group that this call starts is
+    closed with `World.close`, at the latest when Python exits.
     Raises ValueError when the mesh and the number of processes disagree.
     """
     if device is None:
@@ -232,7 +236,12 @@ def connect(
     if owns:
         dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
-    return World(mesh, dist.get_rank(), device, control, owns)
+    world = World(mesh, dist.get_rank(), device, control, owns)
+    if owns:
+        # A worker thread of gloo that drops the last reference to a tensor needs the interpreter; once Python shuts
+        # down, asking for it aborts the process. Closing joins those threads while Python still lives.
+        atexit.register(world.close)
+    return world
 
 
 def _bytes(count: int) -> torch.Tensor:
