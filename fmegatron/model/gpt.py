@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Axis, psum
-from fmegatron.layout import Layout, Mesh, Rules, Split
+from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.model.block import block, norm_weight
 from fmegatron.model.config import Config
 from fmegatron.tree import ArraySpec, Constant, Normal
@@ -31,8 +31,11 @@ RULES = Rules(
 
 
 # ---- arrays and layouts ----------------------------------------------------------------------------------------------
-def specs(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
+def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParallel | None = None) -> dict:
     """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
+
+    strategy: over which data axes parameters are sharded at rest; every leaf is, vectors too, on the dim where the
+    rules name a data axis, else on another one. None: just as the rules say (fsdp shards matrices, dp nothing).
 
     `rules` gives the axes of each leaf; axes of MODEL_AXES that the mesh lacks count as size 1. Dims that hold several
     matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis.
@@ -49,6 +52,8 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
         if parts and len(spec) == len(shape) and spec[-1]:
             spec = (*spec[:-1], Split(spec[-1], parts))
         layout = Layout(shape, config.param_dtype, mesh, spec)
+        if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
+            layout = strategy.params_layout(layout, whole=(0,) if path.startswith("blocks/") else ())
         for dim, (size, entry) in enumerate(zip(shape, layout.spec, strict=True)):
             pieces, ways = entry.sizes(size) if isinstance(entry, Split) else (size,), mesh.extent(layout.axes(dim))
             if any(piece % ways for piece in pieces):
@@ -91,9 +96,9 @@ def _check_every_axis_works(specs: dict, mesh: Mesh) -> None:
         )
 
 
-def layouts(config: Config, mesh: Mesh, rules: Rules = RULES) -> dict:
+def layouts(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParallel | None = None) -> dict:
     """The tree of Layouts of the model on `mesh` (see `specs`)."""
-    return tree.layouts(specs(config, mesh, rules))
+    return tree.layouts(specs(config, mesh, rules, strategy))
 
 
 def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RULES) -> dict:

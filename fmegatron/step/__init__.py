@@ -10,7 +10,7 @@ from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
 from fmegatron.step.opaque import Entry, entry_of, opaque_entries
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
-from fmegatron.step.train_step import State, build_train_step, init_state, state_specs
+from fmegatron.step.train_step import State, build_train_step, init_state, initial_state, placements, state_specs
 
 __all__ = [
     "BACKENDS",
@@ -31,10 +31,12 @@ __all__ = [
     "compiled_layer",
     "entry_of",
     "init_state",
+    "initial_state",
     "inline_layers",
     "jit",
     "lower",
     "opaque_entries",
+    "placements",
     "raw_gradient_layout",
     "reduce_gradients",
     "remat",

@@ -54,21 +54,32 @@ def _without_history(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def accumulate(grad_fn: Callable, n: int) -> Callable:
+def accumulate(
+    grad_fn: Callable, n: int, *, each: Callable | None = None, weight: str | None = None, dtype=torch.float32
+) -> Callable:
     """`f(params, batch)` that runs `grad_fn(params, microbatch) -> ((loss, aux), grads)` on n microbatches and sums.
 
-    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts. Losses, gradients
-    and floating-point leaves of aux are averaged, because each microbatch's loss is normalised by its own token count;
-    whole numbers in aux are counts, and are summed. Gradients are summed, and returned, in fp32 at least. With uneven
-    token masks this is the mean of the microbatches' means; normalise by a count that is part of the batch where that
-    matters.
+    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts.
+    each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make each
+    time. dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
+    weight: the name of a whole number in aux, alike on all ranks, by which each microbatch counts: with the number of
+    tokens that bear a loss ("tokens"), the result is the mean over all tokens however unevenly a mask spreads them.
+    None, or a name that aux lacks: microbatches count alike.
+    Losses, gradients and floating-point leaves of aux are averaged, each microbatch being normalised on its own; whole
+    numbers in aux are counts, and are summed.
     Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
     Raises ValueError when dim 0 does not divide by n.
     """
     if n < 1:
         raise ValueError(f"accumulate over n={n} microbatches; n must be at least 1")
+    each = each or (lambda grads: grads)
     if n == 1:
-        return grad_fn
+
+        def once(params, batch, *args):
+            out, grads = grad_fn(params, batch, *args)
+            return out, each(grads)
+
+        return once
     one_node = jit(grad_fn)
 
     def accumulated(params, batch, *args):
@@ -80,19 +91,29 @@ def accumulate(grad_fn: Callable, n: int) -> Callable:
                 )
         run = one_node if is_tracing() else grad_fn
         _, leaves, spec = tree.flatten(batch)
-        total = None
+        total, weights = None, []
         for parts in zip(*[x.chunk(n, 0) for x in leaves], strict=True):
             out, grads = run(params, tree.unflatten(spec, list(parts)), *args)
-            new = (out, tree.map(_wide, grads))
+            grads = tree.map(lambda g: _wide(g, dtype), each(grads))
+            weights.append(out[1].get(weight) if isinstance(out[1], dict) else None)
+            new = _weighted((out, grads), weights[-1])
             total = new if total is None else tree.map(torch.add, total, new)
-        (loss, aux), grads = tree.map(lambda x: x / n if x.is_floating_point() else x, total)
+        count = n if weights[0] is None else sum(weights[1:], weights[0]).clamp(min=1)
+        (loss, aux), grads = tree.map(lambda x: x / count if x.is_floating_point() else x, total)
         return (loss, aux), grads
 
     return accumulated
 
 
-def _wide(g: torch.Tensor) -> torch.Tensor:
-    return g.float() if g.dtype in (torch.bfloat16, torch.float16) else g
+def _weighted(values: Any, weight: torch.Tensor | None) -> Any:
+    """Floating-point leaves times a microbatch's weight; counts as they are."""
+    if weight is None:
+        return values
+    return tree.map(lambda x: x * weight.to(x.dtype) if x.is_floating_point() else x, values)
+
+
+def _wide(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return g.to(dtype) if g.dtype.itemsize < dtype.itemsize else g
 
 
 def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
@@ -101,7 +122,17 @@ def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
     return layout.replace(unreduced=pending)
 
 
-def reduce_gradients(grads: Any, layouts: Any, axes: Axes, data_axes: tuple[str, ...] = ("dp", "fsdp")) -> Any:
-    """Sum the gradients of replicas: from `raw_gradient_layout` to the layout of the parameter, leaf by leaf."""
+def reduce_gradients(
+    grads: Any, layouts: Any, axes: Axes, data_axes: tuple[str, ...] = ("dp", "fsdp"), to: Any = None
+) -> Any:
+    """Sum the gradients of replicas: from `raw_gradient_layout` to the layout of the parameter, leaf by leaf.
+
+    to: a tree of other layouts to bring them to (`Placed.grads`, `Placed.optim`): where one of them is sharded by an
+    axis over which the gradient is a pending sum, the sum is a reduce-scatter; where it is still pending, nothing.
+    """
     data_axes = tuple(a for a in data_axes if a in axes.mesh)
-    return tree.map(lambda g, layout: reshard(g, raw_gradient_layout(layout, data_axes), layout, axes), grads, layouts)
+
+    def reduce(g, layout, target):
+        return reshard(g, raw_gradient_layout(layout, data_axes), target, axes)
+
+    return tree.map(reduce, grads, layouts, layouts if to is None else to)

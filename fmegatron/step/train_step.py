@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes
-from fmegatron.layout import Layout
+from fmegatron.collectives import Axes, reshard
+from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.check import Declared
 from fmegatron.step.grad import accumulate, reduce_gradients, value_and_grad
 
-__all__ = ["State", "build_train_step", "init_state", "state_specs"]
+__all__ = ["State", "build_train_step", "init_state", "initial_state", "placements", "state_specs"]
 
 
 class State(NamedTuple):
@@ -24,17 +25,60 @@ class State(NamedTuple):
     opt: Any
 
 
-def state_specs(param_specs: Any, optimizer: Any) -> State:
-    """Specs of the whole state, given those of the parameters: one definition for memory, layouts and checkpoint."""
+def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
+    """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
+
+    Matrix optimizers (`optim.muon`) take `placements(...).optim` as their layouts.
+    """
+    grads = tree.map(strategy.grads_layout, param_layouts)
+    return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
+
+
+def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
+    """Specs of the whole state, given those of the parameters: one definition for memory, layouts and checkpoint.
+
+    strategy: how the optimizer's state is sharded beyond the parameters; None: exactly as they are.
+    """
     mesh = tree.leaves(param_specs)[0].mesh
     step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
-    return State(step, param_specs, optimizer.init(param_specs))
+    seen = param_specs
+    if strategy is not None:
+        seen = tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
+    return State(step, param_specs, optimizer.init(seen))
 
 
-def init_state(params: Any, optimizer: Any) -> State:
-    """The state at step 0 for given parameters (local shards)."""
+def init_state(params: Any, optimizer: Any, seen: Any = None) -> State:
+    """The state at step 0 for given parameters (local shards).
+
+    seen: the same parameters laid out as the optimizer sees them, where a strategy shards its state further.
+    """
     device = tree.leaves(params)[0].device
-    return State(torch.zeros((), dtype=torch.int64, device=device), params, optimizer.init(params))
+    opt = optimizer.init(params if seen is None else seen)
+    return State(torch.zeros((), dtype=torch.int64, device=device), params, opt)
+
+
+def initial_state(
+    param_specs: Any,
+    optimizer: Any,
+    key: int,
+    rank: int,
+    strategy: DataParallel | None = None,
+    device: torch.device | str | None = None,
+) -> State:
+    """This rank's part of the state at step 0, drawn straight into its shards: no rank ever holds a whole array.
+
+    Every parameter has the values that `key`, its path and the global index give it (`tree.init`), on every mesh and
+    under every strategy; master copies equal the parameters.
+    """
+
+    def draw(specs):
+        return tree.init(State(None, specs, None), key, rank, device).params
+
+    params, seen = draw(param_specs), None
+    if strategy is not None:
+        at = tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
+        seen = params if at == param_specs else draw(at)
+    return init_state(params, optimizer, seen)
 
 
 def build_train_step(
@@ -43,15 +87,21 @@ def build_train_step(
     layouts: Any,
     axes: Axes,
     *,
+    strategy: DataParallel | None = None,
     data_axes: tuple[str, ...] = ("dp", "fsdp"),
     microbatches: int = 1,
+    weight: str | None = "tokens",
     clip_norm: float | None = 1.0,
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
     loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
-    the loss; metrics are 0-d tensors that are alike on all ranks. layouts: of the parameters. clip_norm: largest global
-    gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
+    the loss; metrics are 0-d tensors that are alike on all ranks. layouts: of the parameters at rest. clip_norm: the
+    largest global gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
+    strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); None: as the
+    parameters are, with the batch split over `data_axes`. The state's specs then are `state_specs(specs, optimizer,
+    strategy)`.
+    microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
 
     The step raises ValueError, naming the leaf, when it is first called with parameters that are not what `layouts`
     says (structure, local shape, dtype).
@@ -66,27 +116,42 @@ def build_train_step(
         loss, metrics = out if isinstance(out, tuple) else (out, {})
         return loss if scale is None else loss * scale.to(loss.dtype), metrics
 
+    strategy = DataParallel(data_axes) if strategy is None else strategy
     trains = getattr(optimizer, "trains", optim.every_path)
-    grad_fn = accumulate(value_and_grad(scaled_loss), microbatches)
-    layouts_of_trained = optim.partition(layouts, trains)[0]
+    placed = placements(layouts, strategy)
+    trained_at = placements(optim.partition(layouts, trains)[0], strategy)
+
+    def reduce_each(grads: Any) -> Any:
+        # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
+        to = trained_at.grads if microbatches > 1 else trained_at.optim
+        return reduce_gradients(grads, trained_at.params, axes, strategy.axes, to=to)
+
+    grad_fn = accumulate(value_and_grad(scaled_loss), microbatches, each=reduce_each, weight=weight)
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
         tree.check(state.params, layouts, rank=0)  # while tracing; shapes are alike on all ranks inside a step
         trained, frozen = optim.partition(state.params, trains)
         scale = optim.loss_scale_of(state.opt)
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
-        grads = reduce_gradients(grads, layouts_of_trained, axes, data_axes)
+        if microbatches > 1:
+            grads = _moved(grads, trained_at.grads, trained_at.optim, axes)
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
-        norm = optim.global_norm(grads, layouts_of_trained, axes)
+        norm = optim.global_norm(grads, trained_at.optim, axes)
         if clip_norm is not None:
             grads = optim.clip(grads, norm, clip_norm)
-        params, opt = optimizer.update(grads, state.opt, state.params)
+        params = _moved(state.params, placed.params, placed.optim, axes)
+        params, opt = optimizer.update(grads, state.opt, params)
+        params = _moved(params, placed.optim, placed.params, axes)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
-    train_step.declared = Declared(state_specs(specs, optimizer), data_axes)
+    train_step.declared = Declared(state_specs(specs, optimizer, strategy), strategy.axes)
     return train_step
+
+
+def _moved(values: Any, source: Any, target: Any, axes: Axes) -> Any:
+    return tree.map(lambda x, src, dst: reshard(x, src, dst, axes), values, source, target)
 
 
 def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

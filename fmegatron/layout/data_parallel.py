@@ -1,0 +1,178 @@
+"""Data parallelism as a value: which data axes shard the parameters, the gradients and the optimizer's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fmegatron.layout.layout import Layout
+from fmegatron.layout.notation import entry_axes
+from fmegatron.layout.split import Split
+
+
+class Placed(NamedTuple):
+    """Layouts of one parameter: at rest, of its gradient while it is accumulated, and of the optimizer's view of it."""
+
+    params: Layout
+    grads: Layout
+    optim: Layout
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Which of the data axes shard what; the batch is split over all `axes`.
+
+    params: parameters at rest; a step gathers them over these axes when it uses them.
+    grads: gradients between microbatches; they are reduced over these axes after each one.
+    optim: moments, master weights and the update; gradients meet this layout once a step, and the updated parameters
+    are gathered back from it. Each kind is sharded at least as far as the one before it.
+
+        ZeRO-0 (replicated)   axes               ()     ()     ()
+        ZeRO-1                axes               ()     ()     axes
+        ZeRO-2                axes               ()     axes   axes
+        ZeRO-3                axes               axes   axes   axes
+        HSDP                  (outer, inner)     inner  inner  inner
+        hybrid                (outer, inner)     inner  inner  inner + outer
+
+    Axes that a mesh lacks count as size 1, so that one strategy serves all meshes. Source: ZeRO, Rajbhandari et al.
+    2020, arXiv 1910.02054, section 5; HSDP, Zhao et al. 2023, arXiv 2304.11277, section 3.2.2.
+    Raises ValueError for a kind that is sharded less than the one before it, or over no data axis.
+
+    >>> from fmegatron.layout import Layout, Mesh
+    >>> import torch
+    >>> w = Layout((4, 512, 512), torch.float32, Mesh(dp=2, fsdp=2), (None, "fsdp"))  # what a model's rules say
+    >>> for layout in DataParallel.hybrid("fsdp", "dp").place(w, whole=(0,)):
+    ...     print(layout)
+    f32[4, 512@fsdp, 512] on dp2·fsdp2
+    f32[4, 512@fsdp, 512] unreduced@dp on dp2·fsdp2
+    f32[4@dp, 512@fsdp, 512] on dp2·fsdp2
+    """
+
+    axes: tuple[str, ...] = ("dp", "fsdp")
+    params: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    optim: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for kind in ("axes", "params", "grads", "optim"):
+            value = getattr(self, kind)
+            object.__setattr__(self, kind, (value,) if isinstance(value, str) else tuple(value))
+        kinds = ("params", "grads", "optim")
+        for kind, wider in zip(kinds, (*kinds[1:], "axes"), strict=True):
+            missing = [name for name in getattr(self, kind) if name not in getattr(self, wider)]
+            if missing:
+                raise ValueError(
+                    f"DataParallel: {kind} is sharded over {missing[0]!r}, but {wider} {getattr(self, wider)} is not; "
+                    f"add the axis to {wider}: what comes later in a step is sharded at least as far"
+                )
+
+    # ---- the named strategies
+
+    @staticmethod
+    def replicated(*axes: str) -> DataParallel:
+        """Everything whole on every rank; gradients are all-reduced once a step."""
+        return DataParallel(axes or ("dp", "fsdp"))
+
+    @staticmethod
+    def zero1(*axes: str) -> DataParallel:
+        """The optimizer's state is sharded: reduce-scatter once a step, all-gather of the updated parameters."""
+        axes = axes or ("dp", "fsdp")
+        return DataParallel(axes, optim=axes)
+
+    @staticmethod
+    def zero2(*axes: str) -> DataParallel:
+        """ZeRO-1, and gradients are reduce-scattered after every microbatch, so that only a shard is accumulated."""
+        axes = axes or ("dp", "fsdp")
+        return DataParallel(axes, grads=axes, optim=axes)
+
+    @staticmethod
+    def zero3(*axes: str) -> DataParallel:
+        """Parameters are sharded too: gathered when a layer runs, forward and backward."""
+        axes = axes or ("dp", "fsdp")
+        return DataParallel(axes, axes, axes, axes)
+
+    @staticmethod
+    def hsdp(inner: str = "fsdp", outer: str = "dp") -> DataParallel:
+        """ZeRO-3 over `inner` (fast links), copies over `outer`: an all-reduce of shards over outer once a step."""
+        return DataParallel((outer, inner), (inner,), (inner,), (inner,))
+
+    @staticmethod
+    def hybrid(inner: str = "fsdp", outer: str = "dp") -> DataParallel:
+        """HSDP with the optimizer's state over both axes: reduce-scatter and all-gather over `outer` once a step."""
+        return DataParallel((outer, inner), (inner,), (inner,), (inner, outer))
+
+    # ---- layouts
+
+    def place(self, layout: Layout, whole: tuple[int, ...] = ()) -> Placed:
+        """The three layouts of one parameter.
+
+        layout: where the model's rules put it; the dim on which they name a data axis is the one that `params` splits.
+        whole: dims that parameters at rest never split (the layer dim of stacked leaves).
+        """
+        params = self.params_layout(layout, whole)
+        return Placed(params, self.grads_layout(params), self.optim_layout(params))
+
+    def params_layout(self, layout: Layout, whole: tuple[int, ...] = ()) -> Layout:
+        """At rest: split over `params` on the dims where the rules name data axes, else on another dim that divides.
+
+        A leaf that no dim can share out equally is flattened into ranges; where that does not divide either, or a dim
+        must stay whole, it stays whole over the axis.
+        """
+        named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.axes)]
+        base = layout.without(tuple(name for name in self.axes if name in layout.mesh))
+        free = [d for d in range(len(layout.shape)) if d not in named and d not in whole and _plain(layout, d)]
+        in_order = sorted(free, key=lambda d: -layout.shape[d])
+        # The order of the mesh, so that the minor axis of a dim is the one that is gathered first.
+        axes = [name for name in layout.mesh.names if name in self.params]
+        return _split_over(base, axes, [*named, *in_order], flatten=not whole)
+
+    def grads_layout(self, params: Layout) -> Layout:
+        """Of an accumulated gradient: sharded over `grads` beyond the parameter, and a pending sum over the others."""
+        layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), flatten=True)
+        pending = tuple(a for a in self.axes if a in layout.mesh and layout.mesh[a] > 1 and a not in layout.sharded)
+        return layout.replace(unreduced=pending)
+
+    def optim_layout(self, params: Layout) -> Layout:
+        """Of moments, master weights and the updated parameter: sharded over `optim` beyond the parameter."""
+        reduced = self.grads_layout(params).replace(unreduced=())
+        return _split_over(reduced, self._more(reduced, self.optim), _contiguous_first(reduced), flatten=True)
+
+    def _more(self, layout: Layout, axes: tuple[str, ...]) -> list[str]:
+        return [name for name in axes if name in layout.mesh and name not in layout.sharded]
+
+
+def _contiguous_first(layout: Layout) -> list[int]:
+    """Dims in the order in which they are split for gradients and state: a reduce-scatter of dim 0 copies nothing, and
+    leaves matrices of a stack whole, for optimizers that look at matrices."""
+    dims = [d for d in range(len(layout.shape)) if _plain(layout, d)]
+    return sorted(dims, key=lambda d: (d > 0, -layout.shape[d]))
+
+
+def _plain(layout: Layout, dim: int) -> bool:
+    """Whether a dim is not interleaved; a cut of an interleaved dim moves every part of it."""
+    return not isinstance(layout.spec[dim], Split)
+
+
+def _split_over(layout: Layout, axes: list[str], dims: list[int], flatten: bool) -> Layout:
+    """The layout with every axis put, as the minor one, on the first of `dims` that all ranks can share equally."""
+    for axis in axes:
+        if layout.mesh[axis] == 1:
+            continue
+        layout = _split_once(layout, axis, dims, flatten) or layout
+    return layout
+
+
+def _split_once(layout: Layout, axis: str, dims: list[int], flatten: bool) -> Layout | None:
+    if not layout.flat:
+        for dim in dims:
+            spec = list(layout.spec)
+            names = (*entry_axes(spec[dim]), axis)
+            spec[dim] = Split(names, spec[dim].parts) if isinstance(spec[dim], Split) else names
+            found = layout.replace(spec=tuple(spec))
+            if layout.shape[dim] and found.is_even:
+                return found
+    if flatten and layout.shape:
+        found = layout.replace(flat=(*layout.flat, axis))
+        if 0 not in layout.shape and found.is_even:
+            return found
+    return None
