@@ -9,7 +9,7 @@ from fmegatron.optim.adamw import (
     scale_by_adam,
     scale_by_learning_rate,
 )
-from fmegatron.optim.clip import clip, clip_by_global_norm, clip_scale, global_norm, group_norms, top_level
+from fmegatron.optim.clip import clip, clip_by_global_norm, clip_scale, global_norm, group_norms, joint_norm, top_level
 from fmegatron.optim.groups import Group, grouped, scale_by_rates
 from fmegatron.optim.guard import Spike, skip_nonfinite
 from fmegatron.optim.lion import lion, scale_by_lion
@@ -56,6 +56,7 @@ __all__ = [
     "group_norms",
     "grouped",
     "is_hidden_matrix",
+    "joint_norm",
     "linear",
     "lion",
     "loss_scale_of",

@@ -1,6 +1,6 @@
 """Clipping by the global norm: right on any mesh, with one collective for each distinct set of axes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ def group_norms(
 ) -> dict[str, torch.Tensor]:
     """`global_norm` of each group of leaves: {group_of(path): 0-d tensor}, for metrics; group_of may be `top_level`.
 
-    The squares of all groups that are split by the same axes travel together: as many collectives as one norm has.
+    The squares of all groups that are split by the same axes travel together: as many collectives as one norm has, and
+    `joint_norm` of the result is the global norm, so that a step that reports groups has no collective more.
     """
     paths, leaves, _ = tree.flatten(grads)
     twins = [None] * len(leaves)
@@ -60,6 +61,11 @@ def group_norms(
         for name, square in zip(wide, summed.unbind(0), strict=True):
             totals[name] = totals[name] + square if name in totals else square
     return {name: totals[name].sqrt() for name in names}
+
+
+def joint_norm(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The norm of all leaves together, 0-d, from those of the groups that they fall into (`group_norms`)."""
+    return torch.stack(list(norms.values())).square().sum().sqrt()
 
 
 def top_level(path: str) -> str:

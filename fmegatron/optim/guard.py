@@ -59,9 +59,13 @@ def skip_nonfinite(
     All ranks decide alike, by the global norm of the gradients (a norm that overflows counts as not finite), in the
     graph and without asking the host. The state is {"opt": …, "skipped": 0-d int64, "norm": 0-d float64, the last
     norm}, and "spike" and "loss_scale" when these are wanted. layouts, axes: as for `global_norm`.
-    clip_norm: the gradients are clipped to it, by the same norm; then build_train_step(..., clip_norm=None).
+    clip_norm: the gradients are clipped to it, by the same norm (the lower of it and of the step's own clip_norm).
     spike: skip spikes of the norm too.  loss_scale: `build_train_step` multiplies the loss by the state's scale
     (`loss_scale_of`) and divides the gradients; here the scale is only moved on.
+
+    Its update takes two keywords (`Optimizer.judges_norm`). norm: the global norm of exactly these gradients, if the
+    caller has it; without it it is computed here.  max_norm: clip to it, for a caller that did not clip yet: a norm
+    that was clipped before it is judged has no spikes.
     """
 
     def init(params: Tree) -> Tree:
@@ -71,9 +75,12 @@ def skip_nonfinite(
         more = {"spike": spike, "loss_scale": loss_scale}
         return state | {name: value.init(like) for name, value in more.items() if value is not None}
 
-    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def update(
+        grads: Tree, state: Tree, params: Tree, *, norm: torch.Tensor | None = None, max_norm: float | None = None
+    ) -> tuple[Tree, Tree]:
         grads, trained = partition(grads, opt.trains)[0], partition(params, opt.trains)[0]
-        norm = global_norm(grads, None if layouts is None else partition(layouts, opt.trains)[0], axes)
+        if norm is None:
+            norm = global_norm(grads, None if layouts is None else partition(layouts, opt.trains)[0], axes)
         finite = norm.isfinite()
         used, more = finite, {}
         if loss_scale is not None:
@@ -82,8 +89,8 @@ def skip_nonfinite(
             usual, more["spike"] = spike.update(state["spike"], norm)
             used = finite & usual
         used = stored(used)[0]
-        if clip_norm is not None:
-            grads = clip(grads, norm, clip_norm)
+        if limits := [limit for limit in (clip_norm, max_norm) if limit is not None]:
+            grads = clip(grads, norm, min(limits))
         new_params, new_opt = opt.update(grads, state["opt"], params)
 
         def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -98,4 +105,4 @@ def skip_nonfinite(
             **more,
         }
 
-    return Optimizer(init, update, opt.trains)
+    return Optimizer(init, update, opt.trains, judges_norm=True)

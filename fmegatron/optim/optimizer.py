@@ -33,11 +33,16 @@ class Optimizer(NamedTuple):
 
     trains(path) tells which parameters are updated at all: frozen ones have no state, need no gradient (None may stand
     in its place) and come back from `update` as the tensors that they were.
+
+    judges_norm: whether `update` looks at the global norm of the gradients (`skip_nonfinite`). Such an update takes two
+    keywords more, so that a step that knows the norm need not have it computed twice, and must not clip before it is
+    judged: update(grads, state, params, norm=norm, max_norm=clip_norm) with gradients that are not clipped yet.
     """
 
     init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    update: Callable[..., tuple[Tree, Tree]]
     trains: Callable[[str], bool] = every_path
+    judges_norm: bool = False
 
 
 def optimizer(**transforms: Transform) -> Optimizer:

@@ -7,7 +7,7 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import LossScale, Spike, skip_nonfinite
-from fmegatron.step import build_train_step, init_state, jit
+from fmegatron.step import build_train_step, init_state, jit, symbolic_nodes, trace
 from fmegatron.testing import assert_parity, simulate
 from tests.optim.table import DTYPES, ONE, assert_same, grads_of, make_params, make_specs
 
@@ -49,6 +49,38 @@ def test_without_bad_steps_it_is_the_optimizer():
         params, state = plain.update(optim.clip(grads, norm, 1.0), state, params)
         assert_same(params, others)
         assert other["norm"] == norm and other["skipped"] == 0
+
+
+def test_a_norm_that_the_caller_has_is_not_computed_again():
+    """Bit for bit the same step; the lower of the two limits clips; spikes are judged before clipping."""
+    opt = skip_nonfinite(optim.adamw(1e-2), clip_norm=2.0, spike=Spike(warmup=1, factor=2.0))
+    params = make_params(DTYPES["fp64"])
+    state, grads = opt.init(params), grads_of(params)
+    norm = optim.global_norm(grads)
+    assert opt.judges_norm and not optim.adamw(1e-2).judges_norm
+    assert_same(opt.update(grads, state, params, norm=norm), opt.update(grads, state, params))
+    unclipped = skip_nonfinite(optim.adamw(1e-2), spike=Spike(warmup=1, factor=2.0))
+    assert_same(opt.update(grads, state, params, max_norm=0.5), unclipped.update(grads, state, params, max_norm=0.5))
+    assert_same(opt.update(grads, state, params, max_norm=5.0), opt.update(grads, state, params))
+    params, state = opt.update(grads, state, params, norm=norm, max_norm=1.0)
+    _, state = opt.update(tree.scale(grads, 100), state, params, norm=100 * norm, max_norm=1.0)
+    assert state["skipped"] == 1 and state["norm"] == 100 * norm
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_norm_costs_its_collectives_once(known):
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    layouts, axes = tree.layouts(make_specs(DTYPES["fp32"], mesh)), Axes(mesh)
+    opt = skip_nonfinite(optim.adamw(1e-2), layouts, axes)
+    params = tree.init(make_specs(DTYPES["fp32"], mesh), key=0, rank=0)
+
+    def step(grads, state, params):
+        norm = optim.global_norm(grads, layouts, axes)
+        return opt.update(grads, state, params, **({"norm": norm} if known else {})), norm
+
+    found = symbolic_nodes(trace(step, (params, opt.init(params), params)).graph_module.graph)
+    sets = {layout.sharded for layout in tree.leaves(layouts)} - {()}
+    assert len(found) == (1 if known else 2) * len(sets)
 
 
 def test_one_rank_decides_for_all():
@@ -185,6 +217,8 @@ def test_norms_by_group_on_a_mesh():
     for name, norm in norms.items():
         assert norm == pytest.approx(optim.global_norm(grads[name]).item(), rel=1e-14)
     assert optim.group_norms(grads, optim.top_level)["blocks"] == pytest.approx(norms["blocks"], rel=1e-14)
+    whole = optim.joint_norm(optim.group_norms(grads, optim.top_level))
+    assert whole == pytest.approx(optim.global_norm(grads).item(), rel=1e-14)
 
 
 def test_errors_for_people():
