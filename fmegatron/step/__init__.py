@@ -10,10 +10,12 @@ from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
 from fmegatron.step.opaque import Entry, entry_of, opaque_entries
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
+from fmegatron.step.traffic import Collective, bytes_sent, collectives_of
 from fmegatron.step.train_step import State, build_train_step, init_state, initial_state, placements, state_specs
 
 __all__ = [
     "BACKENDS",
+    "Collective",
     "Compiled",
     "Declared",
     "Entry",
@@ -25,8 +27,10 @@ __all__ = [
     "accumulate",
     "barrier",
     "build_train_step",
+    "bytes_sent",
     "check",
     "check_traced",
+    "collectives_of",
     "compile_graph",
     "compiled_layer",
     "entry_of",
