@@ -138,10 +138,12 @@ def build_train_step(
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         norm = optim.global_norm(grads, trained_at.optim, axes)
-        if clip_norm is not None:
-            grads = optim.clip(grads, norm, clip_norm)
         params = _moved(state.params, placed.params, placed.optim, axes)
-        params, opt = optimizer.update(grads, state.opt, params)
+        if getattr(optimizer, "judges_norm", False):  # a norm that was clipped before it is judged has no spikes
+            params, opt = optimizer.update(grads, state.opt, params, norm=norm, max_norm=clip_norm)
+        else:
+            grads = grads if clip_norm is None else optim.clip(grads, norm, clip_norm)
+            params, opt = optimizer.update(grads, state.opt, params)
         params = _moved(params, placed.optim, placed.params, axes)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 

@@ -1,0 +1,115 @@
+"""Every strategy of data parallelism over a small decoder with uneven token masks, and torch.optim as the reference."""
+
+import dataclasses
+
+import torch
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.step import build_train_step, initial_state, state_specs
+from fmegatron.testing import Ranks, simulate
+from tests.model import plain_llama
+
+STRATEGIES = {
+    "replicated": DataParallel.replicated(),
+    "zero1": DataParallel.zero1(),
+    "zero2": DataParallel.zero2(),
+    "zero3": DataParallel.zero3(),
+    "hsdp": DataParallel.hsdp(),
+    "hybrid": DataParallel.hybrid(),
+}
+ROWS, SEQ = 12, 6  # divides by 4 ranks x 3 microbatches
+LR, DECAY = 1e-2, 0.1
+OPTIMIZER = optim.adamw(LR, weight_decay=DECAY)
+
+
+def make_config(dtype=torch.float64, compute=None) -> model.Config:
+    """A decoder whose sizes differ per dim; the 2 layers divide by 2, not by 4."""
+    return model.Config(
+        vocab_size=30, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=40, max_seq=SEQ, vocab_multiple=16, tied=True,
+        z_loss=1e-3, param_dtype=dtype, compute_dtype=compute or dtype,
+    )  # fmt: skip
+
+
+def make_step(config, mesh, strategy, microbatches=1, clip_norm=None, optimizer=OPTIMIZER, layer=model.plain_layer):
+    """The usual train step of the decoder under a strategy."""
+    layouts, axes = model.layouts(config, mesh, strategy=strategy), Axes(mesh)
+
+    def loss_fn(params, batch):
+        return model.loss(params, batch, config, layouts, axes, layer)
+
+    return build_train_step(
+        loss_fn, optimizer, layouts, axes, strategy=strategy, microbatches=microbatches, clip_norm=clip_norm
+    )
+
+
+def specs_of(config, mesh, strategy, optimizer=OPTIMIZER):
+    """Specs of the state."""
+    return state_specs(model.specs(config, mesh, strategy=strategy), optimizer, strategy)
+
+
+def batch_at(config, step) -> dict:
+    """The global batch of a step: its mask leaves some rows few tokens and others all."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ + 1), generator=generator)
+    kept = torch.arange(SEQ) <= torch.randint(0, SEQ, (ROWS, 1), generator=generator)
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "mask": kept.to(torch.int64),
+    }
+
+
+def batch_layouts(mesh) -> dict:
+    """Rows over the data axes."""
+    data = tuple(name for name in model.DATA_AXES if name in mesh)
+    rows = Layout((ROWS, SEQ), torch.int64, mesh, (data,))
+    return {"tokens": rows, "labels": rows, "mask": rows}
+
+
+def simulated(config, mesh, strategy, steps, layer=model.plain_layer, **options):
+    """(losses, gradient norms, global state) after so many steps on simulated ranks."""
+    specs = specs_of(config, mesh, strategy)
+    state = Ranks(initial_state(model.specs(config, mesh, strategy=strategy), OPTIMIZER, 0, rank, strategy)
+                  for rank in range(mesh.size))  # fmt: skip
+    sim, losses, norms = None, [], []
+    for i in range(steps):
+        batch = batch_at(config, i)
+        if sim is None:
+            layouts = (tree.layouts(specs), batch_layouts(mesh))
+            step = make_step(config, mesh, strategy, layer=layer, **options)
+            sim = simulate(step, mesh, state, batch, layouts=layouts, out_layouts=(layouts[0], None))
+        else:
+            sim = sim.again(Ranks(out[0] for out in sim.outputs), batch)
+        losses.append(sim.metrics["loss"])
+        norms.append(sim.metrics["grad_norm"])
+    return losses, norms, sim.globals()[0]
+
+
+def by_torch(config, steps, clip_norm=None):
+    """(losses, gradient norms, parameters) of torch.optim.AdamW on whole parameters and a Llama in plain torch."""
+    specs = model.specs(config, Mesh())
+    params = initial_state(specs, OPTIMIZER, 0, 0).params
+    params = tree.map(lambda x: x.clone().requires_grad_(), params)
+    leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+    decayed = [x for path, x in leaves.items() if optim.neither_norm_nor_bias(path)]
+    others = [x for path, x in leaves.items() if not optim.neither_norm_nor_bias(path)]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+    losses, norms = [], []
+    for i in range(steps):
+        adamw.zero_grad()
+        loss = plain_llama.loss(params, batch_at(config, i), config)
+        loss.backward()
+        limit = float("inf") if clip_norm is None else clip_norm
+        norms.append(torch.nn.utils.clip_grad_norm_(list(leaves.values()), limit).item())
+        adamw.step()
+        losses.append(loss.item())
+    return losses, norms, tree.map(torch.detach, params)
+
+
+def in_double(config):
+    """The same model in fp64."""
+    return dataclasses.replace(config, param_dtype=torch.float64, compute_dtype=torch.float64)
