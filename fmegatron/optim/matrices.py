@@ -1,12 +1,16 @@
 """Whole matrices from shards and back: what an optimizer needs that looks at a matrix and not at its elements.
 
-A leaf is a stack of matrices [..., m, n]. However a layout cuts it, `on_whole_matrices` deals the matrices to the ranks
-that hold pieces of them, each rank the same number, lets a function work on them, and takes the results back: two
-all_to_all for each split dim, which move as many bytes as the rank holds of the leaf, however many ranks there are.
+A leaf is a stack of matrices [..., m, n]. However layouts cut the leaves, `on_whole_matrices` deals their matrices to
+the ranks that hold pieces of them, lets a function work on them, and takes the results back. Each rank moves as many
+bytes as it holds of the leaves, out and back, however many ranks there are.
+
+Matrices that are alike (size, cut, dtype; a tall one counts as the wide one that it is transposed) are dealt as one
+stack, whichever leaves they are of. So each rank gets the same number of each size, at most one of which is padding:
+the work is balanced as well as one graph for all ranks allows.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,65 +22,228 @@ Tree = Any
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def on_whole_matrices(
-    f: Function, x: torch.Tensor, layout: Layout | None, axes: Axes | None, share: tuple[str, ...] = ()
-) -> torch.Tensor:
-    """f of the matrices of a leaf, dealt to ranks: `x[L, m_a, n_b] -> y[L, m_a, n_b]`, where f maps `[k, m, n]` to the
-    same shape, each matrix on its own, and zero matrices to zeros.
+class _Cut(NamedTuple):
+    """How one dim of a matrix is split: the axes, and the sizes of its interleaved parts (() for one plain part)."""
 
-        x[L, m_a, n_b] -> x[L_ab, m, n]   all_to_all over a and over b; L is padded with zeros to a multiple
+    axes: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
+
+
+class _Kind(NamedTuple):
+    """What matrices of one stack have in common. size: rows <= columns of the whole matrix.  leading: axes along which
+    ranks hold other matrices.  shared: axes along which they hold the same ones, and divide the work."""
+
+    size: tuple[int, int]
+    cuts: tuple[_Cut, _Cut]
+    leading: tuple[str, ...]
+    shared: tuple[str, ...]
+    dtype: torch.dtype
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (*self.shared, *self.cuts[0].axes, *self.cuts[1].axes)
+
+
+class _Stack(NamedTuple):
+    """Matrices x[k, m_a, n_b] of one leaf, as the leaf has them (tall or wide)."""
+
+    x: torch.Tensor
+    size: tuple[int, int]
+    cuts: tuple[_Cut, _Cut]
+    leading: tuple[str, ...]
+    shared: tuple[str, ...]
+
+    def wide(self) -> tuple[torch.Tensor, _Kind]:
+        """(x or its transpose, so that rows <= columns; its kind). Square ones are turned so that cuts agree."""
+        flip = self.size[0] > self.size[1] or (self.size[0] == self.size[1] and self.cuts[0] > self.cuts[1])
+        turn = (lambda pair: pair[::-1]) if flip else (lambda pair: pair)
+        kind = _Kind(turn(self.size), turn(self.cuts), self.leading, self.shared, self.x.dtype)
+        return (self.x.mT if flip else self.x), kind
+
+
+def on_whole_matrices(
+    f: Function,
+    xs: Sequence[torch.Tensor],
+    layouts: Sequence[Layout | None],
+    axes: Axes | None = None,
+    share: tuple[str, ...] = (),
+    parts: Sequence[tuple[int, ...] | None] | None = None,
+    scale: Callable[[int, int], float] | None = None,
+) -> list[torch.Tensor]:
+    """f of the matrices of all leaves, dealt to ranks: `x[..., m_a, n_b] -> y[..., m_a, n_b]` for each leaf.
+
+        x[L, m_a, n_b] -> x[L_ab, m, n]   an all_to_all over a and one over b, for all leaves that have that axis; L is
+                                          padded with zeros to a multiple
         f                                 on L/(a·b) whole matrices of each rank
         y[L_ab, m, n] -> y[L, m_a, n_b]   the same exchanges, back
 
+    f maps [k, m, n] with m <= n to the same shape, each matrix on its own, zeros to zeros, and has nothing against its
+    matrices being transposed for it. layouts: one for each leaf; None: it is whole.
+    parts: for each leaf the sizes of consecutive parts of its last dim that are matrices of their own (heads of q, k,
+    v; gate and up), or None. Parts that lie whole on a rank are not exchanged along that dim.  scale(m, n): a factor on
+    what becomes of a matrix (or part) of m rows and n columns.
     All leading dims are one L; they may be split too (pipeline stages, experts). Ranks that hold the same pieces do the
-    same work, but for those along the axes `share`, which deal the matrices among them and pay for it with one
-    all_gather. Interleaved dims (`Split`) are put in order for f. A flattened leaf needs no exchange if its ranges are
-    whole matrices, and is gathered otherwise. layout None: x is whole.
+    same work, but for those along the axes `share`, which deal the matrices among them and pay for it with an
+    all_gather. A flattened leaf needs no exchange if its ranges are whole matrices. If they are not, or if parts cross
+    the border of ranks, the leaf is gathered first, and the work is dealt all the same.
     """
+    parts = [None] * len(xs) if parts is None else parts
+    stacks, undo = [], []
+    for x, layout, sizes in zip(xs, layouts, parts, strict=True):
+        more, back = _stacks_of(x, layout, axes, share, sizes)
+        undo.append((len(more), back))
+        stacks += more
+    turned = [stack.wide() for stack in stacks]
+    pools: dict[_Kind, list[int]] = {}
+    for i, (_, kind) in enumerate(turned):
+        pools.setdefault(kind, []).append(i)
+    joined = [_joined([turned[i][0] for i in members]) for members in pools.values()]
+    done: dict[int, torch.Tensor] = {}
+    for members, y in zip(pools.values(), _dealt(f, joined, list(pools), axes), strict=True):
+        for i, part in zip(members, y.split([turned[i][0].shape[0] for i in members]), strict=True):
+            part = part if stacks[i].x is turned[i][0] else part.mT
+            done[i] = part if scale is None else part * scale(*stacks[i].size)
+    out, at = [], 0
+    for count, back in undo:
+        out.append(back([done[i] for i in range(at, at + count)]))
+        at += count
+    return out
+
+
+def _joined(xs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(xs) if len(xs) > 1 else xs[0]
+
+
+# ---- from a leaf to stacks of matrices -------------------------------------------------------------------------------
+def _stacks_of(x, layout, axes, share, sizes):
+    """(the stacks of matrices of a leaf, the function from their results to the leaf)."""
     if layout is None:
-        return f(x.reshape(-1, *x.shape[-2:])).view(x.shape)
+        size = tuple(x.shape[-2:])
+        return _split_columns(_Stack(x.reshape(-1, *size), size, (_Cut(), _Cut()), (), ()), sizes, 1, x.shape)
+    whole, size = layout.replace(flat=()), tuple(layout.shape[-2:])
+    rows, columns = (_cut(layout, dim) for dim in (-2, -1))
+    gathered = ()
+    if sizes is not None and _columns(columns, sizes, layout.mesh.extent(columns.axes)) is None:
+        gathered, columns = columns.axes, _Cut()
+        whole = whole.replace(spec=(*whole.spec[:-1], None))
+    local = whole.local_shape(0)
     flat = tuple(name for name in layout.flat if layout.mesh[name] > 1)
-    block = layout.replace(flat=())
-    shape = block.local_shape(0)
-    if layout.flat:
-        size = shape[-2] * shape[-1]
-        if flat and x.numel() % size:
-            y = on_whole_matrices(f, reshard(x, layout, block, axes), block, axes, (*share, *flat))
-            return reshard(y, block, layout, axes)
-        y = _dealt(f, x.view(-1, *shape[-2:]), block, axes, ())
-        return y.flatten()
-    shared = tuple(name for name in share if name in layout.replicated)
-    return _dealt(f, x.reshape(-1, *shape[-2:]), layout, axes, shared).view(x.shape)
+    if flat and (gathered or x.numel() % (local[-2] * local[-1])):
+        gathered, flat = (*gathered, *flat), ()
+    if gathered:
+        x = reshard(x, layout, whole, axes)
+    leading = tuple(a for dim in range(len(layout.shape) - 2) for a in layout.axes(dim) if layout.mesh[a] > 1)
+    shared = tuple(a for a in layout.mesh.names if a in gathered or (a in share and a in layout.replicated))
+    stack = _Stack(x.reshape(-1, *local[-2:]), size, (rows, columns), (*leading, *flat), shared)
+    shape = local if gathered else tuple(x.shape)
+    stacks, back = _split_columns(stack, sizes, layout.mesh.extent(columns.axes), shape)
+    return stacks, (lambda ys: reshard(back(ys), whole, layout, axes)) if gathered else back
 
 
-def _dealt(f: Function, x: torch.Tensor, layout: Layout, axes: Axes | None, shared: tuple[str, ...]) -> torch.Tensor:
-    """`on_whole_matrices` of x[L, m_a, n_b] with one leading dim, which only this rank's matrices make up."""
-    mesh, last = layout.mesh, len(layout.shape) - 1
-    names = [tuple(name for name in layout.axes(dim) if mesh[name] > 1) for dim in (last - 1, last)]
-    splits = [(axes[axis], dim) for dim, axis in zip((1, 2), names, strict=True) if axis]
-    entries = [layout.spec[last - 1], layout.spec[last]]
-    orders = [
-        (dim, entry.sizes(layout.shape[last - 2 + dim]), mesh.extent(axis))
-        for dim, entry, axis in zip((1, 2), entries, names, strict=True)
-        if axis and isinstance(entry, Split)
-    ]
-    count, ways = x.shape[0], mesh.extent((*shared, *names[0], *names[1]))
-    if padding := -count % ways:
-        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding))
-    if shared:
-        x = shard(x, axes[shared], 0)
-    for axis, dim in splits:
-        x = all_to_all(x, axis, split_dim=0, concat_dim=dim)
+def _cut(layout: Layout, dim: int) -> _Cut:
+    entry = layout.spec[dim]
+    axes = tuple(a for a in layout.axes(len(layout.shape) + dim) if layout.mesh[a] > 1)
+    return _Cut(axes, entry.sizes(layout.shape[dim]) if axes and isinstance(entry, Split) else ())
+
+
+def _columns(cut: _Cut, sizes: tuple[int, ...], ways: int) -> list[tuple[int, int, bool]] | None:
+    """How a rank's columns make up parts: [(count, size of a whole part, whether ranks hold pieces of it)], in order.
+
+    None when some part crosses the border of two ranks without being split over all of them.
+
+    >>> _columns(_Cut(("tp",), (8, 4, 4)), (8, 4, 4), 2), _columns(_Cut(("tp",), (8, 4)), (2, 2, 2, 2, 4), 2)
+    ([(1, 8, True), (1, 4, True), (1, 4, True)], [(2, 2, False), (1, 4, True)])
+    """
+    found, sizes = [], list(sizes)
+    if not cut.axes:
+        for size in sizes:
+            same = found and found[-1][1] == size
+            found = [*found[:-1], (found[-1][0] + 1, size, False)] if same else [*found, (1, size, False)]
+        return found
+    for segment in cut.parts or (sum(sizes),):
+        taken = []
+        while sizes and sum(taken) < segment:
+            taken.append(sizes.pop(0))
+        if taken == [segment]:
+            found.append((1, segment, True))
+        elif sum(taken) == segment and len(set(taken)) == 1 and len(taken) % ways == 0:
+            found.append((len(taken) // ways, taken[0], False))
+        else:
+            return None
+    return found
+
+
+def _split_columns(stack: _Stack, sizes, ways: int, shape):
+    """(the stacks of the parts, the function from their results to the leaf of that local shape)."""
+    if sizes is None:
+        return [stack], lambda ys: ys[0].reshape(shape)
+    k, m, _ = stack.x.shape
+    found = _columns(stack.cuts[1], sizes, ways)
+    widths = [count * size // (ways if split else 1) for count, size, split in found]
+    stacks = []
+    for x, (count, size, split) in zip(stack.x.split(widths, -1), found, strict=True):
+        cut, leading = stack.cuts[1], stack.leading
+        if count > 1:  # one stack of count·k matrices
+            x = x.reshape(k, m, count, size).permute(2, 0, 1, 3).reshape(-1, m, size)
+        if not split:
+            cut, leading = _Cut(), (*leading, *cut.axes)
+        cuts = (stack.cuts[0], _Cut(cut.axes))
+        stacks.append(stack._replace(x=x, size=(stack.size[0], size), cuts=cuts, leading=leading))
+
+    def back(ys: list[torch.Tensor]) -> torch.Tensor:
+        columns = []
+        for y, (count, size, _), width in zip(ys, found, widths, strict=True):
+            columns.append(y if count == 1 else y.reshape(count, k, m, size).permute(1, 2, 0, 3).reshape(k, m, width))
+        return (torch.cat(columns, -1) if len(columns) > 1 else columns[0]).reshape(shape)
+
+    return stacks, back
+
+
+# ---- dealing ---------------------------------------------------------------------------------------------------------
+def _dealt(f: Function, stacks: list[torch.Tensor], kinds: list[_Kind], axes: Axes | None) -> list[torch.Tensor]:
+    """f of stacks x[k, m_a, n_b], which only this rank's matrices make up: one exchange for each set of axes, and one
+    back."""
+    if axes is None:
+        return [f(x) for x in stacks]
+    mesh, counts = axes.mesh, [x.shape[0] for x in stacks]
+    stacks = [_padded(x, mesh.extent(kind.axes)) for x, kind in zip(stacks, kinds, strict=True)]
+    stacks = [shard(x, axes[kind.shared], 0) if kind.shared else x for x, kind in zip(stacks, kinds, strict=True)]
+    rounds = list(dict.fromkeys(cut.axes for kind in kinds for cut in kind.cuts if cut.axes))
+    rounds.sort(key=lambda names: [mesh.names.index(name) for name in names])
+    for names in rounds:
+        stacks = _exchanged(stacks, kinds, axes, names, back=False)
+    stacks = [_by_cut(f, x, kind, mesh) for x, kind in zip(stacks, kinds, strict=True)]
+    for names in reversed(rounds):
+        stacks = _exchanged(stacks, kinds, axes, names, back=True)
+    stacks = [all_gather(x, axes[kind.shared], 0) if kind.shared else x for x, kind in zip(stacks, kinds, strict=True)]
+    return [x[:count] if x.shape[0] > count else x for x, count in zip(stacks, counts, strict=True)]
+
+
+def _padded(x: torch.Tensor, ways: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) if (padding := -x.shape[0] % ways) else x
+
+
+def _exchanged(stacks, kinds, axes, names, back):
+    """All stacks that are cut by these axes: rows or columns against matrices, or back."""
+    out = []
+    for x, kind in zip(stacks, kinds, strict=True):
+        for dim, cut in enumerate(kind.cuts, 1):
+            if cut.axes == names:
+                split, concat = (dim, 0) if back else (0, dim)
+                x = all_to_all(x, axes[names], split_dim=split, concat_dim=concat)
+        out.append(x)
+    return out
+
+
+def _by_cut(f: Function, x: torch.Tensor, kind: _Kind, mesh) -> torch.Tensor:
+    """f of matrices whose interleaved dims were put in order."""
+    orders = [(dim, cut.parts, mesh.extent(cut.axes)) for dim, cut in enumerate(kind.cuts, 1) if cut.parts]
     for dim, sizes, n in orders:
         x = _in_order(x, dim, sizes, n)
     x = f(x)
     for dim, sizes, n in orders:
         x = _by_rank(x, dim, sizes, n)
-    for axis, dim in reversed(splits):
-        x = all_to_all(x, axis, split_dim=dim, concat_dim=0)
-    if shared:
-        x = all_gather(x, axes[shared], 0)
-    return x[:count] if padding else x
+    return x
 
 
 def _in_order(x: torch.Tensor, dim: int, sizes: tuple[int, ...], n: int) -> torch.Tensor:

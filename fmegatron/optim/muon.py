@@ -93,6 +93,11 @@ def scale_by_muon(
     layout_of = layouts_by_path(layouts, axes, "muon")
     table = [(whole_segments(pattern), part) for pattern, part in parts]
 
+    def sizes_of(path: str, leaf: torch.Tensor) -> tuple[int, ...] | None:
+        found = next((part for pattern, part in table if pattern.search(path)), 1)
+        layout = layout_of(path, leaf)
+        return None if found == 1 else _sizes(found, (leaf if layout is None else layout).shape[-1], path)
+
     def init(params: Tree) -> Tree:
         def one(path: str, leaf: Any) -> Any:
             if len(leaf.shape) < 2 and not (layouts is not None and layout_of(path, leaf).flat):
@@ -110,16 +115,18 @@ def scale_by_muon(
         new = tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state, updates)
         ahead = tree.map(lambda m, g: momentum * m + (1 - momentum) * g, new, updates) if nesterov else new
 
-        def direction(path: str, u: torch.Tensor) -> torch.Tensor:
-            sizes = next((part for pattern, part in table if pattern.search(path)), 1)
-
-            def of_whole(x: torch.Tensor) -> torch.Tensor:
-                return _by_parts(x, sizes, path, scale, steps, coefficients, eps)
-
-            narrow = u if u.dtype == torch.float64 else u.to(dtype)  # before the exchange: half the bytes
-            return on_whole_matrices(of_whole, narrow, layout_of(path, u), axes, share).to(u.dtype)
-
-        return tree.map_with_path(direction, ahead), new
+        paths, leaves, spec = tree.flatten(ahead)
+        narrow = [u if u.dtype == torch.float64 else u.to(dtype) for u in leaves]  # before the exchange: half the bytes
+        done = on_whole_matrices(
+            lambda x: orthogonalize(x, steps, coefficients, eps),
+            narrow,
+            [layout_of(path, u) for path, u in zip(paths, leaves, strict=True)],
+            axes,
+            share,
+            [sizes_of(path, u) for path, u in zip(paths, leaves, strict=True)],
+            lambda rows, columns: _factor(scale, rows, columns),
+        )
+        return tree.unflatten(spec, [y.to(u.dtype) for y, u in zip(done, leaves, strict=True)]), new
 
     return Transform(init, update)
 
@@ -169,26 +176,15 @@ def fused_parts(layouts: Tree) -> list[tuple[str, Parts]]:
     ]
 
 
-def _by_parts(x, parts, path, scale, steps, coefficients, eps):
-    """`orthogonalize` and scale of each part of the last dim of x[k, in, out]; equal parts in one batch."""
-    columns = x.shape[-1]
+def _sizes(parts: Parts, columns: int, path: str) -> tuple[int, ...]:
+    """The sizes of the parts of a last dim; ValueError where they do not make it up."""
     sizes = (columns // parts,) * parts if isinstance(parts, int) else tuple(parts)
     if sum(sizes) != columns:
         raise ValueError(
             f"muon: {path}: got parts {parts} of a last dim of size {columns}; want sizes that sum to it, or a number"
             " that divides it"
         )
-
-    def one(matrices: torch.Tensor) -> torch.Tensor:
-        factor = _factor(scale, *matrices.shape[-2:])
-        return orthogonalize(matrices, steps, coefficients, eps) * factor
-
-    if len(sizes) == 1:
-        return one(x)
-    if len(set(sizes)) == 1:
-        batch = one(torch.cat(x.split(sizes[0], -1)))
-        return torch.cat(batch.split(x.shape[0]), -1)
-    return torch.cat([one(part) for part in x.split(list(sizes), -1)], -1)
+    return sizes
 
 
 def _factor(scale: str, rows: int, columns: int) -> float:
