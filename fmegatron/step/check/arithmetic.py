@@ -1,4 +1,4 @@
-"""Rules for arithmetic: elementwise ops, contractions, reductions."""
+"""What arithmetic makes of values: elementwise ops, contractions, reductions. The rules of ops are made of these."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from dataclasses import replace
 import torch
 
 from fmegatron.step.check.scope import Scope, line_of
-from fmegatron.step.check.values import UNIFORM, Partial, Value, met, plain, size_of
-
-# How an elementwise op treats pending sums. Any other op that torch tags as pointwise is non-linear: none may come in.
-SAME = frozenset("neg clone contiguous alias detach _to_copy to copy lift_fresh_copy conj positive".split())
-SUM = frozenset("add sub rsub".split())
-PRODUCT = frozenset("mul".split())
-QUOTIENT = frozenset("div".split())
+from fmegatron.step.check.values import UNIFORM, Partial, Value, met, over, size_of
 
 
 def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[Value | None]) -> Value:
@@ -22,12 +16,15 @@ def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[V
     condition, the others as in a sum), "function" (none is). None stands for a number.
     """
     tensors = [v for v in values if v is not None]
-    rank = max(len(v.dims) for v in tensors)
-    dims, clash = [() for _ in range(rank)], frozenset()
+    rank = max([len(v.dims) for v in tensors])
+    dims, clash = [()] * rank, frozenset()
     for v in tensors:
         for d, dim in enumerate(v.dims, rank - len(v.dims)):
             dims[d], bad = met(dims[d], dim)
             clash |= bad
+    clash -= frozenset().union(*[v.drawn for v in tensors])
+    if not clash and all([v.settled for v in tensors]):
+        return Value(tuple(dims))
     out = Value(
         tuple(dims),
         varying=frozenset().union(*(v.varying for v in tensors)),
@@ -60,9 +57,25 @@ def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[V
             scope.find(node, axis, what, "gather the one, or shard the other")
             hurt.add(axis)
     somewhere = vague - {axis for axis in vague if out.shards(axis)}
-    out = replace(out, partial=partial, somewhere=somewhere).without(hurt, tainted=hurt)
+    out = replace(out, partial=partial, somewhere=somewhere, drawn=_drawn(tensors, out, clash))
+    out = out.without(hurt, tainted=hurt)
     # A value that varies has no dim that is known to be sharded over the same axis.
     return out.without(out.varying, varying=out.varying) if out.varying else out
+
+
+def _drawn(tensors: Sequence[Value], out: Value, clash: frozenset[str]) -> dict[str, torch.fx.Node]:
+    """Where the result is still each rank's own draw: not over axes that shard what the draw is as large as."""
+    left = {}
+    for axis, birth in (item for v in tensors for item in v.drawn.items()):
+        mine = [v for v in tensors if axis in v.drawn]
+        others = [v for v in tensors if axis not in v.drawn]
+        if axis in out.varying or axis in out.tainted:
+            continue
+        fits = all(any(size_of(v.dims[d - len(out.dims)]) == size_of(out.dims[d]) for v in mine
+                       if len(v.dims) >= len(out.dims) - d) for d in out.shards(axis))  # fmt: skip
+        if not (fits and any(v.state(axis).startswith("sharded") for v in others)):
+            left[axis] = birth
+    return left
 
 
 def _as_large(value: Value, out: Value) -> bool:
@@ -113,9 +126,10 @@ def contraction(scope: Scope, node: torch.fx.Node, a: Value, b: Value, batch: in
         (*lead, *a.dims[batch:-1], *b.dims[batch + 1 :]), varying=a.varying | b.varying, tainted=a.tainted | b.tainted
     )
     partial, hurt = {}, set()
-    summed = frozenset().union(*(atom.sharded for dim in (k, a.dims[-1], b.dims[batch]) for atom in dim))
+    summed = over(atom for dim in (k, a.dims[-1], b.dims[batch]) for atom in dim)
+    drawn = {**a.drawn, **b.drawn}
     vague, lost = (a.somewhere | b.somewhere) - out.varying - out.tainted, set()
-    for axis in sorted((a.axes() | b.axes()) - out.tainted):
+    for axis in sorted((a.axes() | b.axes()) - out.tainted - set(drawn)):
         pending = [v.partial[axis] for v in (a, b) if axis in v.partial]
         others = [v.state(axis) for v in (a, b) if axis not in v.partial]
         if axis in vague and axis not in a.partial and axis not in b.partial:
@@ -140,13 +154,17 @@ def contraction(scope: Scope, node: torch.fx.Node, a: Value, b: Value, batch: in
             scope.find(node, axis, "both operands are sharded over the same axis, on dims that both stay",
                        f"all_gather one of them over {axis!r} first")  # fmt: skip
             hurt.add(axis)
-    out = out.without(set(partial)) if vague else out
-    return replace(out, partial=partial, somewhere=frozenset(lost)).without(hurt, tainted=hurt)
+    out = out.without(set(partial) if vague else ()).without(drawn)
+    if not (partial or lost or drawn or hurt):
+        return out
+    return replace(out, partial=partial, somewhere=frozenset(lost), drawn=drawn).without(hurt, tainted=hurt)
 
 
 def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] | None, keep: bool, kind: str) -> Value:
     """kind: "sum", "mean", "max" (any, all, amax, ...), or the name of another reduction, which may not cross ranks."""
     gone = {d % max(1, len(x.dims)) for d in dims} if dims else set(range(len(x.dims)))
+    if x.settled and not any(x.dims[d] and over(x.dims[d]) for d in gone if d < len(x.dims)):
+        return Value(tuple([(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone]))
     partial, hurt = dict(x.partial), set()
     for axis in sorted(x.axes() - x.tainted):
         crosses = any(d in gone for d in x.shards(axis)) or (axis in x.somewhere and len(gone) == len(x.dims))
@@ -164,7 +182,7 @@ def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] |
         elif crosses:
             partial[axis] = Partial(kind, node)
     left = [(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone]
-    out = Value(tuple(left), partial, x.varying, x.tainted, x.somewhere - set(partial))
+    out = Value(tuple(left), partial, x.varying, x.tainted, x.somewhere - set(partial), x.drawn)
     # Whether a reduction of some dims crosses a shard that lies on an unknown one is not known: nothing is claimed.
     # (Not so for activations in a backward: weights are what is flattened for an exchange, and an optimizer reduces.)
     unknown = frozenset() if line_of(node).endswith("(backward)") else out.somewhere
@@ -173,28 +191,9 @@ def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] |
 
 def along(scope: Scope, node: torch.fx.Node, x: Value, dim: int, what: str) -> Value:
     """An op that needs the whole of a dim (softmax, sort, cumsum): a finding when it is sharded."""
-    sharded = frozenset().union(*(atom.sharded for atom in x.dims[dim])) if x.dims else frozenset()
+    sharded = over(x.dims[dim]) if x.dims else frozenset()
     hurt = sharded - x.tainted
     for axis in sorted(hurt):
         scope.find(node, axis, f"{what} over a sharded dim", "all_gather it, or work with pmax and psum as in "
                    "vocabulary-parallel cross-entropy")  # fmt: skip
     return x.without(hurt, tainted=hurt)
-
-
-def filled(shape: Sequence[int], constant: float | None) -> Value:
-    """A tensor made inside the step, alike on all ranks and constant along every dim."""
-    return Value(tuple(plain(n, UNIFORM) for n in shape), constant=constant)
-
-
-def counted(shape: Sequence[int], ramp: bool = False) -> Value:
-    """A tensor made inside the step, alike on all ranks, that differs along its dims."""
-    return Value(tuple(plain(n) for n in shape), ramp=ramp)
-
-
-def positions(a: Value | None, b: Value | None) -> Value | None:
-    """arange(n) + n * axis_index is the arange of the whole dim, sharded over the axis; None when it is not that."""
-    for ramp, index in ((a, b), (b, a)):
-        if ramp is not None and index is not None and ramp.ramp and index.index_of and len(ramp.dims) == 1:
-            if index.scale == size_of(ramp.dims[0]):
-                return Value((plain(index.scale, index.index_of),))
-    return None

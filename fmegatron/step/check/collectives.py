@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
 from fmegatron.layout import Mesh
-from fmegatron.step.check.scope import Scope
-from fmegatron.step.check.values import UNIFORM, Atom, Partial, Value, canonical, cut, size_of, stripped
+from fmegatron.step.check.scope import Rule, Rules, Scope, op_name
+from fmegatron.step.check.values import UNIFORM, Atom, Partial, Value, canonical, cut, over, size_of, stripped
+
+OWN = frozenset(("varying", "drawn anew on each rank"))  # states of which `declare` says what they mean
 
 
-def collective(scope: Scope, node: torch.fx.Node, name: str, x: Value, given: dict) -> Value:
-    """The value after a collective; `given`: its other arguments by name."""
+def over_axes(rule: Callable) -> Rule:
+    """A rule(scope, node, name, x, axes, other arguments) for the axes of size > 1; without any, a collective is the
+    identity."""
+
+    def collective(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+        axes = tuple(a for a in given["axes"] if scope.mesh[a] > 1)
+        return rule(scope, node, op_name(node), given["x"], axes, given) if axes else given["x"]
+
+    return collective
+
+
+def axis_index(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """This rank's position: it differs between the ranks of these axes, in a way that indexing knows."""
     axes = tuple(a for a in given["axes"] if scope.mesh[a] > 1)
-    if name == "axis_index":
-        return Value((), varying=frozenset(axes), index_of=axes)
-    if not axes:
-        return x
-    rule = {
-        "psum": _reduced,
-        "pmax": _reduced,
-        "reduce_scatter": _reduced,
-        "all_gather": _gathered,
-        "all_to_all": _exchanged,
-        "ppermute": _permuted,
-        "declare": _declared,
-    }[name]
-    return rule(scope, node, name, x, axes, given)
+    return Value((), varying=frozenset(axes), index_of=axes)
 
 
 def _reduced(scope, node, name, x, axes, given):
@@ -77,10 +79,10 @@ def _gathered(scope, node, name, x, axes, given):
     dim, n = given["dim"], scope.mesh.extent(axes)
     atoms = x.dims[dim]
     first = atoms[0] if atoms else Atom(1, ())
-    held = frozenset().union(*(atom.sharded for atom in atoms)) | x.somewhere
+    held = over(atoms) | x.somewhere
     hurt = set()
     for axis in axes:
-        if axis in x.tainted or axis in x.varying:
+        if axis in x.tainted or axis in x.varying or axis in x.drawn:
             continue
         if axis in x.partial or axis not in held:
             birth = x.partial[axis].birth if axis in x.partial else None
@@ -125,7 +127,7 @@ def _exchanged(scope, node, name, x, axes, given):
     hurt = set()
     for axis in axes:
         held = any(axis in (atom.axes or ()) for atom in x.dims[concat_dim][:1])
-        known = axis not in x.tainted | x.varying | x.somewhere
+        known = axis not in x.tainted | x.varying | x.somewhere and axis not in x.drawn
         if not known or (held and axis not in x.partial):
             continue
         birth = x.partial[axis].birth if axis in x.partial else None
@@ -159,10 +161,10 @@ def _declared(scope, node, name, x, axes, given):
         if state == "replicated" and x.constant != 0:
             scope.find(node, axis, f"declared {kind}, but it does not depend on the rank",
                        "the axis_index in it belongs to another axis?")  # fmt: skip
-        if kind == "partial" and state == "varying":
+        if kind == "partial" and state in OWN:
             out = replace(out.without([axis]), partial={**out.partial, axis: Partial("sum", node)})
     if kind == "sharded":
-        turned = tuple(a for a in axes if x.state(a) in ("varying",) and a not in x.tainted)
+        turned = tuple(a for a in axes if x.state(a) in OWN and a not in x.tainted)
         if turned:
             out = out.without(turned)
             dims, atoms = list(out.dims), out.dims[dim]
@@ -170,3 +172,15 @@ def _declared(scope, node, name, x, axes, given):
             dims[dim] = canonical((Atom(size_of(atoms), before + turned),))
             out = out.with_dims(dims)
     return out
+
+
+RULES: Rules = MappingProxyType(
+    dict.fromkeys(("psum", "pmax", "reduce_scatter"), over_axes(_reduced))
+    | {
+        "all_gather": over_axes(_gathered),
+        "all_to_all": over_axes(_exchanged),
+        "ppermute": over_axes(_permuted),
+        "declare": over_axes(_declared),
+        "axis_index": axis_index,
+    }
+)

@@ -1,8 +1,7 @@
-"""Rules for ops that move elements about: views, permutes, slices, concatenations."""
+"""What views, permutes, slices and concatenations make of values. The rules of ops are made of these (`moves.py`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch
 
 from fmegatron.step.check.arithmetic import elementwise
 from fmegatron.step.check.scope import Scope
-from fmegatron.step.check.values import UNIFORM, Atom, Dim, Value, canonical, plain, size_of, viewed
+from fmegatron.step.check.values import UNIFORM, Atom, Dim, Value, canonical, over, plain, size_of, viewed
 
 
 def reshaped(scope: Scope, node: torch.fx.Node, x: Value, shape: Sequence[int]) -> Value:
@@ -103,7 +102,7 @@ def sliced(scope: Scope, node: torch.fx.Node, x: Value, dim: int, start: int, st
         inner_cuts = frozenset(c - start for c in first.cuts if start < c < stop)
         dims[dim] = (Atom(count, first.axes, inner_cuts, first.inner),)
         return x.with_dims(dims)
-    hurt = frozenset().union(*(atom.sharded for atom in x.dims[dim])) - x.tainted - x.varying
+    hurt = over(x.dims[dim]) - x.tainted - x.varying
     for axis in sorted(hurt):
         scope.find(node, axis, f"takes [{start}:{stop}] of dim {dim}, which is sharded: a piece of every shard",
                    f"all_gather the dim over {axis!r} first, or shard it in parts that meet there")  # fmt: skip
@@ -124,7 +123,7 @@ def pieces(scope: Scope, node: torch.fx.Node, x: Value, dim: int, sizes: Sequenc
 
 def selected(scope: Scope, node: torch.fx.Node, x: Value, dim: int, count: int | None = None) -> Value | list[Value]:
     """One index of a dim (the dim goes), or with `count` all of them, as unbind does."""
-    hurt = frozenset().union(*(atom.sharded for atom in x.dims[dim])) - x.tainted - x.varying
+    hurt = over(x.dims[dim]) - x.tainted - x.varying
     for axis in sorted(hurt):
         scope.find(node, axis, f"takes one index of dim {dim}, which is sharded",
                    f"all_gather the dim over {axis!r} first, or use axis_index and declare")  # fmt: skip
@@ -151,7 +150,7 @@ def concatenated(scope: Scope, node: torch.fx.Node, xs: Sequence[Value], dim: in
     """Values one after another along a dim; sharded pieces make an interleaved dim."""
     vague = frozenset().union(*(x.somewhere for x in xs))
     if vague:  # pieces that are sharded along the dim itself fit those of which it is not known
-        along = [frozenset().union(*(atom.sharded for atom in x.dims[dim])) & vague for x in xs]
+        along = [over(x.dims[dim]) & vague for x in xs]
         xs = [replace(x.without(axes), somewhere=x.somewhere | axes) for x, axes in zip(xs, along, strict=True)]
     bare = [x.with_dims(() if d == dim else a for d, a in enumerate(x.dims)) for x in xs]
     heads = [x.dims[dim][0] if x.dims[dim] else Atom(1, ()) for x in xs]
@@ -194,8 +193,3 @@ def windows(x: Value, dim: int, count: int) -> Value:
     dims = list(x.dims)
     dims[dim] = plain(count)
     return x.with_dims(dims)
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Number of elements."""
-    return math.prod(shape)

@@ -2,14 +2,15 @@
 
 A dim is a row of atoms (major first) whose sizes multiply to its local size, so that views that split and merge dims
 carry what is known along. Over each axis a value is exactly one of: a pending sum (partial), varying (ranks differ in a
-way that no rule knows), sharded on a dim, or replicated.
+way that no rule knows), drawn (each rank drew its own random numbers), sharded on a dim, or replicated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ import torch
 from fmegatron.layout import Layout
 
 UNIFORM = None  # axes of an atom along which the value is constant (from expand, ones, zeros): it fits any other
+NOTHING: Mapping = MappingProxyType({})
+NOWHERE: frozenset[str] = frozenset()
 
 
 class Atom(NamedTuple):
@@ -41,6 +44,8 @@ class Atom(NamedTuple):
     @property
     def sharded(self) -> frozenset[str]:
         """All axes that shard it, or something in it."""
+        if not self.inner and not self.runs:
+            return frozenset(self.axes) if self.axes else NOWHERE
         within = (atom.sharded for dim in (self.inner, *self.runs) for atom in dim)
         return frozenset(self.axes or ()).union(*within)
 
@@ -55,26 +60,42 @@ class Partial(NamedTuple):
     birth: torch.fx.Node | None  # None: it came in so
 
 
-@dataclass(frozen=True)
+def _nothing() -> Mapping:
+    return NOTHING
+
+
+@dataclass(frozen=True, slots=True)
 class Value:
     """dims: see above.  partial: axis -> what is pending.  varying: axes over which ranks differ in an unknown way.
 
     somewhere: axes that shard it on a dim that is not known.  tainted: axes with a finding upstream (later findings on
-    them are suppressed).  constant: the number that all elements are, if known.  index_of, scale: it is `scale` times
-    the `axis_index` of these axes.  ramp: it is arange(n).  data: it is a part of the batch, whose rows may be dealt to
-    ranks and microbatches in any order.
+    them are suppressed).  drawn: axis -> the node at which each rank drew random numbers of its own: right where each
+    rank needs its own (with what is sharded over the axis), wrong in what must be alike on all ranks.  constant: the
+    number that all elements are, if known.  index_of, scale: it is `scale` times the `axis_index` of these axes.  ramp:
+    it is arange(n).  data: it is a part of the batch, whose rows may be dealt to ranks and microbatches in any order.
     """
 
     dims: tuple[Dim, ...]
-    partial: dict[str, Partial] = field(default_factory=dict)
-    varying: frozenset[str] = frozenset()
-    tainted: frozenset[str] = frozenset()
-    somewhere: frozenset[str] = frozenset()
+    partial: Mapping[str, Partial] = field(default_factory=_nothing)
+    varying: frozenset[str] = NOWHERE
+    tainted: frozenset[str] = NOWHERE
+    somewhere: frozenset[str] = NOWHERE
+    drawn: Mapping[str, torch.fx.Node] = field(default_factory=_nothing)
     constant: float | None = None
     index_of: tuple[str, ...] = ()
     scale: int = 1
     ramp: bool = False
     data: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is sharded or replicated over every axis, and its dims say which."""
+        return not (self.partial or self.varying or self.tainted or self.somewhere or self.drawn)
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """All axes that shard a dim that is known."""
+        return over(atom for dim in self.dims for atom in dim)
 
     def shards(self, axis: str) -> list[int]:
         """The dims that the axis shards."""
@@ -86,6 +107,8 @@ class Value:
             return f"partial ({self.partial[axis].kind})"
         if axis in self.varying or axis in self.tainted:
             return "varying"
+        if axis in self.drawn:
+            return "drawn anew on each rank"
         dims = self.shards(axis)
         if dims:
             return f"sharded on dim {dims[0]}"
@@ -93,29 +116,40 @@ class Value:
 
     def axes(self) -> frozenset[str]:
         """The axes over which it is not replicated."""
-        sharded = frozenset().union(*(atom.sharded for dim in self.dims for atom in dim))
-        return sharded | self.varying | self.tainted | self.somewhere | frozenset(self.partial)
+        if self.settled:
+            return self.sharded
+        return self.sharded.union(self.varying, self.tainted, self.somewhere, self.partial, self.drawn)
 
     def with_dims(self, dims: Iterable[Dim]) -> Value:
         """The same knowledge about other dims; no longer an index."""
-        return replace(self, dims=tuple(canonical(dim) for dim in dims), index_of=(), ramp=False)
+        return Value(
+            tuple([canonical(dim) for dim in dims]),
+            *(self.partial, self.varying, self.tainted, self.somewhere, self.drawn, self.constant),
+            data=self.data,
+        )
 
     def without(self, axes: Iterable[str], *, tainted: Iterable[str] = (), varying: Iterable[str] = ()) -> Value:
         """Forget all that is known over `axes`; then mark some as tainted or varying."""
-        gone, kept = frozenset(axes), dict(self.partial)
-        for axis in gone:
-            kept.pop(axis, None)
+        gone = frozenset(axes)
+        if not gone and not tainted and not varying:
+            return self
         dims = tuple(canonical(tuple(_strip(atom, gone) for atom in dim)) for dim in self.dims)
         return replace(
             self,
             dims=dims,
-            partial=kept,
+            partial={axis: pending for axis, pending in self.partial.items() if axis not in gone},
             varying=(self.varying - gone) | frozenset(varying),
             tainted=(self.tainted - gone) | frozenset(tainted),
             somewhere=self.somewhere - gone,
+            drawn={axis: birth for axis, birth in self.drawn.items() if axis not in gone},
             index_of=(),
             ramp=False,
         )
+
+
+def over(atoms: Iterable[Atom]) -> frozenset[str]:
+    """All axes that shard one of the atoms."""
+    return frozenset().union(*[atom.sharded for atom in atoms])
 
 
 def _strip(atom: Atom, axes: frozenset[str]) -> Atom:
@@ -144,6 +178,8 @@ def plain(size: int, axes: tuple[str, ...] | None = ()) -> Dim:
 
 def canonical(dim: Dim) -> Dim:
     """Neighbours that say no more apart than together become one; unsharded atoms of size 1 go."""
+    if len(dim) == 1 and (dim[0].size != 1 or dim[0].sharded):
+        return dim
     out: list[Atom] = []
     for atom in dim:
         if atom.size == 1 and not atom.sharded:
@@ -218,8 +254,8 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[list[Dim], frozen
 
 def met(a: Dim, b: Dim) -> tuple[Dim, frozenset[str]]:
     """One dim of two operands -> (the dim of the result, axes that shard one but not the other)."""
-    if not a or not b:
-        return (a or b), frozenset()
+    if not a or not b or a == b:
+        return (a or b), NOWHERE
     left, right, out, clash = list(a), list(b), [], frozenset()
     while left and right:
         x, y = left.pop(0), right.pop(0)

@@ -8,7 +8,9 @@ and "invariant" of shard_map), applied to backward and optimizer as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,6 @@ from fmegatron.step.check.findings import Report
 from fmegatron.step.check.rules import value_after
 from fmegatron.step.check.scope import Scope
 from fmegatron.step.check.values import Value, value_of
-from fmegatron.step.inline import inline_layers
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace
 
@@ -62,20 +63,13 @@ def check_traced(
 
     data: paths of inputs whose rows may be dealt to ranks and microbatches in any order.
     """
-    scope = Scope(mesh)
-    given, wanted = zip(traced.in_paths, in_layouts, strict=True), zip(traced.out_paths, out_layouts, strict=True)
-    for node in inline_layers(traced.graph_module.graph).nodes:
-        if node.op == "placeholder":
-            path, layout = next(given)
-            scope.values[node] = replace(value_of(layout, node.meta["val"].shape), data=path in data)
-        elif node.op == "output":
-            for source, (path, layout) in zip(node.args[0], wanted, strict=True):
-                _compare(scope, source, path, layout)
-        elif not hasattr(node.target, "_schema") and not node.args:  # a constant of the graph
-            scope.values[node] = _constant(node)
-        else:
-            scope.values[node] = value_after(scope, node)
-            _written(scope, node)
+    scope, graph = Scope(mesh), traced.graph_module.graph
+    shapes = [node.meta["val"].shape for node in graph.find_nodes(op="placeholder")]
+    given = zip(traced.in_paths, in_layouts, shapes, strict=True)
+    arguments = [replace(value_of(layout, shape), data=path in data) for path, layout, shape in given]
+    results = zip(_walk(scope, graph, arguments), traced.outputs, traced.out_paths, out_layouts, strict=True)
+    for value, node, path, layout in results:
+        _compare(scope, value, node, path, layout)
     allow = dict(allow or {})
     kept = tuple(f for f in scope.findings if f.at.split(" ")[0] not in allow)
     silenced = tuple((f, allow[f.at.split(" ")[0]]) for f in scope.findings if f.at.split(" ")[0] in allow)
@@ -92,9 +86,31 @@ def _empty(leaf: Any) -> torch.Tensor:
         return torch.empty(layout.local_shape(0), dtype=layout.dtype, device="cpu")
 
 
-def _constant(node: torch.fx.Node) -> Value:
-    tensor = node.target()
-    return value_of(None, tensor.shape)
+def _walk(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> list[Value]:
+    """The Values that a graph returns. A value is dropped after its last use: many live objects would make Python's
+    garbage collector go through all memory of the process."""
+    values, arguments, uses = scope.values, iter(arguments), Counter()
+    for node in graph.nodes:
+        uses.update(node.all_input_nodes)
+    for node in graph.nodes:
+        if node.op == "output":
+            return [values[source] for source in node.args[0]]
+        if node.op == "placeholder":
+            values[node] = next(arguments)
+        elif node.op == "get_attr":
+            constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
+            values[node] = value_of(None, constant.shape)
+        elif hasattr(node.target, "entry"):  # a compiled layer
+            inner = replace(scope, values={})
+            values[node] = _walk(inner, node.target.entry.graph_module.graph, [values[n] for n in node.args[0]])
+        else:
+            values[node] = value_after(scope, node)
+            _written(scope, node)
+        for source in node.all_input_nodes:
+            uses[source] -= 1
+            if not uses[source]:
+                del values[source]
+    raise AssertionError("graph without an output node")
 
 
 def _written(scope: Scope, node: torch.fx.Node) -> None:
@@ -113,8 +129,7 @@ def _written(scope: Scope, node: torch.fx.Node) -> None:
                 scope.values[other] = value.without(new.axes(), tainted=new.axes())
 
 
-def _compare(scope: Scope, node: torch.fx.Node, path: str, layout: Layout | None) -> None:
-    value = scope.values[node]
+def _compare(scope: Scope, value: Value, node: torch.fx.Node, path: str, layout: Layout | None) -> None:
     want = value_of(layout, node.meta["val"].shape)
     for axis in scope.mesh.names:
         if scope.mesh[axis] == 1 or axis in value.tainted:
@@ -126,8 +141,10 @@ def _compare(scope: Scope, node: torch.fx.Node, path: str, layout: Layout | None
             continue
         if got == "replicated" and node.op == "placeholder":
             continue
-        birth = value.partial[axis].birth if axis in value.partial else None
+        birth = value.partial[axis].birth if axis in value.partial else value.drawn.get(axis)
         while node.target is torch.ops.aten.detach.default:  # of the line that calls the step, not of the step
             node = node.args[0]
         fix = f"psum it over {axis!r}" if axis in value.partial else "look where its gradient or its value comes from"
+        if axis in value.drawn:
+            fix = "draw from a key that is an argument, as a function of global positions"
         scope.find(node, axis, f"the output {path} is {got}, its layout says {wanted}", fix, birth)

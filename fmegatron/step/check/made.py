@@ -1,0 +1,96 @@
+"""Rules for tensors that a step makes itself: constants, counters, random numbers.
+
+Numbers drawn from a generator are each rank's own (`Value.drawn`): a mask for what is sharded may be that, a mask for
+what is replicated makes replicas differ. Random numbers that are a function of a key and of global positions
+(`fold_in`, integer hashes of `axis_index * n + arange`, philox with a seed that is an argument) are no draws: they are
+ordinary arithmetic, and alike wherever key and positions are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import torch
+
+from fmegatron.step.check.arithmetic import elementwise
+from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of
+from fmegatron.step.check.values import UNIFORM, Value, plain
+
+
+def filled(shape: Sequence[int], constant: float | None) -> Value:
+    """A tensor made inside the step, alike on all ranks and constant along every dim."""
+    return Value(tuple(plain(n, UNIFORM) for n in shape), constant=constant)
+
+
+def counted(shape: Sequence[int], ramp: bool = False) -> Value:
+    """A tensor made inside the step, alike on all ranks, that differs along its dims."""
+    return Value(tuple(plain(n) for n in shape), ramp=ramp)
+
+
+def fresh(scope: Scope, node: torch.fx.Node, shape: Sequence[int]) -> Value:
+    """Random numbers of each rank's own."""
+    axes = [axis for axis in scope.mesh.names if scope.mesh[axis] > 1]
+    return Value(tuple(plain(n) for n in shape), drawn=dict.fromkeys(axes, node))
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+def constant(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """zeros, ones_like, full, fill_ ...: one number everywhere; what memory of `empty` holds counts as alike."""
+    name = op_name(node)
+    value = given.get("fill_value", given.get("value", given.get("s")))
+    value = 0 if "zero" in name else 1 if "ones" in name else value
+    return filled(shape_of(node), value if isinstance(value, (int, float)) else None)
+
+
+def counter(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """arange, eye, linspace ...: the same numbers on all ranks."""
+    return counted(shape_of(node), given.get("start", 0) == 0 and given.get("step", 1) == 1 and "n" not in given)
+
+
+def drawn(scope: Scope, node: torch.fx.Node, given: dict) -> Value | None:
+    """rand, randn, randint, randperm: new numbers. None (unproven) for ops whose distribution depends on tensors."""
+    return None if any(isinstance(v, Value) for v in given.values()) else fresh(scope, node, shape_of(node))
+
+
+def drawn_alike(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """rand_like, normal_, uniform_, ...: new numbers in the shape of the argument, whatever it held."""
+    return fresh(scope, node, shape_of(node))
+
+
+def bernoulli(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Draws whose probabilities are the argument."""
+    return elementwise(scope, node, "function", [given["self"], fresh(scope, node, shape_of(node))])
+
+
+def dropout(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+    """native_dropout -> (input times mask, mask)."""
+    mask = fresh(scope, node, node.meta["val"][1].shape)
+    return [elementwise(scope, node, "product", [given["input"], mask]), mask]
+
+
+def dropout_backward(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """The gradient times the mask of the forward."""
+    return elementwise(scope, node, "product", [given["grad_output"], given["mask"]])
+
+
+def philox(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+    """Numbers from a seed and an offset that are tensors: alike wherever these are -> (numbers, next offset)."""
+    source = elementwise(scope, node, "function", [given["seed"], given["offset"]])
+    return [source.with_dims(plain(n) for n in node.meta["val"][0].shape), source]
+
+
+RULES: Rules = MappingProxyType(
+    dict.fromkeys(
+        "full zeros ones empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like zero"
+        " fill scalar_tensor empty_strided new_empty_strided".split(),
+        constant,
+    )
+    | dict.fromkeys("arange iota eye linspace tril_indices triu_indices".split(), counter)
+    | {
+        "bernoulli": bernoulli,
+        "native_dropout": dropout,
+        "native_dropout_backward": dropout_backward,
+        "philox_rand": philox,
+    }
+)

@@ -1,0 +1,145 @@
+"""Rules for ops that move elements about: views, permutes, slices, concatenations, pads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from fmegatron.step.check import shapes
+from fmegatron.step.check.arithmetic import along, elementwise
+from fmegatron.step.check.scope import Rules, Scope, shape_of
+from fmegatron.step.check.values import Value, plain, size_of
+
+
+def view(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """view, reshape; an axis_index stays one when it only gets dims of size 1."""
+    x, shape = given["self"], shape_of(node)
+    out = shapes.reshaped(scope, node, x, shape)
+    return replace(out, index_of=x.index_of) if x.index_of and math.prod(shape) == 1 else out
+
+
+def t(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """The transpose of a matrix; a vector as it is."""
+    return shapes.transposed(given["self"]) if len(given["self"].dims) > 1 else given["self"]
+
+
+def transpose(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Two dims exchanged."""
+    return shapes.transposed(given["self"], given["dim0"], given["dim1"])
+
+
+def permute(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Dims in another order."""
+    return shapes.permuted(given["self"], given["dims"])
+
+
+def unsqueeze(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """A new dim of size 1."""
+    return shapes.unsqueezed(given["self"], given["dim"])
+
+
+def squeeze(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Dims of size 1 removed: all, one, or those listed."""
+    dims = given.get("dim", range(len(given["self"].dims)))
+    return shapes.squeezed(given["self"], [dims] if isinstance(dims, int) else dims)
+
+
+def expand(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Dims of size 1 repeated."""
+    return shapes.expanded(given["self"], shape_of(node))
+
+
+def slice_of(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """x[start:end:step] of one dim."""
+    x, dim = given["self"], given["dim"] % len(given["self"].dims)
+    start, stop, _ = slice(given["start"], given["end"]).indices(size_of(x.dims[dim]))
+    return shapes.sliced(scope, node, x, dim, start, stop, given["step"])
+
+
+def split(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+    """split, split_with_sizes, chunk."""
+    dim = given["dim"] % len(given["self"].dims)
+    return shapes.pieces(scope, node, given["self"], dim, [m.shape[dim] for m in node.meta["val"]])
+
+
+def unbind(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+    """All indices of a dim."""
+    return shapes.selected(scope, node, given["self"], given["dim"] % len(given["self"].dims), len(node.meta["val"]))
+
+
+def select(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """One index of a dim."""
+    return shapes.selected(scope, node, given["self"], given["dim"] % len(given["self"].dims))
+
+
+def slice_backward(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Zeros around the gradient of a slice."""
+    dim = given["dim"] % len(given["input_sizes"])
+    start, stop, _ = slice(given["start"], given["end"]).indices(given["input_sizes"][dim])
+    return shapes.padded(given["grad_output"], given["input_sizes"], dim, start, stop)
+
+
+def select_backward(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Zeros around the gradient of one index."""
+    dim, at = given["dim"] % len(given["input_sizes"]), given["index"]
+    return shapes.padded(given["grad_output"], given["input_sizes"], dim, at, at + 1)
+
+
+def cat(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Pieces along a dim; empty ones are left out."""
+    dim, shapes_of = given["dim"] % len(shape_of(node)), [tuple(n.meta["val"].shape) for n in node.args[0]]
+    pairs = list(zip(given["tensors"], shapes_of, strict=True))
+    pairs = [(x, shape) for x, shape in pairs if math.prod(shape)] or pairs
+    return shapes.concatenated(scope, node, [x for x, _ in pairs], dim, [shape[dim] for _, shape in pairs])
+
+
+def stack(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Values along a new dim."""
+    return shapes.stacked(scope, node, given["tensors"], given["dim"])
+
+
+def pad(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Zeros around whole dims; other constants are no part of a pending sum."""
+    x = given["self"]
+    for i, (before, after) in enumerate(zip(given["pad"][::2], given["pad"][1::2], strict=True)):
+        dim = len(x.dims) - 1 - i
+        if before or after:
+            x = shapes.windows(along(scope, node, x, dim, "a pad"), dim, shape_of(node)[dim])
+    x = replace(x, constant=0 if x.constant == 0 else None)
+    return x if given.get("value", 0) == 0 else elementwise(scope, node, "function", [x])
+
+
+def triangle(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """tril, triu of whole matrices."""
+    x = given["self"]
+    for dim in (-2, -1):
+        x = along(scope, node, x, dim, "a triangle")
+    return replace(x, constant=None).with_dims(
+        dim if i < len(x.dims) - 2 else plain(size_of(dim)) for i, dim in enumerate(x.dims)
+    )
+
+
+RULES: Rules = MappingProxyType(
+    dict.fromkeys("view _unsafe_view reshape _reshape_alias".split(), view)
+    | dict.fromkeys("split split_with_sizes unsafe_split".split(), split)
+    | dict.fromkeys(("tril", "triu"), triangle)
+    | {
+        "t": t,
+        "transpose": transpose,
+        "permute": permute,
+        "unsqueeze": unsqueeze,
+        "squeeze": squeeze,
+        "expand": expand,
+        "slice": slice_of,
+        "unbind": unbind,
+        "select": select,
+        "slice_backward": slice_backward,
+        "select_backward": select_backward,
+        "cat": cat,
+        "stack": stack,
+        "constant_pad_nd": pad,
+    }
+)
