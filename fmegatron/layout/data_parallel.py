@@ -101,6 +101,17 @@ class DataParallel:
         """HSDP with the optimizer's state over both axes: reduce-scatter and all-gather over `outer` once a step."""
         return DataParallel((outer, inner), (inner,), (inner,), (inner, outer))
 
+    @staticmethod
+    def named(name: str) -> DataParallel:
+        """The strategy that a flag names, over dp and fsdp: replicated, zero1, zero2, zero3, hsdp, hybrid.
+
+        Raises ValueError for another name.
+        """
+        known = ("replicated", "zero1", "zero2", "zero3", "hsdp", "hybrid")
+        if name not in known:
+            raise ValueError(f"got the strategy {name!r}, wanted one of {', '.join(known)}")
+        return getattr(DataParallel, name)()
+
     # ---- layouts
 
     def place(self, layout: Layout, whole: tuple[int, ...] = ()) -> Placed:
