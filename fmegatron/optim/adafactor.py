@@ -5,12 +5,13 @@ d -> clip; ε₁ (of the squares) -> eps²; ε₂ -> eps2. torch.optim.Adafactor
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, psum
+from fmegatron.collectives import Axes, psum, reshard
 from fmegatron.layout import Layout
 from fmegatron.optim.adamw import (
     LearningRate,
@@ -46,22 +47,26 @@ def adafactor(
     `factored` selects (by default all but norms and biases) are stacks of matrices [..., m, n], others stacks of
     vectors [..., n]; every rms is that of one matrix or vector, so a stack of layers is updated as its layers would be.
     layouts, axes: of the parameters and Axes(mesh), for sums over the axes that split a matrix; None: all are whole.
+    The rows of a flattened leaf are not to be seen in its ranges: it is gathered to look at it (and only it; a leaf is
+    flattened when none of its dims can be shared out), so that state and steps are the same under every layout.
     `decay` is as in `adamw`. ValueError for values outside of their range.
     """
     if not clip > 0:
         raise ValueError(f"adafactor: clip: got {clip}, want a number above 0, such as 1.0")
     if not eps2 >= 0:
         raise ValueError(f"adafactor: eps2: got {eps2}, want 0 or more, such as 1e-3")
-    layout_of = _dims_of(layouts, axes)
-    selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
+    layout_of = layouts_by_path(layouts, axes, "adafactor")
+    is_matrix = _matrices(layout_of, factored)
 
     def resize(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
         del count
 
         def one(path: str, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            dims = 2 if selects(path) and p.dim() > 1 else min(1, p.dim())
-            size_u, size_p = _rms((u, p), dims, layout_of(path, u), axes)
-            return u * (size_p.clamp(min=eps2) / (size_u / clip).clamp(min=1))
+            layout = layout_of(path, u)
+            opened = _opened(u, layout, axes), _opened(p, layout, axes)
+            dims = 2 if is_matrix(path, u) else min(1, opened[0].dim())
+            size_u, size_p = _rms(opened, dims, layout, axes)
+            return _closed(opened[0] * (size_p.clamp(min=eps2) / (size_u / clip).clamp(min=1)), layout, axes)
 
         return tree.map_with_path(one, updates, params)
 
@@ -85,28 +90,25 @@ def scale_by_factored_rms(
         row[..., m] = b row + (1 - b) mean over n of g²;  col[..., n] = b col + (1 - b) mean over m of g²;  b = 1 - tᶜ
 
     where c = decay_power. Leaves that are not factored (see `adafactor`) have their second moment in "full". row and
-    col lie as the parameter's dims do; a mean over a split dim is one psum over its axes. eps: v and the mean of
-    row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is more than the squares of
-    most gradients of a large model).
+    col lie as the parameter's dims do, whole along axes that flatten it; a mean over a split dim is one psum over its
+    axes. eps: v and the mean of row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is
+    more than the squares of most gradients of a large model).
     """
     if not decay_power < 0:
         raise ValueError(f"adafactor: decay_power: got {decay_power}, want a negative number, such as -0.8")
     if not eps >= 0:
         raise ValueError(f"adafactor: eps: got {eps}, want 0 or more, such as 1e-15")
-    layout_of = _dims_of(layouts, axes)
-    selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
+    layout_of = layouts_by_path(layouts, axes, "adafactor")
+    is_matrix = _matrices(layout_of, factored)
 
     def part(x: Tree, wanted: bool) -> Tree:
-        return tree.map_with_path(
-            lambda path, leaf: leaf if (selects(path) and len(leaf.shape) > 1) == wanted else None, x
-        )
+        return tree.map_with_path(lambda path, leaf: leaf if is_matrix(path, leaf) == wanted else None, x)
 
     def init(params: Tree) -> Tree:
-        tree.map_with_path(layout_of, params)  # for its errors
         matrices = part(params, True)
         state = {
-            "row": tree.map(lambda leaf: _without_dim(leaf, -1), matrices),
-            "col": tree.map(lambda leaf: _without_dim(leaf, -2), matrices),
+            "row": tree.map_with_path(lambda path, leaf: _without_dim(leaf, -1, layout_of(path, leaf)), matrices),
+            "col": tree.map_with_path(lambda path, leaf: _without_dim(leaf, -2, layout_of(path, leaf)), matrices),
             "full": tree.zeros_like(part(params, False)),
         }
         return {name: value for name, value in state.items() if tree.leaves(value)}
@@ -130,41 +132,51 @@ def scale_by_factored_rms(
             new_state["full"] = tree.map(lambda v, g: mixed(v, g * g), state["full"], out)
             out = tree.map(lambda v, g: scaled(g, v), new_state["full"], out)
         if "row" in state:
-            g = part(updates, True)
+            g = tree.map_with_path(lambda path, x: _opened(x, layout_of(path, x), axes), part(updates, True))
             for name, dim in (("row", -1), ("col", -2)):
                 means = tree.map_with_path(
                     lambda path, x, dim=dim: _mean(x * x, dim, layout_of(path, x), axes).squeeze(dim), g
                 )
                 new_state[name] = tree.map(mixed, state[name], means)
             v = tree.map_with_path(estimate, new_state["row"], new_state["col"])
-            out = merge(tree.map(scaled, g, v), out)
+            directions = tree.map_with_path(lambda path, x, v: _closed(scaled(x, v), layout_of(path, x), axes), g, v)
+            out = merge(directions, out)
         return out, new_state
 
     return Transform(init, update)
 
 
-def _dims_of(layouts: Tree | None, axes: Axes | None):
-    """`layouts_by_path` that refuses flattened leaves: their rows and columns are not to be seen."""
-    layout_of = layouts_by_path(layouts, axes, "adafactor")
+def _matrices(layout_of: Callable[[str, Any], Layout | None], factored: Where | None) -> Callable[[str, Any], bool]:
+    """(path, leaf) -> whether its second moment is factored: it is selected, and has two dims or more."""
+    selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
 
-    def one(path: str, leaf: Any) -> Layout | None:
+    def is_matrix(path: str, leaf: Any) -> bool:
         layout = layout_of(path, leaf)
-        if layout is not None and layout.flat:
-            raise ValueError(f"adafactor: {path}: got {layout}, which is flattened; want its dims split instead")
-        return layout
+        return selects(path) and len((leaf if layout is None else layout).shape) > 1
 
-    return one
+    return is_matrix
 
 
-def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int) -> torch.Tensor | ArraySpec:
+def _opened(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
+    """A flattened leaf as the block that was flattened; others as they are."""
+    return reshard(x, layout, layout.replace(flat=()), axes) if layout is not None and layout.flat else x
+
+
+def _closed(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
+    """The inverse of `_opened`; nothing is sent."""
+    return reshard(x, layout.replace(flat=()), layout, axes) if layout is not None and layout.flat else x
+
+
+def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int, layout: Layout | None) -> torch.Tensor | ArraySpec:
     """Zeros in the shape and layout of a leaf without one of its last two dims."""
 
     def rest(items: tuple) -> tuple:
         return items[:-1] if dim == -1 else (*items[:-2], items[-1])
 
     if isinstance(leaf, ArraySpec):
-        return leaf.replace(tree.zeros, shape=rest(leaf.shape), spec=rest(leaf.layout.spec))
-    return leaf.new_zeros(rest(tuple(leaf.shape)))
+        return leaf.replace(tree.zeros, shape=rest(leaf.shape), spec=rest(leaf.layout.spec), flat=())
+    shape = tuple(leaf.shape) if layout is None else layout.replace(flat=()).local_shape(0)
+    return leaf.new_zeros(rest(shape))
 
 
 def _mean(x: torch.Tensor, dim: int, layout: Layout | None, axes: Axes | None) -> torch.Tensor:

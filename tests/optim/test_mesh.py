@@ -1,17 +1,44 @@
 """Every optimizer on meshes: equal to one rank, its checkpoint moves to another mesh bit for bit, check is silent."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.collectives import Axes, psum
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import State, build_train_step, check, state_specs
 from fmegatron.testing import assert_parity, split
 from tests.checkpoint.fake_world import save_all
 from tests.optim.table import DTYPES, ONE, TABLE, assert_same, grads_of, make_params, make_specs, run
 
-MESHES = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=1, tp=1), Mesh(dp=2, fsdp=2, tp=2)]
+FEW = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=1, tp=1)]
+MESHES = [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in FEW), Mesh(dp=2, fsdp=2, tp=2)]
+DATA = ("dp", "fsdp")
+
+
+def flattened(layout):
+    """Over both data axes where the elements can be shared out, whatever the matrices are; else whole."""
+    plain = layout.without(DATA)
+    found = plain.replace(flat=DATA)
+    return found if layout.shape and found.is_even else plain
+
+
+PLACES = {
+    "zero1": lambda layout: DataParallel.zero1().optim_layout(layout.without(DATA)),
+    "zero3": lambda layout: DataParallel.zero3().place(layout, whole=()).optim,
+    "hybrid": lambda layout: DataParallel.hybrid().place(layout, whole=()).optim,
+    "flat": flattened,
+}
+
+
+def kind(layout):
+    """Whether it is flattened (f), has two axes on one dim (2), is split (1) or whole (r), by data axes."""
+    axes = [len(set(layout.axes(dim)) & set(DATA)) for dim in range(len(layout.shape))]
+    return "f" if layout.flat else str(max(axes)) if any(axes) else "r"
+
+
 every_row = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 
 
@@ -19,13 +46,11 @@ def fp64(mesh):
     return make_specs(DTYPES["fp64"], mesh)
 
 
-@every_row
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_sharded_is_plain(row, mesh):
-    """Five updates of parameters and state, from gradients in the parameters' layouts."""
+def assert_sharded_is_plain(row, specs_on, mesh, steps):
+    """Updates of parameters and state, from gradients in the parameters' layouts; specs_on(mesh): where they lie."""
 
     def make_step(mesh):
-        opt = row.make(tree.layouts(fp64(mesh)), Axes(mesh))
+        opt = row.make(tree.layouts(specs_on(mesh)), Axes(mesh))
 
         def step(carry, grads):
             params, state = opt.update(grads, carry["state"], carry["params"])
@@ -33,14 +58,42 @@ def test_sharded_is_plain(row, mesh):
 
         return step
 
-    opt = row.make(tree.layouts(fp64(mesh)), Axes(mesh))
-    layouts = tree.layouts({"params": fp64(mesh), "state": opt.init(fp64(mesh))})
+    opt = row.make(tree.layouts(specs_on(mesh)), Axes(mesh))
+    layouts = tree.layouts({"params": specs_on(mesh), "state": opt.init(specs_on(mesh))})
     params = make_params(DTYPES["fp64"])
     carry = {"params": params, "state": row.make(tree.layouts(fp64(ONE)), Axes(ONE)).init(params)}
     assert_parity(
-        make_step, mesh, carry, lambda i: grads_of(make_params(DTYPES["fp64"]), i), steps=5,
+        make_step, mesh, carry, lambda i: grads_of(make_params(DTYPES["fp64"]), i), steps=steps,
         layouts=(layouts, layouts["params"]), out_layouts=(layouts, {}),
     )  # fmt: skip
+
+
+@every_row
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_sharded_is_plain(row, mesh):
+    assert_sharded_is_plain(row, fp64, mesh, steps=5)
+
+
+@every_row
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_sharded_is_plain_wherever_a_strategy_puts_the_state(row, place):
+    """Layouts O of the ZeRO levels: more dims split, two axes on one dim, flattened leaves."""
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+
+    def specs_on(other):  # the same layouts on the mesh of one rank
+        placed = tree.map(lambda spec: place(spec.layout).replace(mesh=other), fp64(mesh))
+        return tree.map(lambda spec, layout: dataclasses.replace(spec, layout=layout), fp64(mesh), placed)
+
+    assert_sharded_is_plain(row, specs_on, mesh, steps=3)
+
+
+def test_the_strategies_make_all_kinds_of_layouts():
+    """Else the test above would prove less than it says."""
+    mesh, found = Mesh(dp=2, fsdp=2, tp=2), {}
+    for name, place in PLACES.items():
+        layouts = [place(spec.layout) for spec in tree.leaves(fp64(mesh))]
+        found[name] = "".join(sorted({kind(layout) for layout in layouts}))
+    assert found == {"zero1": "12fr", "zero3": "12fr", "hybrid": "1fr", "flat": "fr"}
 
 
 @every_row

@@ -157,7 +157,6 @@ def test_adafactor_is_torchs_layer_by_layer(weight_decay, clip):
 def test_errors_for_people():
     mesh = Mesh(tp=2)
     split = {"w": tree.ArraySpec(Layout((4, 4), torch.float32, mesh, ("tp",)))}
-    flat = {"w": Layout((4, 4), torch.float32, mesh, flat=("tp",))}
     muon = functools.partial(optim.muon, 0.1)
     for make, message in [
         (lambda: muon(momentum=1.0), "momentum: got 1.0"),
@@ -174,7 +173,6 @@ def test_errors_for_people():
         (lambda: optim.adafactor(1e-3, decay_power=0.8), "decay_power: got 0.8"),
         (lambda: optim.adafactor(1e-3, eps=-1.0), "eps: got -1"),
         (lambda: optim.adafactor(1e-3).init(split), "adafactor: w: got .*no layouts"),
-        (lambda: optim.adafactor(1e-3, flat, axes=0).init(split), "adafactor: w: .*flattened"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()
