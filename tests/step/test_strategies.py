@@ -9,7 +9,7 @@ import torch
 from fmegatron import checkpoint, model, optim, tree
 from fmegatron.collectives import Axes, connect, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import build_train_step, compiled_layer, initial_state, jit, placements, state_specs
+from fmegatron.step import build_train_step, check, compiled_layer, initial_state, jit, placements, state_specs
 from fmegatron.testing import Ranks, relative_error, simulate, split
 from tests.checkpoint.fake_world import assert_same_bits, run, save_all, small_sizes
 from tests.step import strategies
@@ -177,6 +177,7 @@ def test_awkward_arrays(name):
     x = torch.randn(8, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows = Layout((8, 7), x.dtype, mesh, (("dp", "fsdp"),))
     ins = tree.layouts(state_specs(specs, optimizer, strategy)), {"x": rows}
+    assert not check(step, *ins, mesh).findings
     sim = simulate(step, mesh, state, {"x": x}, layouts=ins, out_layouts=(ins[0], None))
     sim = sim.again(Ranks(out[0] for out in sim.outputs), {"x": x})
 

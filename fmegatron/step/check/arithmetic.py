@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from fmegatron.step.check.scope import Scope, line_of
-from fmegatron.step.check.values import UNIFORM, Partial, Value, met, over, size_of
+from fmegatron.step.check.scope import Scope, line_of, op_name
+from fmegatron.step.check.values import UNIFORM, Partial, Value, filled, met, over, size_of
 
 
 def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[Value | None]) -> Value:
@@ -22,6 +22,8 @@ def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[V
         for d, dim in enumerate(v.dims, rank - len(v.dims)):
             dims[d], bad = met(dims[d], dim)
             clash |= bad
+    if _is_zero(node, kind, values):
+        return filled([size_of(dim) for dim in dims], 0)
     clash -= frozenset().union(*[v.drawn for v in tensors])
     if not clash and all([v.settled for v in tensors]):
         return Value(tuple(dims))
@@ -61,6 +63,14 @@ def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[V
     out = out.without(hurt, tainted=hurt)
     # A value that varies has no dim that is known to be sharded over the same axis.
     return out.without(out.varying, varying=out.varying) if out.varying else out
+
+
+def _is_zero(node: torch.fx.Node, kind: str, values: Sequence[Value | None]) -> bool:
+    """Whether it is 0 whatever the other factors are: the gradient of an unused parameter, squared or scaled."""
+    factors = {"product": values, "quotient": values[:1]}.get(kind, ())
+    if op_name(node) == "pow" and isinstance(node.args[1], (int, float)) and node.args[1] > 0:
+        factors = values[:1]
+    return any(v is not None and v.constant == 0 for v in factors)
 
 
 def _drawn(tensors: Sequence[Value], out: Value, clash: frozenset[str]) -> dict[str, torch.fx.Node]:
@@ -163,6 +173,8 @@ def contraction(scope: Scope, node: torch.fx.Node, a: Value, b: Value, batch: in
 def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] | None, keep: bool, kind: str) -> Value:
     """kind: "sum", "mean", "max" (any, all, amax, ...), or the name of another reduction, which may not cross ranks."""
     gone = {d % max(1, len(x.dims)) for d in dims} if dims else set(range(len(x.dims)))
+    if x.constant == 0 and kind == "sum":
+        return replace(x, dims=tuple(() if d in gone else dim for d, dim in enumerate(x.dims) if keep or d not in gone))
     if x.settled and not any(x.dims[d] and over(x.dims[d]) for d in gone if d < len(x.dims)):
         return Value(tuple([(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone]))
     partial, hurt = dict(x.partial), set()

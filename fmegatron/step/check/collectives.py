@@ -10,7 +10,7 @@ import torch
 
 from fmegatron.layout import Mesh
 from fmegatron.step.check.scope import Rule, Rules, Scope, op_name
-from fmegatron.step.check.values import UNIFORM, Atom, Partial, Value, canonical, cut, over, size_of, stripped
+from fmegatron.step.check.values import UNIFORM, Atom, Partial, Value, canonical, cut, filled, over, size_of, stripped
 
 OWN = frozenset(("varying", "drawn anew on each rank"))  # states of which `declare` says what they mean
 
@@ -52,7 +52,7 @@ def _reduced(scope, node, name, x, axes, given):
     out = x.without(axes)
     if name == "reduce_scatter":
         out = _scattered(out, given["dim"], axes, scope.mesh.extent(axes))
-    return out
+    return filled([size_of(dim) for dim in out.dims], 0) if x.constant == 0 else out
 
 
 def _scattered(x: Value, dim: int, axes: tuple[str, ...], n: int) -> Value:

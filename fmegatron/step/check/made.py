@@ -15,12 +15,7 @@ import torch
 
 from fmegatron.step.check.arithmetic import elementwise
 from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of
-from fmegatron.step.check.values import UNIFORM, Value, plain
-
-
-def filled(shape: Sequence[int], constant: float | None) -> Value:
-    """A tensor made inside the step, alike on all ranks and constant along every dim."""
-    return Value(tuple(plain(n, UNIFORM) for n in shape), constant=constant)
+from fmegatron.step.check.values import Value, filled, plain
 
 
 def counted(shape: Sequence[int], ramp: bool = False) -> Value:

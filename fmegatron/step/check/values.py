@@ -166,6 +166,11 @@ def stripped(dim: Dim, axes: Iterable[str]) -> Dim:
     return tuple(_strip(atom, frozenset(axes)) for atom in dim)
 
 
+def filled(shape: Sequence[int], constant: float | None) -> Value:
+    """A tensor made inside the step, alike on all ranks and constant along every dim."""
+    return Value(tuple(plain(n, UNIFORM) for n in shape), constant=constant)
+
+
 def size_of(dim: Dim) -> int:
     """Local size of a dim."""
     return math.prod(atom.size for atom in dim)
