@@ -9,7 +9,10 @@ from fmegatron.optim.adamw import (
     scale_by_adam,
     scale_by_learning_rate,
 )
+from fmegatron.optim.blockwise import Blockwise, float8, float16, int8
 from fmegatron.optim.clip import clip, clip_by_global_norm, clip_scale, global_norm, group_norms, joint_norm, top_level
+from fmegatron.optim.compressed import Bfloat16, Float32, NoMaster, Remainder, compressed
+from fmegatron.optim.grids import Dynamic, Floating, Linear
 from fmegatron.optim.groups import Group, grouped, scale_by_rates
 from fmegatron.optim.guard import Spike, skip_nonfinite
 from fmegatron.optim.lion import lion, scale_by_lion
@@ -18,6 +21,7 @@ from fmegatron.optim.matrices import on_whole_matrices
 from fmegatron.optim.muon import fused_parts, is_hidden_matrix, muon, orthogonalize, scale_by_muon
 from fmegatron.optim.mup import mup_init, mup_multipliers
 from fmegatron.optim.optimizer import Optimizer, every_path, optimizer, working_dtype
+from fmegatron.optim.rounding import join_master, positions, random_words, split_master, stochastic_bfloat16
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
 from fmegatron.optim.sgd import accumulate_momentum, sgd
 from fmegatron.optim.transform import (
@@ -32,10 +36,18 @@ from fmegatron.optim.transform import (
 )
 
 __all__ = [
+    "Bfloat16",
+    "Blockwise",
+    "Dynamic",
+    "Float32",
+    "Floating",
     "Group",
     "LearningRate",
+    "Linear",
     "LossScale",
+    "NoMaster",
     "Optimizer",
+    "Remainder",
     "Schedule",
     "Spike",
     "Transform",
@@ -47,15 +59,20 @@ __all__ = [
     "clip",
     "clip_by_global_norm",
     "clip_scale",
+    "compressed",
     "constant",
     "cosine",
     "every_path",
     "fill_absent",
+    "float16",
+    "float8",
     "fused_parts",
     "global_norm",
     "group_norms",
     "grouped",
+    "int8",
     "is_hidden_matrix",
+    "join_master",
     "joint_norm",
     "linear",
     "lion",
@@ -71,6 +88,8 @@ __all__ = [
     "orthogonalize",
     "partition",
     "path_predicate",
+    "positions",
+    "random_words",
     "scale_by_adam",
     "scale_by_factored_rms",
     "scale_by_learning_rate",
@@ -79,7 +98,9 @@ __all__ = [
     "scale_by_rates",
     "sgd",
     "skip_nonfinite",
+    "split_master",
     "stateless",
+    "stochastic_bfloat16",
     "top_level",
     "working_dtype",
     "wsd",

@@ -7,8 +7,9 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.optim import Group, Optimizer
+from fmegatron.optim import Group, Optimizer, compressed
 from fmegatron.tree import ArraySpec, Normal
+from tests.optim.formats import FORMATS, adamw_in, blocks
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,32 @@ TABLE = {
     ),
     "chain-of-chains": Row(_clipped, {"count", "body/adam/m/w", "body/adam/v/w"}, by_leaf=False),
 }
+
+
+def _state(*names: str) -> set[str]:
+    """Paths of the state of "w" when these are stored in blocks."""
+    return {"count"} | {f"{name}/w/{part}" for name in names for part in ("codes", "scale")}
+
+
+def _row(make, rule, state) -> Row:
+    """An optimizer whose state is stored by one rule."""
+    return Row(
+        lambda layouts=None, axes=None: compressed(make(layouts, axes), [rule], layouts, axes), state, True, False
+    )
+
+
+IN_BLOCKS = _state("adam/m", "adam/v")
+COMPRESSED = {
+    f"adamw-{name}": Row(adamw_in(rules), ADAM if name.startswith("bf16") else IN_BLOCKS, state_like_params=False)
+    for name, rules in FORMATS.items()
+}
+COMPRESSED |= {
+    "sgd-int8": _row(TABLE["sgd-momentum"].make, blocks(optim.int8, "momentum"), _state("momentum")),
+    "lion-fp8": _row(TABLE["lion"].make, blocks(optim.float8, "lion"), _state("lion")),
+    "adafactor-bf16": _row(TABLE["adafactor"].make, ("factored", optim.Bfloat16()), TABLE["adafactor"].state),
+    "muon-bf16": _row(muon, ("muon", optim.Bfloat16()), {"count", "muon/w"}),
+}
+EVERY = TABLE | COMPRESSED
 DTYPES = {
     "fp32": [torch.float32] * 4,
     "fp64": [torch.float64] * 4,
@@ -134,4 +161,5 @@ def assert_same(a, b):
     """Bit for bit, by path."""
     assert tree.paths(a) == tree.paths(b)
     for path, x, y in zip(tree.paths(a), tree.leaves(a), tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y), path
+        assert x.dtype == y.dtype and x.shape == y.shape, path
+        assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)), path  # float8 too

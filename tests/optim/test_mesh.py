@@ -11,7 +11,7 @@ from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import State, build_train_step, check, state_specs
 from fmegatron.testing import assert_parity, split
 from tests.checkpoint.fake_world import save_all
-from tests.optim.table import DTYPES, ONE, TABLE, assert_same, grads_of, make_params, make_specs, run
+from tests.optim.table import DTYPES, EVERY, ONE, TABLE, assert_same, grads_of, make_params, make_specs, run
 
 FEW = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=1, tp=1)]
 MESHES = [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in FEW), Mesh(dp=2, fsdp=2, tp=2)]
@@ -39,6 +39,7 @@ def kind(layout):
     return "f" if layout.flat else str(max(axes)) if any(axes) else "r"
 
 
+# What is stored in fewer bytes is float32, and has tests of its own in test_compressed_mesh.
 every_row = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 
 
@@ -96,7 +97,7 @@ def test_the_strategies_make_all_kinds_of_layouts():
     assert found == {"zero1": "12fr", "zero3": "12fr", "hybrid": "1fr", "flat": "fr"}
 
 
-@every_row
+@pytest.mark.parametrize("row", EVERY.values(), ids=EVERY)
 def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
     """Saved by the ranks of one mesh, restored on another mesh and whole: the same bits, and the run goes on alike."""
     dtypes, params = DTYPES["mixed"], make_params(DTYPES["mixed"])
@@ -115,7 +116,10 @@ def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
     assert_same(run(opt, *back, range(3, 5)), run(opt, *half, range(3, 5)))
 
 
-@every_row
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=name, marks=[] if name in TABLE else pytest.mark.slow) for name, row in EVERY.items()],
+)
 def test_the_checker_proves_a_train_step(row):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     specs = make_specs(DTYPES["fp32"], mesh)

@@ -1,0 +1,176 @@
+"""Optimizer state in 8 or 16 bits with a scale for each block: block-wise quantization (Dettmers et al. 2021).
+
+arXiv 2110.02861, section 2.1: a block's values are divided by the largest magnitude in it (absmax), and each becomes
+the nearest code of a grid. The scales are an array with a layout of its own.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.layout import Layout, Split
+from fmegatron.optim.grids import Dynamic, Floating, Grid, Linear
+from fmegatron.tree import ArraySpec
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Codes of a grid and a scale, the largest magnitude, for each block of `block` elements of the last dim.
+
+    block: rows of a leaf [..., n] are cut into blocks, the last one of which may be shorter; one at least as long as
+    the rows gives a scale per row. The scales are the array [..., ⌈n/block⌉], which lies as the leaf does. No result
+    depends on the mesh; in return no edge of a shard may cut a block (ValueError, with a block that fits).
+    fit: where an edge would cut a block, take the longest blocks that fit instead (the greatest common divisor of
+    `block` and what lies between edges). It serves every even layout, but values and the shape of the scales then
+    depend on how the mesh cuts the leaf: its checkpoint is restored onto a mesh that cuts it alike.
+    root: store the square root. For second moments, which are never negative and span twice the orders of magnitude of
+    the first: the codes need no sign, and what is above 0 stays above 0 (a negative value becomes NaN).
+    smallest: leaves of fewer elements (of the global array) stay float32, as in the paper's implementation.
+
+    A block with a NaN or an infinity in it decodes to NaN, so neither is lost. Encoding what was decoded gives the same
+    bits. ValueError for a block of less than 1.
+    """
+
+    grid: Grid
+    block: int = 256
+    root: bool = False
+    smallest: int = 4096
+    fit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.smallest < 0:
+            raise ValueError(f"got {self}, want a block of at least 1 element and smallest >= 0")
+
+    def applies(self, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf of this global shape is stored so."""
+        return math.prod(shape) >= max(1, self.smallest)
+
+    def specs(self, path: str, spec: ArraySpec) -> dict[str, ArraySpec]:
+        """{"codes", "scale"}: specs of what `encode` makes of a leaf. ValueError where a shard's edge cuts a block."""
+        if spec.init != tree.zeros:
+            raise ValueError(f"{path}: starts as {spec.init}, want zeros for a state in blocks; leave it in float32")
+        codes = spec.layout.replace(dtype=self.grid.code_dtype(not self.root))
+        return {"codes": ArraySpec(codes), "scale": ArraySpec(self._scale(path, spec.layout))}
+
+    def encode(self, x: torch.Tensor, layout: Layout | None) -> dict[str, torch.Tensor]:
+        """float32 -> {"codes": in its shape and layout, "scale": float32}.  layout: None for a whole array."""
+        parts = self._cut(x.sqrt() if self.root else x, layout)
+        scale = parts.abs().amax(-1)
+        y = parts / scale.unsqueeze(-1)
+        y = torch.where(scale.unsqueeze(-1) == 0, 0.0, y)
+        codes = self._join(self.grid.encode(y, not self.root), x, layout)
+        return {"codes": codes, "scale": scale.flatten() if _is_flat(layout) else scale}
+
+    def decode(self, stored: dict[str, torch.Tensor], layout: Layout | None) -> torch.Tensor:
+        """The float32 that `encode` was given, up to the precision of the grid."""
+        parts, scale = self._cut(stored["codes"], layout), stored["scale"]
+        y = self.grid.decode(parts, not self.root) * scale.view(parts.shape[:-1]).unsqueeze(-1)
+        return self._join(y * y if self.root else y, stored["codes"], layout)
+
+    # ---- where the blocks are
+
+    def _cut(self, x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """x[..., N] -> y[..., blocks, width], the last block of a row padded with zeros; what is flat becomes rows."""
+        row, width = self._row_and_width(x, layout)
+        if _is_flat(layout) or x.dim() == 0:
+            x = x.reshape(*[-1] * _is_flat(layout), row)
+        if padding := -row % width:
+            wide = x if x.dtype.itemsize > 1 else x.view(torch.uint8)  # torch pads no float8
+            x = torch.nn.functional.pad(wide, (0, padding)).view(x.dtype)
+        return x.view(*x.shape[:-1], x.shape[-1] // width, width)
+
+    def _join(self, parts: torch.Tensor, like: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """The inverse of `_cut`."""
+        row, _ = self._row_and_width(like, layout)
+        x = parts.flatten(-2)
+        return (x[..., :row].contiguous() if x.shape[-1] != row else x).reshape(like.shape)
+
+    def _row_and_width(self, x: torch.Tensor, layout: Layout | None) -> tuple[int, int]:
+        """Elements of a row of the local tensor (of a block, where flat ranges are not whole rows), and of a block."""
+        if layout is None:
+            row = x.shape[-1] if x.dim() else 1
+            return row, min(self.block, row)
+        width, row = self._width("", layout), layout.replace(flat=()).local_shape(0)[-1] if layout.shape else 1
+        return (width if _is_flat(layout) and row % width == 0 else row), width
+
+    def _width(self, path: str, layout: Layout) -> int:
+        """Elements of a block. ValueError where an edge of a shard would cut one."""
+        if not layout.shape:
+            return 1
+        width = min(self.block, layout.shape[-1])
+        last = len(layout.shape) - 1
+        count, between = math.prod(layout.counts[last]), []
+        if count > 1:
+            between += [part // count for part in layout.parts[last]]
+        if layout.flat_counts:
+            shape = layout.replace(flat=()).local_shape(0)
+            length = math.prod(shape) // math.prod(layout.flat_counts)
+            between += [] if length % shape[-1] == 0 else [length, shape[-1]]
+        if between and not layout.is_even:
+            raise ValueError(f"{path}: got {layout}, which is uneven, and edges in rows; want it even, or in Float32()")
+        if any(n % width for n in between):
+            fits = math.gcd(width, *between)
+            if not self.fit:
+                raise ValueError(
+                    f"{path}: got blocks of {width} elements of the last dim of {layout}, but an edge of a shard every"
+                    f" {' and '.join(str(n) for n in dict.fromkeys(between))} elements; want a block that divides them,"
+                    f" such as block={fits}, or fit=True (blocks then depend on the mesh)"
+                )
+            width = fits
+        return width
+
+    def _scale(self, path: str, layout: Layout) -> Layout:
+        """Layout of the scales: that of the leaf, with ⌈n/width⌉ elements for the n of the last dim."""
+        if not layout.shape:
+            return layout.replace(shape=(1,), dtype=torch.float32, spec=(None,))
+        width, entry = self._width(path, layout), layout.spec[-1]
+        if isinstance(entry, Split):
+            parts = layout.parts[-1]
+            aligned = not any(part % width for part in parts)
+            entry = Split(entry.axes, tuple(part // width for part in parts)) if aligned else entry.axes
+        return layout.replace(
+            shape=(*layout.shape[:-1], -(-layout.shape[-1] // width)),
+            dtype=torch.float32,
+            spec=(*layout.spec[:-1], entry),
+        )
+
+
+def in_blocks(node: Any) -> bool:
+    """Whether a node of a state is a leaf that `Blockwise.encode` made."""
+    if not (isinstance(node, dict) and node.keys() == {"codes", "scale"} and isinstance(node["codes"], torch.Tensor)):
+        return False
+    return node["codes"].dtype not in (torch.float32, torch.float64)  # two leaves that happen to have these names
+
+
+def _is_flat(layout: Layout | None) -> bool:
+    return layout is not None and bool(layout.flat)
+
+
+def float8(
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    block: int = 256,
+    root: bool = False,
+    smallest: int = 4096,
+    fit: bool = False,
+) -> Blockwise:
+    """8-bit floating-point codes with a scale per block (`Blockwise`): 1 + 4/block bytes per element."""
+    return Blockwise(Floating(dtype), block, root, smallest, fit)
+
+
+def float16(*, block: int = 256, root: bool = False, smallest: int = 4096, fit: bool = False) -> Blockwise:
+    """float16 codes with a scale per block (`Blockwise`), for its range ends at 6e-8: 2 + 4/block bytes per element."""
+    return Blockwise(Floating(torch.float16), block, root, smallest, fit)
+
+
+def int8(
+    *, block: int = 256, root: bool = False, smallest: int = 4096, fit: bool = False, linear: bool = False
+) -> Blockwise:
+    """8-bit integer codes (uint8 with `root`) with a scale per block (`Blockwise`): 1 + 4/block bytes per element.
+
+    On the dynamic grid of the paper (`Dynamic`), or in equal steps with `linear`.
+    """
+    return Blockwise(Linear() if linear else Dynamic(), block, root, smallest, fit)

@@ -1,0 +1,86 @@
+"""Compressed state on meshes: the same bits as on one rank, and nothing that the checker cannot prove."""
+
+import pytest
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import State, check, state_specs
+from fmegatron.testing import Ranks, simulate, split
+from tests.optim.formats import FORMATS, adamw_in, flat_params, flat_specs
+from tests.optim.table import DTYPES, assert_same, grads_of, make_params, make_specs
+
+QUICK = Mesh(dp=1, fsdp=2, tp=2)
+MORE = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=2, fsdp=1, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
+every_mesh = pytest.mark.parametrize(
+    "mesh", [QUICK, *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE]], ids=str
+)
+every_format = pytest.mark.parametrize("rules", FORMATS.values(), ids=FORMATS)
+FLAT_FORMATS = {
+    "stochastic": [("adam", optim.Bfloat16(stochastic=True)), ("master", optim.NoMaster())],
+    "int8": [("m", optim.int8(block=2, smallest=0)), ("v", optim.int8(block=2, smallest=0, root=True))],
+}
+
+
+def assert_sharded_is_whole(rules, specs, params, mesh, steps=2):
+    """Each rank's parameters and state after some updates are its parts of what one rank has: bit for bit."""
+    layouts = tree.layouts(specs)
+    opt, whole = adamw_in(rules)(layouts, Axes(mesh)), adamw_in(rules)()
+    places = {"params": layouts, "state": tree.layouts(opt.init(specs))}
+    carry = {"params": params, "state": whole.init(params)}
+    parts = split(carry, places)
+    for part in parts:
+        assert_same(opt.init(part["params"]), part["state"])
+
+    def step(carry, grads):
+        new, state = opt.update(grads, carry["state"], carry["params"])
+        return {"params": new, "state": state}
+
+    sim = None
+    for i in range(steps):
+        grads = grads_of(carry["params"], i)
+        if sim is None:
+            sim = simulate(step, mesh, carry, grads, layouts=(places, layouts), out_layouts=places)
+        else:
+            sim = sim.again(Ranks(sim.outputs), grads)
+        carry = dict(zip(("params", "state"), whole.update(grads, carry["state"], carry["params"]), strict=True))
+        for rank, part in enumerate(split(carry, places)):
+            assert_same(sim.outputs[rank], part)
+
+
+@every_format
+@every_mesh
+def test_sharded_is_whole_bit_for_bit(rules, mesh):
+    assert_sharded_is_whole(rules, make_specs(DTYPES["bf16"], mesh), make_params(DTYPES["bf16"]), mesh)
+
+
+@pytest.mark.parametrize("rules", FLAT_FORMATS.values(), ids=FLAT_FORMATS)
+@every_mesh
+def test_flattened_leaves_too(rules, mesh):
+    assert_sharded_is_whole(rules, flat_specs(torch.bfloat16, mesh), flat_params(torch.bfloat16), mesh)
+
+
+def proven(make, specs, mesh):
+    """Check a train step whose gradients are the parameters themselves."""
+    layouts, axes = tree.layouts(specs), Axes(mesh)
+    opt = make(layouts, axes)
+
+    def step(state, batch):
+        params, new = opt.update(state.params, state.opt, state.params)
+        return State(state.step + batch["x"].sum().to(torch.int64) * 0, params, new), {}
+
+    report = check(step, State(*state_specs(specs, opt)), {"x": Layout((2,), torch.float32, mesh)}, mesh)
+    assert not report.findings and not report.unproven, str(report)
+
+
+@every_format
+def test_the_checker_proves_the_update(rules):
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    proven(adamw_in(rules), make_specs(DTYPES["bf16"], mesh), mesh)
+
+
+@pytest.mark.parametrize("rules", FLAT_FORMATS.values(), ids=FLAT_FORMATS)
+def test_the_checker_proves_flattened_leaves(rules):
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    proven(adamw_in(rules), flat_specs(torch.bfloat16, mesh), mesh)
