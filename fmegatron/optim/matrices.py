@@ -179,11 +179,15 @@ def _split_columns(stack: _Stack, sizes, ways: int, shape):
         return [stack], lambda ys: ys[0].reshape(shape)
     k, m, _ = stack.x.shape
     found = _columns(stack.cuts[1], sizes, ways)
+
+    def stacked(count: int, split: bool) -> bool:
+        return count > 1 or bool(stack.cuts[1].axes and not split)
+
     widths = [count * size // (ways if split else 1) for count, size, split in found]
     stacks = []
     for x, (count, size, split) in zip(stack.x.split(widths, -1), found, strict=True):
         cut, leading = stack.cuts[1], stack.leading
-        if count > 1:  # one stack of count·k matrices
+        if stacked(count, split):  # count·k matrices
             x = x.reshape(k, m, count, size).permute(2, 0, 1, 3).reshape(-1, m, size)
         if not split:
             cut, leading = _Cut(), (*leading, *cut.axes)
@@ -192,8 +196,10 @@ def _split_columns(stack: _Stack, sizes, ways: int, shape):
 
     def back(ys: list[torch.Tensor]) -> torch.Tensor:
         columns = []
-        for y, (count, size, _), width in zip(ys, found, widths, strict=True):
-            columns.append(y if count == 1 else y.reshape(count, k, m, size).permute(1, 2, 0, 3).reshape(k, m, width))
+        for y, (count, size, split), width in zip(ys, found, widths, strict=True):
+            if stacked(count, split):
+                y = y.reshape(count, k, m, size).permute(1, 2, 0, 3).reshape(k, m, width)
+            columns.append(y)
         return (torch.cat(columns, -1) if len(columns) > 1 else columns[0]).reshape(shape)
 
     return stacks, back

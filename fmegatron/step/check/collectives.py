@@ -136,13 +136,19 @@ def _exchanged(scope, node, name, x, axes, given):
         hurt.add(axis)
     whole = x.without(axes)
     dims = list(whole.dims)
-    dims[concat_dim] = canonical((Atom(size_of(x.dims[concat_dim]) * n, _left(x.dims[concat_dim], axes)),))
+    dims[concat_dim] = canonical(_whole_again(x.dims[concat_dim], axes, n))
     out = _scattered(whole.with_dims(dims), split_dim, axes, n)
     return out.without(hurt, tainted=hurt) if hurt else out
 
 
-def _left(atoms, axes):
-    return tuple(a for a in (atoms[0].axes or ()) if a not in axes) if atoms else ()
+def _whole_again(atoms, axes, n):
+    """A dim after an exchange that gathers it: what was cut before, if it is known."""
+    first = atoms[0] if atoms else Atom(1, ())
+    left = tuple(a for a in (first.axes or ()) if a not in axes)
+    if first.inner and not left:
+        return first.inner
+    inner = first.inner if first.axes == left + axes else ()
+    return (Atom(size_of(atoms) * n, left, frozenset(), inner),)
 
 
 def _permuted(scope, node, name, x, axes, given):

@@ -11,7 +11,7 @@ import torch
 from fmegatron.step.check import shapes
 from fmegatron.step.check.arithmetic import along, elementwise
 from fmegatron.step.check.scope import Rules, Scope, shape_of
-from fmegatron.step.check.values import Value, plain, size_of
+from fmegatron.step.check.values import UNIFORM, Atom, Value, over, plain, size_of
 
 
 def view(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
@@ -102,11 +102,14 @@ def stack(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
 
 
 def pad(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
-    """Zeros around whole dims; other constants are no part of a pending sum."""
+    """Zeros around whole dims, or behind each shard of a split one; other constants are no part of a pending sum."""
     x = given["self"]
     for i, (before, after) in enumerate(zip(given["pad"][::2], given["pad"][1::2], strict=True)):
         dim = len(x.dims) - 1 - i
-        if before or after:
+        if after > 0 == before and given.get("value", 0) == 0 and over(x.dims[dim]):
+            runs = (x.dims[dim], plain(after, UNIFORM))  # which a slice takes apart again
+            x = x.with_dims((Atom(shape_of(node)[dim], runs=runs),) if d == dim else a for d, a in enumerate(x.dims))
+        elif before or after:
             x = shapes.windows(along(scope, node, x, dim, "a pad"), dim, shape_of(node)[dim])
     x = replace(x, constant=0 if x.constant == 0 else None)
     return x if given.get("value", 0) == 0 else elementwise(scope, node, "function", [x])

@@ -1,0 +1,73 @@
+"""Optimizers that look at matrices, in the decoder's train step under every strategy: proved, and equal to one rank."""
+
+import functools
+
+import pytest
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.step import build_train_step, check, init_state, placements, state_specs
+from fmegatron.testing import assert_parity
+from tests.step import tiny
+
+ONE, MESH = Mesh(dp=1, fsdp=1, tp=1), Mesh(dp=2, fsdp=2, tp=2)
+PARTS = optim.fused_parts(model.layouts(tiny.CONFIG, ONE))
+MAKE = {
+    "muon": functools.partial(optim.muon, 1e-2, parts=PARTS),
+    "muon-heads-shared": functools.partial(optim.muon, 1e-2, parts=[("wqkv", 8)], share=("dp", "fsdp")),
+    "adafactor": functools.partial(optim.adafactor, 1e-2),
+}
+STRATEGIES = {
+    "replicated": DataParallel.replicated(),
+    "zero1": DataParallel.zero1(),
+    "zero2": DataParallel.zero2(),
+    "zero3": DataParallel.zero3(),
+    "hsdp": DataParallel.hsdp(),
+    "hybrid": DataParallel.hybrid(),
+}
+
+
+def make_step(make, strategy, mesh):
+    """(train step, layouts of the state)."""
+    specs, axes = model.specs(tiny.CONFIG, mesh, strategy=strategy), Axes(mesh)
+    layouts = tree.layouts(specs)
+    opt = make(placements(layouts, strategy).optim, axes)
+
+    def loss_fn(params, batch):
+        return model.loss(params, batch, tiny.CONFIG, layouts, axes, model.plain_layer)
+
+    step = build_train_step(loss_fn, opt, layouts, axes, strategy=strategy)
+    return step, tree.layouts(state_specs(specs, opt, strategy)), opt
+
+
+def batch_on(mesh):
+    return tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (("dp", "fsdp"),)), tiny.decoder_batch(rows=8))
+
+
+def quick(*chosen):
+    """Cases (optimizer, strategy): those by default, all others with the slow tests."""
+    return pytest.mark.parametrize(
+        "make, strategy",
+        [
+            pytest.param(make, strategy, id=f"{a}-{b}", marks=[] if (a, b) in chosen else pytest.mark.slow)
+            for a, make in MAKE.items()
+            for b, strategy in STRATEGIES.items()
+        ],
+    )
+
+
+@quick(*((name, strategy) for name in MAKE for strategy in ("zero1", "zero3")), ("muon", "hsdp"))
+def test_check_proves_it(make, strategy):
+    step, state_layouts, _ = make_step(make, strategy, MESH)
+    report = check(step, state_layouts, batch_on(MESH), MESH)
+    assert not report.findings and not report.unproven, str(report)
+
+
+@quick(("muon", "zero3"), ("muon-heads-shared", "zero1"), ("adafactor", "hybrid"))
+def test_ranks_train_as_one(make, strategy):
+    state = init_state(model.init(tiny.CONFIG, ONE, key=0), make_step(make, strategy, ONE)[2])
+    assert_parity(
+        lambda mesh: make_step(make, strategy, mesh)[0], MESH, state, lambda i: tiny.decoder_batch(rows=8, seed=i),
+        layouts=(make_step(make, strategy, MESH)[1], batch_on(MESH)), steps=3,
+    )  # fmt: skip
