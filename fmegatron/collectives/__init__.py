@@ -4,6 +4,7 @@ The only room that calls torch.distributed (start-up and checkpoint agreements i
 """
 
 from fmegatron.collectives.axes import Axes, Axis
+from fmegatron.collectives.coalesced import all_gather_many, psum_many, reduce_scatter_many
 from fmegatron.collectives.ops import (
     all_gather,
     all_to_all,
@@ -16,16 +17,24 @@ from fmegatron.collectives.ops import (
     reduce_scatter,
     shard,
 )
+from fmegatron.collectives.place import FLAT, Place
+from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.reshard import Move, reshard, reshard_moves
 from fmegatron.collectives.symbolic import is_symbolic
+from fmegatron.collectives.wire import Wire
 from fmegatron.collectives.world import World, connect
 
 __all__ = [
     "Axes",
     "Axis",
+    "FLAT",
     "Move",
+    "Place",
+    "Precision",
+    "Wire",
     "World",
     "all_gather",
+    "all_gather_many",
     "all_to_all",
     "axis_index",
     "connect",
@@ -35,7 +44,9 @@ __all__ = [
     "pmax",
     "ppermute",
     "psum",
+    "psum_many",
     "reduce_scatter",
+    "reduce_scatter_many",
     "reshard",
     "reshard_moves",
     "shard",

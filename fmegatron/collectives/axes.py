@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,18 @@ class Axis:
     """One axis, or several joined (major first), without the axes of size 1. Made by `Axes`.
 
     names: the axes of size > 1 that it stands for; empty when every collective over it is the identity.
-    size: number of ranks along it. world: None for the symbolic binding.
+    size: number of ranks along it. world: None for the symbolic binding. sizes: number of ranks along each of `names`.
     """
 
     names: tuple[str, ...]
     size: int
     world: World | None = None
+    sizes: tuple[int, ...] = ()
+
+    def only(self, names: tuple[str, ...]) -> Axis:
+        """The axis of some of its names, in the order given."""
+        sizes = tuple(self.sizes[self.names.index(name)] for name in names)
+        return Axis(tuple(names), math.prod(sizes), self.world, sizes)
 
     def __str__(self) -> str:
         return "+".join(self.names) or "(size 1)"
@@ -51,7 +58,5 @@ class Axes:
         if len(set(names)) != len(names):
             raise ValueError(f"axis named twice in {names}; name each axis once")
         kept = tuple(name for name in names if self.mesh[name] > 1)
-        size = 1
-        for name in kept:
-            size *= self.mesh[name]
-        return Axis(kept, size, self.world)
+        sizes = tuple(self.mesh[name] for name in kept)
+        return Axis(kept, math.prod(sizes), self.world, sizes)

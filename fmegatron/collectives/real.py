@@ -32,12 +32,12 @@ def _c10d():
     return torch.ops._c10d_functional
 
 
-def _by_index(parts, order: Order):
+def by_index(parts, order: Order):
     """From parts in the order of the group to parts in the order of the index."""
     return parts if order is None else [parts[position] for position in order]
 
 
-def _by_position(parts, order: Order):
+def by_position(parts, order: Order):
     """From parts in the order of the index to parts in the order of the group."""
     return parts if order is None else [parts[order.index(position)] for position in range(len(order))]
 
@@ -48,14 +48,14 @@ def all_gather(x: torch.Tensor, group: str, n: int, dim: int, order: Order = Non
     gathered = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), n, group))
     if dim in (0, -x.dim()) and order is None:
         return gathered
-    return torch.cat(_by_index(gathered.chunk(n, 0), order), dim)
+    return torch.cat(by_index(gathered.chunk(n, 0), order), dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: str, n: int, dim: int, order: Order = None) -> torch.Tensor:
     """Sum over the ranks; keep this rank's part of `dim`."""
     ops = _c10d()
     straight = dim in (0, -x.dim()) and order is None
-    rows = x.contiguous() if straight else torch.cat(_by_position(x.chunk(n, dim), order), 0)
+    rows = x.contiguous() if straight else torch.cat(by_position(x.chunk(n, dim), order), 0)
     return ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", n, group))
 
 
@@ -76,11 +76,11 @@ def all_to_all(
 ) -> torch.Tensor:
     """Part j of `split_dim` goes to rank j; what arrives is concatenated on `concat_dim` in rank order."""
     ops = _c10d()
-    parts = torch.stack(_by_position(x.chunk(n, split_dim), order))
+    parts = torch.stack(by_position(x.chunk(n, split_dim), order))
     flat = parts.flatten(0, 1) if parts.dim() > 1 else parts
     sizes = [flat.shape[0] // n] * n
     moved = ops.wait_tensor(ops.all_to_all_single(flat, sizes, sizes, group))
-    return torch.cat(_by_index(moved.view(parts.shape).unbind(0), order), concat_dim)
+    return torch.cat(by_index(moved.view(parts.shape).unbind(0), order), concat_dim)
 
 
 def ppermute(x: torch.Tensor, group: str, n: int, shift: int, order: Order = None) -> torch.Tensor:

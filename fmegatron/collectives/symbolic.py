@@ -6,6 +6,9 @@ A step is traced with these ops. The same graph is then checked, simulated, coun
 
 import torch
 
+from fmegatron.collectives.place import Place
+from fmegatron.collectives.wire import wide
+
 __all__ = ["NAMESPACE", "SYMBOLIC_OPS", "is_symbolic"]
 
 NAMESPACE = "fmegatron"
@@ -38,7 +41,20 @@ def _index(like, axes):
     return like.new_empty((), dtype=torch.int64)
 
 
-# name, arguments after the tensor, shape rule
+def _all_grown(xs, axes, sizes, places):
+    return [x.new_empty(Place.parse(p).whole_shape(x.shape, sizes)) for x, p in zip(xs, places, strict=True)]
+
+
+def _all_shrunk(xs, axes, sizes, places, exact):
+    shapes = [Place.parse(p).shard_shape(x.shape, sizes) for x, p in zip(xs, places, strict=True)]
+    return [x.new_empty(n, dtype=wide(x.dtype) if exact else x.dtype) for x, n in zip(xs, shapes, strict=True)]
+
+
+def _all_same(xs, axes, exact):
+    return [x.new_empty(x.shape, dtype=wide(x.dtype) if exact else x.dtype) for x in xs]
+
+
+# name, arguments after the tensor (of the coalesced ops: the list of tensors), shape rule
 _SCHEMAS = (
     ("all_gather", "str[] axes, int n, int dim", _grown),
     ("reduce_scatter", "str[] axes, int n, int dim", _shrunk),
@@ -48,14 +64,18 @@ _SCHEMAS = (
     ("ppermute", "str[] axes, int n, int shift", _same),
     ("axis_index", "str[] axes", _index),
     ("declare", "str[] axes, str kind, int dim", _same),
+    ("all_gather_many", "str[] axes, int[] sizes, str[] places", _all_grown),
+    ("reduce_scatter_many", "str[] axes, int[] sizes, str[] places, bool exact", _all_shrunk),
+    ("psum_many", "str[] axes, bool exact", _all_same),
 )
 SYMBOLIC_OPS = tuple(name for name, _, _ in _SCHEMAS)
 
 
 def _refuse(name):
     def run(x, axes, *_):
+        shape = tuple((x[0] if isinstance(x, list) else x).shape)
         raise RuntimeError(
-            f"{name} over {'+'.join(axes)} met a real tensor {tuple(x.shape)}, but these axes are symbolic: they "
+            f"{name} over {'+'.join(axes)} met a real tensor {shape}, but these axes are symbolic: they "
             "have no process group. Run the step through fmegatron.step.jit(..., world=connect(mesh)), look at it with "
             "fmegatron.testing.simulate(...), or call it with Axes(mesh, connect(mesh))."
         )
@@ -67,8 +87,9 @@ def _define_ops():
     """Register the ops with torch's dispatcher, the way a C extension would when it is loaded."""
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, arguments, shape_rule in _SCHEMAS:
-        first = "like" if name == "axis_index" else "x"
-        library.define(f"{name}(Tensor {first}, {arguments}) -> Tensor")
+        many = name.endswith("_many")
+        first = "Tensor[] xs" if many else "Tensor like" if name == "axis_index" else "Tensor x"
+        library.define(f"{name}({first}, {arguments}) -> Tensor{'[]' * many}")
         library.impl(name, shape_rule, "Meta")
         for key in ("CPU", "CUDA"):
             library.impl(name, _refuse(name), key)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fmegatron.collectives import Precision
 from fmegatron.layout import Mesh
 
 
@@ -16,7 +17,8 @@ class Config:
     vocab_size: ids that exist. dim: model width. layers. heads, kv_heads: query and key/value heads (heads a multiple
     of kv_heads). ffn_dim: hidden width of the MLP. max_seq: longest sequence, in tokens. tied: the head is the
     embedding. z_loss: coefficient of lse^2 in the loss, 0 for none. param_dtype: of the stored weights. compute_dtype:
-    of matrices and activations in a step (norm weights and statistics, RoPE and the loss are fp32 or wider).
+    of matrices and activations in a step (norm weights and statistics, RoPE and the loss are fp32 or wider). precision:
+    the whole policy of dtypes; where it is given it decides param_dtype and compute_dtype.
     sequence_parallel: between the matrix products of a block, activations are split over tp on the sequence.
     vocab_multiple: the vocabulary is padded to a multiple of this, whatever the mesh; padded columns get no
     probability and no gradient.
@@ -41,6 +43,7 @@ class Config:
     compute_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     vocab_multiple: int = 64
+    precision: Precision | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq", "vocab_multiple"):
@@ -62,10 +65,18 @@ class Config:
             raise ValueError(
                 f"Config.kv_heads: got {self.kv_heads}, wanted a divisor of heads={self.heads}; choose one of {fits}"
             )
+        if self.precision is not None:
+            object.__setattr__(self, "param_dtype", self.precision.param)
+            object.__setattr__(self, "compute_dtype", self.precision.compute)
         for name in ("param_dtype", "compute_dtype"):
             value = getattr(self, name)
             if not isinstance(value, torch.dtype) or not value.is_floating_point:
                 raise ValueError(f"Config.{name}: got {value!r}, wanted a floating dtype such as torch.bfloat16")
+
+    @property
+    def policy(self) -> Precision:
+        """`precision`, or what the two dtypes say where it is not given: gradients are reduced as they are computed."""
+        return self.precision or Precision(self.param_dtype, self.compute_dtype)
 
     @property
     def head_dim(self) -> int:

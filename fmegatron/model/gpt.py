@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, Axis, psum
+from fmegatron.collectives import Axes, Axis, Wire, psum
 from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.model.block import block, norm_weight
 from fmegatron.model.config import Config
@@ -122,19 +122,16 @@ def axis_of(axes: Axes, *names: str) -> Axis:
 
 
 def gather_weights(shards, layouts, config: Config, axes: Axes):
-    """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather an axis.
+    """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather for all.
 
-    The cast comes first, so that the gather moves compute-dtype bytes. Vectors (norm weights) keep their dtype: they
-    are small and their maths is fp32.
-    Transpose: one reduce_scatter, then the cast of the gradient.
+    They travel as `config.policy.wire` says. Vectors (norm weights) keep their dtype: they are small and their maths is
+    fp32; they are in the same buffer nevertheless.
+    Transpose: one reduce_scatter of all gradients, which arrive in the dtype of the shards.
     """
-    shards = tree.map(lambda x: x.to(config.compute_dtype) if x.dim() > 1 else x, shards)
-    for name in reversed(DATA_AXES):  # minor first
-        if name not in axes.mesh:
-            continue
-        shards = nn.gather_tree(shards, layouts, axes[name])
-        layouts = tree.map(lambda layout, name=name: layout.without(name), layouts)
-    return shards
+    policy = config.policy
+    matrix, vector = policy.wire, Wire(None, None, policy.exact)
+    wires = tree.map(lambda layout: matrix if len(layout.shape) > 1 else vector, layouts)
+    return nn.gather_tree(shards, layouts, axis_of(axes, *DATA_AXES), wires)
 
 
 def layer_layout(layout: Layout) -> Layout:

@@ -1,63 +1,57 @@
-"""Gather a small tree of shards over one axis in a single collective (the weights of a layer, before it runs)."""
+"""Gather a small tree of shards over the data axes in a single collective (the weights of a layer, before it runs)."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
 from fmegatron import tree
-from fmegatron.collectives import Axis, all_gather
-from fmegatron.layout import Layout, Split
+from fmegatron.collectives import Axis, Place, Wire, all_gather_many
+from fmegatron.layout import Layout
 
 
-def gather_tree(shards, layouts, axis: Axis):
+def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> Any:  # noqa: B008  a frozen value
     """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves stay as they are.
 
-    `w[D_fsdp, F_tp] -> w[D, F_tp]`, for all leaves at once: local shards are flattened, concatenated (one buffer per
-    dtype), all-gathered once, cut, and laid out again on whichever dim the axis splits, interleaved dims included.
+    `w[D_fsdp, F_tp] -> w[D, F_tp]`, for all leaves at once, whatever their dtypes and wherever the axis splits them:
+    rows, columns, interleaved dims, ranges of the flattened block (which comes back in its own shape). Over joined axes
+    (`axes["dp", "fsdp"]`) leaves that all of them split are gathered at once, on one dim or on several; those that only
+    some of them split are another collective, since gathering what is replicated would send it in vain.
     Transpose: the same path backwards, so one reduce_scatter over `axis` sums and shards all the weights' gradients.
-    `layouts` has the structure of `shards` and says where the axis lies.
+    layouts: has the structure of `shards` and says where the axes lie. wire: a `Wire`, or a tree of them of the same
+    structure: the dtypes in which leaves travel and their gradients are reduced; leaves that stay are cast alike.
     Raises ValueError naming the leaf when a layout is uneven, or when another axis splits the same dim below this one
     (the minor axis must be gathered first).
     """
-    if axis.size == 1:
-        return shards
     paths, leaves, spec = tree.flatten(shards)
-    places = [_place(path, layout, axis) for path, layout in zip(paths, tree.leaves(layouts), strict=True)]
-    for dtype in dict.fromkeys(leaf.dtype for leaf, place in zip(leaves, places, strict=True) if place):
-        mine = [i for i, place in enumerate(places) if place and leaves[i].dtype == dtype]
-        flat = [leaves[i].reshape(-1) for i in mine]
-        whole = all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], axis, 0)
-        pieces = whole.view(axis.size, -1).split([x.numel() for x in flat], 1)
-        for i, piece in zip(mine, pieces, strict=True):
-            leaves[i] = _lay_out(piece.unflatten(1, leaves[i].shape), *places[i])
+    layouts = tree.leaves(layouts)
+    wires = [wire] * len(leaves) if isinstance(wire, Wire) else tree.leaves(wire)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, layout in enumerate(layouts):
+        if layout.flat and not layout.flat_counts:  # flattened over nothing
+            leaves[i] = leaves[i].view(layout.replace(flat=(), unreduced=()).local_shape(0))
+        groups.setdefault(_axes_of(layout, axis), []).append(i)
+    for names, mine in groups.items():
+        places = [_place(paths[i], layouts[i], names) for i in mine]
+        whole = all_gather_many([leaves[i] for i in mine], axis.only(names), places, [wires[i] for i in mine])
+        for i, x in zip(mine, whole, strict=True):
+            leaves[i] = x
     return tree.unflatten(spec, leaves)
 
 
-def _place(path: str, layout: Layout, axis: Axis) -> tuple[int, tuple[int, ...]] | None:
-    """(the dim that the axis splits, local sizes of the dim's parts), or None where the leaf is not sharded over it."""
-    for dim in range(len(layout.shape)):
-        names = tuple(name for name in layout.axes(dim) if layout.mesh[name] > 1)
-        if not set(names) & set(axis.names):
-            continue
-        if names[len(names) - len(axis.names) :] != axis.names:
-            raise ValueError(
-                f"{path}: dim {dim} of {layout} is split over {names}; {axis} can be gathered only as its minor end; "
-                "put it last in the rule"
-            )
-        if not layout.is_even or layout.flat:
-            raise ValueError(
-                f"{path}: {layout} is {'flattened' if layout.flat else 'uneven'}, a gather inside a step wants equal "
-                f"shards of a dim; make the dim a multiple of {layout.mesh.extent(names)}, or do not shard this leaf"
-            )
-        split = layout.spec[dim]
-        parts = split.sizes(layout.shape[dim]) if isinstance(split, Split) else (layout.shape[dim],)
-        return dim, tuple(size // layout.mesh.extent(names) for size in parts)
-    return None
+def _axes_of(layout: Layout, axis: Axis) -> tuple[str, ...]:
+    """The axes to gather a leaf over, in the order of `axis`, or that of the leaf's dims where that is another one."""
+    found = [name for dim in range(len(layout.shape)) for name in layout.axes(dim) if name in axis.names]
+    found += [name for name in layout.flat if name in axis.names]
+    ordered = tuple(name for name in axis.names if name in found)
+    entries = [*(layout.axes(dim) for dim in range(len(layout.shape))), layout.flat]
+    kept = all([n for n in ordered if n in entry] == [n for n in entry if n in ordered] for entry in entries)
+    return ordered if kept else tuple(found)
 
 
-def _lay_out(piece: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
-    """[ranks, *local shape] -> the local shape with `dim` whole; parts of an interleaved dim are joined one by one."""
-    if len(parts) == 1:  # no split: its transpose, a cat of one tensor, has other strides once it is compiled
-        return piece.movedim(0, dim).flatten(dim, dim + 1)
-    return torch.cat([part.movedim(0, dim).flatten(dim, dim + 1) for part in piece.split(list(parts), dim + 1)], dim)
+def _place(path: str, layout: Layout, names: tuple[str, ...]) -> Place | int:
+    if not names:
+        return 0  # only cast
+    try:
+        return Place.of(layout, names)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.collectives import World, is_symbolic, real
+from fmegatron.collectives import World, is_symbolic, real, real_coalesced
 from fmegatron.step.torch_private import make_fx, outside_of_tracing
-from fmegatron.step.trace import symbolic_nodes
+from fmegatron.step.trace import meta_of, symbolic_nodes
 
 __all__ = ["RankInputs", "copy_module", "lower"]
 
@@ -71,17 +71,18 @@ def _axes(node) -> tuple[str, ...]:
 
 def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
     """Replace one node by the nodes that the real binding makes for it; made once per kind of call."""
-    x = node.args[0]
-    value = x.meta["val"]
+    many = isinstance(node.args[0], (list, tuple))
+    given = list(node.args[0]) if many else [node.args[0]]
     rest = node.args[2:]
-    key = (name, axes, rest, value.shape, value.stride(), value.dtype, value.device)
+    key = (name, axes, repr(rest), tuple(meta_of(x.meta["val"]) for x in given))
     if key not in snippets:
         world.group_name(axes)  # real groups, so they are made before fake tensors rule
+        emit = real_coalesced.emit if many else real.emit
         with outside_of_tracing(), torch.no_grad(), fake_mode:
-            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            snippets[key] = make_fx(lambda t: real.emit(name, t, world, axes, *rest))(fake).graph
-    snippet = snippets[key]
-    mapped = {next(n for n in snippet.nodes if n.op == "placeholder"): x}
+            fakes = [torch.empty_strided(*meta[:2], dtype=meta[2], device=meta[3]) for meta in key[-1]]
+            snippets[key] = make_fx(lambda *ts: emit(name, list(ts) if many else ts[0], world, axes, *rest))(*fakes)
+    snippet = snippets[key].graph
+    mapped = dict(zip(snippet.find_nodes(op="placeholder"), given, strict=True))
     with graph.inserting_before(node):
         for inner in snippet.nodes:
             if inner.op in ("placeholder", "output"):
@@ -90,4 +91,9 @@ def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
             copy.meta["at"] = node.meta.get("at", "?")
             mapped[inner] = copy
     result = snippet.output_node().args[0]
-    node.replace_all_uses_with(mapped[result])
+    if not many:
+        node.replace_all_uses_with(mapped[result])
+        return
+    for user in list(node.users):  # operator.getitem, and nothing else takes a list apart
+        user.replace_all_uses_with(mapped[result[user.args[1]]])
+        graph.erase_node(user)

@@ -11,7 +11,8 @@ import operator
 import torch
 from torch import fx
 
-from fmegatron.collectives import is_symbolic
+from fmegatron.collectives import Place, is_symbolic
+from fmegatron.collectives.wire import wide
 from fmegatron.layout import Mesh
 
 __all__ = ["interpret"]
@@ -40,6 +41,24 @@ def _on_a_group(name: str, xs: list[torch.Tensor], n: int = 1, dim=0, split_dim=
     raise AssertionError(f"no simulation of {name}")
 
 
+def _on_a_group_of_lists(name: str, xs: list[list], sizes=(), places=(), exact=False) -> list[list]:
+    """The coalesced collectives: tensor by tensor, what a list changes is not what is computed."""
+    out = []
+    for i, column in enumerate(zip(*xs, strict=True)):
+        column = [x.to(wide(x.dtype)) for x in column] if exact else list(column)
+        place = Place.parse(places[i]) if places else None
+        match name:
+            case "psum_many":
+                out.append([_sum(column)] * len(column))
+            case "all_gather_many":
+                out.append([place.whole(torch.stack(column), sizes).contiguous()] * len(column))
+            case "reduce_scatter_many":
+                out.append([piece.clone() for piece in place.pieces(_sum(column), sizes).unbind(0)])
+            case _:
+                raise AssertionError(f"no simulation of {name}")
+    return [list(row) for row in zip(*out, strict=True)]
+
+
 def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names[1:], node.args[1:], strict=False)) | node.kwargs
@@ -52,9 +71,10 @@ def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
     out = list(values)
     done = {}  # groups that hold the same tensors compute once
     for ranks in mesh.groups(axes):
-        key = tuple(id(values[r]) for r in ranks)
+        many = isinstance(values[0], list)
+        key = tuple(id(x) for r in ranks for x in (values[r] if many else [values[r]]))
         if key not in done:
-            done[key] = _on_a_group(name, [values[r] for r in ranks], **given)
+            done[key] = (_on_a_group_of_lists if many else _on_a_group)(name, [values[r] for r in ranks], **given)
         for rank, y in zip(ranks, done[key], strict=True):
             out[rank] = y
     return out
@@ -120,7 +140,12 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
             if node.op == "placeholder":
                 out = next(given)
             elif collective:
-                out = _communicate(collective, node, values[node.args[0]], mesh)
+                given_to = node.args[0]
+                if isinstance(given_to, (list, tuple)):  # per rank a list
+                    column = [[values[n][rank] for n in given_to] for rank in range(mesh.size)]
+                else:
+                    column = values[given_to]
+                out = _communicate(collective, node, column, mesh)
             else:
                 out = _compute(node, values, mesh.size, share=node not in written)
             if node in written and (node.op == "placeholder" or collective and collective != "declare"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fmegatron.collectives import Axes, connect
-from fmegatron.collectives.real import _by_index, _by_position
+from fmegatron.collectives.real import by_index, by_position
 from fmegatron.layout import Mesh
 from fmegatron.testing import Ranks, simulate
 from tests.collectives.definitions import AXES, CASES, inputs, make_step
@@ -35,8 +35,8 @@ def test_bits_of_simulated_ranks(ranks, mesh):
 def test_positions_in_a_group_and_indices_along_its_axes():
     """An order that is not its own inverse, which needs more than 4 ranks: index i stands at position order[i]."""
     order, parts = (1, 2, 0), ["of index 0", "of index 1", "of index 2"]
-    placed = _by_position(parts, order)
-    assert [placed[position] for position in order] == parts == _by_index(placed, order)
+    placed = by_position(parts, order)
+    assert [placed[position] for position in order] == parts == by_index(placed, order)
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool)

@@ -1,0 +1,171 @@
+"""One collective for a list of tensors, whatever their shapes and dtypes: differentiable, one node in a graph.
+
+The type of each tensor is that of the single op; what the list adds is that all travel in one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fmegatron.collectives import real_coalesced
+from fmegatron.collectives.axes import Axis
+from fmegatron.collectives.place import Place
+from fmegatron.collectives.wire import Wire, wide
+
+__all__ = ["all_gather_many", "psum_many", "reduce_scatter_many"]
+
+
+# ---- what a call emits -----------------------------------------------------------------------------------------------
+def _emit(name: str, xs: list[Tensor], axis: Axis, *arguments) -> list[Tensor]:
+    if not xs:
+        return []
+    if axis.world is None:
+        return getattr(torch.ops.fmegatron, name)(xs, axis.names, *arguments)
+    return real_coalesced.emit(name, xs, axis.world, axis.names, *arguments)
+
+
+def _gather(xs, axis, places):
+    return _emit("all_gather_many", xs, axis, list(axis.sizes), [str(p) for p in places])
+
+
+def _require_sums(xs: Sequence[Tensor], exact: bool, what: str) -> None:
+    for x in xs:
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1 and not exact:
+            raise ValueError(f"{what}: {x.dtype} has no sums; cast it (Wire(reduce=torch.bfloat16)), or pass exact=True")
+
+
+def _scatter(xs, axis, places, exact):
+    _require_sums(xs, exact, f"reduce_scatter_many over {axis}")
+    return _emit("reduce_scatter_many", xs, axis, list(axis.sizes), [str(p) for p in places], exact)
+
+
+# ---- the pairs of an op and its transpose ----------------------------------------------------------------------------
+class _AllGatherMany(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis, places, wires, *xs):
+        ctx.axis, ctx.places, ctx.wires, ctx.dtypes = axis, places, wires, [x.dtype for x in xs]
+        sent = [x if wire.gather is None else x.to(wire.gather) for x, wire in zip(xs, wires, strict=True)]
+        return tuple(_gather(sent, axis, places))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        out: list[Tensor | None] = [None] * len(gs)
+        trained = [i for i in range(len(gs)) if ctx.needs_input_grad[3 + i]]
+        # Exact and plain sums are two kinds of reduction; one wire for all makes one collective.
+        for exact in (False, True):
+            mine = [i for i in trained if ctx.wires[i].exact == exact]
+            sent = [gs[i] if ctx.wires[i].reduce is None else gs[i].to(ctx.wires[i].reduce) for i in mine]
+            for i, g in zip(mine, _scatter(sent, ctx.axis, [ctx.places[i] for i in mine], exact), strict=True):
+                out[i] = g.to(ctx.dtypes[i])
+        return None, None, None, *out
+
+
+class _ReduceScatterMany(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis, places, exact, *xs):
+        ctx.axis, ctx.places, ctx.dtypes = axis, places, [x.dtype for x in xs]
+        return tuple(_scatter(list(xs), axis, places, exact))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        sent = [g.to(dtype) for g, dtype in zip(gs, ctx.dtypes, strict=True)]
+        return None, None, None, *_gather(sent, ctx.axis, ctx.places)
+
+
+class _PsumMany(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis, exact, *xs):
+        ctx.dtypes = [x.dtype for x in xs]
+        return tuple(_emit("psum_many", list(xs), axis, exact))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        return None, None, *(g.to(dtype) for g, dtype in zip(gs, ctx.dtypes, strict=True))
+
+
+# ---- the public functions --------------------------------------------------------------------------------------------
+def _places(xs: Sequence[Tensor], axis: Axis, dims: Sequence[int | Place], what: str) -> list[Place]:
+    if len(dims) != len(xs):
+        raise ValueError(f"{what}: got {len(xs)} tensors and {len(dims)} dims; give one dim (or Place) for each tensor")
+    out = []
+    for x, dim in zip(xs, dims, strict=True):
+        if isinstance(dim, int):
+            if not -x.dim() <= dim < x.dim():
+                raise ValueError(f"{what}: dim {dim} of a tensor with shape {tuple(x.shape)}; give a dim of it")
+            dim = Place((dim % x.dim(),) * len(axis.names))
+        if len(dim.dims) != len(axis.names):
+            raise ValueError(f"{what} over {axis}: got the place {dim} for {len(dim.dims)} axes; name each axis's dim")
+        out.append(dim)
+    return out
+
+
+def all_gather_many(
+    xs: Sequence[Tensor],
+    axis: Axis,
+    dims: Sequence[int | Place],
+    wire: Wire | Sequence[Wire] = Wire(),  # noqa: B008  a frozen value
+) -> list[Tensor]:
+    """`x[S_a] -> x[S]` for each tensor, in one collective; transpose: one reduce_scatter_many over a on the same dims.
+
+    dims: per tensor the dim that the axis splits (joined axes: major first), or a `Place` for interleaved dims, flat
+    shards, and joined axes that split different dims. The transpose leaves out tensors that need no gradient.
+    wire: for all tensors or one for each: dtypes on the way there and back (with `exact` for some of the tensors only,
+    the transpose is two collectives). The gradient that arrives has the tensor's own dtype.
+    Over an axis of size 1 only the casts remain. Raises ValueError for a place that does not fit its tensor.
+    """
+    wires = [wire] * len(xs) if isinstance(wire, Wire) else list(wire)
+    if axis.size == 1:
+        return [_cast(x, w) for x, w in zip(xs, wires, strict=True)]
+    places = _places(xs, axis, dims, "all_gather_many")
+    for x, place in zip(xs, places, strict=True):
+        place.check(place.whole_shape(x.shape, axis.sizes), axis.sizes, f"all_gather_many over {axis}")
+    return list(_AllGatherMany.apply(axis, places, wires, *xs)) if xs else []
+
+
+class _Cast(torch.autograd.Function):
+    """What a wire does where nothing is sent: the same roundings, there and back."""
+
+    @staticmethod
+    def forward(ctx, x, wire):
+        ctx.dtype, ctx.reduce = x.dtype, wire.reduce
+        return x.to(wire.gather) if wire.gather is not None else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g if ctx.reduce is None else g.to(ctx.reduce)).to(ctx.dtype), None
+
+
+def _cast(x: Tensor, wire: Wire) -> Tensor:
+    return x if wire.gather in (None, x.dtype) and wire.reduce in (None, x.dtype) else _Cast.apply(x, wire)
+
+
+def reduce_scatter_many(
+    xs: Sequence[Tensor], axis: Axis, dims: Sequence[int | Place], exact: bool = False
+) -> list[Tensor]:
+    """`x[S]{U_a} -> x[S_a]` for each tensor, in one collective; transpose: one all_gather_many on the same dims.
+
+    exact: what has less than 32 bits is sent as it is, summed in fp32 and returned in fp32. Several dtypes, or exact:
+    an all_to_all of bytes and local sums in the order of the ranks; the bytes are those of a reduce-scatter.
+    Raises ValueError for a place that does not fit its tensor, dims that do not divide included.
+    """
+    if axis.size == 1:
+        return [x.to(wide(x.dtype)) if exact else x for x in xs]
+    places = _places(xs, axis, dims, "reduce_scatter_many")
+    for x, place in zip(xs, places, strict=True):
+        place.check(x.shape, axis.sizes, f"reduce_scatter_many over {axis}")
+    return list(_ReduceScatterMany.apply(axis, places, exact, *xs)) if xs else []
+
+
+def psum_many(xs: Sequence[Tensor], axis: Axis, exact: bool = False) -> list[Tensor]:
+    """`x{U_a} -> x` for each tensor, together; transpose: identity (see `psum`).
+
+    One all_reduce where all have one dtype. exact (as in `reduce_scatter_many`), or several dtypes: a reduce-scatter of
+    bytes by all_to_all and an all-gather of the sums; one all-gather and local sums where that sends no more or little.
+    """
+    if axis.size == 1:
+        return [x.to(wide(x.dtype)) if exact else x for x in xs]
+    _require_sums(xs, exact, f"psum_many over {axis}")
+    return list(_PsumMany.apply(axis, exact, *xs)) if xs else []

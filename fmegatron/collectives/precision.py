@@ -1,0 +1,87 @@
+"""Which dtype each kind of value has in a run: at rest, in the maths, on the wire, in sums, in the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron.collectives.wire import Wire
+
+__all__ = ["Precision"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A policy of dtypes.
+
+    param: of weights at rest. compute: of matrices and activations in a step. gather: of weights on the wire; None: as
+    they are computed with. reduce: of gradients on the wire; None: as the backward makes them. exact: gradients of less
+    than 32 bits are summed in fp32 though they travel as they are (`Wire`). accumulate: in which microbatches are added
+    up. master: of the optimizer's copies of narrower weights; None: no copies. moments: how the optimizer stores its
+    moments, a value of `optim`; None: in full.
+    ValueError for dtypes that are no floating ones, or in which nothing can be computed or summed.
+
+    >>> Precision.bf16().wire
+    Wire(gather=torch.bfloat16, reduce=torch.float32, exact=False)
+    """
+
+    param: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    gather: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    exact: bool = False
+    accumulate: torch.dtype = torch.float32
+    master: torch.dtype | None = torch.float32
+    moments: Any = None
+
+    def __post_init__(self):
+        for name in ("param", "compute", "gather", "reduce", "accumulate", "master"):
+            dtype = getattr(self, name)
+            if dtype is None and name in ("gather", "reduce", "master"):
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(
+                    f"Precision.{name}: got {dtype!r}, wanted a floating dtype such as torch.bfloat16"
+                    + (", or None" if name in ("gather", "reduce", "master") else "")
+                )
+            if dtype.itemsize < 2 and name in ("compute", "accumulate", "master"):
+                raise ValueError(f"Precision.{name}: got {dtype}, in which nothing is added up; wanted 16 bits or more")
+        if self.accumulate.itemsize < 4:
+            raise ValueError(
+                f"Precision.accumulate: got {self.accumulate}, wanted torch.float32 or wider: sums of microbatches in "
+                "16 bits lose whole gradients"
+            )
+        self.wire  # noqa: B018  checks gather, reduce and exact
+
+    @property
+    def wire(self) -> Wire:
+        """How weights travel when they are gathered, and their gradients when they are reduced."""
+        return Wire(self.gather or self.compute, self.reduce, self.exact)
+
+    # ---- the usual ones
+
+    @staticmethod
+    def fp32(**changes: Any) -> Precision:
+        """Everything in fp32."""
+        return Precision(**changes)
+
+    @staticmethod
+    def fp64(**changes: Any) -> Precision:
+        """Everything in fp64: for proofs of equality."""
+        wide = torch.float64
+        return dataclasses.replace(Precision(wide, wide, accumulate=wide, master=wide), **changes)
+
+    @staticmethod
+    def bf16(**changes: Any) -> Precision:
+        """fp32 weights, bf16 matrices and activations; weights travel in bf16, gradients are reduced in fp32."""
+        policy = Precision(compute=torch.bfloat16, gather=torch.bfloat16, reduce=torch.float32)
+        return dataclasses.replace(policy, **changes)
+
+    @staticmethod
+    def bf16_wire(**changes: Any) -> Precision:
+        """As bf16, and gradients travel in bf16 too; they are summed in fp32: half the bytes of `bf16`, the same sums
+        of the same terms."""
+        return dataclasses.replace(Precision.bf16(reduce=torch.bfloat16, exact=True), **changes)
