@@ -28,7 +28,7 @@ class Place:
     """dims: per axis the dim that it splits (axes on one dim: major first), or FLAT.
 
     interleaved, parts: a dim that consists of parts which are split one by one, and their sizes in the shard; -1 and ()
-    for none. block: of a shard that is flattened, the shape of its block before that, local to all axes that are not FLAT.
+    for none. block: of a flattened shard, the shape of its block before that, local to all axes that are not FLAT.
 
     A whole tensor is made up of `n` shards, n the product of the `sizes` of the axes, in the order of the joined index:
 
@@ -52,9 +52,12 @@ class Place:
         order, and where ranges of the flattened block would remain after a dim is gathered.
         """
         if not layout.is_even:
+            ways = [layout.mesh.extent(layout.axes(d)) for d in range(len(layout.shape))]
+            cut = [n for parts, n in zip(layout.parts, ways, strict=True) if any(part % n for part in parts)]
             raise ValueError(
-                f"{layout} is uneven, a gather inside a step wants equal shards; make its dims multiples of the axes "
-                f"that split them (all together {layout.mesh.extent(layout.sharded)}), or do not shard this leaf"
+                f"{layout} is uneven, a gather inside a step wants equal shards; make the "
+                f"{'dim' if cut else 'block'} a multiple of {cut[0] if cut else layout.mesh.extent(layout.flat)}, or "
+                "do not shard this leaf"
             )
         rank, flat = len(layout.shape), _big(layout, layout.flat)
         held = {d: _big(layout, layout.axes(d)) for d in range(rank)} | {FLAT: flat}
@@ -157,7 +160,7 @@ class Place:
         return self._by_parts(in_place, x, self.parts, len(rest), 0)
 
     def pieces(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The whole -> [n, *shard], of which row i is the shard of the rank with index i; a view where it can be one."""
+        """The whole -> [n, *shard]: row i is the shard of the rank with index i; a view where it can be one."""
         k = len(sizes)
         flat, rest = self.axes_on(FLAT), [j for j in range(k) if self.dims[j] != FLAT]
 

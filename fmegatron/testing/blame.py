@@ -8,6 +8,7 @@ nothing although those of all its inputs do.
 from __future__ import annotations
 
 import difflib
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,23 @@ _LOOKS = frozenset(
 _KEEPS = _LOOKS | {"_to_copy", "index_select"}
 
 
+def _is_item(node):
+    """Whether a node is one of the results of a coalesced collective."""
+    return node.target is operator.getitem and is_symbolic(node.args[0].target) is not None
+
+
+def _sources(node):
+    """The inputs of a node; of a result of a coalesced collective just the tensor that became it."""
+    return [node.args[0].args[0][node.args[1]]] if _is_item(node) else node.all_input_nodes
+
+
+def _call(node):
+    """The node that says what is done: for a result of a coalesced collective, that collective."""
+    return node.args[0] if _is_item(node) else node
+
+
 def _name(node):
+    node = _call(node)
     name = getattr(node.target, "__name__", str(node.target))
     return name.split(".")[0] if node.op == "call_function" else node.meta.get("path", node.name)
 
@@ -182,6 +199,9 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     twins = {a: [b] for a, b in zip(*placeholders, strict=True)}
     for node in many.nodes:
         if node.op != "call_function":
+            continue
+        if _is_item(node):  # of a coalesced collective: it stands for the tensor that went in
+            twins[node] = twins.get(_sources(node)[0], [])
             continue
         collective = is_symbolic(node.target)
         guesses = [first_guess[node]] if node in first_guess else []
@@ -232,7 +252,7 @@ def _collect(many, judged, wrong):
         node = todo.pop()
         if node not in reached and judged[node].how is None:
             reached.add(node)
-            todo += node.all_input_nodes
+            todo += _sources(node)
     findings = []
     for node in many.nodes:
         if node in reached and judged[node].state == "lost":
@@ -251,7 +271,7 @@ def _judge_all(many, values, reference, mesh, parts, twins, strict=True):
     for node in many.nodes:
         if node.op != "output":
             candidates = [t for t in twins.get(node, ()) if isinstance(reference[t][0], torch.Tensor)]
-            before = {judged[n].state for n in node.all_input_nodes}
+            before = {judged[n].state for n in _sources(node)}
             how, twin = None, None
             if isinstance(values[node][0], torch.Tensor):
                 how, twin = _find_twin(values[node], candidates, reference, mesh, parts, seen, before)
@@ -276,7 +296,9 @@ def _find_twin(mine, candidates, reference, mesh, parts, seen, before):
 
 
 def _judge(node, judged, before, how, twin, candidates, strict):
-    collective = is_symbolic(node.target) if node.op == "call_function" else None
+    collective = is_symbolic(_call(node).target) if node.op == "call_function" else None
+    if collective and collective.endswith("_many") and not _is_item(node):
+        return _Judged("good")  # a list: its items are judged
     if collective == "axis_index":
         return _Judged("unknown")
     if how is not None or not before:  # no inputs: an argument, or a constant of the graph
@@ -285,7 +307,7 @@ def _judge(node, judged, before, how, twin, candidates, strict):
         return _Judged("bad")
     if collective or _ends_shard(node):
         # Its twin is that of its input, so it can be judged where the input has one, or had one before rank indices
-        if candidates and ("unknown" in before or judged[node.args[0]].how is not None or not strict):
+        if candidates and ("unknown" in before or judged[_sources(node)[0]].how is not None or not strict):
             return _Judged("lost")
     elif "unknown" not in before and any(_corresponds(node, c, judged, strict) for c in candidates):
         return _Judged("lost")
@@ -337,21 +359,22 @@ def _say(node, judged):
 
 def _birth(node, name, kind, judged):
     while True:
-        before = [n for n in node.all_input_nodes if (judged[n].how or {}).get(name) == kind]
+        before = [n for n in _sources(node) if (judged[n].how or {}).get(name) == kind]
         if not before:
             return node
         node = before[0]
 
 
 def _explain(node, judged):
-    inputs = "; ".join(f"{_name(n)} is {_say(n, judged)}" for n in node.all_input_nodes)
-    collective = is_symbolic(node.target)
+    inputs = "; ".join(f"{_name(n)} is {_say(n, judged)}" for n in _sources(node))
+    node, sources = _call(node), _sources(node)
+    collective = (is_symbolic(node.target) or "").removesuffix("_many")
     if collective == "declare":
         kind = f"sharded on dim {node.args[3]}" if node.args[2] == "sharded" else node.args[2]
         return f"declared {kind} over {'+'.join(node.args[1])}, but the ranks' values do not make that up ({inputs})"
     advice = ""
     if collective:
-        how = judged[node.all_input_nodes[0]].how or {}
+        how = judged[sources[0]].how or {}
         over = f" over {'+'.join(node.args[1])}"
         if collective in ("psum", "reduce_scatter") and all(how.get(name) == "equal" for name in node.args[1]):
             advice = "; its input is the same on all these ranks already, the sum is too large"
@@ -359,6 +382,6 @@ def _explain(node, judged):
             advice = "; only a pending sum over these axes may be reduced over them: another axis is meant?"
     else:
         over = ""
-        if any("sum" in (judged[n].how or {}).values() for n in node.all_input_nodes):
+        if any("sum" in (judged[n].how or {}).values() for n in sources):
             advice = "; reduce the sum first, or reduce it over fewer axes"
     return f"what it makes{over} is not the value of a single rank, though its input is ({inputs}){advice}"

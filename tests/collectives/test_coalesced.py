@@ -11,7 +11,7 @@ import torch
 from fmegatron import collectives as c
 from fmegatron.collectives import FLAT, Axes, Place, Wire, connect
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import collectives_of, symbolic_nodes, trace
+from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
 from tests.collectives.coalesced_cases import GROUPS, MESHES, Problem, gather_step
 
@@ -108,3 +108,91 @@ def test_real_ranks(ranks, mesh):
         for rank, found in enumerate(ranks.run(on_rank, mesh, group, ranks=mesh.size)):
             own = {name: [x.to(dtype) for x, dtype in xs] for name, xs in found.items()}
             assert_same(own, wanted(problem, rank), rank)
+
+
+def compiled_on_rank(rank, mesh, group):
+    """(results, collectives of the lowered graph, calls that copy) of a compiled gather with its transpose."""
+    with connect(mesh) as world:
+        problem = Problem(mesh, group)
+        step = jit(gather_step(problem, problem.axis()), world=world, check=False)
+        wholes, grads = step(problem.shards[rank], problem.terms[rank])
+        graph = step.graph("lower")
+        found = {"gathered": wholes, "reduced gradients": grads}
+        names = [n.target._opname for n in graph.nodes if hasattr(n.target, "_opname")]
+        found = {name: [(x.double(), x.dtype) for x in xs] for name, xs in found.items()}
+        return found, [one.op for one in collectives_of(graph, mesh)], names
+
+
+@pytest.mark.parametrize(
+    ("group", "ops", "copies"),
+    [
+        ("one axis", ["all_gather", "all_to_all"], {"pack": 2, "unpack": 2, "cat": 4}),
+        pytest.param("one axis, one dtype", ["all_gather", "reduce_scatter"], {"cat": 6}, marks=pytest.mark.slow),
+        ("one tensor", ["all_gather", "reduce_scatter"], {}),
+        pytest.param("one tensor by rows", ["all_gather", "reduce_scatter"], {}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_real_collective(ranks, group, ops, copies):
+    """One all-gather forward and one exchange backward; no cat for a list of one, and else one for each buffer (and
+    one for each interleaved dim)."""
+    mesh = Mesh(a=2, b=1)
+    problem = Problem(mesh, group)
+    for rank, (found, collectives, names) in enumerate(ranks.run(compiled_on_rank, mesh, group, ranks=2)):
+        own = {name: [x.to(dtype) for x, dtype in xs] for name, xs in found.items()}
+        assert_same(own, {name: xs for name, xs in wanted(problem, rank).items() if name in own}, rank)
+        assert collectives == ops
+        assert {name: names.count(name) for name in ("pack", "unpack", "cat") if name in names} == copies
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x, a: c.all_gather_many([x, x], a, [0]), "2 tensors and 1 dims"),
+        (lambda x, a: c.all_gather_many([x], a, [2]), "dim 2 of a tensor with shape"),
+        (lambda x, a: c.all_gather_many([x], a, [Place((0, 1))]), "the place 0,1 for 2 axes"),
+        (lambda x, a: c.all_gather_many([x], a, [Place((1,), 1, (1, 1))]), r"parts \(1, 1\) of dim 1, which is 3 long"),
+        (lambda x, a: c.all_gather_many([x], a, [Place((FLAT,))]), "give that with FLAT axes"),
+        (lambda x, a: c.reduce_scatter_many([x], a, [1]), "dim 1 of shape .2, 3. is not divisible by 2"),
+        (lambda x, a: c.reduce_scatter_many([x[:, 0].to(torch.float8_e5m2)], a, [0]), "float8_e5m2 has no sums"),
+        (lambda x, a: c.psum_many([x.to(torch.float8_e5m2)], a), "has no sums"),
+        (lambda x, a: Wire(reduce=torch.float8_e4m3fn), "add exact=True"),
+        (lambda x, a: Wire(gather=torch.int8), "wanted a floating dtype"),
+        (lambda x, a: Place.of(Layout((5,), x.dtype, Mesh(a=2), ("a",)), ("a",)), "make the dim a multiple of 2"),
+    ],
+)
+def test_bad_calls(call, says):
+    with pytest.raises(ValueError, match=says):
+        call(torch.zeros(2, 3), Axes(Mesh(a=2))["a"])
+
+
+def test_size_one_leaves_no_node_but_the_casts():
+    axis, x = Axes(Mesh(a=1, b=2))["a"], torch.ones(2, requires_grad=True)
+    wire = Wire(torch.bfloat16, torch.bfloat16)
+
+    def step(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (y,) = c.all_gather_many([x], axis, [0], wire)
+            (z,) = c.reduce_scatter_many(c.psum_many([y], axis), axis, [0], exact=True)
+        (g,) = torch.autograd.grad(z, x, torch.full((2,), 1 + 2**-10))
+        return z.detach(), g
+
+    graph = trace(step, (x,)).graph_module.graph
+    assert not symbolic_nodes(graph)
+    z, g = step(x)
+    assert z.dtype == g.dtype == torch.float32 and g.tolist() == [1, 1]  # rounded to bf16 on its way
+
+
+def test_tensors_that_need_no_gradient_are_not_reduced():
+    problem = Problem(Mesh(a=2, b=1), "one axis, one dtype")
+    axis = problem.axis()
+
+    def step(shards, terms):
+        leaves = [x.detach().requires_grad_(i == 2) for i, x in enumerate(shards)]
+        with torch.enable_grad():
+            wholes = c.all_gather_many(leaves, axis, problem.places)
+        return torch.autograd.grad(wholes[2], leaves[2], terms[2])
+
+    traced = trace(step, (problem.shards[0], problem.terms[0]))
+    gathered, reduced = collectives_of(traced.graph_module.graph, problem.mesh)
+    assert reduced.elements == problem.wholes[0][2].numel() < gathered.elements * 2

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fmegatron import model, step, tree
-from fmegatron.collectives import Axes, is_symbolic
+from fmegatron.collectives import Axes, Place, is_symbolic
 from fmegatron.layout import Layout, Mesh
 
 TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}
@@ -42,7 +42,10 @@ def mutants(traced, mesh: Mesh):
     nodes = [n for n in original.graph.nodes if n.op == "call_function" and is_symbolic(n.target)]
     for i, node in enumerate(nodes):
         name, axes = is_symbolic(node.target), list(node.args[1])
-        faults = {"psum": ["drop", "double"], "pmax": ["drop"], "reduce_scatter": ["slice"]}.get(name, [])
+        faults = {
+            "psum": ["drop", "double"], "pmax": ["drop"], "reduce_scatter": ["slice"],
+            "reduce_scatter_many": ["slice", "dim"], "all_gather_many": ["dim"], "psum_many": ["drop"],
+        }.get(name, [])  # fmt: skip
         if name != "axis_index":
             faults = faults + [a for a in mesh.names if [a] != axes and mesh.extent([a]) == mesh.extent(axes)]
         for fault in faults:
@@ -56,20 +59,34 @@ def _broken(traced, i: int, fault: str):
         mine.meta = dict(theirs.meta)
     node = [n for n in module.graph.nodes if n.op == "call_function" and is_symbolic(n.target)][i]
     with module.graph.inserting_after(node):
-        if fault == "drop":
-            node.replace_all_uses_with(node.args[0])
-        elif fault == "double":
-            again = module.graph.call_function(node.target, (node, node.args[1]))
-            node.replace_all_uses_with(again)
-            again.args, again.meta = (node, node.args[1]), dict(node.meta)
-        elif fault == "slice":
-            dim = node.args[3]
-            part = (node.args[0], dim, 0, node.meta["val"].shape[dim])
-            new = module.graph.call_function(torch.ops.aten.slice.Tensor, part)
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-        else:
-            node.args = (node.args[0], [fault], *node.args[2:])
+        _break(module.graph, node, fault)
     broken = copy.copy(traced)
     broken.graph_module = module
     return broken
+
+
+def _break(graph, node, fault: str) -> None:
+    many = isinstance(node.args[0], (list, tuple))
+    results = list(node.users) if many else [node]  # of a coalesced collective: its items
+    given = [node.args[0][item.args[1]] for item in results] if many else [node.args[0]]
+    if fault == "drop":
+        for result, x in zip(results, given, strict=True):
+            result.replace_all_uses_with(x)
+    elif fault == "double":
+        again = graph.call_function(node.target, (node, *node.args[1:]))
+        node.replace_all_uses_with(again)
+        again.args, again.meta = (node, *node.args[1:]), dict(node.meta)
+    elif fault == "slice":
+        for result, x in zip(results, given, strict=True):
+            dim = Place.parse(node.args[3][result.args[1]]).dims[0] if many else node.args[3]
+            with graph.inserting_after(result):
+                new = graph.call_function(torch.ops.aten.slice.Tensor, (x, dim, 0, result.meta["val"].shape[dim]))
+            new.meta = dict(result.meta, at=node.meta["at"])
+            result.replace_all_uses_with(new)
+    elif fault == "dim":
+        turned = [text.translate({48: "1", 49: "0"}) if text in ("0", "1") else text for text in node.args[3]]
+        one_dim = [x.meta["val"].dim() < 2 for x in node.args[0]]
+        places = [old if one else new for old, new, one in zip(node.args[3], turned, one_dim, strict=True)]
+        node.args = (*node.args[:3], places, *node.args[4:])
+    else:
+        node.args = (node.args[0], [fault], *node.args[2:])

@@ -32,7 +32,8 @@ def axis_index(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     return Value((), varying=frozenset(axes), index_of=axes)
 
 
-def _reduced(scope, node, name, x, axes, given):
+def reduced(scope: Scope, node: torch.fx.Node, name: str, x: Value, axes: tuple[str, ...], given: dict) -> Value:
+    """What a reduction over these axes leaves; only a pending one may be made. A reduce_scatter takes its part, too."""
     wanted = "max" if name == "pmax" else "sum"
     for axis in axes:
         state = x.state(axis)
@@ -181,7 +182,7 @@ def _declared(scope, node, name, x, axes, given):
 
 
 RULES: Rules = MappingProxyType(
-    dict.fromkeys(("psum", "pmax", "reduce_scatter"), over_axes(_reduced))
+    dict.fromkeys(("psum", "pmax", "reduce_scatter"), over_axes(reduced))
     | {
         "all_gather": over_axes(_gathered),
         "all_to_all": over_axes(_exchanged),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import is_symbolic
-from fmegatron.step.check import collectives, fused, lookups, made, moves, pointwise, products, reductions
+from fmegatron.step.check import coalesced, collectives, fused, lookups, made, moves, pointwise, products, reductions
 from fmegatron.step.check.scope import Rule, Rules, Scope, Signature, line_of
 from fmegatron.step.check.values import Value, plain
 
@@ -58,7 +58,7 @@ def _signature(target: Any) -> Signature:
 
 def _rule_of(target: Any) -> Rule | None:
     if is_symbolic(target):
-        return collectives.RULES[is_symbolic(target)]
+        return {**collectives.RULES, **coalesced.RULES}[is_symbolic(target)]
     name = target._schema.name.partition("::")[2]
     name = name.rstrip("_") if target._schema.is_mutable else name
     overload = f"{name}.{target._overloadname}"

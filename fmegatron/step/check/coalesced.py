@@ -1,0 +1,119 @@
+"""Rules for coalesced collectives: that of the single op for each tensor of the list, exact about dims and parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import MappingProxyType
+
+import torch
+
+from fmegatron.collectives import FLAT, Place
+from fmegatron.step.check import shapes
+from fmegatron.step.check.collectives import reduced
+from fmegatron.step.check.scope import Rules, Scope
+from fmegatron.step.check.values import UNIFORM, Atom, Dim, Value, canonical, cut, plain, size_of
+
+
+def for_each(rule: Callable) -> Callable:
+    """A rule(scope, node, x, names of the axes, Place or None) for every tensor of a list."""
+
+    def coalesced(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+        names, places = tuple(given["axes"]), given.get("places") or [None] * len(given["xs"])
+        placed = [text and Place.parse(text) for text in places]
+        return [rule(scope, node, x, names, place) for x, place in zip(given["xs"], placed, strict=True)]
+
+    return coalesced
+
+
+def _on(names: tuple[str, ...], place: Place, dim: int) -> tuple[str, ...]:
+    return tuple(names[j] for j in place.axes_on(dim))
+
+
+def _starts(parts: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(itertools.accumulate(parts[:-1]))
+
+
+def gathered(scope: Scope, node: torch.fx.Node, x: Value, names: tuple[str, ...], place: Place) -> Value:
+    """A tensor whole over the axes: each must shard just the dim that the place says, as its minor axis."""
+    if place.block:
+        x = _dim_gathered(scope, node, x, 0, _on(names, place, FLAT), None, "the flattened block")
+        x = shapes.reshaped(scope, node, x, place.block)
+    for dim in range(len(x.dims)):
+        parts = place.parts if dim == place.interleaved else ()
+        x = _dim_gathered(scope, node, x, dim, _on(names, place, dim), parts, f"dim {dim}")
+    return x
+
+
+def _dim_gathered(scope, node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...] | None, what: str):
+    if not axes:
+        return x
+    atoms, n = x.dims[dim], scope.mesh.extent(axes)
+    first = atoms[0] if atoms else Atom(1, ())
+    hurt, own, unknown = set(), first.axes or (), set()
+    for axis in axes:
+        if axis in x.tainted or axis in x.varying or axis in x.drawn or axis in x.somewhere:
+            unknown.add(axis)
+        elif axis in x.partial or axis not in own:
+            birth = x.partial[axis].birth if axis in x.partial else None
+            scope.find(node, axis, f"all_gather of {what} of a value that is {x.state(axis)}",
+                       "gather the axis that shards it, on its dim", birth)  # fmt: skip
+            hurt.add(axis)
+    if not hurt and not unknown and own[len(own) - len(axes) :] != axes:
+        scope.find(node, axes[0], f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
+                   "gather the minor axis first, or all in their order")  # fmt: skip
+        hurt |= set(axes)
+    starts = _starts(parts or ())
+    if not hurt and not unknown and parts is not None and (not starts <= first.cuts or (first.cuts and not starts)):
+        scope.find(node, axes[0], f"all_gather of {what} in parts that begin at {sorted(starts) or 0}, those of the "
+                   f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
+        hurt |= set(axes)
+    out = x.without(axes, tainted=hurt)
+    dims = list(out.dims)
+    dims[dim] = plain(size_of(atoms) * n) if hurt or unknown else _restored(first, atoms, axes, n)
+    return out.with_dims(dims)
+
+
+def _restored(first: Atom, atoms: Dim, axes: tuple[str, ...], n: int) -> Dim:
+    """The dim whose first atom is sharded over `axes` as its minor ones, without these."""
+    left = first.axes[: len(first.axes) - len(axes)]
+    if first.inner and not left:
+        return first.inner
+    cuts = frozenset(c * n for c in first.cuts) if left else frozenset()
+    return (Atom(first.size * n, left, cuts, first.inner), *atoms[1:])
+
+
+def scattered(scope: Scope, node: torch.fx.Node, x: Value, names: tuple[str, ...], place: Place) -> Value:
+    """A pending sum over the axes, and of it the part that the place says."""
+    x = reduced(scope, node, "reduce_scatter_many", x, tuple(a for a in names if scope.mesh[a] > 1), {})
+    dims = list(x.dims)
+    for dim, atoms in enumerate(dims):
+        axes = _on(names, place, dim)
+        if not axes:
+            continue
+        whole = canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms))
+        n = scope.mesh.extent(axes)
+        if dim == place.interleaved and len(whole) == 1 and whole[0].plain:
+            dims[dim] = (Atom(whole[0].size // n, whole[0].axes + axes, _starts(place.parts)),)
+        else:
+            dims[dim] = cut(whole, axes, n)
+    x = x.with_dims(dims)
+    if not place.block:
+        return x
+    x = shapes.reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
+    flat = _on(names, place, FLAT)
+    return x.with_dims((cut(x.dims[0], flat, scope.mesh.extent(flat)),)) if flat else x
+
+
+def summed(scope: Scope, node: torch.fx.Node, x: Value, names: tuple[str, ...], place: None) -> Value:
+    """A pending sum made whole."""
+    return reduced(scope, node, "psum_many", x, tuple(a for a in names if scope.mesh[a] > 1), {})
+
+
+RULES: Rules = MappingProxyType(
+    {
+        "all_gather_many": for_each(gathered),
+        "reduce_scatter_many": for_each(scattered),
+        "psum_many": for_each(summed),
+    }
+)
