@@ -2,6 +2,7 @@
 
 from fmegatron.step.check import Declared, Finding, Report, check, check_traced
 from fmegatron.step.compile import BACKENDS, compile_graph
+from fmegatron.step.costs import StateBytes, Traffic, least_traffic, state_bytes
 from fmegatron.step.fresh import barrier
 from fmegatron.step.grad import accumulate, raw_gradient_layout, reduce_gradients, value_and_grad
 from fmegatron.step.inline import inline_layers
@@ -23,7 +24,9 @@ __all__ = [
     "Jitted",
     "Report",
     "State",
+    "StateBytes",
     "Traced",
+    "Traffic",
     "accumulate",
     "barrier",
     "build_train_step",
@@ -38,12 +41,14 @@ __all__ = [
     "initial_state",
     "inline_layers",
     "jit",
+    "least_traffic",
     "lower",
     "opaque_entries",
     "placements",
     "raw_gradient_layout",
     "reduce_gradients",
     "remat",
+    "state_bytes",
     "state_specs",
     "symbolic_nodes",
     "trace",

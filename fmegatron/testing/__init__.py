@@ -3,7 +3,7 @@
 from fmegatron.step import inline_layers
 from fmegatron.testing.blame import Finding, align, blame, relate
 from fmegatron.testing.interpret import interpret
-from fmegatron.testing.measure import paired_seconds, report, seconds
+from fmegatron.testing.measure import paired_seconds, peak_bytes, report, seconds
 from fmegatron.testing.parity import Parity, assert_parity, parity, relative_error
 from fmegatron.testing.purity import assert_pure
 from fmegatron.testing.ranks import RankError, RankPool
@@ -25,6 +25,7 @@ __all__ = [
     "join",
     "paired_seconds",
     "parity",
+    "peak_bytes",
     "relate",
     "relative_error",
     "report",

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["paired_seconds", "report", "seconds"]
+import torch
+
+__all__ = ["paired_seconds", "peak_bytes", "report", "seconds"]
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -35,6 +37,21 @@ def paired_seconds(
             measured[work] = seconds(work)
         pairs.append((measured[first], measured[second]))
     return pairs[1:]
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """Largest sum of live allocations in host memory during one call, above what was live before it.
+
+    From the profiler's memory events: what torch's CPU allocator gave and took back, in the order of time.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = top = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events):
+        live += size
+        top = max(top, live)
+    return top
 
 
 def report(

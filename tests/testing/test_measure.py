@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 
-from fmegatron.testing import paired_seconds, report
+from fmegatron.testing import paired_seconds, peak_bytes, report
 
 
 def test_pairs_alternate_after_a_round_that_warms_up():
@@ -24,3 +25,16 @@ def test_a_report_is_one_json_line(bar, holds, capsys):
     assert out.count("\n") == 1 and line["holds"] is holds and line["bar"] == bar
     assert (line["value"], line["n"], line["spread"]) == (2.0, 3, [1.0, 4.0]) and "m " in err
     assert ("MISSED" in err) == (holds is False)
+
+
+def test_a_peak_counts_what_lives_at_once():
+    kept = []
+
+    def work():
+        a = torch.zeros(1 << 18)  # 1 MiB, gone before the second
+        del a
+        kept.append(torch.zeros(1 << 18))
+        kept.append(torch.zeros(1 << 19))
+
+    assert 3 << 20 <= peak_bytes(work) < (3 << 20) + 4096
+    assert peak_bytes(kept.clear) == 0

@@ -1,0 +1,188 @@
+"""Data parallelism in one compiled step, against FSDP2 with compiled layers and DDP + torch.compile + fused AdamW.
+
+    make bench-parallel
+    python experiments/benchmarks/parallel.py [--ranks=2] [--rounds=7] [--only=NAME,...] [--quick]
+
+Model `small` of peers/decoder.py, fp32, gloo ranks of one thread each. Two forms alternate on all ranks; a time ratio is
+the median over rounds of ours / peer's, each the slowest rank's. Peaks are above the state (parameters and moments at
+rest) of the rank where they are highest; DDP's buckets count. Before anything is timed, both forms must print the same
+losses. JSON lines on stdout, a table on stderr. Bars are for 2 ranks; --ranks=4 is a report without them. --quick: a
+tiny model in fp64 and one round, to see that everything runs and is equal.
+Expected on 2 quiet cores: time ratios 0.8 to 1.0, counts as the bars say.
+"""
+
+import argparse
+import functools
+
+import torch
+import torch.distributed as dist
+from peers.decoder import Sizes
+from peers.distributed import bucket_bytes, ddp_step, fsdp2_step
+
+from fmegatron import model, optim, step, tree
+from fmegatron.collectives import Axes, connect
+from fmegatron.layout import DataParallel, Mesh
+from fmegatron.testing import RankPool, paired_seconds, peak_bytes, report
+
+LR = 3e-4
+# name -> (data axis, strategy, what a layer saves, optimizer)
+OURS = {
+    "zero3_mincut": ("fsdp", DataParallel.zero3("fsdp"), "mincut", "adamw"),
+    "zero3_inputs": ("fsdp", DataParallel.zero3("fsdp"), "inputs", "adamw"),
+    "replicated": ("dp", DataParallel.replicated("dp"), "mincut", "adamw"),
+    "zero1": ("dp", DataParallel.zero1("dp"), "mincut", "adamw"),
+    "zero3_muon": ("fsdp", DataParallel.zero3("fsdp"), "mincut", "muon"),
+}
+PEERS = {"fsdp2": fsdp2_step, "ddp": ddp_step}
+# (ours, the other, bar of time, bar of peak)
+RACES = [
+    ("zero3_mincut", "fsdp2", 0.88, 1.10),
+    ("zero3_inputs", "fsdp2", 0.95, 0.70),
+    ("replicated", "ddp", 1.00, 0.80),
+    ("zero1", "ddp", 1.05, None),
+    ("zero3_muon", "zero3_mincut", 1.3, None),
+]
+STEPS = 3  # whose losses are compared before anything is timed
+LIMIT_S = 1800  # of one race, compiling included
+SMALL_NUMBERS = 4  # a collective of no more elements carries losses or norms, no tensor
+
+
+# ---- on a rank -------------------------------------------------------------------------------------------------------
+class Form:
+    """One way to train on this rank: call it for a step and its loss. persistent: bytes beside the state that stay."""
+
+    def __init__(self, name: str, sizes: Sizes, worlds: dict, backend: str):
+        config, params, batch = sizes.setup()
+        ranks = dist.get_world_size()
+        self.batch = {key: x.chunk(ranks)[dist.get_rank()] for key, x in batch.items()}
+        self.persistent, self.state, self.train = 0, None, None
+        if name in PEERS:
+            self.step, module = PEERS[name](config, params, LR, backend)
+            self.persistent = bucket_bytes(module) if name == "ddp" else 0
+            return
+        axis, strategy, save, optimizer = OURS[name]
+        mesh = Mesh(**{axis: ranks})
+        world = worlds[axis] = worlds.get(axis) or connect(mesh)
+        specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
+        layouts = tree.layouts(specs)
+        optimizer = optimizer_of(optimizer, step.placements(layouts, strategy).optim, axes)
+        loss = functools.partial(
+            model.loss, config=config, layouts=layouts, axes=axes, layer=step.compiled_layer(save=save)
+        )
+        update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
+        self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend), mesh
+        self.state = step.initial_state(specs, optimizer, 0, world.rank, strategy)
+        self.formula = step.state_bytes(specs, optimizer, strategy, world.rank)
+        self.least = step.least_traffic(layouts, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
+
+    def __call__(self) -> float:
+        if self.train is None:
+            return float(self.step(self.batch))
+        self.state, metrics = self.train(self.state, self.batch)
+        return float(metrics["loss"])
+
+    def counted(self) -> dict | None:
+        """What our step holds and sends on this rank, beside what it should."""
+        if self.train is None:
+            return None
+        found = step.collectives_of(self.train.graph("lower"), self.mesh)
+        ops = [c.op.removesuffix("_many") for c in found]
+        held = sum(x.numel() * x.element_size() for x in tree.leaves((self.state.params, self.state.opt)))
+        return {
+            "calls": {op: ops.count(op) for op in sorted(set(ops))},
+            "sent": sum(c.sent for c in found if c.elements > SMALL_NUMBERS),
+            "least": self.least.total,
+            "held": held,
+            "formula": self.formula.params + self.formula.optim,
+        }
+
+
+def optimizer_of(name: str, layouts, axes):
+    """The optimizers that are compared; `layouts` as the optimizer sees the parameters."""
+    if name == "adamw":
+        return optim.adamw(LR)
+    return optim.muon(LR, layouts, axes, parts=optim.fused_parts(layouts))
+
+
+def race(rank: int, names: tuple[str, str], sizes: Sizes, backend: str, rounds: int) -> dict:
+    """Losses of the first steps of both forms, seconds in each round, peaks, and what ours holds and sends."""
+    worlds = {}
+    forms = [Form(name, sizes, worlds, backend) for name in names]
+    losses = [[form() for _ in range(STEPS)] for form in forms]
+    pairs = paired_seconds(*forms, rounds, before=dist.barrier) if rounds else []
+    peaks = [peak_bytes(form) + form.persistent for form in forms]
+    return {"losses": losses, "pairs": pairs, "peaks": peaks, "counted": forms[0].counted()}
+
+
+# ---- what is reported ------------------------------------------------------------------------------------------------
+def run_race(pool, flags, where, ours: str, other: str, time_bar, peak_bar) -> None:
+    """Time and peak of ours over the other's; counts where they say more."""
+    ranks = pool.run(
+        race, (ours, other), flags.sizes, flags.backend, flags.rounds, ranks=flags.ranks, timeout_s=LIMIT_S
+    )
+
+    def bar(limit):
+        return None if limit is None or not flags.bars else f"<= {limit}"
+
+    if OURS[ours][3] == "adamw":  # as the other
+        worst = max(abs(a - b) / b for a, b in zip(*ranks[0]["losses"], strict=True))
+        limit = 1e-10 if flags.sizes.dtype == torch.float64 else 1e-5
+        report(f"{ours}_losses", [worst], unit="relative", against=f"{other}, {STEPS} steps", bar=f"<= {limit}",
+               where=where)  # fmt: skip
+    if flags.rounds:
+        slowest = [tuple(max(r["pairs"][i][f] for r in ranks) for f in (0, 1)) for i in range(flags.rounds)]
+        report(f"{ours}_time", [a / b for a, b in slowest], unit="ratio", against=other, bar=bar(time_bar), where=where,
+               note=f"{min(b for _, b in slowest) * 1e3:.0f} ms of {other}")  # fmt: skip
+    peaks = [max(r["peaks"][f] for r in ranks) / 2**20 for f in (0, 1)]
+    report(f"{ours}_peak", [peaks[0] / peaks[1]], unit="ratio", against=other, bar=bar(peak_bar), where=where,
+           note=f"{peaks[0]:.1f} of {peaks[1]:.1f} MiB above the state")  # fmt: skip
+    counts(ours, ranks[0]["counted"], flags, where)
+
+
+def counts(ours: str, counted: dict, flags, where) -> None:
+    """What is exact and needs no quiet machine: bytes held, bytes sent, number of collectives."""
+    where = f"{where}, one step of rank 0"
+    state, sent = counted["held"] / counted["formula"], counted["sent"] / counted["least"]
+    report(f"{ours}_state_bytes", [state], unit="ratio", against="formula", bar="<= 1.0", where=where,
+           note=f"{counted['held'] / 2**20:.2f} MiB")  # fmt: skip
+    exchanged = OURS[ours][3] == "muon"  # matrices travel to be whole, which the formula does not count
+    report(f"{ours}_bytes_sent", [sent], unit="ratio", against="minimum", bar=None if exchanged else "<= 1.0",
+           where=where, note=f"{counted['sent'] / 2**20:.2f} MiB")  # fmt: skip
+    layers = flags.sizes.setup()[0].layers
+    wanted = {}
+    if OURS[ours][0] == "fsdp" and not exchanged:
+        wanted = {"all_gather": 2 * layers + 1, "reduce_scatter": layers + 1, "psum": 1}
+    for op, n in counted["calls"].items():
+        limit = f"<= {wanted[op]}" if op in wanted else None
+        report(f"{ours}_{op}_calls", [n], unit="calls", bar=limit, where=where)
+
+
+def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [ours for ours, *_ in RACES]
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--backend", default="inductor", help="of all forms; aot_eager starts in seconds, for tests")
+    flags = parser.parse_args(arguments)
+    flags.only = flags.only.split(",")
+    if unknown := sorted(set(flags.only) - set(names)):
+        parser.error(f"--only: unknown {', '.join(unknown)}; choose of {', '.join(names)}")
+    flags.sizes = Sizes("least", dtype=torch.float64) if flags.quick else Sizes("small")
+    flags.rounds = 1 if flags.quick else flags.rounds
+    flags.bars = flags.ranks == 2 and not flags.quick and flags.backend == "inductor"
+    dtype = str(flags.sizes.dtype).removeprefix("torch.")
+    where = f"{flags.ranks} gloo ranks, 1 thread each, model {flags.sizes.size}, {dtype}, torch {torch.__version__}"
+    own = RankPool(flags.ranks) if pool is None else None
+    try:
+        for race_of in RACES:
+            if race_of[0] in flags.only:
+                run_race(pool or own, flags, where, *race_of)
+    finally:
+        if own is not None:
+            own.close()
+
+
+if __name__ == "__main__":
+    main()

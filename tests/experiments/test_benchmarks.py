@@ -1,0 +1,38 @@
+"""The benchmarks in their smallest forms: they run, every form computes the same, and what is exact holds."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import benchmarks
+
+HERE = Path(next(iter(benchmarks.__path__)))
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A benchmark by its name, imported as the script that it is: the peers lie beside it."""
+    monkeypatch.syspath_prepend(str(HERE))
+    return importlib.import_module
+
+
+def lines_of(capsys) -> dict[str, dict]:
+    """The JSON lines on stdout by their metric; nothing else may stand there."""
+    return {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+
+
+@pytest.mark.parametrize(
+    "forms", [["zero3_mincut"], pytest.param(["zero3_inputs", "replicated", "zero1"], marks=pytest.mark.slow)]
+)
+def test_parallel(forms, benchmark, ranks, capsys):
+    parallel = benchmark("parallel")
+    parallel.main(["--quick", "--backend=aot_eager", f"--only={','.join(forms)}"], pool=ranks)
+    lines = lines_of(capsys)
+    for form in forms:
+        assert lines[f"{form}_losses"]["value"] <= 1e-10
+        assert lines[f"{form}_state_bytes"]["value"] == lines[f"{form}_bytes_sent"]["value"] == 1.0
+        assert lines[f"{form}_time"]["value"] > 0 and lines[f"{form}_peak"]["value"] > 0
+        if form.startswith("zero3"):
+            assert lines[f"{form}_all_gather_calls"]["holds"] and lines[f"{form}_reduce_scatter_calls"]["holds"]
