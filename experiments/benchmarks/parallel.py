@@ -3,8 +3,8 @@
     make bench-parallel
     python experiments/benchmarks/parallel.py [--ranks=2] [--rounds=7] [--only=NAME,...] [--quick]
 
-Model `small` of peers/decoder.py, fp32, gloo ranks of one thread each. Two forms alternate on all ranks; a time ratio is
-the median over rounds of ours / peer's, each the slowest rank's. Peaks are above the state (parameters and moments at
+Model `small` (peers/decoder.py), fp32, gloo ranks of one thread each. Two forms alternate on all ranks; a time ratio
+is the median over rounds of ours / peer, each the slowest rank's. Peaks are above the state (parameters and moments at
 rest) of the rank where they are highest; DDP's buckets count. Before anything is timed, both forms must print the same
 losses. JSON lines on stdout, a table on stderr. Bars are for 2 ranks; --ranks=4 is a report without them. --quick: a
 tiny model in fp64 and one round, to see that everything runs and is equal.
