@@ -42,12 +42,20 @@ class World:
         """This rank's position along one axis, or along several joined (major first)."""
         return self.mesh.index(self.rank, axes)
 
-    def group_name(self, axes: tuple[str, ...]) -> str:
-        """Name under which torch knows this rank's process group over `axes`; creates the groups at first use."""
-        name = "fmegatron:" + "+".join(axes)
+    def group_name(self, axes: tuple[str, ...], use: str = "") -> str:
+        """Name under which torch knows this rank's process group over `axes`; creates the groups at first use.
+
+        use: a word for a group of its own ("gather"): the same ranks, another communicator, "fmegatron:fsdp#gather".
+        """
+        name = "fmegatron:" + "+".join(axes) + (f"#{use}" if use else "")
         if name not in self._groups:
-            self._groups[name] = self._make_group(name, axes)
+            self._groups[name] = self._make_group(name, axes, own=bool(use))
         return name
+
+    @staticmethod
+    def axes_of(name: str) -> tuple[str, ...]:
+        """The axes of a group, from its name."""
+        return tuple(name.removeprefix("fmegatron:").partition("#")[0].split("+"))
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """This rank's process group over `axes`."""
@@ -63,12 +71,12 @@ class World:
         order = tuple(sorted(ranks).index(rank) for rank in ranks)
         return None if order == tuple(range(len(order))) else order
 
-    def _make_group(self, name, axes):
-        if len(axes) == 1:
+    def _make_group(self, name, axes, own=False):
+        if len(axes) == 1 and not own:
             group = self.device_mesh().get_group(axes[0])
         else:
             groups = self.mesh.groups(axes)
-            if len(groups) == 1 and groups[0] == tuple(range(self.size)):
+            if len(groups) == 1 and groups[0] == tuple(range(self.size)) and not own:
                 group = dist.group.WORLD
             else:
                 group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])

@@ -6,6 +6,7 @@ from fmegatron.model.config import Config
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from fmegatron.model.gpt import (
     DATA_AXES,
+    GROUPS,
     RULES,
     gather_weights,
     init,
@@ -20,6 +21,7 @@ from fmegatron.model.sample import generate
 
 __all__ = [
     "DATA_AXES",
+    "GROUPS",
     "RULES",
     "Config",
     "block",

@@ -16,6 +16,7 @@ from fmegatron.tree import ArraySpec, Constant, Normal
 
 DATA_AXES = ("dp", "fsdp")  # the batch is split over these; weights may be sharded over them and gathered when used
 MODEL_AXES = (*DATA_AXES, "tp")
+GROUPS = ("blocks", "embed", "head")  # whose gathered weights can be freed after use: each block, the table, the head
 
 RULES = Rules(
     [
@@ -151,9 +152,49 @@ def plain_layer(fn, prepare):
     return lambda x, shards, *rest: fn(x, prepare(shards), *rest)
 
 
+class _Outer:
+    """The weights outside of the blocks, by name: some gathered together at once and kept, the others when asked for.
+
+    freed: the groups of `GROUPS` that are gathered for each use.
+    """
+
+    def __init__(self, params: dict, layouts: dict, config: Config, axes: Axes, freed: tuple[str, ...]):
+        if unknown := [name for name in freed if name not in GROUPS]:
+            raise ValueError(f"reshard_after_forward: got {unknown[0]!r}, wanted names among {', '.join(GROUPS)}")
+        self.params, self.layouts, self.config, self.axes = params, layouts, config, axes
+        self.groups = {"embed": ("embed",), "head": ("final_norm", "embed" if config.tied else "head")}
+        kept = [name for group, names in self.groups.items() if group not in freed for name in names]
+        self.kept = self._gather(list(dict.fromkeys(kept)))
+
+    def _gather(self, names: list[str]) -> dict:
+        chosen = [{name: whole[name] for name in names} for whole in (self.params, self.layouts)]
+        return gather_weights(*chosen, self.config, self.axes) if names else {}
+
+    def __getitem__(self, group: str) -> dict:
+        names = self.groups[group]
+        missing = [name for name in names if name not in self.kept]
+        return {**{name: self.kept[name] for name in names if name in self.kept}, **self._gather(missing)}
+
+
 # ---- forward and loss ------------------------------------------------------------------------------------------------
-def logits(params: dict, tokens_BS: Tensor, config: Config, layouts: dict, axes: Axes, layer=plain_layer) -> Tensor:
-    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked."""
+def logits(
+    params: dict,
+    tokens_BS: Tensor,
+    config: Config,
+    layouts: dict,
+    axes: Axes,
+    layer=plain_layer,
+    reshard_after_forward: tuple[str, ...] = GROUPS,
+) -> Tensor:
+    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
+
+    reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
+    again for its backward, where the layer is a compiled one; "embed": for the lookup, whose transpose needs no
+    weights; "head": where the blocks end, which is where the backward begins). The default needs the least memory: no
+    more than one group is there at a time. Groups that are left out are kept from their gather to the end of the
+    backward; "embed" and "head" then travel in one collective, so one gather and one reduce-scatter fewer.
+    A tied table is gathered twice, or once if "head" is kept.
+    """
     if tokens_BS.shape[1] > config.max_seq:
         raise ValueError(
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Config.max_seq={config.max_seq}; "
@@ -165,21 +206,28 @@ def logits(params: dict, tokens_BS: Tensor, config: Config, layouts: dict, axes:
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence parallelism); "
             "change the length, or set Config.sequence_parallel=False"
         )
-    outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
-    outer = gather_weights(outer, {name: layouts[name] for name in outer}, config, axes)
+    outer = _Outer(params, layouts, config, axes, reshard_after_forward)
     layer_layouts = tree.map(layer_layout, layouts["blocks"])
 
     def decoder_block(x_BSD, weights, cos_Sh, sin_Sh):
         return block(x_BSD, weights, cos_Sh, sin_Sh, config=config, tp=tp)
 
-    run = layer(decoder_block, lambda shards: gather_weights(shards, layer_layouts, config, axes))
+    def gather(shards):
+        return gather_weights(shards, layer_layouts, config, axes)
+
+    freed = "blocks" in reshard_after_forward
+    run = layer(decoder_block, gather if freed else _as_given)
     positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     cos_Sh, sin_Sh = nn.rope_angles(positions_S, config.head_dim, config.rope_theta, config.compute_dtype)
 
-    x_BSD = nn.embed(tokens_BS, outer["embed"]["table"], tp, config.sequence_parallel)
+    x_BSD = nn.embed(tokens_BS, outer["embed"]["embed"]["table"], tp, config.sequence_parallel)
     for shards in unstack(params["blocks"]):
-        x_BSD = run(x_BSD, shards, cos_Sh, sin_Sh)
-    return read_out(x_BSD, outer, config, tp)
+        x_BSD = run(x_BSD, shards if freed else gather(shards), cos_Sh, sin_Sh)
+    return read_out(x_BSD, outer["head"], config, tp)
+
+
+def _as_given(weights):
+    return weights
 
 
 def read_out(x_BSD: Tensor, outer: dict, config: Config, tp: Axis) -> Tensor:
@@ -190,13 +238,20 @@ def read_out(x_BSD: Tensor, outer: dict, config: Config, tp: Axis) -> Tensor:
 
 
 def loss(
-    params: dict, batch: dict, config: Config, layouts: dict, axes: Axes, layer=plain_layer
+    params: dict,
+    batch: dict,
+    config: Config,
+    layouts: dict,
+    axes: Axes,
+    layer=plain_layer,
+    reshard_after_forward: tuple[str, ...] = GROUPS,
 ) -> tuple[Tensor, dict]:
     """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
 
     batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over dp and fsdp.
     The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
-    has the same part. `layer(fn, prepare)` decides how a block is run (`plain_layer`, or step.compiled_layer).
+    has the same part. `layer(fn, prepare)` decides how a block is run (`plain_layer`, or step.compiled_layer);
+    reshard_after_forward: which weights are gathered for each use (`logits`).
     metrics: 0-d, equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if configured), "tokens" (int64).
     """
     for name in ("labels", "mask"):
@@ -205,7 +260,7 @@ def loss(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-    logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer)
+    logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer, reshard_after_forward)
     data = axis_of(axes, *DATA_AXES)
     nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axis_of(axes, "tp"), config.vocab_size)
     z_BS = config.z_loss * lse_BS.square()

@@ -10,6 +10,7 @@ from fmegatron.step.jit import Compiled, Jitted, jit
 from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
 from fmegatron.step.opaque import Entry, entry_of, opaque_entries
+from fmegatron.step.overlap import Overlap, PaperWorld, launches, overlapped
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
 from fmegatron.step.traffic import Collective, bytes_sent, collectives_of
 from fmegatron.step.train_step import State, build_train_step, init_state, initial_state, placements, state_specs
@@ -22,6 +23,8 @@ __all__ = [
     "Entry",
     "Finding",
     "Jitted",
+    "Overlap",
+    "PaperWorld",
     "Report",
     "State",
     "StateBytes",
@@ -41,9 +44,11 @@ __all__ = [
     "initial_state",
     "inline_layers",
     "jit",
+    "launches",
     "least_traffic",
     "lower",
     "opaque_entries",
+    "overlapped",
     "placements",
     "raw_gradient_layout",
     "reduce_gradients",

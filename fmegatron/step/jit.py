@@ -1,4 +1,4 @@
-"""jit: a pure function over trees becomes one compiled graph. Trace, lower, donate, compile; each stage can be read."""
+"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, donate, compile: readable stages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fmegatron.step.compile import compile_graph, usable_backend
 from fmegatron.step.fresh import copied_inputs
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
+from fmegatron.step.overlap import Overlap, overlapped
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
 from fmegatron.step.trace import Traced, meta_of, trace
 
@@ -26,18 +27,20 @@ class Compiled:
     """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
-    stages: name -> graph module, in order "trace", "lower", "donate".
+    stages: name -> graph module, in order "trace", "lower", "overlap", "donate".
     """
 
-    def __init__(self, fn, args, donate, world, backend, patches, options, check=None):
+    def __init__(self, fn, args, donate, world, backend, patches, options, check=None, overlap=None):
         self.traced: Traced = trace(fn, args)
         self.report = check(self.traced) if check is not None and world is not None else None
         self.donated = _donated_leaves(self.traced, args, donate)
-        self.backend, self.patches, self.options = backend, patches, options
-        bound = bind_inner(self.traced.graph_module, world, backend, patches)
+        self.backend, self.patches = backend, patches
+        self.options = {**(overlap.options if overlap else {}), **options}
+        bound = bind_inner(self.traced.graph_module, world, backend, patches, overlap)
         lowered, self.fakes, self.rank_inputs = lower(bound, self.traced.fakes, world, self.traced.fake_mode)
         self.stages = {"trace": self.traced.graph_module, "lower": lowered}
-        self.stages["donate"] = _donation_pass(lowered, self.traced, self.donated)
+        self.stages["overlap"] = overlapped(lowered, overlap, world)
+        self.stages["donate"] = _donation_pass(self.stages["overlap"], self.traced, self.donated)
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run = self.artifact = None
@@ -63,9 +66,9 @@ class Compiled:
 class Jitted:
     """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
 
-    def __init__(self, fn, donate, world, backend, patches, options, check, allow):
+    def __init__(self, fn, donate, world, backend, patches, options, check, allow, overlap=None):
         self.declared = declared_by(fn) if check is None else check or None
-        self.allow = allow
+        self.allow, self.overlap = allow, overlap
         self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
         self.patches, self.options, self.cache, self._last = patches, options, {}, None
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
@@ -97,7 +100,9 @@ class Jitted:
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         backend = usable_backend(self.backend, device)
-        compiled = Compiled(self.fn, args, self.donate, self.world, backend, self.patches, self.options, self._check)
+        compiled = Compiled(
+            self.fn, args, self.donate, self.world, backend, self.patches, self.options, self._check, self.overlap
+        )
         _require_own_memory([x for x in leaves if isinstance(x, torch.Tensor)], compiled)
         if self.world is None:
             compiled.compile()
@@ -133,7 +138,7 @@ class Jitted:
         return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
-        """The graph after a stage ("trace", "lower", "donate") of the call-th signature; print it to read it."""
+        """The graph after a stage ("trace", "lower", "overlap", "donate") of the call-th signature; print it to read it."""
         entries = list(self.cache.values())
         if not entries:
             raise ValueError("nothing is compiled yet; call the function once")
@@ -152,6 +157,7 @@ def jit(
     options: dict | None = None,
     check: Declared | bool | None = None,
     allow: Mapping[str, str] | None = None,
+    overlap: Overlap | None = None,
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
@@ -167,11 +173,13 @@ def jit(
     is a ValueError that lists all of them with their lines. None: what the step declares of itself (those of
     `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of your own; False: no check.
     allow: "file.py:line" -> the reason why the findings at this line are none.
+    overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
 
     A jitted function that is called while another one is traced becomes one opaque node, compiled once.
     """
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
-    return Jitted(fn, positions, world, backend, dict(patches or {}), dict(options or {}), check, dict(allow or {}))
+    settings = dict(patches or {}), dict(options or {}), check, dict(allow or {}), overlap
+    return Jitted(fn, positions, world, backend, *settings)
 
 
 def _known(key, cache: dict, args) -> bool:

@@ -16,6 +16,7 @@ from fmegatron.collectives import World
 from fmegatron.step.compile import compile_graph
 from fmegatron.step.fresh import with_fresh_outputs
 from fmegatron.step.lower import copy_module, lower
+from fmegatron.step.overlap import overlapped
 from fmegatron.step.torch_private import below_autograd, outside_of_tracing
 from fmegatron.step.trace import meta_of
 
@@ -70,11 +71,15 @@ class Entry:
         known = _existing(_SYMBOLIC, name)
         return known.entry if known is not None else cls(name, graph_module, fakes, fake_mode)
 
-    def bind(self, world: World | None, backend: str, patches: dict) -> torch._ops.OpOverload:
-        """The operator that runs the compiled graph with the collectives of `world`; lowered here, compiled later."""
-        key = (world, backend, tuple(sorted(patches.items())))
+    def bind(self, world: World | None, backend: str, patches: dict, overlap=None) -> torch._ops.OpOverload:
+        """The operator that runs the compiled graph with the collectives of `world`; lowered here, compiled later.
+
+        overlap: how they are ordered if layers are called inside (`step.Overlap`); in a layer they keep their order.
+        """
+        overlap = overlap if opaque_entries(self.graph_module.graph) else None
+        key = (world, backend, tuple(sorted(patches.items())), overlap)
         if key not in self.bound:
-            self.bound[key] = Bound(self, world, backend, patches, f"{self.name}_{len(self.bound)}")
+            self.bound[key] = Bound(self, world, backend, patches, f"{self.name}_{len(self.bound)}", overlap)
         return self.bound[key].op
 
 
@@ -92,10 +97,12 @@ def _constants(graph_module) -> list[str]:
 class Bound:
     """An entry lowered to one world and backend, with the operator that calls the compiled code."""
 
-    def __init__(self, entry: Entry, world, backend, patches, name):
-        self.entry, self.backend, self.patches, self.run = entry, backend, patches, None
-        inner = bind_inner(entry.graph_module, world, backend, patches)
-        self.graph_module, self.fakes, self.rank_inputs = lower(inner, entry.fakes, world, entry.fake_mode)
+    def __init__(self, entry: Entry, world, backend, patches, name, overlap=None):
+        self.entry, self.backend, self.run = entry, backend, None
+        inner = bind_inner(entry.graph_module, world, backend, patches, overlap)
+        lowered, self.fakes, self.rank_inputs = lower(inner, entry.fakes, world, entry.fake_mode)
+        self.graph_module = overlapped(lowered, overlap, world)
+        self.patches = {**patches, **(overlap.options if overlap else {})}
         self.op = _define(_COMPILED, name, self._call, entry.out_meta, self)
 
     def compile(self) -> None:
@@ -122,13 +129,13 @@ def opaque_entries(graph: torch.fx.Graph) -> list:
     return list(dict.fromkeys(e for e in map(entry_of, graph.nodes) if e is not None))
 
 
-def bind_inner(graph_module, world, backend, patches) -> torch.fx.GraphModule:
+def bind_inner(graph_module, world, backend, patches, overlap=None) -> torch.fx.GraphModule:
     """A copy of the graph in which every opaque node calls the compiled form of its entry."""
     if not opaque_entries(graph_module.graph):
         return graph_module
     copy = copy_module(graph_module)
     for node in copy.graph.nodes:
         if entry_of(node) is not None:
-            node.target = entry_of(node).bind(world, backend, patches)
+            node.target = entry_of(node).bind(world, backend, patches, overlap)
     copy.recompile()
     return copy

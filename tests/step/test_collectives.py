@@ -36,8 +36,9 @@ def implied(config, mesh, recomputed: bool) -> Counter:
     inner = tree.leaves(layouts["blocks"])
     outer = tree.leaves({name: leaf for name, leaf in layouts.items() if name != "blocks"})
     for axis in data:
-        if any(axis in leaf.sharded for leaf in outer):  # one buffer for all, gathered once
-            count += Counter(all_gather=1, reduce_scatter=1)
+        for group in (("embed",), ("final_norm", "embed" if config.tied else "head")):  # each when it is used
+            if any(axis in leaf.sharded for leaf in tree.leaves([layouts[name] for name in group])):
+                count += Counter(all_gather=1, reduce_scatter=1)
         if any(axis in leaf.sharded for leaf in inner):  # gathered again for the backward: ZeRO-3
             count += Counter(all_gather=2 * L, reduce_scatter=L)
     if "tp" in mesh and mesh["tp"] > 1:

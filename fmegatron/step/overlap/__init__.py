@@ -1,0 +1,8 @@
+"""Overlap of communication and computation, as passes over a lowered step, and pictures of what runs when."""
+
+from fmegatron.step.overlap.launches import launches
+from fmegatron.step.overlap.paper import PaperWorld
+from fmegatron.step.overlap.passes import overlapped
+from fmegatron.step.overlap.setting import Overlap
+
+__all__ = ["Overlap", "PaperWorld", "launches", "overlapped"]

@@ -1,0 +1,45 @@
+"""The order of a graph in one line: which collectives start and are waited for, and which layers run in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from fmegatron.step.overlap.roles import is_layer, is_start, is_wait, kind
+
+__all__ = ["launches", "named"]
+
+_LETTERS = (("gather", "G"), ("scatter", "R"), ("reduce", "A"), ("exchange", "X"))
+
+
+def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Names by order: G0, G1 gathers, R reduce-scatters, A all-reduces, X exchanges; F and B a layer's forward and
+    backward, C another compiled graph; "w:G0" the wait for G0."""
+    names: dict[fx.Node, str] = {}
+    counts: dict[str, int] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        if is_wait(node):
+            source = node.args[0]
+            names[node] = "w:" + (names.get(source) or names.get(source.args[0], "?"))
+            continue
+        if is_start(node):
+            letter = dict(_LETTERS)[kind(node)]
+        elif is_layer(node):
+            called = node.target.entry.op.name()
+            letter = "F" if "_fwd_" in called else "B" if "_bwd_" in called else "C"
+        else:
+            continue
+        names[node] = f"{letter}{counts.get(letter, 0)}"
+        counts[letter] = counts.get(letter, 0) + 1
+    return names
+
+
+def launches(graph: fx.Graph) -> str:
+    """The order of a lowered graph: "G0 w:G0 G1 F0 w:G1 F1 ..."; repeated waits of a coalesced collective count once.
+
+    Read `step.graph("overlap")` of a jit with it.
+    """
+    return " ".join(dict.fromkeys(named(graph.nodes).values()))

@@ -1,0 +1,166 @@
+"""Places every node of a lowered step: gathers start early, reductions are waited for late, the rest keeps its order.
+
+The order is built by demand: nodes come in the order of the graph, a node that is held back comes when a reader needs
+it, or when its time is there. So whatever the rules say, every node comes after its arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fmegatron.step.overlap.roles import behind, is_light, is_start, is_wait, kind, layers, units, waits_of
+from fmegatron.step.overlap.setting import Overlap
+
+__all__ = ["reordered", "sort_by"]
+
+
+def reordered(graph: fx.Graph, setting: Overlap) -> list[fx.Node]:
+    """The nodes of a graph in the order that a setting wants; `sort_by` puts them into it."""
+    return _Order(graph, setting).run()
+
+
+def sort_by(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Put the nodes of a graph into this order (all of them, each after its arguments)."""
+    for node, following in zip(reversed(nodes[:-1]), reversed(nodes[1:]), strict=True):
+        following.prepend(node)
+    graph.lint()
+
+
+class _Order:
+    """One pass over a graph. done: the nodes that are placed, in order."""
+
+    def __init__(self, graph: fx.Graph, setting: Overlap):
+        self.nodes, self.setting = list(graph.nodes), setting
+        self.place = {n: i for i, n in enumerate(self.nodes)}
+        self.done: dict[fx.Node, None] = {}
+        self.units = units(graph) if setting.depth else []
+        self.anchors = {unit.anchor: i for i, unit in enumerate(self.units)}
+        self.held = self._held_gathers()
+        self.late = _late(graph, self.held) if setting.late_reductions else set()
+        self.before, last = behind(graph), layers(graph)
+        self.layer = {n: self.place.get(last[n], -1) for n in self.nodes}
+        self.flying: list[fx.Node] = []  # reductions that have started and are not waited for
+
+    def run(self) -> list[fx.Node]:
+        """The order."""
+        *body, output = self.nodes
+        for node in body:
+            if node.op in ("placeholder", "get_attr"):
+                self.emit(node)
+        self.start_ahead(-1)
+        for node in body:
+            if node in self.held or node in self.late:
+                continue
+            if node in self.anchors:
+                self.emit_inputs(node)
+                self.start_ahead(self.anchors[node])
+            if is_start(node):
+                self.land(self.layer[node])
+            self.emit(node)
+        for node in body:
+            self.emit(node)
+        self.emit(output)
+        return list(self.done)
+
+    def emit(self, node: fx.Node) -> None:
+        """Place a node, after the arguments that have no place yet."""
+        if node in self.done:
+            return
+        self.emit_inputs(node)
+        self.done[node] = None
+        if is_start(node) and node not in self.held:
+            self.flying.append(node)
+
+    def emit_inputs(self, node: fx.Node) -> None:
+        """Place what must come before a node."""
+        for before in sorted(self.before[node], key=self.place.get):
+            self.emit(before)
+
+    # ---- gathers --------------------------------------------------------------------------------------------------
+    def _held_gathers(self) -> set[fx.Node]:
+        """Gathers of weights, what follows them, and copies that are made for them alone: all placed by demand."""
+        held = {n for unit in self.units for n in unit.after}
+        for node in reversed(self.nodes):
+            if is_light(node) and node.users and all(u in held for u in node.users):
+                held.add(node)
+        return held
+
+    def start_ahead(self, now: int) -> None:
+        """Start the gathers that are due when unit `now` begins to compute (-1: the step begins).
+
+        A gather in several stages starts one unit earlier for each stage that is left.
+        """
+        for ahead in range(1, self.setting.depth + 1):
+            if now + ahead >= len(self.units):
+                continue
+            unit = self.units[now + ahead]
+            if now >= 0 and self._too_much(now, unit):
+                continue
+            for stage in unit.stages[: self.setting.depth - ahead + 1]:
+                for gather in stage:
+                    self.emit(gather)
+
+    def _too_much(self, now: int, unit) -> bool:
+        limit = self.setting.ahead_bytes
+        if limit is None:
+            return False
+        waiting = [u for u in self.units[now + 1 :] if u is not unit and u.gathers[0] in self.done]
+        return sum(u.nbytes for u in [*waiting, unit]) > limit
+
+    # ---- reductions -----------------------------------------------------------------------------------------------
+    def land(self, layer: int) -> None:
+        """Before a reduction of this layer starts: wait for those of earlier layers, start what depends on them."""
+        if not self.setting.late_reductions:
+            return
+        earlier = [start for start in self.flying if self.layer[start] < layer and not _is_number(start)]
+        for start in earlier:
+            self.flying.remove(start)
+            for wait in waits_of(start):
+                self.emit(wait)
+        for start in earlier:  # a reduction over two axes: the second begins where the first is done
+            for following in _next_starts(start, self.late):
+                self.emit(following)
+
+
+def _late(graph: fx.Graph, held: set[fx.Node]) -> set[fx.Node]:
+    """Waits for reductions, and the views, casts and further reductions of what they bring: held until needed."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in held:
+            continue
+        if is_wait(node):
+            found.add(node)
+        elif node.all_input_nodes and all(x in found for x in node.all_input_nodes):
+            one = len(node.all_input_nodes) == 1
+            if (is_light(node) and one and _no_larger(node)) or (is_start(node) and kind(node) != "exchange"):
+                found.add(node)
+    return found
+
+
+def _is_number(start: fx.Node) -> bool:
+    """Whether a collective carries one number (a metric): nothing is freed by waiting for it."""
+    value = start.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _no_larger(node: fx.Node) -> bool:
+    value, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return True  # a split of a tensor into several, or one of several: views
+    return value.numel() * value.element_size() <= 2 * source.numel() * source.element_size()
+
+
+def _next_starts(start: fx.Node, late: set[fx.Node]) -> list[fx.Node]:
+    """Held-back collectives that begin with the result of this one."""
+    found, todo, seen = [], waits_of(start), set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_start(node):
+            found.append(node)
+        else:
+            todo += [u for u in node.users if u in late]
+    return found
