@@ -1,4 +1,4 @@
-"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, donate, compile: readable stages."""
+"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, donate, compile: read each."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Jitted:
         return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
-        """The graph after a stage ("trace", "lower", "overlap", "donate") of the call-th signature; print it to read it."""
+        """The graph after a stage ("trace", "lower", "overlap", "donate") of the call-th signature, to be printed."""
         entries = list(self.cache.values())
         if not entries:
             raise ValueError("nothing is compiled yet; call the function once")

@@ -29,7 +29,7 @@ class Overlap:
     keep_last: the block that ends the forward begins the backward: its weights are kept instead of gathered twice.
     separate_groups: gathers get process groups of their own, so that they and reductions do not queue behind each
     other (one communicator runs its collectives in order).
-    ahead_bytes: no gather starts early while more than so many bytes of gathered weights travel or wait. None: no limit.
+    ahead_bytes: no gather starts early while more than so many bytes of gathered weights travel or wait; None: any.
 
     Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False) changes nothing.
     Raises ValueError for a negative number.
