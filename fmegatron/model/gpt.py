@@ -184,16 +184,16 @@ def logits(
     layouts: dict,
     axes: Axes,
     layer=plain_layer,
-    reshard_after_forward: tuple[str, ...] = GROUPS,
+    reshard_after_forward: tuple[str, ...] | None = None,
 ) -> Tensor:
     """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
 
     reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
     again for its backward, where the layer is a compiled one; "embed": for the lookup, whose transpose needs no
-    weights; "head": where the blocks end, which is where the backward begins). The default needs the least memory: no
-    more than one group is there at a time. Groups that are left out are kept from their gather to the end of the
-    backward; "embed" and "head" then travel in one collective, so one gather and one reduce-scatter fewer.
-    A tied table is gathered twice, or once if "head" is kept.
+    weights; "head": where the blocks end, which is where the backward begins). Groups that are left out are kept from
+    their gather to the end of the backward; "embed" and "head" then travel in one collective.
+    None: all of GROUPS, which needs the least memory (one group at a time) and no byte more on the wire; with a tied
+    table all but "head": it is used at both ends, and freeing it in between costs one more gather and reduce-scatter.
     """
     if tokens_BS.shape[1] > config.max_seq:
         raise ValueError(
@@ -206,6 +206,8 @@ def logits(
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence parallelism); "
             "change the length, or set Config.sequence_parallel=False"
         )
+    if reshard_after_forward is None:
+        reshard_after_forward = tuple(name for name in GROUPS if name != "head" or not config.tied)
     outer = _Outer(params, layouts, config, axes, reshard_after_forward)
     layer_layouts = tree.map(layer_layout, layouts["blocks"])
 
@@ -244,7 +246,7 @@ def loss(
     layouts: dict,
     axes: Axes,
     layer=plain_layer,
-    reshard_after_forward: tuple[str, ...] = GROUPS,
+    reshard_after_forward: tuple[str, ...] | None = None,
 ) -> tuple[Tensor, dict]:
     """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
 

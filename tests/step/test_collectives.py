@@ -36,7 +36,7 @@ def implied(config, mesh, recomputed: bool) -> Counter:
     inner = tree.leaves(layouts["blocks"])
     outer = tree.leaves({name: leaf for name, leaf in layouts.items() if name != "blocks"})
     for axis in data:
-        for group in (("embed",), ("final_norm", "embed" if config.tied else "head")):  # each when it is used
+        for group in (("embed", "final_norm"),) if config.tied else (("embed",), ("final_norm", "head")):
             if any(axis in leaf.sharded for leaf in tree.leaves([layouts[name] for name in group])):
                 count += Counter(all_gather=1, reduce_scatter=1)
         if any(axis in leaf.sharded for leaf in inner):  # gathered again for the backward: ZeRO-3

@@ -220,5 +220,5 @@ def test_unknown_names():
     with pytest.raises(ValueError, match="nothing is compiled yet"):
         step.graph()
     step(torch.ones(1))
-    with pytest.raises(ValueError, match="unknown stage 'code'; choose one of trace, lower, donate"):
+    with pytest.raises(ValueError, match="unknown stage 'code'; choose one of trace, lower, overlap, donate"):
         step.graph("code")

@@ -18,7 +18,7 @@ def config(layers: int = LAYERS, **changes) -> model.Config:
     return tiny.config_with(layers=layers, **{"tied": False, **changes})
 
 
-def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=model.GROUPS, **options):
+def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=None, **options):
     """The usual step, its weights gathered for use."""
     layouts, axes = model.layouts(of, mesh), Axes(mesh)
     loss = functools.partial(
