@@ -20,6 +20,7 @@ from fmegatron.collectives.ops import (
 from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.reshard import Move, reshard, reshard_moves
+from fmegatron.collectives.reshard_many import reshard_many
 from fmegatron.collectives.symbolic import is_symbolic
 from fmegatron.collectives.wire import Wire
 from fmegatron.collectives.world import World, connect
@@ -48,6 +49,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_many",
     "reshard",
+    "reshard_many",
     "reshard_moves",
     "shard",
 ]

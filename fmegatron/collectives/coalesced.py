@@ -34,9 +34,7 @@ def _gather(xs, axis, places):
 def _require_sums(xs: Sequence[Tensor], exact: bool, what: str) -> None:
     for x in xs:
         if x.dtype.is_floating_point and x.dtype.itemsize == 1 and not exact:
-            raise ValueError(
-                f"{what}: {x.dtype} has no sums; cast it (Wire(reduce=torch.bfloat16)), or use exact"
-            )
+            raise ValueError(f"{what}: {x.dtype} has no sums; cast it (Wire(reduce=torch.bfloat16)), or use exact")
 
 
 def _scatter(xs, axis, places, exact):

@@ -10,7 +10,7 @@ from fmegatron.collectives.axes import Axes
 from fmegatron.collectives.ops import all_gather, all_to_all, lend, psum, reduce_scatter, shard
 from fmegatron.layout import Layout, Split
 
-__all__ = ["Move", "reshard", "reshard_moves"]
+__all__ = ["Move", "moved", "reshard", "reshard_moves"]
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,27 @@ def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tens
     Raises ValueError when shapes or meshes differ, a layout is uneven, or dst has a pending sum that src has not.
     """
     for move in reshard_moves(src, dst):
-        axis = axes[move.axes] if move.axes else None
-        if move.op == "flatten":
-            x = x.flatten()
-        elif move.op == "unflatten":
-            x = x.view(_block_shape(src))
-        elif move.op == "psum":
-            x = psum(x, axis)
-        elif move.op == "reduce_scatter":
-            x = reduce_scatter(x, axis, move.dim)
-        elif move.op == "all_to_all":
-            x = all_to_all(x, axis, split_dim=move.dim2, concat_dim=move.dim)
-        elif move.op == "shard":
-            x = _by_parts(x, move, lambda piece, axis=axis, dim=move.dim: shard(piece, axis, dim))
-        else:
-            x = _gathered(x, move, dst, axes)
-            x = _rejoin(x, move, axis.size) if move.parts else x
+        x = moved(x, move, src, dst, axes)
     return x
+
+
+def moved(x: torch.Tensor, move: Move, src: Layout, dst: Layout, axes: Axes) -> torch.Tensor:
+    """The value after one of the moves of a reshard from src to dst."""
+    axis = axes[move.axes] if move.axes else None
+    if move.op == "flatten":
+        return x.flatten()
+    if move.op == "unflatten":
+        return x.view(_block_shape(src))
+    if move.op == "psum":
+        return psum(x, axis)
+    if move.op == "reduce_scatter":
+        return reduce_scatter(x, axis, move.dim)
+    if move.op == "all_to_all":
+        return all_to_all(x, axis, split_dim=move.dim2, concat_dim=move.dim)
+    if move.op == "shard":
+        return _by_parts(x, move, lambda piece: shard(piece, axis, move.dim))
+    x = _gathered(x, move, dst, axes)
+    return _rejoin(x, move, axis.size) if move.parts else x
 
 
 def _gathered(x, move, dst, axes):

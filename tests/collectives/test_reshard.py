@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.collectives import Axes, connect, reshard, reshard_moves
+from fmegatron.collectives import Axes, Wire, connect, reshard, reshard_many, reshard_moves
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.step import collectives_of
 from fmegatron.testing import Ranks, join, simulate, split
 
 MESHES = [Mesh(a=2, b=2), Mesh(a=2, b=1, c=3), Mesh(a=2, b=2, c=2)]
@@ -72,6 +73,62 @@ def test_reshard(pair):
     said = f"{source} -> {target} by {[str(m) for m in reshard_moves(source, target)]}"
     assert torch.equal(join([y for y, _ in sim.outputs], target), x), f"value of {said}"
     assert torch.equal(join([dx for _, dx in sim.outputs], source.replace(unreduced=())), g), f"gradient of {said}"
+
+
+@st.composite
+def several(draw):
+    """Three pairs over one mesh."""
+    mesh = draw(st.sampled_from(MESHES))
+    return [draw(pairs((mesh,))) for _ in range(3)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(several(), st.sampled_from((0, 1 << 20)))
+def test_reshard_many(chosen, together):
+    """Each value as `reshard` moves it, and its gradient; whole numbers, so that the order of sums does not matter."""
+    sources, targets = map(list, zip(*chosen, strict=True))
+    axes = Axes(sources[0].mesh)
+    problems = [problem(*pair) for pair in chosen]
+
+    def step(xs, gs):
+        leaves = [x.detach().requires_grad_() for x in xs]
+        with torch.enable_grad():
+            ys = reshard_many(leaves, sources, targets, axes, together=together)
+        return [y.detach().clone() for y in ys], list(torch.autograd.grad(ys, leaves, gs))
+
+    xs, gs = (Ranks(list(local) for local in zip(*(p[i] for p in problems), strict=True)) for i in (2, 3))
+    sim = simulate(step, axes.mesh, xs, gs)
+    for i, (x, g, _, _) in enumerate(problems):
+        said = f"{i} of {[f'{source} -> {target}' for source, target in chosen]}"
+        assert torch.equal(join([out[0][i] for out in sim.outputs], targets[i]), x), f"value {said}"
+        whole = sources[i].replace(unreduced=())
+        assert torch.equal(join([out[1][i] for out in sim.outputs], whole), g), f"gradient {said}"
+
+
+def test_small_values_share_a_collective():
+    """Four gradients of ZeRO-1: the large one travels alone, the small ones together; sums exact in 16 bits."""
+    mesh = Mesh(dp=4, tp=2)
+    pending = [Layout((n, 8), torch.bfloat16, mesh, (), unreduced=("dp",)) for n in (1024, 8, 16, 8)]
+    target = [layout.replace(spec=("dp",), unreduced=()) for layout in pending[:3]] + [pending[3].replace(unreduced=())]
+
+    def step(xs, wire):
+        return reshard_many(xs, pending, target, Axes(mesh), wire, together=1024)
+
+    # 256 + 1 + 1 + 1 is 256 when it is added up in bf16; ranks 0 and 1 are the first along dp
+    terms = [[torch.full(x.shape, 256.0 if r < 2 else 1.0).bfloat16() for x in pending] for r in range(8)]
+    sim = simulate(lambda xs: step(xs, Wire(exact=True)), mesh, Ranks(terms))
+    found = collectives_of(sim.traced.graph_module.graph, mesh)
+    assert [(one.op, one.elements) for one in found] == [
+        ("reduce_scatter_many", 8192), ("reduce_scatter_many", 192), ("psum_many", 64),
+    ]  # fmt: skip
+    assert all(x.dtype == torch.float32 and bool((x == 259).all()) for local in sim.outputs for x in local)
+    sim = simulate(lambda xs: step(xs, Wire(reduce=torch.float32)), mesh, Ranks(terms))
+    assert all(bool((x == 259).all()) for local in sim.outputs for x in local)
+    assert sum(one.sent for one in collectives_of(sim.traced.graph_module.graph, mesh)) == 2 * sum(
+        one.sent for one in found
+    )
+    sim = simulate(lambda xs: step(xs, Wire()), mesh, Ranks(terms))
+    assert all(x.dtype == torch.bfloat16 and bool((x == 256).all()) for local in sim.outputs for x in local)
 
 
 def on_a_rank(rank, pairs):
