@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, reshard
+from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import Layout
 from fmegatron.step.jit import jit
 from fmegatron.step.torch_private import is_tracing, mark_backward
@@ -16,12 +16,14 @@ from fmegatron.step.torch_private import is_tracing, mark_backward
 __all__ = ["accumulate", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
 
 
-def value_and_grad(loss_fn: Callable) -> Callable:
+def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Callable:
     """`loss_fn(params, *args) -> (loss, aux)` becomes `f(params, *args) -> ((loss, aux), grads)`.
 
     params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
     parameter that the loss does not use). loss: a 0-d tensor. aux: a tree, returned without its gradient history.
     A loss_fn that returns only the loss gives aux = {}.
+    dtype: floating parameters that are narrower are cast to it before they are differentiated, so that their gradients
+    have it: sums that were reduced in fp32 are not rounded to the 16 bits of a parameter. None: as the parameters are.
     """
 
     def with_grad(params, *args):
@@ -32,7 +34,7 @@ def value_and_grad(loss_fn: Callable) -> Callable:
                     f"parameter {path!r} is {leaf.dtype}, which has no gradient; pass it as another argument, not "
                     "among the parameters"
                 )
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        leaves = [(leaf if dtype is None else _wide(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
             out = loss_fn(tree.unflatten(spec, leaves), *args)
             loss, aux = out if isinstance(out, tuple) else (out, {})
@@ -123,16 +125,23 @@ def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
 
 
 def reduce_gradients(
-    grads: Any, layouts: Any, axes: Axes, data_axes: tuple[str, ...] = ("dp", "fsdp"), to: Any = None
+    grads: Any,
+    layouts: Any,
+    axes: Axes,
+    data_axes: tuple[str, ...] = ("dp", "fsdp"),
+    to: Any = None,
+    wire: Wire = Wire(),  # noqa: B008  a frozen value
+    together: int = 0,
 ) -> Any:
-    """Sum the gradients of replicas: from `raw_gradient_layout` to the layout of the parameter, leaf by leaf.
+    """Sum the gradients of replicas: from `raw_gradient_layout` to the layout of the parameter.
 
     to: a tree of other layouts to bring them to (`Placed.grads`, `Placed.optim`): where one of them is sharded by an
     axis over which the gradient is a pending sum, the sum is a reduce-scatter; where it is still pending, nothing.
+    wire, together: in which dtype sums are made and arrive, and up to which size leaves share a collective
+    (`reshard_many`); 0 bytes: each leaf travels alone.
     """
     data_axes = tuple(a for a in data_axes if a in axes.mesh)
-
-    def reduce(g, layout, target):
-        return reshard(g, raw_gradient_layout(layout, data_axes), target, axes)
-
-    return tree.map(reduce, grads, layouts, layouts if to is None else to)
+    _, leaves, spec = tree.flatten(grads)
+    targets = tree.leaves(layouts if to is None else to)
+    sources = [raw_gradient_layout(layout, data_axes) for layout in tree.leaves(layouts)]
+    return tree.unflatten(spec, reshard_many(leaves, sources, targets, axes, wire, together))
