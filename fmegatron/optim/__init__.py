@@ -17,13 +17,14 @@ from fmegatron.optim.groups import Group, grouped, scale_by_rates
 from fmegatron.optim.guard import Spike, skip_nonfinite
 from fmegatron.optim.lion import lion, scale_by_lion
 from fmegatron.optim.loss_scale import LossScale, loss_scale_of
-from fmegatron.optim.matrices import on_whole_matrices
+from fmegatron.optim.matrices import dealt_layout, on_whole_matrices
 from fmegatron.optim.muon import fused_parts, is_hidden_matrix, muon, orthogonalize, scale_by_muon
 from fmegatron.optim.mup import mup_init, mup_multipliers
 from fmegatron.optim.optimizer import Optimizer, every_path, optimizer, working_dtype
 from fmegatron.optim.rounding import join_master, positions, random_words, split_master, stochastic_bfloat16
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
 from fmegatron.optim.sgd import accumulate_momentum, sgd
+from fmegatron.optim.soap import scale_by_soap, soap
 from fmegatron.optim.transform import (
     Transform,
     chain,
@@ -63,6 +64,7 @@ __all__ = [
     "constant",
     "cosine",
     "every_path",
+    "dealt_layout",
     "fill_absent",
     "float16",
     "float8",
@@ -96,8 +98,10 @@ __all__ = [
     "scale_by_lion",
     "scale_by_muon",
     "scale_by_rates",
+    "scale_by_soap",
     "sgd",
     "skip_nonfinite",
+    "soap",
     "split_master",
     "stateless",
     "stochastic_bfloat16",

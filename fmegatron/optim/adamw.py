@@ -46,13 +46,7 @@ def adamw(
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Transform:
     """g -> m/(1 - b1ᵗ) / (√v/√(1 - b2ᵗ) + eps), with the moments {"m", "v"} as state."""
-    for name, value in {"b1": b1, "b2": b2}.items():
-        if not 0 <= value < 1:
-            raise ValueError(
-                f"adam: {name}: got {value}, want 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.95}"
-            )
-    if not eps >= 0:
-        raise ValueError(f"adam: eps: got {eps}, want 0 or more, such as 1e-8")
+    checked_betas("adam", b1, b2, eps)
 
     def init(params: Tree) -> Tree:
         return {"m": tree.zeros_like(params), "v": tree.zeros_like(params)}
@@ -60,11 +54,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
         del params
 
-        def corrections(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-            t = (count + 1).to(dtype)
-            return _one_minus_power(b1, t).reciprocal(), _one_minus_power(b2, t).rsqrt()
-
-        corrections_of = per_dtype(updates, corrections)
+        corrections_of = per_dtype(updates, lambda dtype: bias_corrections(b1, b2, count, dtype))
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             correct_m, correct_root_v = corrections_of[m.dtype]
@@ -113,6 +103,25 @@ def checked_rate(learning_rate: LearningRate) -> LearningRate:
     if not callable(learning_rate) and not (learning_rate >= 0 and math.isfinite(learning_rate)):
         raise ValueError(f"learning_rate: got {learning_rate}, want a finite number of 0 or more, or a schedule")
     return learning_rate
+
+
+def checked_betas(who: str, b1: float, b2: float, eps: float) -> None:
+    """ValueError for decay rates outside of [0, 1) or a negative eps."""
+    for name, value in {"b1": b1, "b2": b2}.items():
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"{who}: {name}: got {value}, want 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.95}"
+            )
+    if not eps >= 0:
+        raise ValueError(f"{who}: eps: got {eps}, want 0 or more, such as 1e-8")
+
+
+def bias_corrections(
+    b1: float, b2: float, count: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1/(1 - b1ᵗ), 1/√(1 - b2ᵗ)) for t = count + 1: factors of the first moment and of the root of the second."""
+    t = (count + 1).to(dtype)
+    return _one_minus_power(b1, t).reciprocal(), _one_minus_power(b2, t).rsqrt()
 
 
 def _one_minus_power(b: float, t: torch.Tensor) -> torch.Tensor:

@@ -264,6 +264,30 @@ def _by_rank(x: torch.Tensor, dim: int, sizes: tuple[int, ...], n: int) -> torch
     return torch.cat([pieces[part * n + rank] for rank in range(n) for part in range(len(sizes))], dim)
 
 
+def dealt_layout(layout: Layout) -> Layout:
+    """The layout in which ranks hold whole matrices, for state that belongs to a matrix: the axes that split rows,
+    columns or the flattened block go to the leading dims as far as these divide; along the others ranks hold copies.
+
+    >>> from fmegatron.layout import Mesh
+    >>> dealt_layout(Layout((8, 64, 256), torch.float32, Mesh(fsdp=4, tp=2), (None, "fsdp", "tp")))
+    f32[8@fsdp·tp, 64, 256] on fsdp4·tp2
+    """
+    last = len(layout.shape) - 2
+    # Minor axes first: in this order each leaves its dim by an all_to_all.
+    held = (layout.axes(last)[::-1], layout.axes(last + 1)[::-1], layout.flat)
+    free = [axis for names in held for axis in names if layout.mesh[axis] > 1]
+    found = layout.replace(spec=layout.spec[:last], flat=())
+    for axis in free:
+        for dim in range(last):
+            if isinstance(found.spec[dim], Split):
+                continue
+            spec = [(*found.axes(d), axis) if d == dim else found.spec[d] for d in range(last)]
+            if layout.shape[dim] and (more := found.replace(spec=tuple(spec))).is_even:
+                found = more
+                break
+    return found
+
+
 def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callable[[str, Any], Layout | None]:
     """A function (path, leaf) -> layout, None for every path when `layouts` is None: everything is whole.
 

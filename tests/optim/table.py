@@ -75,6 +75,11 @@ TABLE = {
         lambda layouts=None, axes=None: muon(layouts, axes, scale="original", nesterov=False, share=("dp",)),
         {"count", "muon/w"},
     ),
+    "soap": Row(
+        lambda layouts=None, axes=None: optim.soap(1e-2, layouts, axes, matrices=["w$"], max_dim=7),
+        {"count"} | {f"soap/{name}/w" for name in ("m", "v", "left", "left_basis", "right", "right_basis")},
+        state_like_params=False,
+    ),
     "groups": Row(_grouped, {"count", "adam/m/w", "adam/v/w"}),
     "guarded": Row(
         _guarded,

@@ -1,8 +1,9 @@
-"""Muon, Lion and Adafactor against torch.optim or against the paper's algorithm written out."""
+"""Muon, SOAP, Lion and Adafactor against torch.optim or against the paper's algorithm written out."""
 
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,6 +155,62 @@ def test_adafactor_is_torchs_layer_by_layer(weight_decay, clip):
             torch.testing.assert_close(got, leaf.detach(), rtol=1e-10, atol=1e-12, msg=f"{path} {i} step {step}")
 
 
+def reference_soap(w, grads, lr, b1, b2, eps, weight_decay, left, right):
+    """One matrix in numpy: L, R, their bases by one QR each step, and Adam between them."""
+    w, (rows, columns) = w.numpy().copy(), w.shape
+    M, V, L, R = np.zeros(w.shape), np.zeros(w.shape), np.zeros((rows, rows)), np.zeros((columns, columns))
+    QL, QR = np.eye(rows), np.eye(columns)
+
+    def refreshed(P, Q):
+        return np.linalg.qr(P @ Q + 1e-6 * np.trace(P) / len(P) * Q)[0]
+
+    for t, g in enumerate((g.numpy() for g in grads), 1):
+        L, R = b2 * L + (1 - b2) * g @ g.T, b2 * R + (1 - b2) * g.T @ g
+        QL, QR = refreshed(L, QL) if left else QL, refreshed(R, QR) if right else QR
+        M = b1 * M + (1 - b1) * g
+        V = b2 * V + (1 - b2) * (QL.T @ g @ QR) ** 2
+        N = (QL.T @ M @ QR) / (1 - b1**t) / (np.sqrt(V / (1 - b2**t)) + eps)
+        w = w - lr * (QL @ N @ QR.T + weight_decay * w)
+    return torch.from_numpy(w)
+
+
+@pytest.mark.parametrize("max_dim, left, right", [(100, True, True), (5, True, False), (3, False, False)])
+def test_soap_is_the_papers_matrix_by_matrix(max_dim, left, right):
+    """Stacks of matrices with one or two bases; with none it is AdamW."""
+    w, grads = draw(3, 5, 7), [10.0 ** (i % 3 - 1) * draw(3, 5, 7, seed=i + 1) for i in range(STEPS)]
+    opt = optim.soap(0.02, b1=0.9, b2=0.95, max_dim=max_dim, weight_decay=0.1)
+    params = {"w": w}
+    state = opt.init(params)
+    for g in grads:
+        params, state = opt.update({"w": g}, state, params)
+    for layer in range(3):
+        wanted = reference_soap(w[layer], [g[layer] for g in grads], 0.02, 0.9, 0.95, 1e-8, 0.1, left, right)
+        # Directions that no gradient has reached yet stand on the ridge, a millionth: rounding counts that much more.
+        torch.testing.assert_close(params["w"][layer], wanted, rtol=1e-7, atol=1e-9)
+
+
+def test_soap_finds_the_eigenvectors_and_so_sees_less_of_a_rotation_than_adam():
+    """With gradients of fixed statistics the bases converge; what differs is from the steps before they have."""
+    scales, turn = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64), torch.linalg.qr(draw(4, 4, seed=9)).Q
+
+    def run(opt, turn):
+        params = {"w": torch.zeros(4, 4, dtype=torch.float64)}
+        state = opt.init(params)
+        for i in range(60):
+            params, state = opt.update({"w": turn @ (scales[:, None] * draw(4, 4, seed=i))}, state, params)
+        return turn.T @ params["w"], state
+
+    def seen(opt):
+        plain, rotated = run(opt, torch.eye(4, dtype=torch.float64))[0], run(opt, turn)[0]
+        return (plain - rotated).norm() / plain.norm()
+
+    opt = optim.soap(0.01, b1=0.9, b2=0.99, weight_decay=0.0)
+    assert seen(opt) < 0.5 * seen(optim.adamw(0.01, b1=0.9, b2=0.99, weight_decay=0.0))
+    state = run(opt, turn)[1]["soap"]
+    diagonal = state["left_basis"]["w"].T @ state["left"]["w"] @ state["left_basis"]["w"]
+    assert (diagonal - diagonal.diag().diag()).norm() < 0.02 * diagonal.norm()
+
+
 def test_errors_for_people():
     mesh = Mesh(tp=2)
     split = {"w": tree.ArraySpec(Layout((4, 4), torch.float32, mesh, ("tp",)))}
@@ -168,6 +225,9 @@ def test_errors_for_people():
         (lambda: muon({"v": tree.layouts(split)["w"]}).init(split), "muon: w: got no layout"),
         (lambda: _one_update(muon(parts=[("w", 3)])), r"got parts 3 of a last dim of size 4"),
         (lambda: optim.lion(1e-3, b1=1.0), "lion: b1: got 1.0"),
+        (lambda: optim.soap(0.1, b1=1.0), "soap: b1: got 1.0"),
+        (lambda: optim.soap(0.1).init({"w": torch.ones(3)}), r"soap: w: got shape \(3,\)"),
+        (lambda: optim.soap(0.1).init(split), r"soap: w: got .*no layouts"),
         (lambda: optim.adafactor(1e-3, clip=0), "clip: got 0"),
         (lambda: optim.adafactor(1e-3, eps2=-1), "eps2: got -1"),
         (lambda: optim.adafactor(1e-3, decay_power=0.8), "decay_power: got 0.8"),

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from fmegatron.step.check.arithmetic import contraction, elementwise
+from fmegatron.step.check.arithmetic import along, contraction, elementwise
 from fmegatron.step.check.scope import Rules, Scope
 from fmegatron.step.check.values import Value, over, plain
 
@@ -59,6 +59,15 @@ def scaled(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     return out if bias is None else elementwise(scope, node, "sum", [out, bias])
 
 
+def orthonormal(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+    """linalg_qr of whole matrices A[..., m, n] -> Q, R, each matrix on its own."""
+    x = elementwise(scope, node, "function", [given["A"]])
+    for dim in (-2, -1):
+        x = along(scope, node, x, dim, "a QR decomposition")
+    results = [tuple(result.shape) for result in node.meta["val"]]
+    return [x.with_dims((*x.dims[:-2], plain(m), plain(n))) for *_, m, n in results]
+
+
 # ---- experts ---------------------------------------------------------------------------------------------------------
 def grouped(scope: Scope, node: torch.fx.Node, given: dict) -> Value | None:
     """_grouped_mm: rows of a group with the matrix of the group, and the forms of its gradients.
@@ -108,6 +117,7 @@ RULES: Rules = MappingProxyType(
         "addmm": add_matrices,
         "baddbmm": add_batches,
         "_int_mm": matrices,
+        "linalg_qr": orthonormal,
         "_scaled_mm": scaled,
         "_grouped_mm": grouped,
     }
