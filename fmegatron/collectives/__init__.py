@@ -22,7 +22,7 @@ from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.reshard import Move, reshard, reshard_moves
 from fmegatron.collectives.reshard_many import reshard_many
 from fmegatron.collectives.symbolic import is_symbolic
-from fmegatron.collectives.wire import Wire
+from fmegatron.collectives.wire import Wire, largest_of
 from fmegatron.collectives.world import World, connect
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "declare",
     "enter",
     "is_symbolic",
+    "largest_of",
     "pmax",
     "ppermute",
     "psum",

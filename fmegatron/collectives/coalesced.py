@@ -44,23 +44,28 @@ def _scatter(xs, axis, places, exact):
 
 # ---- the pairs of an op and its transpose ----------------------------------------------------------------------------
 class _AllGatherMany(torch.autograd.Function):
+    """Casts around the gather; transpose: casts around the reduction. Over an axis of size 1 the casts alone."""
+
     @staticmethod
-    def forward(ctx, axis, places, wires, *xs):
+    def forward(ctx, axis, places, wires, scales, *xs):
         ctx.axis, ctx.places, ctx.wires, ctx.dtypes = axis, places, wires, [x.dtype for x in xs]
-        sent = [x if wire.gather is None else x.to(wire.gather) for x, wire in zip(xs, wires, strict=True)]
-        return tuple(_gather(sent, axis, places))
+        sent = [wire.sent(x, scale) for x, wire, scale in zip(xs, wires, scales, strict=True)]
+        whole = _gather(sent, axis, places) if axis.size > 1 else [x.view_as(x) for x in sent]
+        return tuple(wire.arrived(y, scale) for y, wire, scale in zip(whole, wires, scales, strict=True))
 
     @staticmethod
     def backward(ctx, *gs):
         out: list[Tensor | None] = [None] * len(gs)
-        trained = [i for i in range(len(gs)) if ctx.needs_input_grad[3 + i]]
+        trained = [i for i in range(len(gs)) if ctx.needs_input_grad[4 + i]]
         # Exact and plain sums are two kinds of reduction; one wire for all makes one collective.
         for exact in (False, True):
             mine = [i for i in trained if ctx.wires[i].exact == exact]
             sent = [gs[i] if ctx.wires[i].reduce is None else gs[i].to(ctx.wires[i].reduce) for i in mine]
-            for i, g in zip(mine, _scatter(sent, ctx.axis, [ctx.places[i] for i in mine], exact), strict=True):
+            if ctx.axis.size > 1:
+                sent = _scatter(sent, ctx.axis, [ctx.places[i] for i in mine], exact)
+            for i, g in zip(mine, sent, strict=True):
                 out[i] = g.to(ctx.dtypes[i])
-        return None, None, None, *out
+        return None, None, None, None, *out
 
 
 class _ReduceScatterMany(torch.autograd.Function):
@@ -107,6 +112,7 @@ def all_gather_many(
     axis: Axis,
     dims: Sequence[int | Place],
     wire: Wire | Sequence[Wire] = Wire(),  # noqa: B008  a frozen value
+    scales: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """`x[S_a] -> x[S]` for each tensor, in one collective; transpose: one reduce_scatter_many over a on the same dims.
 
@@ -114,32 +120,23 @@ def all_gather_many(
     shards, and joined axes that split different dims. The transpose leaves out tensors that need no gradient.
     wire: for all tensors or one for each: dtypes on the way there and back (with `exact` for some of the tensors only,
     the transpose is two collectives). The gradient that arrives has the tensor's own dtype.
-    Over an axis of size 1 only the casts remain. Raises ValueError for a place that does not fit its tensor.
+    scales: per tensor the scale (0-d fp32, alike on all ranks) with which it travels in 8 bits, or None. The rounding
+    is not differentiated: the gradient of what arrives is that of the tensor (straight through).
+    Over an axis of size 1 only the roundings remain. Raises ValueError for a place that does not fit its tensor.
     """
     wires = [wire] * len(xs) if isinstance(wire, Wire) else list(wire)
+    scales = [None] * len(xs) if scales is None else list(scales)
     if axis.size == 1:
-        return [_cast(x, w) for x, w in zip(xs, wires, strict=True)]
+        given = zip(xs, wires, scales, strict=True)
+        return [x if _idle(w, x.dtype) else _AllGatherMany.apply(axis, [], [w], [s], x)[0] for x, w, s in given]
     places = _places(xs, axis, dims, "all_gather_many")
     for x, place in zip(xs, places, strict=True):
         place.check(place.whole_shape(x.shape, axis.sizes), axis.sizes, f"all_gather_many over {axis}")
-    return list(_AllGatherMany.apply(axis, places, wires, *xs)) if xs else []
+    return list(_AllGatherMany.apply(axis, places, wires, scales, *xs)) if xs else []
 
 
-class _Cast(torch.autograd.Function):
-    """What a wire does where nothing is sent: the same roundings, there and back."""
-
-    @staticmethod
-    def forward(ctx, x, wire):
-        ctx.dtype, ctx.reduce = x.dtype, wire.reduce
-        return x.to(wire.gather) if wire.gather is not None else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return (g if ctx.reduce is None else g.to(ctx.reduce)).to(ctx.dtype), None
-
-
-def _cast(x: Tensor, wire: Wire) -> Tensor:
-    return x if wire.gather in (None, x.dtype) and wire.reduce in (None, x.dtype) else _Cast.apply(x, wire)
+def _idle(wire: Wire, dtype: torch.dtype) -> bool:
+    return {wire.gather, wire.reduce, wire.arrive} <= {None, dtype}
 
 
 def reduce_scatter_many(

@@ -25,7 +25,7 @@ class Precision:
     ValueError for dtypes that are no floating ones, or in which nothing can be computed or summed.
 
     >>> Precision.bf16().wire
-    Wire(gather=torch.bfloat16, reduce=torch.float32, exact=False)
+    Wire(gather=torch.bfloat16, reduce=torch.float32, exact=False, arrive=torch.bfloat16)
     """
 
     param: torch.dtype = torch.float32
@@ -59,7 +59,7 @@ class Precision:
     @property
     def wire(self) -> Wire:
         """How weights travel when they are gathered, and their gradients when they are reduced."""
-        return Wire(self.gather or self.compute, self.reduce, self.exact)
+        return Wire(self.gather or self.compute, self.reduce, self.exact, self.compute)
 
     # ---- the usual ones
 
@@ -79,6 +79,11 @@ class Precision:
         """fp32 weights, bf16 matrices and activations; weights travel in bf16, gradients are reduced in fp32."""
         policy = Precision(compute=torch.bfloat16, gather=torch.bfloat16, reduce=torch.float32)
         return dataclasses.replace(policy, **changes)
+
+    @staticmethod
+    def fp8_wire(**changes: Any) -> Precision:
+        """As bf16, and matrices travel in 8 bits with one scale for each: a quarter of the bytes of fp32."""
+        return dataclasses.replace(Precision.bf16(gather=torch.float8_e4m3fn), **changes)
 
     @staticmethod
     def bf16_wire(**changes: Any) -> Precision:

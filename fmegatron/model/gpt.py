@@ -135,6 +135,15 @@ def gather_weights(shards, layouts, config: Config, axes: Axes):
     return nn.gather_tree(shards, layouts, axis_of(axes, *DATA_AXES), wires)
 
 
+def prepared(params: dict, layouts: dict, config: Config, axes: Axes) -> dict:
+    """Parameters as `gather_weights` takes them: matrices that travel in 8 bits get their scales, by one pmax."""
+    wire = config.policy.wire
+    if not wire.scaled:
+        return params
+    stacked = {name: tree.map(lambda _, name=name: name == "blocks", leaf) for name, leaf in layouts.items()}
+    return nn.with_scales(params, layouts, axes, wire.gather, stacked)
+
+
 def layer_layout(layout: Layout) -> Layout:
     """Layout of one layer of a stacked leaf: `[L, ...] -> [...]`."""
     assert not layout.axes(0), f"the layer dim of {layout} is split; a pipeline's stages hold whole layers"
@@ -208,6 +217,7 @@ def logits(
         )
     if reshard_after_forward is None:
         reshard_after_forward = tuple(name for name in GROUPS if name != "head" or not config.tied)
+    params = prepared(params, layouts, config, axes)
     outer = _Outer(params, layouts, config, axes, reshard_after_forward)
     layer_layouts = tree.map(layer_layout, layouts["blocks"])
 

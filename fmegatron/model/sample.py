@@ -19,7 +19,7 @@ from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Axis, all_gather
 from fmegatron.model.block import finish_block, project_qkv
 from fmegatron.model.config import Config
-from fmegatron.model.gpt import axis_of, gather_weights, layer_layout, read_out, unstack
+from fmegatron.model.gpt import axis_of, gather_weights, layer_layout, prepared, read_out, unstack
 
 
 def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) -> dict:
@@ -28,6 +28,7 @@ def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) ->
     Shards over fsdp (and dp) are gathered here, once, in one collective; every rank then holds its tp part of the
     model.
     """
+    params = prepared(params, layouts, config, axes)
     layers = unstack(params["blocks"])
     layer_layouts = [tree.map(layer_layout, layouts["blocks"])] * len(layers)
     return gather_weights({**params, "blocks": layers}, {**layouts, "blocks": layer_layouts}, config, axes)

@@ -8,8 +8,10 @@ from fmegatron.nn.loss import cross_entropy
 from fmegatron.nn.mlp import swiglu
 from fmegatron.nn.norm import rms_norm
 from fmegatron.nn.rope import apply_rope, rope_angles
+from fmegatron.nn.scaled import Scaled, with_scales
 
 __all__ = [
+    "Scaled",
     "apply_rope",
     "attention",
     "column_parallel",
@@ -21,4 +23,5 @@ __all__ = [
     "rope_angles",
     "row_parallel",
     "swiglu",
+    "with_scales",
 ]

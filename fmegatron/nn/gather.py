@@ -7,6 +7,7 @@ from typing import Any
 from fmegatron import tree
 from fmegatron.collectives import Axis, Place, Wire, all_gather_many
 from fmegatron.layout import Layout
+from fmegatron.nn.scaled import Scaled
 
 
 def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> Any:  # noqa: B008  a frozen value
@@ -17,13 +18,16 @@ def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> An
     (`axes["dp", "fsdp"]`) leaves that all of them split are gathered at once, on one dim or on several; those that only
     some of them split are another collective, since gathering what is replicated would send it in vain.
     Transpose: the same path backwards, so one reduce_scatter over `axis` sums and shards all the weights' gradients.
-    layouts: has the structure of `shards` and says where the axes lie. wire: a `Wire`, or a tree of them of the same
-    structure: the dtypes in which leaves travel and their gradients are reduced; leaves that stay are cast alike.
+    layouts: has the structure of `shards` (a leaf where that has a `Scaled`) and says where the axes lie. wire: a
+    `Wire`, or a tree of them of the same structure: the dtypes in which leaves travel and their gradients are reduced;
+    leaves that stay are cast alike.
     Raises ValueError naming the leaf when a layout is uneven, or when another axis splits the same dim below this one
     (the minor axis must be gathered first).
     """
-    paths, leaves, spec = tree.flatten(shards)
-    layouts = tree.leaves(layouts)
+    paths, layouts, spec = tree.flatten(layouts)
+    leaves = spec.flatten_up_to(shards)
+    scales = [leaf.scale if isinstance(leaf, Scaled) else None for leaf in leaves]
+    leaves = [leaf.value if isinstance(leaf, Scaled) else leaf for leaf in leaves]
     wires = [wire] * len(leaves) if isinstance(wire, Wire) else tree.leaves(wire)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, layout in enumerate(layouts):
@@ -32,7 +36,8 @@ def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> An
         groups.setdefault(_axes_of(layout, axis), []).append(i)
     for names, mine in groups.items():
         places = [_place(paths[i], layouts[i], names) for i in mine]
-        whole = all_gather_many([leaves[i] for i in mine], axis.only(names), places, [wires[i] for i in mine])
+        given = [[values[i] for i in mine] for values in (leaves, wires, scales)]
+        whole = all_gather_many(given[0], axis.only(names), places, *given[1:])
         for i, x in zip(mine, whole, strict=True):
             leaves[i] = x
     return tree.unflatten(spec, leaves)
