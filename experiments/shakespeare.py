@@ -16,7 +16,7 @@ import torch
 
 from fmegatron import checkpoint, data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 
@@ -26,6 +26,7 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = Mesh()  # axes dp, fsdp, tp; their product is the number of ranks
+    strategy: str = "hsdp"  # of data parallelism: replicated, zero1, zero2, zero3, hsdp (fsdp inside of dp), hybrid
     run: str = "runs/shakespeare"  # checkpoints and metrics; a run that is there is resumed
     dim: int = 192
     layers: int = 4
@@ -55,20 +56,21 @@ def model_config(config: Config, vocab_size: int) -> model.Config:
 
 def make_loss(config: Config, of: model.Config):
     """loss(params, batch) -> (loss, metrics), over the axes of the mesh."""
-    where = model.layouts(of, config.mesh), Axes(config.mesh)
+    where = model.layouts(of, config.mesh, strategy=DataParallel.named(config.strategy)), Axes(config.mesh)
     return lambda params, batch: model.loss(params, batch, of, *where, layer=step.compiled_layer())
 
 
 def describe(config: Config):
     """(train_step, specs of its state, layouts of its batch), for `main` and for `python -m fmegatron.check`."""
     of = model_config(config, data.CharTokenizer.from_text(TEXT.read_text()).vocab_size)
-    specs, axes = model.specs(of, config.mesh), Axes(config.mesh)
+    strategy, axes = DataParallel.named(config.strategy), Axes(config.mesh)
+    specs = model.specs(of, config.mesh, strategy=strategy)
     rate = optim.cosine(config.lr, config.steps, config.warmup, end=config.lr / 10)
     optimizer = optim.adamw(rate, weight_decay=config.weight_decay)
-    train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), axes)
+    train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), axes, strategy=strategy)
     dealt = tuple(axis for axis in model.DATA_AXES if axis in config.mesh)
     rows = Layout((config.batch_size, config.seq_len), torch.int64, config.mesh, (dealt,))
-    return train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+    return train_step, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
 
 
 def main(config: Config) -> dict[str, float]:

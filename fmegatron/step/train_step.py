@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, reshard
+from fmegatron.collectives import Axes, Precision, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.check import Declared
 from fmegatron.step.grad import accumulate, reduce_gradients, value_and_grad
@@ -89,9 +89,11 @@ def build_train_step(
     *,
     strategy: DataParallel | None = None,
     data_axes: tuple[str, ...] = ("dp", "fsdp"),
+    precision: Precision | None = None,
     microbatches: int = 1,
     weight: str | None = "tokens",
     clip_norm: float | None = 1.0,
+    together: int = 1 << 20,
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
@@ -101,7 +103,10 @@ def build_train_step(
     strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); None: as the
     parameters are, with the batch split over `data_axes`. The state's specs then are `state_specs(specs, optimizer,
     strategy)`.
+    precision: in which dtypes gradients are reduced and added up (the model's own policy says how weights are
+    gathered); None: as the backward makes them, and microbatches in fp32.
     microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
+    together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters that are not what `layouts`
     says (structure, local shape, dtype).
@@ -124,9 +129,13 @@ def build_train_step(
     def reduce_each(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
         to = trained_at.grads if microbatches > 1 else trained_at.optim
-        return reduce_gradients(grads, trained_at.params, axes, strategy.axes, to=to)
+        return reduce_gradients(grads, trained_at.params, axes, strategy.axes, to, wire, together)
 
-    grad_fn = accumulate(value_and_grad(scaled_loss), microbatches, each=reduce_each, weight=weight)
+    wire, summed = Wire(), torch.float32
+    if precision is not None:
+        wire, summed = precision.wire, precision.accumulate
+    grad_fn = value_and_grad(scaled_loss, None if precision is None else summed)
+    grad_fn = accumulate(grad_fn, microbatches, each=reduce_each, weight=weight, dtype=summed)
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
         tree.check(state.params, layouts, rank=0)  # while tracing; shapes are alike on all ranks inside a step
@@ -134,17 +143,17 @@ def build_train_step(
         scale = optim.loss_scale_of(state.opt)
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
         if microbatches > 1:
-            grads = _moved(grads, trained_at.grads, trained_at.optim, axes)
+            grads = _moved(grads, trained_at.grads, trained_at.optim, axes, wire, together)
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         norm = optim.global_norm(grads, trained_at.optim, axes)
-        params = _moved(state.params, placed.params, placed.optim, axes)
+        params = _moved(state.params, placed.params, placed.optim, axes, Wire(), together)
         if getattr(optimizer, "judges_norm", False):  # a norm that was clipped before it is judged has no spikes
             params, opt = optimizer.update(grads, state.opt, params, norm=norm, max_norm=clip_norm)
         else:
             grads = grads if clip_norm is None else optim.clip(grads, norm, clip_norm)
             params, opt = optimizer.update(grads, state.opt, params)
-        params = _moved(params, placed.optim, placed.params, axes)
+        params = _moved(params, placed.optim, placed.params, axes, Wire(), together)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
@@ -152,8 +161,9 @@ def build_train_step(
     return train_step
 
 
-def _moved(values: Any, source: Any, target: Any, axes: Axes) -> Any:
-    return tree.map(lambda x, src, dst: reshard(x, src, dst, axes), values, source, target)
+def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Wire, together: int) -> Any:
+    _, leaves, spec = tree.flatten(values)
+    return tree.unflatten(spec, reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wire, together))
 
 
 def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,9 @@
 """Every strategy of data parallelism over a small decoder with uneven token masks, and torch.optim as the reference."""
 
-import dataclasses
-
 import torch
 
 from fmegatron import model, optim, tree
-from fmegatron.collectives import Axes
+from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import build_train_step, initial_state, state_specs
 from fmegatron.testing import Ranks, simulate
@@ -24,11 +22,11 @@ LR, DECAY = 1e-2, 0.1
 OPTIMIZER = optim.adamw(LR, weight_decay=DECAY)
 
 
-def make_config(dtype=torch.float64, compute=None) -> model.Config:
+def make_config(dtype=torch.float64, precision: Precision | None = None) -> model.Config:
     """A decoder whose sizes differ per dim; the 2 layers divide by 2, not by 4."""
     return model.Config(
         vocab_size=30, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=40, max_seq=SEQ, vocab_multiple=16, tied=True,
-        z_loss=1e-3, param_dtype=dtype, compute_dtype=compute or dtype,
+        z_loss=1e-3, param_dtype=dtype, compute_dtype=dtype, precision=precision,
     )  # fmt: skip
 
 
@@ -39,9 +37,8 @@ def make_step(config, mesh, strategy, microbatches=1, clip_norm=None, optimizer=
     def loss_fn(params, batch):
         return model.loss(params, batch, config, layouts, axes, layer)
 
-    return build_train_step(
-        loss_fn, optimizer, layouts, axes, strategy=strategy, microbatches=microbatches, clip_norm=clip_norm
-    )
+    options = {"strategy": strategy, "precision": config.precision, "microbatches": microbatches}
+    return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, **options)
 
 
 def specs_of(config, mesh, strategy, optimizer=OPTIMIZER):
@@ -108,8 +105,3 @@ def by_torch(config, steps, clip_norm=None):
         adamw.step()
         losses.append(loss.item())
     return losses, norms, tree.map(torch.detach, params)
-
-
-def in_double(config):
-    """The same model in fp64."""
-    return dataclasses.replace(config, param_dtype=torch.float64, compute_dtype=torch.float64)

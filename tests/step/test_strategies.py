@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, model, optim, tree
-from fmegatron.collectives import Axes, connect, reshard
+from fmegatron.collectives import Axes, Precision, connect, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import build_train_step, check, compiled_layer, initial_state, jit, placements, state_specs
 from fmegatron.testing import Ranks, relative_error, simulate, split
@@ -67,17 +67,26 @@ def test_losses_in_fp32(case):
 
 
 # ---- bf16 ------------------------------------------------------------------------------------------------------------
-def in_bf16(name, mesh, microbatches=1, clip_norm=0.05):
-    config = make_config(torch.float32, torch.bfloat16)
+POLICIES = {
+    "bf16": Precision.bf16(),
+    "bf16 wire": Precision.bf16_wire(),
+    "bf16 weights": Precision.bf16(param=torch.bfloat16, reduce=torch.bfloat16, exact=True),  # and fp32 masters
+}
+
+
+@functools.lru_cache
+def in_bf16(name, mesh, policy="bf16", microbatches=1, clip_norm=None):
+    config = make_config(precision=POLICIES[policy])
     return simulated(config, mesh, STRATEGIES[name], 10, microbatches=microbatches, clip_norm=clip_norm)
 
 
-def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order():
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order(policy):
     """On two ranks a sum has one order: where the gradients lie, and who updates them, changes no bit."""
     mesh = Mesh(dp=2)
-    first = in_bf16("replicated", mesh, clip_norm=None)  # a norm adds its squares shard by shard
+    first = in_bf16("replicated", mesh, policy)  # no clip: a norm adds its squares shard by shard
     for name in ("zero1", "zero2"):
-        losses, norms, state = in_bf16(name, mesh, clip_norm=None)
+        losses, norms, state = in_bf16(name, mesh, policy)
         assert losses == first[0], name
         assert norms == pytest.approx(first[1], rel=1e-6), name
         for a, b in zip(tree.leaves(state.params), tree.leaves(first[2].params), strict=True):
@@ -85,21 +94,23 @@ def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order():
 
 
 BF16 = [
-    ("zero2", Mesh(dp=2, fsdp=2), 3, 0.05),
-    ("zero3", Mesh(fsdp=2), 1, None),
-    ("hybrid", Mesh(dp=2, fsdp=2), 1, 0.05),
+    ("zero2", Mesh(dp=2, fsdp=2), "bf16 wire", 3, 0.05),
+    ("zero3", Mesh(fsdp=2), "bf16 weights", 1, None),
+    ("hybrid", Mesh(dp=2, fsdp=2), "bf16", 1, 0.05),
 ]
+BF16_ALL = [(name, mesh, p, n, clip) for name, mesh, n, clip in ALL if mesh.size > 1 for p in POLICIES]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in BF16 else pytest.mark.slow) for c in ALL if c[1].size > 1], ids=str
+    "case", [pytest.param(c, marks=() if c in BF16 else pytest.mark.slow) for c in BF16_ALL], ids=str
 )
 def test_bf16_stays_near_one_rank(case):
     """bf16 has 8 bits: ten losses stay within 2^-7 of those of the same policy on one rank."""
-    name, mesh, microbatches, clip_norm = case
-    one = in_bf16("replicated", Mesh(dp=1), 1, clip_norm)
-    losses, _, _ = in_bf16(name, mesh, microbatches, clip_norm)
+    name, mesh, policy, microbatches, clip_norm = case
+    one = in_bf16("replicated", Mesh(dp=1), policy, 1, clip_norm)
+    losses, _, state = in_bf16(name, mesh, policy, microbatches, clip_norm)
     assert losses == pytest.approx(one[0], rel=2**-7)
+    assert {x.dtype for x in tree.leaves(state.opt["adam"])} == {torch.float32}
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
