@@ -36,3 +36,27 @@ def test_parallel(forms, benchmark, ranks, capsys):
         assert lines[f"{form}_time"]["value"] > 0 and lines[f"{form}_peak"]["value"] > 0
         if form.startswith("zero3"):
             assert lines[f"{form}_all_gather_calls"]["holds"] and lines[f"{form}_reduce_scatter_calls"]["holds"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
+def test_gpu_without_a_gpu(benchmark, capsys):
+    gpu = benchmark("gpu")
+    assert gpu.main(["--here", "--backend=aot_eager"]) == 0
+    lines = lines_of(capsys)
+    assert {"gpu_matmul", "gpu_least_mfu", "gpu_least_first_call_warm", "gpu_least_peak_memory"} <= set(lines)
+    assert lines["gpu_least_speed_over_compile"]["value"] > 0 < lines["gpu_least_speed_over_fsdp2"]["value"]
+
+
+def test_gpu_leaves_out_what_the_time_does_not_allow(benchmark, capsys):
+    gpu = benchmark("gpu")
+    assert gpu.main(["--here", "--minutes=0.6"]) == 1  # 6 s after what is kept for ending a row
+    out, err = capsys.readouterr()
+    assert not out and "probe: skipped, 6 s left of the time budget" in err
+
+
+def test_the_largest_model_fits(benchmark):
+    gpu = benchmark("gpu")
+    for gib in (80, 141):
+        layers = gpu.layers_that_fit(gib << 30)
+        state = 16 * gpu.model.parameters(gpu.config_of("largest", layers))["total"]
+        assert 0.6 * (gib << 30) < state < 0.9 * (gib << 30)

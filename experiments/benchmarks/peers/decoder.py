@@ -51,16 +51,23 @@ class Sizes:
         return config, params, {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm whose weight follows the dtype of what it scales, as FSDP2's policy has it: autocast leaves it fp32."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Block(nn.Module):
     """Pre-norm attention with RoPE and grouped heads, then SwiGLU."""
 
     def __init__(self, dim, heads, kv_heads, ffn_dim):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.attention_norm = Norm(dim, eps=1e-5)
         self.wqkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(dim, dim, bias=False)
-        self.mlp_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.mlp_norm = Norm(dim, eps=1e-5)
         self.gate_up = nn.Linear(dim, 2 * ffn_dim, bias=False)
         self.down = nn.Linear(ffn_dim, dim, bias=False)
 
@@ -88,11 +95,12 @@ class Peer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        self.compute_dtype = config.compute_dtype
         self.embed = nn.Embedding(config.padded_vocab, config.dim)
         self.blocks = nn.ModuleList(
             Block(config.dim, config.heads, config.kv_heads, config.ffn_dim) for _ in range(config.layers)
         )
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.norm = Norm(config.dim, eps=1e-5)
         self.head = nn.Linear(config.dim, config.padded_vocab, bias=False)
         wide = torch.promote_types(config.param_dtype, torch.float32)
         inverse = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=wide) / config.head_dim)
@@ -101,11 +109,12 @@ class Peer(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, tokens, labels):
-        x = self.embed(tokens)
+        x = self.embed(tokens).to(self.compute_dtype)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x, cos, sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten())
 
     def load(self, params) -> nn.Module:
         """Take the values of our parameter tree, so that both forms start alike."""
