@@ -13,6 +13,7 @@ Expected on 2 quiet cores: time ratios 0.8 to 1.0, counts as the bars say.
 
 import argparse
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,26 @@ from fmegatron.layout import DataParallel, Mesh
 from fmegatron.testing import RankPool, paired_seconds, peak_bytes, report
 
 LR = 3e-4
-# name -> (data axis, strategy, what a layer saves, optimizer)
+ENDS = step.Overlap(depth=0, late_reductions=False)  # fewest messages, no order of its own: gloo overlaps nothing
+
+
+class Ours(NamedTuple):
+    """A form of ours: the data axis, the strategy over it, what a layer saves, the optimizer, how collectives run."""
+
+    axis: str
+    strategy: DataParallel
+    save: str = "mincut"
+    optimizer: str = "adamw"
+    overlap: step.Overlap = ENDS
+
+
 OURS = {
-    "zero3_mincut": ("fsdp", DataParallel.zero3("fsdp"), "mincut", "adamw"),
-    "zero3_inputs": ("fsdp", DataParallel.zero3("fsdp"), "inputs", "adamw"),
-    "replicated": ("dp", DataParallel.replicated("dp"), "mincut", "adamw"),
-    "zero1": ("dp", DataParallel.zero1("dp"), "mincut", "adamw"),
-    "zero3_muon": ("fsdp", DataParallel.zero3("fsdp"), "mincut", "muon"),
+    "zero3_mincut": Ours("fsdp", DataParallel.zero3("fsdp")),
+    "zero3_inputs": Ours("fsdp", DataParallel.zero3("fsdp"), save="inputs"),
+    "replicated": Ours("dp", DataParallel.replicated("dp")),
+    "zero1": Ours("dp", DataParallel.zero1("dp")),
+    "zero3_muon": Ours("fsdp", DataParallel.zero3("fsdp"), optimizer="muon"),
+    "zero3_overlap": Ours("fsdp", DataParallel.zero3("fsdp"), overlap=step.Overlap()),
 }
 PEERS = {"fsdp2": fsdp2_step, "ddp": ddp_step}
 # (ours, the other, bar of time, bar of peak)
@@ -41,10 +55,10 @@ RACES = [
     ("replicated", "ddp", 1.00, 0.80),
     ("zero1", "ddp", 1.05, None),
     ("zero3_muon", "zero3_mincut", 1.3, None),
+    ("zero3_overlap", "zero3_mincut", None, 1.05),
 ]
 STEPS = 3  # whose losses are compared before anything is timed
 LIMIT_S = 1800  # of one race, compiling included
-SMALL_NUMBERS = 4  # a collective of no more elements carries losses or norms, no tensor
 
 
 # ---- on a rank -------------------------------------------------------------------------------------------------------
@@ -60,7 +74,7 @@ class Form:
             self.step, module = PEERS[name](config, params, LR, backend)
             self.persistent = bucket_bytes(module) if name == "ddp" else 0
             return
-        axis, strategy, save, optimizer = OURS[name]
+        axis, strategy, save, optimizer, overlap = OURS[name]
         mesh = Mesh(**{axis: ranks})
         world = worlds[axis] = worlds.get(axis) or connect(mesh)
         specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
@@ -70,10 +84,12 @@ class Form:
             model.loss, config=config, layouts=layouts, axes=axes, layer=step.compiled_layer(save=save)
         )
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
-        self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend), mesh
+        self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
         self.state = step.initial_state(specs, optimizer, 0, world.rank, strategy)
         self.formula = step.state_bytes(specs, optimizer, strategy, world.rank)
-        self.least = step.least_traffic(layouts, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
+        least = step.least_traffic(layouts, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
+        numbers = 2 if strategy.optim else 1  # the loss, and the norm where no rank has all gradients
+        self.least = least.total + 2 * (ranks - 1) * numbers * config.param_dtype.itemsize // ranks
 
     def __call__(self) -> float:
         if self.train is None:
@@ -85,16 +101,25 @@ class Form:
         """What our step holds and sends on this rank, beside what it should."""
         if self.train is None:
             return None
-        found = step.collectives_of(self.train.graph("lower"), self.mesh)
+        graph = self.train.graph("overlap")
+        found = step.collectives_of(graph, self.mesh)
         ops = [c.op.removesuffix("_many") for c in found]
         held = sum(x.numel() * x.element_size() for x in tree.leaves((self.state.params, self.state.opt)))
         return {
+            "ahead": gathers_ahead(step.launches(graph).split()),
             "calls": {op: ops.count(op) for op in sorted(set(ops))},
-            "sent": sum(c.sent for c in found if c.elements > SMALL_NUMBERS),
-            "least": self.least.total,
+            "sent": sum(c.sent for c in found),
+            "least": self.least,
             "held": held,
             "formula": self.formula.params + self.formula.optim,
         }
+
+
+def gathers_ahead(launches: list[str]) -> int:
+    """How many gathers travel while a layer computes: a forward or backward between their start and their wait."""
+    gathers = [name for name in launches if name[0] == "G"]
+    between = [launches[launches.index(g) : launches.index(f"w:{g}")] for g in gathers]
+    return sum(any(name[0] in "FB" for name in names) for names in between)
 
 
 def optimizer_of(name: str, layouts, axes):
@@ -124,7 +149,7 @@ def run_race(pool, flags, where, ours: str, other: str, time_bar, peak_bar) -> N
     def bar(limit):
         return None if limit is None or not flags.bars else f"<= {limit}"
 
-    if OURS[ours][3] == "adamw":  # as the other
+    if OURS[ours].optimizer == "adamw":  # as the other
         worst = max(abs(a - b) / b for a, b in zip(*ranks[0]["losses"], strict=True))
         limit = 1e-10 if flags.sizes.dtype == torch.float64 else 1e-5
         report(f"{ours}_losses", [worst], unit="relative", against=f"{other}, {STEPS} steps", bar=f"<= {limit}",
@@ -145,13 +170,15 @@ def counts(ours: str, counted: dict, flags, where) -> None:
     state, sent = counted["held"] / counted["formula"], counted["sent"] / counted["least"]
     report(f"{ours}_state_bytes", [state], unit="ratio", against="formula", bar="<= 1.0", where=where,
            note=f"{counted['held'] / 2**20:.2f} MiB")  # fmt: skip
-    exchanged = OURS[ours][3] == "muon"  # matrices travel to be whole, which the formula does not count
+    exchanged = OURS[ours].optimizer == "muon"  # matrices travel to be whole, which the formula does not count
     report(f"{ours}_bytes_sent", [sent], unit="ratio", against="minimum", bar=None if exchanged else "<= 1.0",
            where=where, note=f"{counted['sent'] / 2**20:.2f} MiB")  # fmt: skip
     layers = flags.sizes.setup()[0].layers
     wanted = {}
-    if OURS[ours][0] == "fsdp" and not exchanged:
+    if OURS[ours].axis == "fsdp" and not exchanged:
         wanted = {"all_gather": 2 * layers + 1, "reduce_scatter": layers + 1, "psum": 1}
+    if OURS[ours].overlap.depth:
+        report(f"{ours}_gathers_ahead", [counted["ahead"]], unit="calls", bar=f">= {2 * layers - 1}", where=where)
     for op, n in counted["calls"].items():
         limit = f"<= {wanted[op]}" if op in wanted else None
         report(f"{ours}_{op}_calls", [n], unit="calls", bar=limit, where=where)

@@ -24,18 +24,27 @@ def lines_of(capsys) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize(
-    "forms", [["zero3_mincut"], pytest.param(["zero3_inputs", "replicated", "zero1"], marks=pytest.mark.slow)]
+    "forms",
+    [
+        ["zero3_mincut"],
+        pytest.param(["zero3_inputs", "replicated", "zero1", "zero3_muon", "zero3_overlap"], marks=pytest.mark.slow),
+    ],
 )
 def test_parallel(forms, benchmark, ranks, capsys):
     parallel = benchmark("parallel")
     parallel.main(["--quick", "--backend=aot_eager", f"--only={','.join(forms)}"], pool=ranks)
     lines = lines_of(capsys)
     for form in forms:
-        assert lines[f"{form}_losses"]["value"] <= 1e-10
-        assert lines[f"{form}_state_bytes"]["value"] == lines[f"{form}_bytes_sent"]["value"] == 1.0
+        assert lines[f"{form}_state_bytes"]["value"] == 1.0
         assert lines[f"{form}_time"]["value"] > 0 and lines[f"{form}_peak"]["value"] > 0
+        if form == "zero3_muon":  # other steps than AdamW's, and matrices travel to be whole
+            continue
+        assert lines[f"{form}_losses"]["value"] <= 1e-10
+        assert lines[f"{form}_bytes_sent"]["value"] == 1.0
         if form.startswith("zero3"):
-            assert lines[f"{form}_all_gather_calls"]["holds"] and lines[f"{form}_reduce_scatter_calls"]["holds"]
+            assert all(lines[f"{form}_{op}_calls"]["holds"] for op in ("all_gather", "reduce_scatter", "psum"))
+        if form == "zero3_overlap":
+            assert lines["zero3_overlap_gathers_ahead"]["holds"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
