@@ -57,36 +57,32 @@ class Blockwise:
 
     def encode(self, x: torch.Tensor, layout: Layout | None) -> dict[str, torch.Tensor]:
         """float32 -> {"codes": in its shape and layout, "scale": float32}.  layout: None for a whole array."""
-        parts = self._cut(x.sqrt() if self.root else x, layout)
-        scale = parts.abs().amax(-1)
-        y = parts / scale.unsqueeze(-1)
-        y = torch.where(scale.unsqueeze(-1) == 0, 0.0, y)
-        codes = self._join(self.grid.encode(y, not self.root), x, layout)
-        return {"codes": codes, "scale": scale.flatten() if _is_flat(layout) else scale}
+        row, width = self._row_and_width(x, layout)
+        rows = (x.sqrt() if self.root else x).reshape(*_lead(x, layout), row)
+        codes, scales = [], []
+        for part in _cut(rows, width):
+            scale = part.abs().amax(-1)
+            y = torch.where(scale.unsqueeze(-1) == 0, 0.0, part / scale.unsqueeze(-1))
+            codes.append(self.grid.encode(y, not self.root).flatten(-2))
+            scales.append(scale)
+        scale = _joined(scales)
+        return {"codes": _joined(codes).reshape(x.shape), "scale": scale.flatten() if _is_flat(layout) else scale}
 
     def decode(self, stored: dict[str, torch.Tensor], layout: Layout | None) -> torch.Tensor:
         """The float32 that `encode` was given, up to the precision of the grid."""
-        parts, scale = self._cut(stored["codes"], layout), stored["scale"]
-        y = self.grid.decode(parts, not self.root) * scale.view(parts.shape[:-1]).unsqueeze(-1)
-        return self._join(y * y if self.root else y, stored["codes"], layout)
+        codes, out, at = stored["codes"], [], 0
+        row, width = self._row_and_width(codes, layout)
+        lead = _lead(codes, layout)
+        scale = stored["scale"].view(*lead, -(-row // width))
+        for part in _cut(self.grid.decode(codes, not self.root).view(*lead, row), width):
+            count = part.shape[-2]
+            own = scale if count == scale.shape[-1] else scale[..., at : at + count]
+            y = part * own.unsqueeze(-1)
+            out.append((y * y if self.root else y).flatten(-2))
+            at += count
+        return _joined(out).view(codes.shape)
 
     # ---- where the blocks are
-
-    def _cut(self, x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """x[..., N] -> y[..., blocks, width], the last block of a row padded with zeros; what is flat becomes rows."""
-        row, width = self._row_and_width(x, layout)
-        if _is_flat(layout) or x.dim() == 0:
-            x = x.reshape(*[-1] * _is_flat(layout), row)
-        if padding := -row % width:
-            wide = x if x.dtype.itemsize > 1 else x.view(torch.uint8)  # torch pads no float8
-            x = torch.nn.functional.pad(wide, (0, padding)).view(x.dtype)
-        return x.view(*x.shape[:-1], x.shape[-1] // width, width)
-
-    def _join(self, parts: torch.Tensor, like: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """The inverse of `_cut`."""
-        row, _ = self._row_and_width(like, layout)
-        x = parts.flatten(-2)
-        return (x[..., :row].contiguous() if x.shape[-1] != row else x).reshape(like.shape)
 
     def _row_and_width(self, x: torch.Tensor, layout: Layout | None) -> tuple[int, int]:
         """Elements of a row of the local tensor (of a block, where flat ranges are not whole rows), and of a block."""
@@ -143,6 +139,26 @@ def in_blocks(node: Any) -> bool:
     if not (isinstance(node, dict) and node.keys() == {"codes", "scale"} and isinstance(node["codes"], torch.Tensor)):
         return False
     return node["codes"].dtype not in (torch.float32, torch.float64)  # two leaves that happen to have these names
+
+
+def _lead(x: torch.Tensor, layout: Layout | None) -> tuple[int, ...]:
+    """The dims before the last one of a leaf seen as rows; one dim of rows for what is flat."""
+    return (-1,) if _is_flat(layout) else tuple(x.shape[:-1])
+
+
+def _cut(rows: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """x[..., N] -> [y[..., N // width, width], and the shorter block at the end as z[..., 1, N % width]].
+
+    Two pieces and no padding: Inductor 2.13 on CPU reads the maxima of padded blocks before it has written them.
+    """
+    count, rest = divmod(rows.shape[-1], width)
+    if not rest:
+        return [rows.unflatten(-1, (count, width))]
+    return [rows[..., :-rest].unflatten(-1, (count, width)), rows[..., -rest:].unsqueeze(-2)]
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
 
 
 def _is_flat(layout: Layout | None) -> bool:
