@@ -150,6 +150,32 @@ def with_fp32():
 
 @pytest.mark.parametrize("rules", QUALITY.values(), ids=QUALITY)
 def test_moments_train_as_float32_does(rules, with_fp32):
-    """Within 5 % of the loss that float32 moments reach (a fifth of that at the start of training, at least)."""
+    """Within 2 % of the loss that float32 moments reach, which is far below that of the start."""
     got = trained(compressed(optim.adamw(1e-2, b2=0.99), rules))
-    assert abs(got / with_fp32 - 1) < 0.05, (got, with_fp32)
+    assert abs(got / with_fp32 - 1) < 0.02, (got, with_fp32)
+    assert with_fp32 < 0.1 * trained(optim.adamw(1e-2), steps=0)
+
+
+def test_parameters_without_a_master_train_as_those_with_one():
+    small = compressed(optim.adamw(1e-2, b2=0.99), [*QUALITY["int8"], ("master", NoMaster())])
+    wanted = trained(optim.adamw(1e-2, b2=0.99), torch.bfloat16)
+    assert abs(trained(small, torch.bfloat16) / wanted - 1) < 0.02
+
+
+SECOND = {
+    "bf16": (Bfloat16(), 0.5, 0.8),
+    "bf16-stochastic": (Bfloat16(stochastic=True), 0.99, 1.01),
+    "float32": (Float32(), 0.999, 1.001),
+}
+
+
+@pytest.mark.parametrize(("form", "low", "high"), SECOND.values(), ids=SECOND)
+def test_a_slow_average_needs_random_rounding(form, low, high):
+    """b2 = 0.999 in bfloat16: to nearest the average stands still below its value, at random it does not."""
+    opt = compressed(optim.adamw(0.0, b2=0.999), [("v", form)])
+    params = {"w": torch.zeros(1024)}
+    state = opt.init(params)
+    for i in range(300):
+        _, state = opt.update({"w": torch.full((1024,), 0.1 if i else 1.0)}, state, params)
+    wanted = 0.001 * 0.999**299 + 0.01 * (1 - 0.999**299)
+    assert low < state["adam"]["v"]["w"].float().mean().item() / wanted < high

@@ -5,9 +5,10 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import Layout, Mesh
-from fmegatron.step import State, check, state_specs
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.step import State, build_train_step, check, placements, state_specs
 from fmegatron.testing import Ranks, simulate, split
+from fmegatron.tree import ArraySpec, Normal
 from tests.optim.formats import FORMATS, adamw_in, flat_params, flat_specs
 from tests.optim.table import DTYPES, assert_same, grads_of, make_params, make_specs
 
@@ -84,3 +85,41 @@ def test_the_checker_proves_the_update(rules):
 def test_the_checker_proves_flattened_leaves(rules):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     proven(adamw_in(rules), flat_specs(torch.bfloat16, mesh), mesh)
+
+
+def trained_under(strategy, rules, steps=2):
+    """Global parameters after some training steps on two ranks whose optimizer state lies as the strategy says."""
+    mesh = Mesh(dp=2)
+    shapes = {"w": (8, 16), "b": (8,)}
+    specs = {name: ArraySpec(Layout(shape, torch.bfloat16, mesh), Normal(0.5)) for name, shape in shapes.items()}
+    axes, layouts = Axes(mesh), tree.layouts(specs)
+    opt = adamw_in(rules)(placements(layouts, strategy).optim, axes)
+
+    def loss_fn(params, batch):
+        y = torch.tanh(batch["x"] @ params["w"].float())[:, :8] + params["b"].float()
+        return y.square().sum(), {}
+
+    step = build_train_step(loss_fn, opt, layouts, axes, strategy=strategy, clip_norm=None)
+    state_at, batch_at = state_specs(specs, opt, strategy), {"x": Layout((4, 8), torch.float32, mesh, ("dp",))}
+    report = check(step, state_at, batch_at, mesh)
+    assert not report.findings and not report.unproven, str(report)
+    whole = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
+    whole = tree.cast(whole, torch.bfloat16)
+    state = State(torch.tensor(0), whole, adamw_in(rules)().init(whole))
+    places, sim = tree.layouts(state_at), None
+    for i in range(steps):
+        batch = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(2 + i))}
+        if sim is None:
+            sim = simulate(step, mesh, state, batch, layouts=(places, batch_at), out_layouts=(places, None))
+        else:
+            sim = sim.again(Ranks(out[0] for out in sim.outputs), batch)
+    return {path: sim.gather(path) for path in sim.paths if path.startswith("0/")}
+
+
+@pytest.mark.parametrize("name", ["bf16-stochastic", "int8"])
+def test_where_a_strategy_puts_the_state_changes_no_bit(name):
+    """ZeRO-1 and ZeRO-2 are replicated training: the same noise, the same blocks. (A sum of two has one order.)"""
+    rules = [rule for rule in FORMATS[name] if "norm" not in rule[0]]
+    wanted = trained_under(DataParallel.replicated("dp"), rules)
+    for strategy in (DataParallel.zero1("dp"), DataParallel.zero2("dp")):
+        assert_same(trained_under(strategy, rules), wanted)
