@@ -4,7 +4,7 @@ The only room that calls torch.distributed (start-up and checkpoint agreements i
 """
 
 from fmegatron.collectives.axes import Axes, Axis
-from fmegatron.collectives.coalesced import all_gather_many, psum_many, reduce_scatter_many
+from fmegatron.collectives.coalesced import all_gather_many, all_to_all_many, psum_many, reduce_scatter_many
 from fmegatron.collectives.ops import (
     all_gather,
     all_to_all,
@@ -37,6 +37,7 @@ __all__ = [
     "all_gather",
     "all_gather_many",
     "all_to_all",
+    "all_to_all_many",
     "axis_index",
     "connect",
     "declare",

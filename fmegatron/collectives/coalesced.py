@@ -15,7 +15,7 @@ from fmegatron.collectives.axes import Axis
 from fmegatron.collectives.place import Place
 from fmegatron.collectives.wire import Wire, wide
 
-__all__ = ["all_gather_many", "psum_many", "reduce_scatter_many"]
+__all__ = ["all_gather_many", "all_to_all_many", "psum_many", "reduce_scatter_many"]
 
 
 # ---- what a call emits -----------------------------------------------------------------------------------------------
@@ -89,6 +89,17 @@ class _PsumMany(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gs):
         return None, None, *(g.to(dtype) for g, dtype in zip(gs, ctx.dtypes, strict=True))
+
+
+class _AllToAllMany(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis, split_dims, concat_dims, *xs):
+        ctx.axis, ctx.dims = axis, (split_dims, concat_dims)
+        return tuple(_emit("all_to_all_many", list(xs), axis, axis.size, split_dims, concat_dims))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        return None, None, None, *_emit("all_to_all_many", list(gs), ctx.axis, ctx.axis.size, *reversed(ctx.dims))
 
 
 # ---- the public functions --------------------------------------------------------------------------------------------
@@ -166,3 +177,27 @@ def psum_many(xs: Sequence[Tensor], axis: Axis, exact: bool = False) -> list[Ten
         return [x.to(wide(x.dtype)) if exact else x for x in xs]
     _require_sums(xs, exact, f"psum_many over {axis}")
     return list(_PsumMany.apply(axis, exact, *xs)) if xs else []
+
+
+def all_to_all_many(
+    xs: Sequence[Tensor], axis: Axis, split_dims: Sequence[int], concat_dims: Sequence[int]
+) -> list[Tensor]:
+    """`x[S, C_a] -> x[S_a, C]` for each tensor, in one collective; transpose: the same with the dims exchanged.
+
+    split_dims, concat_dims: S and C of each tensor. Raises ValueError for a dim that a tensor does not have, and for a
+    split dim that does not divide by the axis.
+    """
+    if len(xs) != len(split_dims) or len(xs) != len(concat_dims):
+        raise ValueError(
+            f"all_to_all_many over {axis}: got {len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} "
+            "concat dims; give one of each for each tensor"
+        )
+    for x, split, concat in zip(xs, split_dims, concat_dims, strict=True):
+        if not (0 <= split < x.dim() and 0 <= concat < x.dim()) or x.shape[split] % axis.size:
+            raise ValueError(
+                f"all_to_all_many over {axis}: got split dim {split} and concat dim {concat} of a tensor with shape "
+                f"{tuple(x.shape)}; want dims of it, the split one a multiple of {axis.size}"
+            )
+    if axis.size == 1 or not xs:
+        return list(xs)
+    return list(_AllToAllMany.apply(axis, list(split_dims), list(concat_dims), *xs))

@@ -18,7 +18,7 @@ from fmegatron.collectives.real import Order, by_index, by_position
 from fmegatron.collectives.wire import wide
 from fmegatron.layout import dtype_from_name, dtype_name
 
-__all__ = ["all_gather_many", "emit", "psum_many", "reduce_scatter_many"]
+__all__ = ["all_gather_many", "all_to_all_many", "emit", "psum_many", "reduce_scatter_many"]
 
 _LITTLE = 1 << 16  # bytes below which a collective costs its latency, whatever it sends
 
@@ -28,6 +28,8 @@ def emit(name: str, xs: list[Tensor], world, axes: tuple[str, ...], *arguments) 
     group, order = world.group_name(axes), world.order(axes)
     if name == "psum_many":
         return psum_many(xs, group, world.mesh.extent(axes), *arguments, order=order)
+    if name == "all_to_all_many":
+        return all_to_all_many(xs, group, *arguments, order=order)
     sizes, places, *rest = arguments
     function = all_gather_many if name == "all_gather_many" else reduce_scatter_many
     return function(xs, group, tuple(sizes), [Place.parse(p) for p in places], *rest, order=order)
@@ -117,6 +119,16 @@ def _row_sum(rows: Tensor, exact: bool) -> Tensor:
     """Sum over dim 0 from the first row on: the same order on all ranks, and that of simulated ones."""
     dtype = wide(rows.dtype) if exact else rows.dtype
     return functools.reduce(torch.add, [row.to(dtype) for row in rows.unbind(0)])
+
+
+# ---- all_to_all ------------------------------------------------------------------------------------------------------
+def all_to_all_many(
+    xs: list[Tensor], group: str, n: int, split_dims: list[int], concat_dims: list[int], order: Order = None
+) -> list[Tensor]:
+    """Of each tensor part j of its split dim goes to rank j; what arrives is concatenated in rank order."""
+    pieces = [torch.stack(x.chunk(n, dim)) for x, dim in zip(xs, split_dims, strict=True)]
+    rows = _exchanged_rows(pieces, [piece.shape[1:] for piece in pieces], group, n, order)
+    return [torch.cat(row.unbind(0), dim) for row, dim in zip(rows, concat_dims, strict=True)]
 
 
 # ---- psum ------------------------------------------------------------------------------------------------------------

@@ -54,6 +54,10 @@ def _all_same(xs, axes, exact):
     return [x.new_empty(x.shape, dtype=wide(x.dtype) if exact else x.dtype) for x in xs]
 
 
+def _all_exchanged(xs, axes, n, split_dims, concat_dims):
+    return [_exchanged(x, axes, n, split, concat) for x, split, concat in zip(xs, split_dims, concat_dims, strict=True)]
+
+
 # name, arguments after the tensor (of the coalesced ops: the list of tensors), shape rule
 _SCHEMAS = (
     ("all_gather", "str[] axes, int n, int dim", _grown),
@@ -67,6 +71,7 @@ _SCHEMAS = (
     ("all_gather_many", "str[] axes, int[] sizes, str[] places", _all_grown),
     ("reduce_scatter_many", "str[] axes, int[] sizes, str[] places, bool exact", _all_shrunk),
     ("psum_many", "str[] axes, bool exact", _all_same),
+    ("all_to_all_many", "str[] axes, int n, int[] split_dims, int[] concat_dims", _all_exchanged),
 )
 SYMBOLIC_OPS = tuple(name for name, _, _ in _SCHEMAS)
 

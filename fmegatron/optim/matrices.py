@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, all_gather, all_to_all, reshard, shard
+from fmegatron.collectives import Axes, all_gather_many, all_to_all_many, reshard, shard
 from fmegatron.layout import Layout, Split
 
 Tree = Any
@@ -72,8 +72,8 @@ def on_whole_matrices(
 ) -> list[torch.Tensor]:
     """f of the matrices of all leaves, dealt to ranks: `x[..., m_a, n_b] -> y[..., m_a, n_b]` for each leaf.
 
-        x[L, m_a, n_b] -> x[L_ab, m, n]   an all_to_all over a and one over b, for all leaves that have that axis; L is
-                                          padded with zeros to a multiple
+        x[L, m_a, n_b] -> x[L_ab, m, n]   one all_to_all over a and one over b for all leaves together; L is padded
+                                          with zeros to a multiple
         f                                 on L/(a·b) whole matrices of each rank
         y[L_ab, m, n] -> y[L, m_a, n_b]   the same exchanges, back
 
@@ -221,7 +221,12 @@ def _dealt(f: Function, stacks: list[torch.Tensor], kinds: list[_Kind], axes: Ax
     stacks = [_by_cut(f, x, kind, mesh) for x, kind in zip(stacks, kinds, strict=True)]
     for names in reversed(rounds):
         stacks = _exchanged(stacks, kinds, axes, names, back=True)
-    stacks = [all_gather(x, axes[kind.shared], 0) if kind.shared else x for x, kind in zip(stacks, kinds, strict=True)]
+    for names in dict.fromkeys(kind.shared for kind in kinds if kind.shared):
+        members = [i for i, kind in enumerate(kinds) if kind.shared == names]
+        for i, x in zip(
+            members, all_gather_many([stacks[i] for i in members], axes[names], [0] * len(members)), strict=True
+        ):
+            stacks[i] = x
     return [x[:count] if x.shape[0] > count else x for x, count in zip(stacks, counts, strict=True)]
 
 
@@ -230,14 +235,14 @@ def _padded(x: torch.Tensor, ways: int) -> torch.Tensor:
 
 
 def _exchanged(stacks, kinds, axes, names, back):
-    """All stacks that are cut by these axes: rows or columns against matrices, or back."""
-    out = []
-    for x, kind in zip(stacks, kinds, strict=True):
-        for dim, cut in enumerate(kind.cuts, 1):
-            if cut.axes == names:
-                split, concat = (dim, 0) if back else (0, dim)
-                x = all_to_all(x, axes[names], split_dim=split, concat_dim=concat)
-        out.append(x)
+    """All stacks that are cut by these axes, together: rows or columns against matrices, or back."""
+    found = [(i, dim) for i, kind in enumerate(kinds) for dim, cut in enumerate(kind.cuts, 1) if cut.axes == names]
+    matrices, dims = [0] * len(found), [dim for _, dim in found]
+    split, concat = (dims, matrices) if back else (matrices, dims)
+    moved = all_to_all_many([stacks[i] for i, _ in found], axes[names], split, concat)
+    out = list(stacks)
+    for (i, _), x in zip(found, moved, strict=True):
+        out[i] = x
     return out
 
 

@@ -41,7 +41,9 @@ def _on_a_group(name: str, xs: list[torch.Tensor], n: int = 1, dim=0, split_dim=
     raise AssertionError(f"no simulation of {name}")
 
 
-def _on_a_group_of_lists(name: str, xs: list[list], sizes=(), places=(), exact=False) -> list[list]:
+def _on_a_group_of_lists(
+    name: str, xs: list[list], sizes=(), places=(), exact=False, n=1, split_dims=(), concat_dims=()
+) -> list[list]:
     """The coalesced collectives: tensor by tensor, what a list changes is not what is computed."""
     out = []
     for i, column in enumerate(zip(*xs, strict=True)):
@@ -54,6 +56,8 @@ def _on_a_group_of_lists(name: str, xs: list[list], sizes=(), places=(), exact=F
                 out.append([place.whole(torch.stack(column), sizes).contiguous()] * len(column))
             case "reduce_scatter_many":
                 out.append([piece.clone() for piece in place.pieces(_sum(column), sizes).unbind(0)])
+            case "all_to_all_many":
+                out.append(_on_a_group("all_to_all", column, n, split_dim=split_dims[i], concat_dim=concat_dims[i]))
             case _:
                 raise AssertionError(f"no simulation of {name}")
     return [list(row) for row in zip(*out, strict=True)]

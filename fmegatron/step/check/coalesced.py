@@ -10,7 +10,7 @@ import torch
 
 from fmegatron.collectives import FLAT, Place
 from fmegatron.step.check import shapes
-from fmegatron.step.check.collectives import reduced
+from fmegatron.step.check.collectives import exchanged, reduced
 from fmegatron.step.check.scope import Rules, Scope
 from fmegatron.step.check.values import UNIFORM, Atom, Dim, Value, canonical, cut, plain, size_of
 
@@ -110,10 +110,21 @@ def summed(scope: Scope, node: torch.fx.Node, x: Value, names: tuple[str, ...], 
     return reduced(scope, node, "psum_many", x, tuple(a for a in names if scope.mesh[a] > 1), {})
 
 
+def swapped(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+    """all_to_all_many: for each tensor, one dim whole for another."""
+    axes = tuple(a for a in given["axes"] if scope.mesh[a] > 1)
+    dims = zip(given["xs"], given["split_dims"], given["concat_dims"], strict=True)
+    return [
+        exchanged(scope, node, "all_to_all_many", x, axes, {"split_dim": split, "concat_dim": concat})
+        for x, split, concat in dims
+    ]
+
+
 RULES: Rules = MappingProxyType(
     {
         "all_gather_many": for_each(gathered),
         "reduce_scatter_many": for_each(scattered),
         "psum_many": for_each(summed),
+        "all_to_all_many": swapped,
     }
 )

@@ -123,7 +123,8 @@ def _filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size
     return (*out, Atom(size, before))
 
 
-def _exchanged(scope, node, name, x, axes, given):
+def exchanged(scope, node, name, x, axes, given):
+    """all_to_all over `axes`: one dim is gathered, another cut."""
     split_dim, concat_dim, n = given["split_dim"], given["concat_dim"], scope.mesh.extent(axes)
     hurt = set()
     for axis in axes:
@@ -185,7 +186,7 @@ RULES: Rules = MappingProxyType(
     dict.fromkeys(("psum", "pmax", "reduce_scatter"), over_axes(reduced))
     | {
         "all_gather": over_axes(_gathered),
-        "all_to_all": over_axes(_exchanged),
+        "all_to_all": over_axes(exchanged),
         "ppermute": over_axes(_permuted),
         "declare": over_axes(_declared),
         "axis_index": axis_index,
