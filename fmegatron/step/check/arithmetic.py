@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fmegatron.step.check.scope import Scope, line_of, op_name
+from fmegatron.step.check.scope import Scope, op_name
 from fmegatron.step.check.values import UNIFORM, Partial, Value, filled, met, over, size_of
 
 
@@ -22,15 +22,19 @@ def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[V
         for d, dim in enumerate(v.dims, rank - len(v.dims)):
             dims[d], bad = met(dims[d], dim)
             clash |= bad
-    if _is_zero(node, kind, values):
+    if any([v.constant == 0 for v in tensors]) and _is_zero(node, kind, values):
         return filled([size_of(dim) for dim in dims], 0)
     clash -= frozenset().union(*[v.drawn for v in tensors])
+    terms = kind in ("sum", "same", "product", "quotient") and any([v.equal_terms for v in tensors])
+    if terms and kind == "sum":  # one of equal terms and a whole make a whole
+        terms = all(v is not None and (v.equal_terms or v.partial or v.constant == 0) for v in values)
     if not clash and all([v.settled for v in tensors]):
-        return Value(tuple(dims))
+        return Value(tuple(dims), equal_terms=terms)
     out = Value(
         tuple(dims),
         varying=frozenset().union(*(v.varying for v in tensors)),
         tainted=frozenset().union(*(v.tainted for v in tensors)),
+        equal_terms=terms,
     )
     # What is sharded on an unknown dim fits what is sharded on a known one.
     vague = frozenset().union(*(v.somewhere for v in tensors)) - out.varying - out.tainted
@@ -51,6 +55,7 @@ def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[V
             partial[axis] = pending[0]
     for axis in sorted(clash - hurt - out.varying - out.tainted - set(partial) - vague):
         states = " and ".join(sorted({v.state(axis) for v in tensors if v.dims}))
+        states += "" if " and " in states else ", but in another order of axes"
         scope.find(node, axis, f"combines values that are {states}", "gather the one, or shard the other")
         hurt.add(axis)
     for axis in sorted(vague - clash):
@@ -105,7 +110,7 @@ def _misuse(kind: str, values: Sequence[Value | None], axis: str) -> tuple[str, 
         return None
     if kind in ("sum", "select"):
         terms = values if kind == "sum" else values[1:]
-        others = [v for v in terms if v is None or (axis not in v.partial and v.constant != 0)]
+        others = [v for v in terms if v is None or not (axis in v.partial or v.constant == 0 or v.equal_terms)]
         if kind == "select" and values[0] is not None and axis in values[0].partial:
             return "a pending sum is the condition", f"psum over {axis!r} before it"
         if others:
@@ -133,7 +138,10 @@ def contraction(scope: Scope, node: torch.fx.Node, a: Value, b: Value, batch: in
         lead.append(dim)
         clash |= bad
     out = Value(
-        (*lead, *a.dims[batch:-1], *b.dims[batch + 1 :]), varying=a.varying | b.varying, tainted=a.tainted | b.tainted
+        (*lead, *a.dims[batch:-1], *b.dims[batch + 1 :]),
+        varying=a.varying | b.varying,
+        tainted=a.tainted | b.tainted,
+        equal_terms=a.equal_terms or b.equal_terms,
     )
     partial, hurt = {}, set()
     summed = over(atom for dim in (k, a.dims[-1], b.dims[batch]) for atom in dim)
@@ -176,7 +184,8 @@ def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] |
     if x.constant == 0 and kind == "sum":
         return replace(x, dims=tuple(() if d in gone else dim for d, dim in enumerate(x.dims) if keep or d not in gone))
     if x.settled and not any(x.dims[d] and over(x.dims[d]) for d in gone if d < len(x.dims)):
-        return Value(tuple([(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone]))
+        left = tuple([(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone])
+        return Value(left, equal_terms=_counts(x, gone, kind))
     partial, hurt = dict(x.partial), set()
     for axis in sorted(x.axes() - x.tainted):
         crosses = any(d in gone for d in x.shards(axis)) or (axis in x.somewhere and len(gone) == len(x.dims))
@@ -195,10 +204,14 @@ def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] |
             partial[axis] = Partial(kind, node)
     left = [(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone]
     out = Value(tuple(left), partial, x.varying, x.tainted, x.somewhere - set(partial), x.drawn)
-    # Whether a reduction of some dims crosses a shard that lies on an unknown one is not known: nothing is claimed.
-    # (Not so for activations in a backward: weights are what is flattened for an exchange, and an optimizer reduces.)
-    unknown = frozenset() if line_of(node).endswith("(backward)") else out.somewhere
-    return out.without(hurt | unknown, tainted=hurt | unknown)
+    out = replace(out, equal_terms=_counts(x, gone, kind))
+    return out.without(hurt, tainted=hurt)
+
+
+def _counts(x: Value, gone: set[int], kind: str) -> bool:
+    """Whether a sum runs along a dim on which x is constant, and which may therefore be a part of a larger one."""
+    constant = any(atom.axes is UNIFORM for d in gone if d < len(x.dims) for atom in x.dims[d])
+    return x.equal_terms or (kind == "sum" and constant)
 
 
 def along(scope: Scope, node: torch.fx.Node, x: Value, dim: int, what: str) -> Value:

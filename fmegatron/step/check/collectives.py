@@ -39,7 +39,7 @@ def reduced(scope: Scope, node: torch.fx.Node, name: str, x: Value, axes: tuple[
         state = x.state(axis)
         if axis in x.tainted or state == f"partial ({wanted})" or (name == "pmax" and state == "replicated"):
             continue
-        if x.constant == 0:
+        if x.constant == 0 or (x.equal_terms and state == "replicated" and wanted == "sum"):
             continue
         birth = x.partial[axis].birth if axis in x.partial else None
         if state == "replicated":
@@ -50,7 +50,7 @@ def reduced(scope: Scope, node: torch.fx.Node, name: str, x: Value, axes: tuple[
         else:
             scope.find(node, axis, f"{name} of a value that is {state}",
                        f"only a pending {wanted} may be reduced over {axis!r}; wrong axis?", birth)  # fmt: skip
-    out = x.without(axes)
+    out = replace(x.without(axes), equal_terms=False)
     if name == "reduce_scatter":
         out = _scattered(out, given["dim"], axes, scope.mesh.extent(axes))
     return filled([size_of(dim) for dim in out.dims], 0) if x.constant == 0 else out
@@ -59,18 +59,6 @@ def reduced(scope: Scope, node: torch.fx.Node, name: str, x: Value, axes: tuple[
 def _scattered(x: Value, dim: int, axes: tuple[str, ...], n: int) -> Value:
     """What is left when each rank keeps its part of a dim."""
     dims, atoms = list(x.dims), x.dims[dim]
-    size = size_of(atoms) // n
-    if len(x.dims) == 1 and len(atoms) <= 1 and not (atoms and (atoms[0].axes or not atoms[0].plain or atoms[0].cuts)):
-        # An array that was flattened for the exchange: which of its dims this cuts is not known.
-        dims[dim] = (Atom(size, ()),)
-        return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
-    if len(atoms) > 1 and atoms[0] == Atom(n, ()) and len(x.dims) == 1:
-        # Pieces of an array or of several, rank by rank: on whichever dim each was cut.
-        dims[dim] = atoms[1:]
-        return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
-    if atoms and atoms[0].size % n == 0 and atoms[0].plain and not all(atom.plain for atom in atoms):
-        dims[dim] = (Atom(atoms[0].size // n, atoms[0].axes), *atoms[1:])
-        return replace(x.with_dims(dims), somewhere=x.somewhere | set(axes))
     whole = tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms)
     dims[dim] = cut(canonical(whole), axes, n)
     return x.with_dims(dims)
@@ -92,16 +80,15 @@ def _gathered(scope, node, name, x, axes, given):
             hurt.add(axis)
     own = first.axes or ()
     left = tuple(a for a in own if a not in axes)
+    if set(axes) <= set(own) and own[len(own) - len(axes) :] != axes and first.plain and not hurt:
+        scope.find(node, axes[0], f"all_gather over {'+'.join(axes)} of a dim that is sharded over {'+'.join(own)}",
+                   "gather the minor axes first, or all in their order")  # fmt: skip
+        hurt |= set(axes)
     if first.inner and not left:
         after = first.inner
     elif first.inner and own == left + axes:
         after = (Atom(first.size * n, left, frozenset(), first.inner),)
     elif first.plain and not first.cuts and set(axes) <= set(own):
-        found = tuple(a for a in own if a in axes)
-        if found != axes:
-            scope.find(node, axes[0], f"all_gather over {'+'.join(axes)} of a dim that is sharded over {'+'.join(own)}",
-                       "gather the minor axis first, or all in their order")  # fmt: skip
-            hurt |= set(axes)
         after = (*_filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
     else:  # rank by rank
         after = (Atom(n, ()), *stripped(atoms, axes))
@@ -150,7 +137,7 @@ def _whole_again(atoms, axes, n):
     if first.inner and not left:
         return first.inner
     inner = first.inner if first.axes == left + axes else ()
-    return (Atom(size_of(atoms) * n, left, frozenset(), inner),)
+    return (Atom(first.size * n, left, frozenset(), inner), *atoms[1:])
 
 
 def _permuted(scope, node, name, x, axes, given):

@@ -11,14 +11,27 @@ import torch
 from fmegatron.step.check import shapes
 from fmegatron.step.check.arithmetic import along, elementwise
 from fmegatron.step.check.scope import Rules, Scope, shape_of
-from fmegatron.step.check.values import UNIFORM, Atom, Value, over, plain, size_of
+from fmegatron.step.check.values import UNIFORM, Atom, Value, over, plain, size_of, viewed
 
 
 def view(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     """view, reshape; an axis_index stays one when it only gets dims of size 1."""
     x, shape = given["self"], shape_of(node)
+    dim = _dealt(node, shape)
+    if dim is not None:
+        split, lost = viewed((x.dims[dim],), shape[dim : dim + 2]) or ([(), ()], over(x.dims[dim]))
+        return replace(x.with_dims((*x.dims[:dim], *split, *x.dims[dim + 1 :])), somewhere=x.somewhere | lost)
     out = shapes.reshaped(scope, node, x, shape)
     return replace(out, index_of=x.index_of) if x.index_of and math.prod(shape) == 1 else out
+
+
+def _dealt(node: torch.fx.Node, shape: tuple[int, ...]) -> int | None:
+    """The dim that a view splits so that one part of it is selected, as `shard` does. Shapes alone do not always tell:
+    a new dim of size 1 may belong to the dim before it or to the dim behind it."""
+    old = node.args[0].meta["val"].shape
+    dims = [user.args[1] for user in node.users if user.target is torch.ops.aten.index_select.default]
+    fits = [d for d in dims if old == (*shape[:d], math.prod(shape[d : d + 2]), *shape[d + 2 :])]
+    return fits[0] if fits and len(old) + 1 == len(shape) else None
 
 
 def t(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
@@ -101,6 +114,13 @@ def stack(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     return shapes.stacked(scope, node, given["tensors"], given["dim"])
 
 
+def repeat(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Copies one after another: constant from copy to copy."""
+    x, times = given["self"], given["repeats"]
+    dims = ((),) * (len(times) - len(x.dims)) + x.dims
+    return x.with_dims((*(Atom(n, UNIFORM) for n in (r,) if n > 1), *d) for r, d in zip(times, dims, strict=True))
+
+
 def pad(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     """Zeros around whole dims, or behind each shard of a split one; other constants are no part of a pending sum."""
     x = given["self"]
@@ -143,6 +163,7 @@ RULES: Rules = MappingProxyType(
         "select_backward": select_backward,
         "cat": cat,
         "stack": stack,
+        "repeat": repeat,
         "constant_pad_nd": pad,
     }
 )

@@ -73,6 +73,8 @@ class Value:
     rank needs its own (with what is sharded over the axis), wrong in what must be alike on all ranks.  constant: the
     number that all elements are, if known.  index_of, scale: it is `scale` times the `axis_index` of these axes.  ramp:
     it is arange(n).  data: it is a part of the batch, whose rows may be dealt to ranks and microbatches in any order.
+    equal_terms: it was summed along a dim on which it is constant (rows of a rank were counted): alike on all ranks, it
+    may be a whole as well as one of equal terms of a sum.
     """
 
     dims: tuple[Dim, ...]
@@ -86,6 +88,7 @@ class Value:
     scale: int = 1
     ramp: bool = False
     data: bool = False
+    equal_terms: bool = False
 
     @property
     def settled(self) -> bool:
@@ -126,6 +129,7 @@ class Value:
             tuple([canonical(dim) for dim in dims]),
             *(self.partial, self.varying, self.tainted, self.somewhere, self.drawn, self.constant),
             data=self.data,
+            equal_terms=self.equal_terms,
         )
 
     def without(self, axes: Iterable[str], *, tainted: Iterable[str] = (), varying: Iterable[str] = ()) -> Value:
@@ -159,6 +163,11 @@ def _strip(atom: Atom, axes: frozenset[str]) -> Atom:
     inner = tuple(_strip(a, axes) for a in atom.inner) if left else ()
     runs = tuple(tuple(_strip(a, axes) for a in run) for run in atom.runs)
     return Atom(atom.size, left, atom.cuts if left else frozenset(), inner, runs)
+
+
+def order_of(dim: Dim) -> tuple[str, ...]:
+    """The axes that shard a dim, major first."""
+    return tuple(axis for atom in dim for axis in atom.axes or ())
 
 
 def stripped(dim: Dim, axes: Iterable[str]) -> Dim:
@@ -258,7 +267,8 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[list[Dim], frozen
 
 
 def met(a: Dim, b: Dim) -> tuple[Dim, frozenset[str]]:
-    """One dim of two operands -> (the dim of the result, axes that shard one but not the other)."""
+    """One dim of two operands -> (the dim of the result, axes that shard one but not the other, or in
+    another order)."""
     if not a or not b or a == b:
         return (a or b), NOWHERE
     left, right, out, clash = list(a), list(b), [], frozenset()
@@ -276,6 +286,8 @@ def met(a: Dim, b: Dim) -> tuple[Dim, frozenset[str]]:
             continue
         if x != y:
             clash |= x.sharded ^ y.sharded
+            if x.plain and y.plain and x.axes != y.axes:  # the same axes in another order are other ranges
+                clash |= x.sharded & y.sharded if x.sharded == y.sharded else NOWHERE
         out.append(x._replace(cuts=x.cuts | y.cuts) if x.plain else x if len(x.sharded) >= len(y.sharded) else y)
     return canonical(tuple(out + left + right)), clash
 

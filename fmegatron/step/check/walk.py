@@ -21,7 +21,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.step.check.findings import Report
 from fmegatron.step.check.rules import value_after
 from fmegatron.step.check.scope import Scope
-from fmegatron.step.check.values import Value, value_of
+from fmegatron.step.check.values import Value, order_of, value_of
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace
 
@@ -135,9 +135,17 @@ def _compare(scope: Scope, value: Value, node: torch.fx.Node, path: str, layout:
         if scope.mesh[axis] == 1 or axis in value.tainted:
             continue
         got, wanted = value.state(axis), want.state(axis)
+        dims = want.shards(axis)
+        if got == wanted and dims and want.sharded == value.sharded:
+            orders = [order_of(v.dims[dims[0]]) for v in (value, want)]
+            if set(orders[0]) == set(orders[1]) and orders[0] != orders[1]:
+                mine, layouts = ("+".join(order) for order in orders)
+                what = f"the output {path} is sharded over {mine} on dim {dims[0]}, its layout says {layouts}"
+                scope.find(node, axis, what, "deal its ranges in the order of the layout")
+                continue
         if got == wanted or (got == "sharded" and wanted.startswith("sharded")):
             continue
-        if got == "replicated" and value.constant is not None:
+        if got == "replicated" and (value.constant is not None or value.equal_terms):
             continue
         if got == "replicated" and node.op == "placeholder":
             continue
