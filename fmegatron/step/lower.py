@@ -89,6 +89,7 @@ def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
                 continue
             copy = graph.node_copy(inner, lambda n: mapped[n])
             copy.meta["at"] = node.meta.get("at", "?")
+            copy.meta["symbolic"] = name if name == "reduce_scatter_many" else None  # what it is a part of
             mapped[inner] = copy
     result = snippet.output_node().args[0]
     if not many:

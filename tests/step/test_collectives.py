@@ -139,7 +139,8 @@ def test_generated_code(ranks, mesh):
         assert losses == pytest.approx(wanted, rel=1e-10)
         order = events(codes[-1])
         backward = order[order.rindex("F") + 1 :]
-        assert backward.count("G") == backward.count("B") == tiny.CONFIG.layers, order  # not merged with the forward's
+        head = 1  # gathered where the blocks end
+        assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's
 
 
 # ---- one compiles, the others load -----------------------------------------------------------------------------------

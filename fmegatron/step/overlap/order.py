@@ -132,7 +132,7 @@ def _late(graph: fx.Graph, held: set[fx.Node]) -> set[fx.Node]:
         if is_wait(node):
             found.add(node)
         elif node.all_input_nodes and all(x in found for x in node.all_input_nodes):
-            one = len(node.all_input_nodes) == 1
+            one = len(node.all_input_nodes) == 1 or node.meta.get("symbolic")  # or a sum that ends an exact reduction
             if (is_light(node) and one and _no_larger(node)) or (is_start(node) and kind(node) != "exchange"):
                 found.add(node)
     return found

@@ -18,6 +18,7 @@ __all__ += ["waits_of"]
 
 _WAIT = "wait_tensor"
 _LIGHT = frozenset({"cat", "stack", "clone", "_to_copy", "_unsafe_view", "barrier", "full", "arange", "scalar_tensor"})
+_LIGHT |= {"pack", "unpack", "amax"}  # several dtypes in one buffer; scales of what travels in 8 bits
 
 
 def _c10d_name(node: fx.Node) -> str | None:
@@ -42,7 +43,7 @@ def is_layer(node: fx.Node) -> bool:
 
 def kind(node: fx.Node) -> str:
     """ "gather", "scatter" (reduce-scatter), "reduce" (all-reduce) or "exchange", of a node that starts one."""
-    name = _c10d_name(node)
+    name = node.meta.get("symbolic") or _c10d_name(node)  # an exact reduce-scatter is an exchange with sums behind it
     for word, prefix in (("gather", "all_gather"), ("scatter", "reduce_scatter"), ("reduce", "all_reduce")):
         if name.startswith(prefix):
             return word
@@ -145,7 +146,7 @@ def from_arguments(graph: fx.Graph) -> set[fx.Node]:
         if node.op in ("placeholder", "get_attr"):
             found.add(node)
         elif (
-            (is_light(node) or (is_start(node) and kind(node) == "gather"))
+            (is_light(node) or (is_start(node) and (kind(node) == "gather" or node.args[1] == "max")))
             and all(x in found for x in node.all_input_nodes)
             and not fixed & set(storages(node))
         ):
@@ -193,8 +194,9 @@ def units(graph: fx.Graph) -> list[Unit]:
     for node in graph.nodes:
         if node in movable:
             depth = max((gathered.get(x, 0) for x in node.all_input_nodes), default=0)
-            if is_start(node) or depth:
-                gathered[node] = depth + is_start(node)
+            starts = is_start(node) and kind(node) == "gather"  # not the maximum that scales are made of
+            if starts or depth:
+                gathered[node] = depth + starts
     by_anchor: dict[fx.Node, list[fx.Node]] = {}
     for gather in filter(is_start, gathered):
         # A coalesced gather serves several computations: the unit is that of the last, the others come before it.
