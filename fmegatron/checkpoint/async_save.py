@@ -12,6 +12,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from fmegatron import tree
 from fmegatron.checkpoint.arena import Arena
 from fmegatron.checkpoint.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.handle import Handle
+from fmegatron.checkpoint.interrupt import held_interrupt
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.request import flat_layouts
@@ -152,27 +154,51 @@ class AsyncSaver:
         metadata: dict[str, Any] | None = None,
         *,
         step: int | None = None,
+        begun: Callable[[Handle], None] | None = None,
     ) -> Handle:
-        """`save_async` with this saver."""
-        began, flights = time.perf_counter(), self._flights
+        """`save_async` with this saver. begun: is told of the handle as soon as the save is pending on all ranks.
+
+        Ctrl-C on one rank before that is an error on all, and nothing is begun. After it the save is pending, and the
+        others hear at the next poll that it has failed.
+        """
+        flights, handle, began = self._flights, None, time.perf_counter()
+        try:
+            with held_interrupt() as pressed:
+                handle, known, tensors, what = self._begin(path, state, layouts, world or Alone(), metadata, step, pressed)
+                handle.began = began
+                if begun is not None:
+                    begun(handle)
+            self._stage(handle, known, tensors, what)
+        except Exception as error:  # this rank's alone: all ranks hear of it at the next poll
+            if handle is None:
+                raise
+            flights.give_up(handle, f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            if handle is not None:
+                flights.give_up(handle, f"{type(error).__name__} while it was staged")
+            raise
+        handle.staged_s = time.perf_counter() - began
+        return handle
+
+    def _begin(
+        self, path, state: Any, layouts: Any, world: Ranks, metadata: Any, step: Any, pressed: list[BaseException]
+    ) -> tuple[Handle, _Known, list[torch.Tensor], dict[str, Any]]:
+        """A pending save, on all ranks; or an error on all of them, and nothing is pending."""
+        flights, lead, draft, handle = self._flights, world.rank == 0, None, None
         if flights.closed:
             raise ValueError("AsyncSaver.save: it is closed; make another")
-        world, begun = world or Alone(), None
         store = together(world, f"saving the checkpoint {getattr(path, 'text', path)}", lambda: open_store(path))
         if flights.pending and world is not flights.world and (world.size, flights.world.size) != (1, 1):
             raise ValueError("AsyncSaver.save: got another world while saves are pending; give each world its saver")
         if store.text.startswith("memory://"):
             raise ValueError(f"{store.text}: memory:// is in this process only, another cannot write it; use save")
-        flights.world, lead = world, world.rank == 0
-        while len(flights.pending) >= self.in_flight or any(h.text == store.text for h in flights.pending):
-            flights.listen(LOOK_S)
-            flights.advance()
-        self._numbers += 1
-        handle = Handle(flights, self._numbers, store, world, step)
-        handle.began = began
+        flights.world = world
+
+        def has_room():
+            return len(flights.pending) < self.in_flight and all(h.text != store.text for h in flights.pending)
 
         def prepare():
-            nonlocal begun
+            nonlocal draft
             known = self._plan(layouts, world)
             tensors = known.tensors(state, world.rank)
             if tensors is None:
@@ -182,27 +208,22 @@ class AsyncSaver:
             what = {"store": store.to_json(), "step": step, "rank": world.rank, "size": world.size}
             what["metadata"] = (metadata or {}) if lead else {}
             if lead:
-                begun = store.begin()
+                draft = store.begin()
+            if pressed:
+                raise pressed[0]
             return known, tensors, what
 
+        self._numbers += 1
         try:
+            handle = Handle(flights, self._numbers, store, world, step)
+            flights.wait(has_room, handle.what, "it was not begun")
             known, tensors, what = together(world, handle.what, prepare)
-            handle.root = world.broadcast_text(begun.root if begun else "")
-        except BaseException:
-            if begun:
-                store.end(begun)
-            raise
-        flights.pending.append(handle)
-        try:
-            self._stage(handle, known, tensors, {**what, "root": handle.root})
-        except Exception as error:  # this rank's alone: all ranks hear of it at the next poll
-            flights.give_up(handle, f"{type(error).__name__}: {error}")
-        except BaseException as error:
-            flights.give_up(handle, f"{type(error).__name__} while it was staged")
-            raise
+            handle.root = world.broadcast_text(draft.root if draft else "")
+            flights.pending.append(handle)
         finally:
-            handle.staged_s = time.perf_counter() - began
-        return handle
+            if draft and handle not in flights.pending:
+                store.end(draft)
+        return handle, known, tensors, {**what, "root": handle.root}
 
     def reserve(self, layouts: Any, world: Ranks | None = None) -> None:
         """Make the plan, take the memory for a state of these layouts, and wait until the writer is ready.

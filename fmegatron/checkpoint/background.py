@@ -45,19 +45,25 @@ class Background:
         began = time.perf_counter()
         if self._saver is None:
             self._saver = together(world, "starting the process that writes checkpoints", AsyncSaver)
-        self.world = world
+        self.world, count = world, len(self.pending)
+
+        def note(handle: Handle) -> None:
+            self.pending.append((handle, begun))
+
         try:
-            handle = self._saver.save(place, state, layouts, world, metadata, step=begun.step)
-        except (ValueError, RuntimeError) as error:  # then it is raised on all ranks
-            right = world.minimum(torch.tensor([int(not isinstance(error, ValueError))]))
+            self._saver.save(place, state, layouts, world, metadata, step=begun.step, begun=note)
+        except BaseException as error:
+            if len(self.pending) > count:  # Ctrl-C while this rank staged it: the others hear of it in `poll`
+                raise
+            # It is raised on all ranks; Ctrl-C on one is RuntimeError on the others.
+            wrong = isinstance(error, ValueError) or not isinstance(error, Exception)
+            right = world.minimum(torch.tensor([int(not wrong)]))
             if not right or self.on_failure == "raise":
                 raise
             self._warn(begun.step, f"{error}")
             return replace(begun, error=f"{error}")
         stall = time.perf_counter() - began
-        begun = replace(begun, seconds=stall, stall_seconds=stall)
-        self.pending.append((handle, begun))
-        return begun
+        return replace(begun, seconds=stall, stall_seconds=stall)
 
     def poll(self) -> list[Report]:
         """Reports of the saves that have ended; all ranks, and collective only while a save is pending."""

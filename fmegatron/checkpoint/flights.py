@@ -8,18 +8,21 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fmegatron.checkpoint.arena import SAVE, TICKS, WRITTEN, Arena
 from fmegatron.checkpoint.handle import Handle
+from fmegatron.checkpoint.interrupt import held_interrupt
 from fmegatron.checkpoint.process import WriterProcess
 from fmegatron.checkpoint.ranks import Alone, Ranks
 from fmegatron.checkpoint.storage import Storage, Store
 
 START_S = 120.0  # a fresh Python that imports torch on a busy node
 LOOK_S = 0.05
+_LOOK_S = 0.02  # while the caller waits for the end
 _STOP_S = 10.0  # for a writer to let go of a save that is given up
 _TIDY_S = 30.0  # for the removal of its files
 _CLOSE_S = 5.0
@@ -76,11 +79,39 @@ class Flights:
         if self.failed:
             raise RuntimeError(self.failed.pop(0).failure)
 
+    def wait(self, ended: Callable[[], bool], what: str, so: str, timeout_s: float | None = None) -> None:
+        """Return when `ended()`, which an exchange makes true on all ranks at once; all ranks call it.
+
+        Raises TimeoutError on all ranks when `timeout_s` is over on one. After Ctrl-C on one rank KeyboardInterrupt
+        there and RuntimeError on the others. so: what the messages say of the save then.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with held_interrupt() as pressed:
+            while not ended():
+                late = end is not None and time.monotonic() >= end
+                interrupted, late_rank = self.advance(bool(pressed), late)
+                if ended():
+                    break
+                if interrupted is not None:
+                    if pressed:
+                        raise pressed[0]
+                    raise RuntimeError(f"{what}: waiting for it was interrupted on rank {interrupted}; {so}")
+                if late_rank is not None:
+                    where = f" on rank {late_rank}" if self.world.size > 1 else ""
+                    again = "call result() or poll() again, or abandon()"
+                    raise TimeoutError(f"{what}: not durable after {timeout_s:g} s{where}; {so}: {again}")
+                self.listen(_LOOK_S)
+
     def advance(self, interrupted: bool = False, late: bool = False) -> tuple[int | None, int | None]:
         """One exchange of all ranks about all pending saves; nothing when there is none.
 
-        Returns the first rank that is interrupted and the first that is late, None for none.
+        Returns the first rank that is interrupted and the first that is late, None for none. Ctrl-C is raised after
+        it: what ends on one rank ends on all.
         """
+        with held_interrupt():
+            return self._advance(interrupted, late)
+
+    def _advance(self, interrupted: bool, late: bool) -> tuple[int | None, int | None]:
         self.listen()
         if not self.pending:
             return None, None
@@ -102,7 +133,11 @@ class Flights:
         return first if first < size else None, first_late if first_late < size else None
 
     def listen(self, timeout_s: float = 0.0) -> None:
-        """Take the writer's reports, waiting for the first; see whether it is dead or stuck."""
+        """Take the writer's reports, waiting for the first; see whether it is dead or stuck. No Ctrl-C loses one."""
+        with held_interrupt():
+            self._listen(timeout_s)
+
+    def _listen(self, timeout_s: float) -> None:
         process = self.process
         if process is None:
             time.sleep(timeout_s)
@@ -131,10 +166,11 @@ class Flights:
         """`Handle.abandon`."""
         if handle.done:
             return
-        self._stop(handle)
-        handle.world.agree(None, handle.what)
-        self._clear(handle)
-        self._finish(handle, "abandoned")
+        with held_interrupt():
+            self._stop(handle)
+            handle.world.agree(None, handle.what)
+            self._clear(handle)
+            self._finish(handle, "abandoned")
 
     def bytes_written(self, number: int) -> int:
         """Of the save that the writer is at."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fmegatron.checkpoint.ranks import Ranks
@@ -14,9 +10,6 @@ from fmegatron.checkpoint.storage import Store
 
 if TYPE_CHECKING:
     from fmegatron.checkpoint.flights import Flights
-
-_LOOK_S = 0.02
-
 
 class Handle:
     """A save in flight: `poll()` once a step, `result()` to wait, `abandon()` to give it up; all ranks call alike.
@@ -71,28 +64,7 @@ class Handle:
         `timeout_s` is over on one: then it is still pending. After Ctrl-C on one rank, KeyboardInterrupt there and
         RuntimeError on the others: it is still pending. A second Ctrl-C does not wait for the others.
         """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        with held_interrupt() as pressed:
-            while not self.done:
-                late = end is not None and time.monotonic() >= end
-                interrupted, late_rank = self.flights.advance(bool(pressed), late)
-                if self.done:
-                    break
-                if interrupted is not None:
-                    if pressed:
-                        raise pressed[0]
-                    raise RuntimeError(
-                        f"{self.what}: waiting for it was interrupted on rank {interrupted}; it is pending"
-                    )
-                if late_rank is not None:
-                    where = f" on rank {late_rank}" if self.world.size > 1 else ""
-                    raise TimeoutError(
-                        f"{self.what}: not durable after {timeout_s:g} s{where}; it is pending: call result() or poll()"
-                        " again, or abandon()"
-                    )
-                self.flights.listen(_LOOK_S)
-        if pressed:
-            raise pressed[0]
+        self.flights.wait(lambda: self.done, self.what, "it is pending", timeout_s)
         self._raise_failure()
 
     def abandon(self) -> None:
@@ -109,30 +81,3 @@ class Handle:
             self.flights.reported(self)
             raise RuntimeError(self.failure)
 
-
-@contextlib.contextmanager
-def held_interrupt() -> Iterator[list[Any]]:
-    """Inside, the first Ctrl-C is put into the list instead of raised, so that a rank can tell the others.
-
-    A handler of the user's own that does not raise is called, and nothing is held.
-    """
-    pressed: list[BaseException] = []
-    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(before):
-        yield pressed
-        return
-
-    def handler(number, frame):
-        if pressed:
-            before(number, frame)
-        else:
-            try:
-                before(number, frame)
-            except BaseException as error:
-                pressed.append(error)
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

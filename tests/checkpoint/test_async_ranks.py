@@ -92,7 +92,32 @@ def everything(rank, path, sizes):
             os.kill(saver.writer_pid, signal.SIGSTOP)
             signal.setitimer(signal.ITIMER_REAL, 0.3)
         seen["pressed"] = press_while_waiting(saver, begin("waited", 8), rank == last)
+        seen["polled"] = press_after_agreeing(saver, world, begin("polled", 9), rank == last)
+        begin("polled", 10).result()
     return seen
+
+
+def press_after_agreeing(saver, world, handle, mine):
+    """Ctrl-C on one rank in the very exchange in which all learn that the save is durable."""
+    minimum, presses = world.minimum, 0
+
+    def then_press(row):
+        nonlocal presses
+        least = minimum(row)
+        if int(least[2]) and int(least[3]):  # all have written it, and rank 0 has committed it
+            presses += 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return least
+
+    if mine:
+        world.minimum = then_press
+    try:
+        said = poll_until_error(handle)
+    except KeyboardInterrupt:
+        said = "KeyboardInterrupt"
+    if mine:
+        del world.minimum
+    return said, handle.state, len(saver.pending), presses
 
 
 def press_while_waiting(saver, handle, mine):
@@ -130,11 +155,12 @@ def check(ranks, tmp_path, **sizes):
     assert seen[last]["pressed"] == ("KeyboardInterrupt", "durable")
     others = [s["pressed"] for s in seen[:last]]
     assert all("was interrupted on rank" in text and state == "durable" for text, state in others), others
+    assert [s["polled"] for s in seen] == [("durable", "durable", 0, 0)] * last + [("KeyboardInterrupt", "durable", 0, 1)]
     one = layouts_on(Mesh(fsdp=1, tp=1))
-    for name, seed in (("first", 1), ("again", 2), ("killed", 4), ("stuck", 6), ("waited", 8)):
+    for name, seed in (("first", 1), ("again", 2), ("killed", 4), ("stuck", 6), ("waited", 8), ("polled", 10)):
         fake_world.assert_same_bits(checkpoint.restore(tmp_path / name, one), whole(seed), name)
         assert checkpoint.metadata(tmp_path / name) == {"seed": seed}
-    assert sorted(os.listdir(tmp_path)) == ["again", "first", "killed", "stuck", "waited"]
+    assert sorted(os.listdir(tmp_path)) == ["again", "first", "killed", "polled", "stuck", "waited"]
 
 
 @pytest.mark.slow

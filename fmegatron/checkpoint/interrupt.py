@@ -1,0 +1,44 @@
+"""Ctrl-C where ranks must stay in step: held back until what they have agreed upon is done on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def held_interrupt() -> Iterator[list[BaseException]]:
+    """Inside, the first Ctrl-C is put into the list, so that a rank can tell the others; raised at the end of the block.
+
+    A second one is raised at once. A handler of the user's own that does not raise is called, and nothing is held. A
+    block within a block has the same list. Only the main thread is ever interrupted; others hold nothing.
+    """
+    pressed: list[BaseException] = []
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(before) or hasattr(before, "held"):
+        yield getattr(before, "held", pressed)
+        return
+
+    def handler(number, frame):
+        if pressed:
+            before(number, frame)
+        else:
+            try:
+                before(number, frame)
+            except BaseException as error:
+                pressed.append(error)
+
+    handler.held = pressed
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield pressed
+    except Exception as error:
+        if pressed:
+            raise pressed[0] from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise pressed[0]
