@@ -9,13 +9,14 @@ contiguous in the tensor travel from there and to there, others through a stagin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from fmegatron.checkpoint.bands import Band, band_nbytes, cells
 from fmegatron.checkpoint.fetch import Target
 from fmegatron.checkpoint.format import Leaf, Manifest, bits
+from fmegatron.checkpoint.interrupt import held_interrupt
 from fmegatron.checkpoint.ranks import Ranks
 from fmegatron.checkpoint.rounds import in_rounds
 from fmegatron.layout import Box, Layout
@@ -37,25 +38,71 @@ class Want:
 @dataclass
 class Exchange:
     """What a group of ranks reads for each other. pieces: for each member the views of this rank's tensors that the
-    member has read, in the same order on all members."""
+    member has read, in the same order on all members. words: uint8, whether each member is well; nothing is allocated
+    to say so."""
 
     members: tuple[int, ...]
-    pieces: list[list[torch.Tensor]] = field(default_factory=list)
+    pieces: list[list[torch.Tensor]]
+    words: torch.Tensor
 
-    def run(self, world: Ranks) -> None:
-        """Give what this rank has read, get the rest. All members call this."""
-        me = self.members.index(world.rank)
-        rounds = [list(in_rounds(pieces, _ROUND_BYTES // len(self.members))) for pieces in self.pieces]
-        for turn in range(max(map(len, rounds))):
-            packets = [_Packet(r[turn]) if turn < len(r) else _Packet([]) for r in rounds]
-            packets[me].fill()
-            others = [m for m in range(len(self.members)) if m != me]
+    def run(
+        self, world: Ranks, well: bool, pressed: Sequence[BaseException] = ()
+    ) -> tuple[bool, BaseException | None]:
+        """Give what this rank has read, get the rest. All members call this; who is not well says so and no more.
+
+        Returns whether all members are well, and the error of this rank. Before each round, and after the last, they
+        tell each other whether they are, so that nobody waits for bytes that do not come.
+        """
+        me, error = self.members.index(world.rank), None
+        others, rounds = [m for m in range(len(self.members)) if m != me], self._rounds(me)
+        while True:
+            packets = None
+            try:
+                if pressed:
+                    raise pressed[0]
+                packets = next(rounds, None) if well else None
+            except BaseException as caught:
+                well, error = False, caught
+            self.words[me] = well
+            world.exchange(
+                [(self.members[m], self.words[me : me + 1]) for m in others],
+                [(self.members[m], self.words[m : m + 1]) for m in others],
+            )
+            if not self.words.all():
+                return False, error
+            if packets is None:
+                return True, None
             world.exchange(
                 [(self.members[m], x) for m in others for x in packets[me].tensors],
                 [(self.members[m], x) for m in others for x in packets[m].tensors],
             )
-            for m in others:
-                packets[m].empty()
+
+    def _rounds(self, me: int) -> Iterator[list[_Packet]]:
+        """What each member sends in a round, as many rounds on all members; what has come is put in its place."""
+        rounds = [list(in_rounds(pieces, _ROUND_BYTES // len(self.members))) for pieces in self.pieces]
+        for turn in range(max(map(len, rounds))):
+            packets = [_Packet(r[turn]) if turn < len(r) else _Packet([]) for r in rounds]
+            packets[me].fill()
+            yield packets
+            for m, packet in enumerate(packets):
+                if m != me:
+                    packet.empty()
+
+
+def exchange_all(exchanges: Sequence[Exchange], world: Ranks) -> bool:
+    """Run the exchanges of this rank; all ranks of the world call this.
+
+    An error of this rank is raised when all who wait for its bytes have heard. False: that of another, which `together`
+    has to tell; then nothing that was to be exchanged counts.
+    """
+    well, mine = True, None
+    with held_interrupt() as pressed:
+        for exchange in exchanges:  # groups that share a rank hear of an error through it
+            well, error = exchange.run(world, well, pressed)
+            mine = mine or error
+    if mine is not None:
+        raise mine
+    return well
 
 
 def deal(manifest: Manifest, wants: Sequence[Want], rank: int) -> tuple[list[tuple[Leaf, Target]], list[Exchange]]:
@@ -76,7 +123,8 @@ def deal(manifest: Manifest, wants: Sequence[Want], rank: int) -> tuple[list[tup
     for members in sorted(groups):
         shares = share(manifest, groups[members], len(members))
         mine += shares[members.index(rank)]
-        exchanges.append(Exchange(members, [[target.view for _, target in part] for part in shares]))
+        pieces = [[target.view for _, target in part] for part in shares]
+        exchanges.append(Exchange(members, pieces, torch.ones(len(members), dtype=torch.uint8)))
     return mine, exchanges
 
 

@@ -24,7 +24,7 @@ from fmegatron.checkpoint.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.leases import holding
 from fmegatron.checkpoint.manifest import read_manifest
 from fmegatron.checkpoint.mapping import Rule
-from fmegatron.checkpoint.once import Exchange, Want, deal
+from fmegatron.checkpoint.once import Exchange, Want, deal, exchange_all
 from fmegatron.checkpoint.pages import fresh
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.request import Request, match
@@ -167,7 +167,7 @@ def start_reading(
 
 
 def finish_reading(started: Started, world: Ranks, device: str | torch.device | None) -> Any:
-    """The restored tree; with exchanges, all ranks of the world call this."""
+    """The restored tree; with exchanges, all ranks of the world call this, by `together`."""
     if started.key is not None and world.size > 1:
         keys = world.gather_rows(torch.tensor([started.key])).flatten().tolist()
         if len(set(keys)) > 1:
@@ -176,8 +176,8 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
                 f"read='once': ranks 0 and {other} asked for different trees, or see different checkpoints;"
                 " give all ranks the same layouts, rules and path, or pass read='own'"
             )
-        for exchange in started.exchanges:
-            exchange.run(world)
+        if not exchange_all(started.exchanges, world):
+            return None  # the rank that failed tells why, where the ranks agree
     request, tensors = started.request, started.tensors
     for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
         if x is not None:

@@ -1,5 +1,9 @@
 """read="once": replicas share the reading; every byte is read once and all have everything, or all have the error."""
 
+import itertools
+import threading
+import time
+
 import pytest
 import torch
 
@@ -119,6 +123,39 @@ def test_an_error_on_one_rank_ends_all_before_the_exchange(tmp_path):
     assert exchanged == [0] * 4
 
 
+def failing_packets(rank, method, n):
+    """Packets whose `method` finds no memory at its n-th call on a rank (a thread of that name)."""
+    calls, real = itertools.count(1), getattr(once._Packet, method)
+
+    def fails(self, *arguments):
+        if threading.current_thread().name == f"rank {rank}" and next(calls) == n:
+            raise MemoryError("no room for a round")
+        return real(self, *arguments)
+
+    return type("Packet", (once._Packet,), {method: fails})
+
+
+@pytest.mark.parametrize("method", ["__init__", "fill", "empty"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_error_between_two_rounds_ends_all_at_once(tmp_path, monkeypatch, method, n, rank):
+    """Whoever waits for bytes of the rank that failed hears of it, directly or through a group that shares a rank."""
+    saved, mesh = big(Mesh(tp=2), (256, 64)), Mesh(dp=2, tp=2)
+    save_all(tmp_path / "a", state_for(saved), saved)
+    monkeypatch.setattr(once, "_ROUND_BYTES", 1 << 14)
+    monkeypatch.setattr(once, "_Packet", failing_packets(rank, method, n))
+
+    def work(world):
+        threading.current_thread().name = f"rank {world.rank}"
+        return restore(tmp_path / "a", big(mesh, (256, 64)), world=world, read="once")
+
+    began = time.monotonic()
+    got = run(4, work)
+    assert time.monotonic() - began < 20  # the others do not wait for the time limit of the exchange
+    assert all(isinstance(error, RuntimeError) for error in got), got
+    assert all(f"failed on rank {rank} of 4: MemoryError: no room for a round" in str(error) for error in got)
+
+
 def test_ranks_that_ask_for_different_trees_are_told(tmp_path):
     mesh = Mesh(dp=2)
     layouts = {"w": Layout((64,), torch.float32, mesh), "v": Layout((64,), torch.float32, mesh)}
@@ -150,6 +187,39 @@ def restore_real(rank, path, sizes):
         shared = restore(path, wanted, world=world, read="once")
     assert_same_bits(shared, own)
     return float(own["whole"].double().nan_to_num(0, 0, 0).sum())
+
+
+def break_a_round(rank, path):
+    """On a real rank: rank 2 has no memory for the second round. Returns the error, and how long it took."""
+    mesh, wanted, fill = Mesh(dp=2, tp=2), big(Mesh(dp=2, tp=2)), once._Packet.fill
+    rounds, once._ROUND_BYTES, calls = once._ROUND_BYTES, 1 << 18, itertools.count(1)
+
+    def fails(packet):
+        if rank == 2 and next(calls) == 2:
+            raise MemoryError("no room for a round")
+        fill(packet)
+
+    once._Packet.fill = fails
+    try:
+        with connect(mesh, device="cpu", timeout_s=30) as world:
+            began = time.monotonic()
+            try:
+                restore(path, wanted, world=world, read="once")
+            except RuntimeError as error:
+                text, seconds = str(error), time.monotonic() - began
+            world.barrier()  # nothing is left on its way between the ranks
+            assert_same_bits(restore(path, wanted, world=world, read="once"), restore(path, wanted, world=world))
+            return text, seconds
+    finally:
+        once._Packet.fill, once._ROUND_BYTES = fill, rounds
+
+
+def test_real_ranks_without_memory_for_a_round(ranks, tmp_path):
+    saved = big(Mesh(tp=2))
+    save_all(tmp_path / "a", state_for(saved), saved)
+    got = ranks.run(break_a_round, str(tmp_path / "a"), ranks=4)
+    assert len({text for text, _ in got}) == 1 and "rank 2 of 4: MemoryError: no room for a round" in got[0][0]
+    assert max(seconds for _, seconds in got) < 20
 
 
 def break_real(rank, path):
