@@ -21,13 +21,13 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.arena import Arena
+from fmegatron.checkpoint.arguments import check_words, check_world, flat_layouts
 from fmegatron.checkpoint.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.handle import Handle
 from fmegatron.checkpoint.interrupt import held_interrupt
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.request import flat_layouts
-from fmegatron.checkpoint.saving import check_layouts, check_words
+from fmegatron.checkpoint.saving import check_layouts
 from fmegatron.checkpoint.staging import Portion, portions, stage
 from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.wire import plans_to_json
@@ -66,6 +66,7 @@ def save_async(
             [0., 0., 0.]])
     ['first']
     """
+    check_saver(saver)
     if saver is not None:
         return saver.save(path, state, layouts, world, metadata, step=step)
     saver = AsyncSaver()
@@ -76,6 +77,12 @@ def save_async(
         raise
     handle.owns_saver = True
     return handle
+
+
+def check_saver(saver: Any) -> None:
+    """Raise ValueError for what is neither None nor an AsyncSaver."""
+    if saver is not None and not isinstance(saver, AsyncSaver):
+        raise ValueError(f"saver: got {saver!r:.60} ({type(saver).__name__}), wanted an AsyncSaver or None")
 
 
 @dataclass
@@ -135,9 +142,18 @@ class AsyncSaver:
         nice: int = 15,
         pin: bool | None = None,
     ):
-        for name, value in (("arena_bytes", arena_bytes), ("in_flight", in_flight), ("time_limit_s", time_limit_s)):
-            if value is not None and value <= 0:
-                raise ValueError(f"AsyncSaver: got {name}={value!r}, wanted more than 0")
+        for name, value, kind in (
+            ("arena_bytes", 1 if arena_bytes is None else arena_bytes, int),
+            ("in_flight", in_flight, int),
+            ("time_limit_s", time_limit_s, int | float),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+                number = "a whole number" if kind is int else "seconds"
+                raise ValueError(f"AsyncSaver: got {name}={value!r:.60}, wanted {number}, more than 0")
+        if isinstance(nice, bool) or not isinstance(nice, int):
+            raise ValueError(f"AsyncSaver: got nice={nice!r:.60}, wanted a whole number, e.g. 15")
+        if pin and not torch.cuda.is_available():
+            raise ValueError(f"AsyncSaver: got pin={pin!r:.60}, but there is no CUDA; leave it out")
         self.arena_bytes, self.in_flight, self.time_limit_s, self.nice = arena_bytes, in_flight, time_limit_s, nice
         arena = Arena(arena_bytes, torch.cuda.is_available() if pin is None else pin)
         self._flights = Flights(arena, time_limit_s, nice)
@@ -162,13 +178,14 @@ class AsyncSaver:
         others hear at the next poll that it has failed.
         """
         flights, handle, began = self._flights, None, time.perf_counter()
+        check_world(world)
         try:
             with held_interrupt() as pressed:
-                handle, known, tensors, what = self._begin(path, state, layouts, world or Alone(), metadata, step, pressed)
+                handle, *job = self._begin(path, state, layouts, world or Alone(), metadata, step, pressed)
                 handle.began = began
                 if begun is not None:
                     begun(handle)
-            self._stage(handle, known, tensors, what)
+            self._stage(handle, *job)
         except Exception as error:  # this rank's alone: all ranks hear of it at the next poll
             if handle is None:
                 raise

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.async_save import AsyncSaver
+from fmegatron.checkpoint.async_save import AsyncSaver, check_saver
 from fmegatron.checkpoint.handle import Handle
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.report import Report
@@ -31,6 +31,7 @@ class Background:
     def __init__(self, saver: AsyncSaver | None, on_failure: str):
         if on_failure not in ("warn", "raise"):
             raise ValueError(f"Manager: got on_failure={on_failure!r}, wanted 'warn' or 'raise'")
+        check_saver(saver)
         self.on_failure, self.world = on_failure, Alone()
         self.pending: list[tuple[Handle, Report]] = []
         self._saver, self._owns = saver, saver is None

@@ -20,6 +20,16 @@ def is_complete(path: str) -> bool:
     return os.path.isfile(os.path.join(path, MARKER))
 
 
+def checkpoint_around(path: str) -> str | None:
+    """The checkpoint in whose directory the path would lie. What is put there goes when that one is saved again."""
+    at = os.path.dirname(os.path.realpath(path))
+    while not (is_complete(at) and os.path.isfile(os.path.join(at, MANIFEST))):
+        at, below = os.path.dirname(at), at
+        if at == below:
+            return None
+    return at
+
+
 def hidden_siblings(path: str, kind: str = "") -> list[str]:
     """The hidden directories that saves of `path` have left behind, or have in use."""
     parent, name = os.path.split(path)
@@ -42,6 +52,8 @@ def resolve(path: str | os.PathLike) -> str:
 
 def begin(path: str) -> str:
     """Finish or remove what killed saves of this path left, and make a new hidden directory: rank 0 only."""
+    if (around := checkpoint_around(path)) is not None:
+        raise ValueError(f"{path}: lies inside the checkpoint {around}; choose a path beside it")
     parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
     if os.path.lexists(path):

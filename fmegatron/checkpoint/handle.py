@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fmegatron.checkpoint.ranks import Ranks
 from fmegatron.checkpoint.storage import Store
 
 if TYPE_CHECKING:
     from fmegatron.checkpoint.flights import Flights
+
 
 class Handle:
     """A save in flight: `poll()` once a step, `result()` to wait, `abandon()` to give it up; all ranks call alike.
@@ -80,4 +81,3 @@ class Handle:
         if self.failure is not None:
             self.flights.reported(self)
             raise RuntimeError(self.failure)
-

@@ -20,12 +20,13 @@ from dataclasses import replace
 from typing import Any
 
 from fmegatron.checkpoint import leases
+from fmegatron.checkpoint.arguments import check_step, check_words, check_world
 from fmegatron.checkpoint.async_save import AsyncSaver
 from fmegatron.checkpoint.background import Background
 from fmegatron.checkpoint.deletion import Deleter
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.progress import progress
-from fmegatron.checkpoint.ranks import Alone, Ranks
+from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.report import Report, state_bytes
 from fmegatron.checkpoint.retention import Keep, to_delete
 from fmegatron.checkpoint.saving import save
@@ -84,6 +85,7 @@ class Manager:
 
     def path(self, step: int, temporary: bool = False) -> str:
         """The directory (or URL) of a step."""
+        check_step(step)
         return self._both[temporary].place(step).text
 
     def steps(self, temporary: bool = False) -> list[int]:
@@ -92,6 +94,7 @@ class Manager:
 
     def latest(self, world: Ranks | None = None) -> int | None:
         """The newest complete step, temporary ones too, or None; with a world, what rank 0 sees, on all ranks."""
+        check_world(world)
         lead = world is None or world.rank == 0
         newest = next(iter(newest_first(self._both)), (None,))[0] if lead else None
         text = (world or Alone()).broadcast_text("" if newest is None else str(newest))
@@ -99,6 +102,7 @@ class Manager:
 
     def pin(self, step: int) -> None:
         """Keep a step whatever the rules say, until `unpin`; for all Managers of the directory. One rank is enough."""
+        check_step(step)
         steps = self.steps()
         if step not in steps:
             raise ValueError(f"Manager.pin: got step {step}, wanted one of {steps}")
@@ -106,6 +110,7 @@ class Manager:
 
     def unpin(self, step: int) -> None:
         """Leave a step to the rules again."""
+        check_step(step)
         leases.unpin(self._both[0].notes, self._both[0].name(step))
 
     # ---- save
@@ -129,15 +134,20 @@ class Manager:
         wait: until it is durable; False: only until the state may change again (the report says `durable=False`), and
         `poll`, `save` or `close` tell how it ended. Leftovers of killed saves, of any step, are removed first.
         """
-        _check_step(step)
-        metadata, of, began = with_metrics(metadata, metrics), self._both[temporary], time.perf_counter()
-        ranks, place = world or Alone(), of.place(step)
+        check_world(world)
+        ranks, of, began = world or Alone(), self._both[temporary], time.perf_counter()
+
+        def prepare():
+            check_step(step)
+            return with_metrics(metadata, metrics), of.place(step), state_bytes(layouts)
+
+        metadata, place, nbytes = together(ranks, f"saving into {of.store.text}", prepare)
         self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
         if not of.renames:  # what is deleted there has still this name
             self._deleter.wait_for(place.text)
         if ranks.rank == 0:
             self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
-        report = Report("save", step, place.text, state_bytes(layouts), 0.0, 0.0, temporary, durable=wait)
+        report = Report("save", step, place.text, nbytes, 0.0, 0.0, temporary, durable=wait)
         if not wait:
             return self._background.begin(place, state, layouts, ranks, metadata, report)
         with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown(ranks)):
@@ -248,7 +258,8 @@ class Manager:
         self, step: int, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`."""
-        _check_step(step)
+        check_world(world)
+        together(world or Alone(), f"restoring from {self._both[0].store.text}", lambda: check_step(step))
         search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
         found = self._timed(lambda: search.one(step), target_layouts)
         return found.state, found.metadata
@@ -302,12 +313,15 @@ def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] |
     """
     if metrics is None:
         return metadata or {}
+    check_words(metadata, None)
     if "metrics" in (metadata or {}):
         raise ValueError('Manager.save: got metrics= and metadata["metrics"]; pass them in one place')
-    values = {name: float(value) for name, value in metrics.items()}
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics: got {metrics!r:.60}, wanted a dict of numbers; pass {{'heldout_loss': 1.7}}")
+    values = {}
+    for name, value in metrics.items():
+        try:
+            values[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"metrics[{name!r}]: got {value!r:.60}, wanted a number; leave it out") from None
     return {**(metadata or {}), "metrics": {name: v if math.isfinite(v) else None for name, v in values.items()}}
-
-
-def _check_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"Manager: got step {step!r}, wanted a whole number of 0 or more, e.g. int(state.step)")

@@ -17,7 +17,7 @@ from fmegatron.checkpoint.format import (
     Manifest,
     digest_text,
 )
-from fmegatron.checkpoint.parse import MOST_BYTES, parse_json, parse_layout, parse_manifest, parse_mesh
+from fmegatron.checkpoint.parse import MOST_BYTES, check_memory, parse_json, parse_layout, parse_manifest, parse_mesh
 from fmegatron.checkpoint.storage import Storage
 from fmegatron.layout import Layout, Mesh
 
@@ -65,11 +65,13 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         "arrays": table(arrays),
     }
     data = ("{\n" + ",\n".join(f' "{k}": {v}' for k, v in rows.items()) + "\n}\n").encode()
-    if len(data) > MOST_BYTES:
+    try:
+        check_memory(data)
+    except ValueError as error:
         raise ValueError(
-            f"metadata and {len(leaves)} leaves: got a manifest of {len(data)} bytes, wanted at most {MOST_BYTES};"
+            f"metadata and {len(leaves)} leaves: got a manifest of {error}, which no reader takes;"
             " keep large values in tensors, or stack the leaves of layers"
-        )
+        ) from None
     return data
 
 

@@ -45,9 +45,7 @@ class Exchange:
     pieces: list[list[torch.Tensor]]
     words: torch.Tensor
 
-    def run(
-        self, world: Ranks, well: bool, pressed: Sequence[BaseException] = ()
-    ) -> tuple[bool, BaseException | None]:
+    def run(self, world: Ranks, well: bool, pressed: Sequence[BaseException] = ()) -> tuple[bool, BaseException | None]:
         """Give what this rank has read, get the rest. All members call this; who is not well says so and no more.
 
         Returns whether all members are well, and the error of this rank. Before each round, and after the last, they

@@ -50,11 +50,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     def finite(text: str) -> float:
         return value if math.isfinite(value := float(text)) else refuse(text)
 
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes, more than {MOST_BYTES}")
-    need = (data.count(b"[") + data.count(b"{")) * _CONTAINER_BYTES + data.count(b",") * _VALUE_BYTES
-    if need > max(_MOST_FOR_ANY_FILE, _MOST_PER_BYTE * len(data)):
-        raise ValueError(f"{len(data)} bytes that need {need} bytes of memory")
+    check_memory(data)
     try:
         with _no_collection():
             # Decoded here: json.loads would guess other encodings than UTF-8.
@@ -64,6 +60,15 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError(f"got a {type(value).__name__}, wanted an object")
     return value
+
+
+def check_memory(data: bytes) -> None:
+    """Raise ValueError for JSON that takes more memory than a manifest may."""
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes, more than {MOST_BYTES}")
+    need = (data.count(b"[") + data.count(b"{")) * _CONTAINER_BYTES + data.count(b",") * _VALUE_BYTES
+    if need > max(_MOST_FOR_ANY_FILE, _MOST_PER_BYTE * len(data)):
+        raise ValueError(f"{len(data)} bytes that need {need} bytes of memory")
 
 
 @contextmanager

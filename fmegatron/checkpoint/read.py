@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.arguments import check_device, check_world, flat_layouts
 from fmegatron.checkpoint.fetch import Fetch, Target
 from fmegatron.checkpoint.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.leases import holding
@@ -31,7 +32,6 @@ from fmegatron.checkpoint.request import Request, match
 from fmegatron.checkpoint.storage import Store, locate, open_store
 from fmegatron.checkpoint.strict import Strictness, strictness, unflatten_some, warn
 from fmegatron.checkpoint.view import Fill, regions
-from fmegatron.layout import Layout
 
 
 def restore(
@@ -72,13 +72,15 @@ def restore(
     Raises CheckpointError when the checkpoint is missing, incomplete or damaged (naming leaf and file), ValueError when
     the target does not fit it. Nothing in the files is executed.
     """
+    check_world(world)
     ranks, what = world or Alone(), f"restoring the checkpoint {getattr(path, 'text', path)}"
 
     def start() -> Started:
         if read not in ("own", "once"):
             raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
+        check_device(device)
         me = rank_of(target_layouts, world, rank)
-        if read == "once" and world is None and any(layout.mesh.size > 1 for layout in _layouts(target_layouts)):
+        if read == "once" and world is None and any(layout.mesh.size > 1 for layout in flat_layouts(target_layouts)[1]):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
         options = {"rules": rules, "prefix": prefix, "initial": initial, "cast": cast, "verify": verify}
         return start_reading(path, target_layouts, me, strict, once=read == "once", **options)
@@ -188,7 +190,9 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
 
 def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
     """The rank whose tensors are asked for. Raises ValueError when world, rank and meshes do not go together."""
-    for mesh in {layout.mesh for layout in _layouts(target_layouts)}:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+        raise ValueError(f"rank: got {rank!r:.60} ({type(rank).__name__}), wanted the number of a rank, e.g. 0")
+    for mesh in {layout.mesh for layout in flat_layouts(target_layouts)[1]}:
         if world is not None and mesh.size != world.size:
             raise ValueError(
                 f"restore: got target layouts on {mesh} ({mesh.size} ranks), but {world.size} restore together;"
@@ -199,10 +203,6 @@ def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
     if world is not None and rank is not None and rank != world.rank:
         raise ValueError(f"restore: got rank {rank} and a world in which this is rank {world.rank}; pass one of them")
     return world.rank if world is not None else rank or 0
-
-
-def _layouts(target_layouts: Any) -> list[Layout]:
-    return [x if isinstance(x, Layout) else x.layout for x in tree.leaves(target_layouts)]
 
 
 def _current(initial: Any, target_layouts: Any, rank: int) -> list[torch.Tensor] | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fmegatron import tree
-from fmegatron.layout import Layout
+from fmegatron.checkpoint.arguments import flat_layouts
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ def state_bytes(layouts: Any) -> int:
     """Bytes of a state in global shape: a tree of Layouts or ArraySpecs.
 
     >>> import torch
-    >>> from fmegatron.layout import Mesh
+    >>> from fmegatron.layout import Layout, Mesh
     >>> state_bytes({"w": Layout((4, 8), torch.bfloat16, Mesh(fsdp=2), ("fsdp",))})
     64
     """
-    return sum((x if isinstance(x, Layout) else x.layout).nbytes for x in tree.leaves(layouts))
+    return sum(layout.nbytes for layout in flat_layouts(layouts)[1])

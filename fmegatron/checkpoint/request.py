@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.arguments import flat_layouts
 from fmegatron.checkpoint.format import Leaf, Manifest, dtype_of, dtype_text
 from fmegatron.checkpoint.mapping import Rule, apply_rules, is_fresh
 from fmegatron.checkpoint.strict import Difference, Strictness, can_be_left_out, complaints, near
@@ -37,17 +38,10 @@ class Request:
         return [i for i, view in enumerate(self.views) if view is None]
 
 
-def flat_layouts(target_layouts: Any) -> tuple[list[str], list[Layout], Any]:
-    """(paths, layouts, tree spec) of a tree of Layouts or ArraySpecs. Raises ValueError for another leaf."""
-    paths, targets, spec = tree.flatten(target_layouts)
-    for path, x in zip(paths, targets, strict=True):
-        if not isinstance(x, Layout | tree.ArraySpec):
-            raise ValueError(f"{path}: got a {type(x).__name__}, wanted a Layout or an ArraySpec; pass a tree of those")
-    return paths, [x if isinstance(x, Layout) else x.layout for x in targets], spec
-
-
 def subtree(manifest: Manifest, prefix: str) -> dict[str, Leaf]:
     """The stored leaves below a path, by the rest of their paths (all for ""). Raises ValueError when there is none."""
+    if not isinstance(prefix, str):
+        raise ValueError(f"prefix: got {prefix!r:.60}, wanted the path of a stored subtree, e.g. 'params', or ''")
     prefix = prefix.strip("/")
     if not prefix:
         return manifest.leaves
@@ -74,7 +68,7 @@ def match(
     has_initial: bool = False,
 ) -> Request:
     """The request that fits, or one ValueError that lists what does not. `where` names the checkpoint in it."""
-    rules = (rules,) if isinstance(rules, Rule) else rules
+    rules = (rules,) if isinstance(rules, Rule | str) or not isinstance(rules, Iterable) else rules
     paths, layouts, spec = flat_layouts(target_layouts)
     leaves = subtree(manifest, prefix)
     views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})

@@ -10,18 +10,17 @@ name of the hidden place.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from typing import Any
 
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.parse import MOST_PATH, MOST_STEP
+from fmegatron.checkpoint.arguments import check_words, check_world, flat_layouts
+from fmegatron.checkpoint.parse import MOST_PATH
 from fmegatron.checkpoint.part import Part, complete, merge
 from fmegatron.checkpoint.plan import LeafPlan, plan
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.request import flat_layouts
 from fmegatron.checkpoint.storage import Store, open_store
 from fmegatron.checkpoint.write import write_part
 from fmegatron.layout import Layout
@@ -56,6 +55,7 @@ def save(
     ...     os.listdir(folder)
     ['first']
     """
+    check_world(world)
     world = world or Alone()
     lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
 
@@ -126,31 +126,3 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
         parts = path.split("/")
         if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
             raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
-
-
-def check_words(metadata: Any, step: Any) -> None:
-    """Raise ValueError for metadata or a step that no reader would take back."""
-    if step is not None and (type(step) is not int or abs(step) >= MOST_STEP):
-        raise ValueError(f"step: got {step!r:.60} ({type(step).__name__}), wanted a whole number; pass int(state.step)")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise ValueError(f"metadata: got {metadata!r:.60}, wanted a dict of JSON values; pass {{'note': ...}}")
-    check_json(metadata or {}, "metadata")
-
-
-def check_json(value: Any, where: str) -> None:
-    """Raise ValueError, naming the place, for what is not a JSON value."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"{where}: got the key {key!r}, wanted a string, as JSON has it; write str({key!r})")
-            check_json(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            check_json(item, f"{where}[{i}]")
-    elif not (
-        value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
-    ):
-        raise ValueError(
-            f"{where}: got {value!r:.80} ({type(value).__name__}), wanted a JSON value; pass numbers (finite), strings,"
-            " lists and dicts, and tensors as leaves of the state"
-        )

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 import numpy as np
 import tensorstore as ts
 
+from fmegatron.checkpoint.arguments import check_path
 from fmegatron.checkpoint.folder import FolderStore
 from fmegatron.checkpoint.keyvalue import KeyNotes
 from fmegatron.checkpoint.notes import Notes
@@ -146,6 +147,7 @@ def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None =
     >>> open_store("/tmp/run/../run/last").text, open_store("s3://bucket/run").child("step_00000001").text
     ('/tmp/run/last', 's3://bucket/run/step_00000001')
     """
+    check_path(path)
     if not isinstance(path, str | os.PathLike):
         store = path
     else:

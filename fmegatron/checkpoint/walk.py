@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
 from fmegatron.checkpoint import leases
+from fmegatron.checkpoint.arguments import check_world, flat_layouts
 from fmegatron.checkpoint.describe import metadata
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.progress import progress, read_from_now
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.read import rank_of, restore
 from fmegatron.checkpoint.steps import Steps
-from fmegatron.layout import Layout
 
 _LOOKS = 3  # how often the directory is listed again because steps were deleted before they could be read
 _GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # what one rank says of an attempt; the gravest decides
@@ -101,6 +100,7 @@ class Search:
 
     def _agreed(self, choose, held: ExitStack) -> tuple[int, bool] | None:
         """What rank 0 chooses, on all ranks; rank 0 holds a lease on it until `held` is left."""
+        check_world(self.world)
         ranks = self._ranks
 
         def work():
@@ -158,5 +158,4 @@ def newest_first(both: tuple[Steps, Steps]) -> list[tuple[int, bool]]:
 
 def local_bytes(target_layouts: Any, rank: int) -> int:
     """Bytes of the tensors of one rank."""
-    layouts = (x if isinstance(x, Layout) else x.layout for x in tree.leaves(target_layouts))
-    return sum(layout.local_nbytes(rank) for layout in layouts)
+    return sum(layout.local_nbytes(rank) for layout in flat_layouts(target_layouts)[1])

@@ -10,14 +10,17 @@ from tests.checkpoint.faulty import FaultyStore
 
 @dataclass
 class Count:
-    """Bytes by file."""
+    """Bytes by file; (file, offset) of every read of a chunk file."""
 
     files: dict = field(default_factory=dict)
+    offsets: list = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, name, nbytes):
+    def add(self, name, offset, nbytes):
         with self.lock:
             self.files[name] = self.files.get(name, 0) + nbytes
+            if name.rsplit("/", 1)[-1].startswith("c"):
+                self.offsets.append((name, offset))
 
     @property
     def nbytes(self):
@@ -35,7 +38,7 @@ class CountingReader:
 
     def read_into(self, into, offset):
         got = self.real.read_into(into, offset)
-        self.count.add(self.name, got)
+        self.count.add(self.name, offset, got)
         return got
 
 

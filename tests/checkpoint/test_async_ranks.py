@@ -155,7 +155,8 @@ def check(ranks, tmp_path, **sizes):
     assert seen[last]["pressed"] == ("KeyboardInterrupt", "durable")
     others = [s["pressed"] for s in seen[:last]]
     assert all("was interrupted on rank" in text and state == "durable" for text, state in others), others
-    assert [s["polled"] for s in seen] == [("durable", "durable", 0, 0)] * last + [("KeyboardInterrupt", "durable", 0, 1)]
+    polled = [("durable", "durable", 0, 0)] * last + [("KeyboardInterrupt", "durable", 0, 1)]
+    assert [s["polled"] for s in seen] == polled
     one = layouts_on(Mesh(fsdp=1, tp=1))
     for name, seed in (("first", 1), ("again", 2), ("killed", 4), ("stuck", 6), ("waited", 8), ("polled", 10)):
         fake_world.assert_same_bits(checkpoint.restore(tmp_path / name, one), whole(seed), name)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fmegatron.checkpoint import explain, restore, unstack
+from fmegatron.checkpoint import explain, fetch, restore, unstack
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.counting import counting
-from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import any_bits
 
 UNSTACK = unstack("w", "layers/{i}")
@@ -66,3 +66,19 @@ def test_part_of_a_stack_of_layers(tmp_path):
     assert count.nbytes == wanted["layers"]["5"].nbytes
     (read, *more) = explain(tmp_path / "a", wanted, rules=[UNSTACK])
     assert read.leaf == "layers/5" and sum(r.nbytes for r in (read, *more)) == count.nbytes
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_band_of_stored_ranges_is_read_once(tmp_path, monkeypatch, ranks, verify):
+    """Rows of 28 bytes, bands of 32, ranges of 64: neighbours share bands, and a job that has both reads them once."""
+    layouts = {"flat": Layout((15, 7), torch.float32, Mesh(fsdp=2), flat=("fsdp",))}
+    wanted = {"flat": Layout((15, 7), torch.float32, Mesh(tp=ranks), ("tp",))}
+    state = {"flat": any_bits((15, 7), torch.float32)}
+    with small_sizes():
+        monkeypatch.setattr(fetch, "_JOB_BYTES", 1 << 20)
+        save_all(tmp_path / "a", state, layouts)
+        for rank, local in enumerate(cut_tree(state, wanted)):
+            store, count = counting(tmp_path / "a")
+            assert_same_bits(restore(store, wanted, rank=rank, verify=verify), local)
+            assert count.offsets and len(count.offsets) == len(set(count.offsets)), count.offsets

@@ -1,4 +1,4 @@
-"""Ctrl-C at any place of an asynchronous save: what the ranks have agreed upon is done on all, and no report is lost."""
+"""Ctrl-C anywhere in an asynchronous save: what the ranks have agreed upon is done on all, and no report is lost."""
 
 import os
 import signal

@@ -118,6 +118,29 @@ def restored(path, target, fill):
         return checkpoint.restore(path, target)
 
 
+@pytest.mark.parametrize(
+    "change, good",
+    [
+        (lambda boxes: None, True),
+        (lambda boxes: boxes[-1].__setitem__(2, boxes[-1][2] + 1), False),
+        (lambda boxes: boxes[0][3].__setitem__(0, 12), False),
+    ],
+    ids=["as saved", "offset", "stride"],
+)
+def test_a_box_may_not_reach_one_element_past_the_stored_bytes(saved, change, good):
+    """Rank 0 stored 18 of 5 x 7 elements: two rows, and four of the third."""
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (piece, _) = manifest["leaves"]["flat"]["pieces"]
+    assert [box[1:] for box in piece["boxes"]] == [[[2, 7], 0, [7, 1]], [[1, 4], 14, [7, 1]]]
+    change(piece["boxes"])
+    sign(saved, json.dumps(manifest).encode())
+    if good:
+        checkpoint.layouts(saved)
+        return
+    with pytest.raises(CheckpointError, match="flat: Box.* lies outside the stored bytes"):
+        checkpoint.layouts(saved)
+
+
 def attack(path):
     """Use a checkpoint in every way that reads it. "error", or "restored" with the same elements twice."""
     for use in (checkpoint.metadata, checkpoint.describe, checkpoint.layouts):

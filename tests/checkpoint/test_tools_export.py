@@ -163,3 +163,34 @@ def test_bounded_memory(tmp_path, monkeypatch):
     assert max(held) <= 40_000 and sum(held) == x.nbytes
     with safe_open(tmp_path / "x.safetensors", "pt") as f:
         assert torch.equal(f.get_tensor("x"), x)
+
+
+@pytest.mark.parametrize("name", ["int8", "bool", "complex64", "uint64"])
+def test_a_cast_of_floating_leaves_to_something_else_is_refused(tmp_path, name):
+    checkpoint.save(tmp_path / "a", {"w": torch.ones(3)}, {"w": Layout((3,), torch.float32, Mesh())})
+    status, out, err = call("export", tmp_path / "a", tmp_path / "out/x.npz", "--cast", name)
+    assert (status, out) == (2, "") and f"cast: got {name}, wanted a floating dtype" in err
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_cast_that_torch_does_not_have_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "a", {"w": torch.ones(3)}, {"w": Layout((3,), torch.float32, Mesh())})
+    with pytest.raises(ValueError, match="w: torch has no cast from float32 to float4_e2m1fn_x2; choose other leaves"):
+        export(open_source(tmp_path / "a"), tmp_path / "out/x.pt", "torch", cast=torch.float4_e2m1fn_x2)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("inside", ["x.npz", "arrays/x.npz", "new", "link/x.npz"])
+def test_a_path_inside_a_checkpoint_is_refused(tmp_path, inside):
+    """Files there would make the checkpoint look damaged, and go when it is saved again or deleted."""
+    layouts = {"w": Layout((3,), torch.float32, Mesh())}
+    checkpoint.save(tmp_path / "a", {"w": torch.ones(3)}, layouts)
+    os.symlink(tmp_path / "a", tmp_path / "link")
+    path = tmp_path / inside if inside.startswith("link") else tmp_path / "a" / inside
+    status, out, err = call("export", tmp_path / "a", path)
+    assert (status, out) == (2, "") and f"lies inside the checkpoint {tmp_path}/a; choose a path beside it" in err
+    with pytest.raises(ValueError, match="lies inside the checkpoint"):
+        checkpoint.save(path, {"w": torch.zeros(3)}, layouts)
+    status, out, err = call("reshard", tmp_path / "a", path, "--mesh", "tp=2")
+    assert status == 2 and "lies inside the checkpoint" in err
+    assert call("verify", tmp_path / "a")[0] == 0 and sorted(os.listdir(tmp_path)) == ["a", "link"]

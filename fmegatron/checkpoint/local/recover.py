@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.arguments import flat_layouts
 from fmegatron.checkpoint.format import CheckpointError, digest
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.blob import Shard
@@ -24,7 +25,6 @@ from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.manifest import to_json_text
 from fmegatron.checkpoint.ranks import Ranks, together
 from fmegatron.checkpoint.read import rank_of
-from fmegatron.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ def recover(
     what = "restoring local replicas"
 
     def prepare():
-        paths, leaves, spec = tree.flatten(layouts)
-        leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
+        paths, leaves, spec = flat_layouts(layouts)
         rank_of(layouts, world, None)
         for path, layout in zip(paths, leaves, strict=True):
             if layout.unreduced:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
+from fmegatron.checkpoint.arguments import check_step, check_world, flat_layouts
 from fmegatron.checkpoint.format import CheckpointError
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
@@ -21,7 +21,6 @@ from fmegatron.checkpoint.local.store import Saving
 from fmegatron.checkpoint.manager import Manager
 from fmegatron.checkpoint.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.saving import check_request
-from fmegatron.layout import Layout
 
 
 class Handle:
@@ -75,7 +74,7 @@ class LocalReplicas:
     `restore_latest` goes to the global checkpoint.
 
     >>> import tempfile
-    >>> from fmegatron.layout import Mesh
+    >>> from fmegatron.layout import Layout, Mesh
     >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     local = LocalReplicas(folder + "/ramdisk", "my-run", copies=1)
@@ -155,16 +154,14 @@ class LocalReplicas:
         return self._begin(step, state, layouts, world, metadata, most_bytes)
 
     def _begin(self, step, state, layouts, world, metadata, most_bytes) -> Handle:
+        check_world(world)
         world, shelf = world or Alone(), self.shelf
 
         def prepare():
-            if type(step) is not int or not 0 <= step < 10**18:
-                raise ValueError(
-                    f"LocalReplicas.save: got step {step!r}, wanted a whole number of 0 or more, e.g. int(state.step)"
-                )
+            check_step(step)
             tensors, _ = check_request(state, layouts, world, metadata)
             shelf.prepare(step)
-            rows, payload = blob.tree_rows(*_flat(layouts)), sum(x.nbytes for x in tensors)
+            rows, payload = blob.tree_rows(*flat_layouts(layouts)[:2]), sum(x.nbytes for x in tensors)
             text = blob.describe(self.run, step, world.rank, world.size, payload, metadata or {}, rows)
             return tensors, text, self.members(world.size)
 
@@ -210,6 +207,7 @@ class LocalReplicas:
         receiver verify it. Every source is tried once at most, and all ranks decide alike. What was skipped is said in
         RuntimeWarnings. Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
         """
+        check_world(world)
         world, shelf, notes = world or Alone(), self.shelf, []
         try:
             found = recover(shelf, self.run, layouts, world, fallback, device, self.portion_bytes, notes)
@@ -233,8 +231,3 @@ class LocalReplicas:
             self.save(found.step, found.state, layouts, world, found.metadata)
         except RuntimeError as error:
             notes.append(f"the restored step {found.step} could not be stored again for ranks {lacking[:8]}: {error}")
-
-
-def _flat(layouts: Any) -> tuple[list[str], list[Layout]]:
-    paths, leaves, _ = tree.flatten(layouts)
-    return paths, [x if isinstance(x, Layout) else x.layout for x in leaves]

@@ -9,12 +9,13 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.commit import sync_directory
-from fmegatron.checkpoint.format import Leaf, dtype_of, raw
+from fmegatron.checkpoint.commit import checkpoint_around, sync_directory
+from fmegatron.checkpoint.format import Leaf, dtype_of, dtype_text, raw
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, Source, stream
 from fmegatron.checkpoint.tools.weights import WRITERS, Entry, check_safetensors
 from fmegatron.layout import dtype_from_name
@@ -74,8 +75,8 @@ def export(
     "npz" or "torch".  renames: regular expressions on the paths, one after another.  cast: floating leaves to this
     dtype; all others keep their bits.  The step and the metadata of the checkpoint go along.
 
-    Raises ValueError when `path` exists, two leaves get one name, or the format has no such dtype; CheckpointError for
-    damage; OSError. Then nothing is left.
+    Raises ValueError when `path` exists or lies inside a checkpoint, two leaves get one name, the format has no such
+    dtype, or `cast` is none that floating leaves can have; CheckpointError for damage; OSError. Then nothing is left.
     """
     found = {name: (ending, writer) for name, ending, writer in WRITERS}
     if kind not in found:
@@ -84,6 +85,8 @@ def export(
     path = os.path.abspath(path)
     if os.path.lexists(path):
         raise ValueError(f"{path}: exists already; choose another name, or remove it")
+    if (around := checkpoint_around(path)) is not None:
+        raise ValueError(f"{path}: lies inside the checkpoint {around}; choose a path beside it")
     leaves = source.leaves(pattern)
     entries = _entries(leaves, renames, cast)
     if kind == "safetensors":
@@ -129,9 +132,15 @@ def _entries(
     leaves: Sequence[Leaf], renames: Sequence[tuple[re.Pattern, str]], cast: torch.dtype | None
 ) -> dict[str, Entry]:
     """By path what a leaf becomes. Raises ValueError when two get one name."""
+    if cast is not None and not cast.is_floating_point:
+        raise ValueError(f"cast: got {dtype_text(cast)}, wanted a floating dtype, e.g. bfloat16; other leaves stay")
     entries, taken = {}, {"__metadata__": "the metadata"}
     for leaf in leaves:
         name, dtype = leaf.path, dtype_of(leaf.dtype)
+        becomes = cast if cast is not None and dtype.is_floating_point else dtype
+        if not _can_become(dtype, becomes):
+            text = f"torch has no cast from {leaf.dtype} to {dtype_text(becomes)}"
+            raise ValueError(f"{leaf.path}: {text}; choose other leaves by a pattern, or another dtype")
         for regex, replacement in renames:
             name = regex.sub(replacement, name)
         if name in taken or not name:
@@ -139,8 +148,17 @@ def _entries(
                 f"{leaf.path}: renamed to {name!r}, the name of {taken.get(name, 'nothing')}; change --rename"
             )
         taken[name] = leaf.path
-        entries[leaf.path] = Entry(name, leaf.shape, cast if cast is not None and dtype.is_floating_point else dtype)
+        entries[leaf.path] = Entry(name, leaf.shape, becomes)
     return entries
+
+
+@lru_cache(maxsize=64)
+def _can_become(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether torch casts one dtype to the other."""
+    try:
+        return torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype).to(other).dtype is other
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _shards(leaves: Sequence[Leaf], entries: dict[str, Entry], most: int) -> list[list[Leaf]]:

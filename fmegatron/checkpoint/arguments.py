@@ -1,0 +1,101 @@
+"""What the public functions are given, checked before anything happens; what is wrong is said in words for people."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.layout import Layout
+
+MOST_SAVED_STEP = 10**18
+_MOST_DEPTH = 100  # of metadata: readers of JSON have a bound, and a value that contains itself has none
+_MOST_DIGITS = 4000  # of a whole number: Python reads 4300
+_WORLD = ("agree", "broadcast_text", "gather_rows", "minimum", "exchange")
+
+
+def flat_layouts(layouts: Any) -> tuple[list[str], list[Layout], Any]:
+    """(paths, layouts, tree spec) of a tree of Layouts or ArraySpecs. Raises ValueError for another leaf."""
+    paths, leaves, spec = tree.flatten(layouts)
+    for path, x in zip(paths, leaves, strict=True):
+        if not isinstance(x, Layout | tree.ArraySpec):
+            hint = "; is it the state? the layouts come after it" if isinstance(x, torch.Tensor) else ""
+            raise ValueError(
+                f"{path or 'layouts'}: got a {type(x).__name__}, wanted a Layout or an ArraySpec;"
+                f" pass a tree of those, one for each tensor{hint}"
+            )
+    return paths, [x if isinstance(x, Layout) else x.layout for x in leaves], spec
+
+
+def check_path(path: Any) -> None:
+    """Raise ValueError for what is neither text, a path nor a Store."""
+    if isinstance(path, str | os.PathLike):
+        text = os.fspath(path)
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise ValueError(f"path: got {text!r:.80}, wanted the path of a directory, or a URL; pass text that is one")
+    elif not callable(getattr(path, "locate", None)):
+        hint = "; pass os.fsdecode(path)" if isinstance(path, bytes) else "; pass a str"
+        raise ValueError(f"path: got {path!r:.60} ({type(path).__name__}), wanted a str, a Path or a Store{hint}")
+
+
+def check_world(world: Any) -> None:
+    """Raise ValueError for what ranks cannot talk through."""
+    if world is not None and not all(callable(getattr(world, name, None)) for name in _WORLD):
+        raise ValueError(
+            f"world: got {world!r:.60} ({type(world).__name__}), wanted a World, or None for one process;"
+            " pass connect(mesh) of fmegatron.collectives"
+        )
+
+
+def check_device(device: Any) -> None:
+    """Raise ValueError for what names no device."""
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            text = f"device: got {device!r:.60}, wanted a torch.device or its name, e.g. 'cuda:0'"
+            raise ValueError(text) from error
+
+
+def check_step(step: Any) -> None:
+    """Raise ValueError for what is not the number of a step."""
+    if type(step) is not int or not 0 <= step < MOST_SAVED_STEP:
+        raise ValueError(
+            f"step: got {step!r:.60} ({type(step).__name__}), wanted a whole number of 0 or more, below 10^18;"
+            " pass int(state.step)"
+        )
+
+
+def check_words(metadata: Any, step: Any) -> None:
+    """Raise ValueError for metadata or a step that no reader would take back."""
+    if step is not None:
+        check_step(step)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise ValueError(f"metadata: got {metadata!r:.60}, wanted a dict of JSON values; pass {{'note': ...}}")
+    _check_json(metadata or {}, "metadata", 0)
+
+
+def _check_json(value: Any, where: str, depth: int) -> None:
+    """Raise ValueError, naming the place, for what is not a JSON value."""
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"{where[:80]}...: nested deeper than {_MOST_DEPTH} (in itself?); make it flat")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: got the key {key!r}, wanted a string, as JSON has it; write str({key!r})")
+            _check_json(item, f"{where}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_json(item, f"{where}[{i}]", depth + 1)
+    elif isinstance(value, int) and value.bit_length() > _MOST_DIGITS * math.log2(10):
+        raise ValueError(f"{where}: got a number of more than {_MOST_DIGITS} digits, which JSON readers refuse")
+    elif not (
+        value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+    ):
+        raise ValueError(
+            f"{where}: got {value!r:.80} ({type(value).__name__}), wanted a JSON value; pass numbers (finite), strings,"
+            " lists and dicts, and tensors as leaves of the state"
+        )
