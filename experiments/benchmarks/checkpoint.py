@@ -23,7 +23,7 @@ import time
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint.plan import plan
+from fmegatron.checkpoint.writing.plan import plan
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import RankPool, paired_seconds, report, seconds

@@ -1,14 +1,18 @@
 """Checkpoints: any mesh to any mesh; complete or not there; every element verified. FORMAT.md describes the files."""
 
 from fmegatron.checkpoint import rank_state
-from fmegatron.checkpoint.async_save import AsyncSaver, save_async
-from fmegatron.checkpoint.describe import Description, describe, layouts, metadata
-from fmegatron.checkpoint.explain import Read, explain
-from fmegatron.checkpoint.format import CheckpointError
-from fmegatron.checkpoint.handle import Handle
+from fmegatron.checkpoint.background.async_save import AsyncSaver, save_async
+from fmegatron.checkpoint.background.handle import Handle
+from fmegatron.checkpoint.files.describe import Description, describe, layouts, metadata
+from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.storage import open_store
 from fmegatron.checkpoint.local import LocalReplicas
-from fmegatron.checkpoint.manager import Manager
-from fmegatron.checkpoint.mapping import (
+from fmegatron.checkpoint.manage.manager import Manager
+from fmegatron.checkpoint.manage.report import Report
+from fmegatron.checkpoint.manage.retention import Keep
+from fmegatron.checkpoint.manage.tracker import read_latest
+from fmegatron.checkpoint.reading.explain import Read, explain
+from fmegatron.checkpoint.reading.mapping import (
     Rule,
     copy,
     drop,
@@ -23,12 +27,8 @@ from fmegatron.checkpoint.mapping import (
     transpose,
     unstack,
 )
-from fmegatron.checkpoint.read import restore
-from fmegatron.checkpoint.report import Report
-from fmegatron.checkpoint.retention import Keep
-from fmegatron.checkpoint.saving import save
-from fmegatron.checkpoint.storage import open_store
-from fmegatron.checkpoint.tracker import read_latest
+from fmegatron.checkpoint.reading.read import restore
+from fmegatron.checkpoint.writing.saving import save
 
 __all__ = [
     "AsyncSaver",

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import CHUNK_BYTES, Manifest, dtype_of
-from fmegatron.checkpoint.manifest import read_manifest
-from fmegatron.checkpoint.part import Part, complete, merge, plan_digest
-from fmegatron.checkpoint.plan import LeafPlan, chunks_to_write, plan
-from fmegatron.checkpoint.storage import Storage, Store, locate, open_store
-from fmegatron.checkpoint.write import write_part
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, Manifest, dtype_of
+from fmegatron.checkpoint.files.manifest import read_manifest
+from fmegatron.checkpoint.files.storage import Storage, Store, locate, open_store
+from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
+from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, plan
+from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.interop.dcp_directory import Directory, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
 from fmegatron.interop.dcp_write import Shard, ShardPlanner, write_dcp

@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import Manifest, dtype_of
-from fmegatron.checkpoint.manifest import read_manifest, to_json_text
-from fmegatron.checkpoint.part import Part, complete, merge, plan_digest
-from fmegatron.checkpoint.plan import LeafPlan
-from fmegatron.checkpoint.storage import Storage, Store, locate, open_store
-from fmegatron.checkpoint.write import write_part
+from fmegatron.checkpoint.files.format import Manifest, dtype_of
+from fmegatron.checkpoint.files.manifest import read_manifest, to_json_text
+from fmegatron.checkpoint.files.storage import Storage, Store, locate, open_store
+from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
+from fmegatron.checkpoint.writing.plan import LeafPlan
+from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.interop.dcp_write import name_of
 from fmegatron.interop.scattered import Scattered
 from fmegatron.interop.state_dict import VALUES, stored_values

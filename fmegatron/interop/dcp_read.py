@@ -22,13 +22,13 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.fetch import Target
-from fmegatron.checkpoint.format import Leaf, Manifest, dtype_text, raw_dtype
-from fmegatron.checkpoint.mapping import Rule
-from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.read import Started, destinations, finish_reading, rank_of
-from fmegatron.checkpoint.request import match
-from fmegatron.checkpoint.strict import strictness, warn
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw_dtype
+from fmegatron.checkpoint.reading.fetch import Target
+from fmegatron.checkpoint.reading.mapping import Rule
+from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading, rank_of
+from fmegatron.checkpoint.reading.request import match
+from fmegatron.checkpoint.reading.strict import strictness, warn
 from fmegatron.interop.dcp_directory import Directory, Place, StoredTensor, open_dcp, open_file
 from fmegatron.interop.flat import nested
 from fmegatron.interop.torch_blob import Blob, open_tensor, read_object

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from fmegatron import tree
-from fmegatron.checkpoint.ranks import Alone, Ranks
-from fmegatron.checkpoint.saving import check_request
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks
+from fmegatron.checkpoint.writing.saving import check_request
 from fmegatron.interop.values import to_json
 from fmegatron.layout import Box, Layout
 

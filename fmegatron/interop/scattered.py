@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fmegatron.checkpoint.format import SMALL_BYTES
-from fmegatron.checkpoint.plan import LeafPlan, home_of_large
+from fmegatron.checkpoint.files.format import SMALL_BYTES
+from fmegatron.checkpoint.writing.plan import LeafPlan, home_of_large
 from fmegatron.layout import Box, Layout, Mesh, row_major_strides
 
 
@@ -54,7 +54,7 @@ class Scattered:
         return Layout(self.shape, self.dtype, self.mesh).to_json()
 
     def plan(self, path: str) -> LeafPlan:
-        """Where the leaf goes: by the rules of `checkpoint.plan`."""
+        """Where the leaf goes: by the rules of `checkpoint.writing.plan`."""
         itemsize = self.dtype.itemsize
         nbytes = math.prod(self.shape) * itemsize
         if nbytes == 0:

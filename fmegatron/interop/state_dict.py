@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import Leaf, digest_text
-from fmegatron.checkpoint.manifest import read_manifest, to_json_text
-from fmegatron.checkpoint.mapping import Rule
-from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.read import destinations
-from fmegatron.checkpoint.request import match
-from fmegatron.checkpoint.storage import Store, locate, open_store
-from fmegatron.checkpoint.strict import Difference, complaints, strictness, warn
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files.format import Leaf, digest_text
+from fmegatron.checkpoint.files.manifest import read_manifest, to_json_text
+from fmegatron.checkpoint.files.storage import Store, locate, open_store
+from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.reading.mapping import Rule
+from fmegatron.checkpoint.reading.read import destinations
+from fmegatron.checkpoint.reading.request import match
+from fmegatron.checkpoint.reading.strict import Difference, complaints, strictness, warn
 from fmegatron.collectives import World, connect
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put

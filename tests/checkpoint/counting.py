@@ -4,7 +4,7 @@ import contextlib
 import threading
 from dataclasses import dataclass, field
 
-from fmegatron.checkpoint.storage import Storage, open_store
+from fmegatron.checkpoint.files.storage import Storage, open_store
 from tests.checkpoint.faulty import FaultyStore
 
 

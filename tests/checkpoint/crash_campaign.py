@@ -16,7 +16,7 @@ import time
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import commit
+from fmegatron.checkpoint.files import commit
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, small_sizes
 from tests.checkpoint.forked_ranks import collect, launch, run

@@ -9,7 +9,9 @@ from unittest import mock
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import fetch, format, parse, plan
+from fmegatron.checkpoint.files import format, parse
+from fmegatron.checkpoint.reading import fetch
+from fmegatron.checkpoint.writing import plan
 
 
 class FakeWorld:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fmegatron.checkpoint.storage import Storage, Store
+from fmegatron.checkpoint.files.storage import Storage, Store
 
 
 @dataclass(frozen=True)

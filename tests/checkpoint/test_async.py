@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint.arena import BOARD_BYTES
-from fmegatron.checkpoint.staging import groups, portions, stage
+from fmegatron.checkpoint.background.arena import BOARD_BYTES
+from fmegatron.checkpoint.background.staging import groups, portions, stage
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint import fake_world
 
@@ -176,7 +176,7 @@ def test_portions_hold_what_the_rank_writes_once(limit):
     state = {k: torch.arange(x.nbytes // x.dtype.itemsize).view(x.shape).to(x.dtype) for k, x in layouts.items()}
     seen = {k: torch.zeros(x.shape, dtype=torch.int64) for k, x in layouts.items()}
     with fake_world.small_sizes():
-        plans = checkpoint.saving.plan(list(layouts), list(layouts.values()))
+        plans = checkpoint.writing.saving.plan(list(layouts), list(layouts.values()))
         for rank, local in enumerate(fake_world.cut_tree(state, layouts)):
             tensors = [local[k] for k in layouts]
             for portion in portions(plans, rank, limit):

@@ -238,7 +238,7 @@ def test_signals_to_the_process_group_and_to_the_writer(start, tmp_path):
 def test_a_second_interrupt_does_not_wait(start, tmp_path):
     """`result` of a rank whose peers never come: the first Ctrl-C is held for them, the second is not."""
     trainer = start("""
-        class Peers(checkpoint.ranks.Alone):
+        class Peers(checkpoint.calls.ranks.Alone):
             size, stuck = 1, False
 
             def minimum(self, row):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fmegatron.checkpoint import explain, fetch, restore, unstack
+from fmegatron.checkpoint import explain, restore, unstack
+from fmegatron.checkpoint.reading import fetch
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.counting import counting
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes

@@ -7,9 +7,11 @@ import time
 import pytest
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import Manager, commit, deletion
-from fmegatron.checkpoint.deletion import Deleter, remove_tree
-from fmegatron.checkpoint.steps import Steps
+from fmegatron.checkpoint import Manager
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.manage import deletion
+from fmegatron.checkpoint.manage.deletion import Deleter, remove_tree
+from fmegatron.checkpoint.manage.steps import Steps
 from tests.checkpoint.fake_world import assert_same_bits
 from tests.checkpoint.test_manager import ONE, state
 
@@ -22,7 +24,7 @@ def test_deletion_is_in_the_background(tmp_path, monkeypatch):
         assert go.wait(30)
         real(path, stop)
 
-    monkeypatch.setattr("fmegatron.checkpoint.steps.remove_tree", slow)
+    monkeypatch.setattr("fmegatron.checkpoint.manage.steps.remove_tree", slow)
     manager = Manager(tmp_path, keep=1)
     for step in (1, 2, 3):
         manager.save(step, state(step), ONE)
@@ -64,7 +66,7 @@ def test_deletion_that_fails_is_a_warning(tmp_path, monkeypatch):
     manager = Manager(tmp_path, keep=1)
     manager.save(1, state(1), ONE)
     with monkeypatch.context() as patch:
-        patch.setattr("fmegatron.checkpoint.steps.remove_tree", refuse)
+        patch.setattr("fmegatron.checkpoint.manage.steps.remove_tree", refuse)
         with pytest.warns(RuntimeWarning, match="step_00000001: could not be deleted .*Permission denied"):
             manager.save(2, state(2), ONE)
             manager.close()

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError, commit, folder
-from fmegatron.checkpoint.storage import open_store
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files import commit, folder
+from fmegatron.checkpoint.files.storage import open_store
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore
@@ -302,3 +303,22 @@ def test_a_full_and_a_read_only_disk(tmp_path):
         assert all(isinstance(got, checkpoint.Report) for got in save(3))
         assert manager.latest() == 3
         assert_there(run_dir / "step_00000003", 3)
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+def test_a_name_that_was_taken_away_comes_back(tmp_path, monkeypatch, kind):
+    """Between the two renames of a save that goes wrong the name is missing: what was there has it again at once."""
+    layouts, rename = {"w": Layout((3,), torch.float32, Mesh())}, os.rename
+    checkpoint.save(tmp_path / "a", {"w": torch.zeros(3)}, layouts)
+
+    def fails(source, target):
+        if ".tmp-" in source:
+            raise kind("not this one")
+        rename(source, target)
+
+    monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(commit.os, "rename", fails)
+    with pytest.raises((RuntimeError, kind), match="not this one"):
+        checkpoint.save(tmp_path / "a", {"w": torch.ones(3)}, layouts)
+    assert os.listdir(tmp_path) == ["a"]
+    assert torch.equal(checkpoint.restore(tmp_path / "a", layouts)["w"], torch.zeros(3))

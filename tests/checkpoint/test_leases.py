@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError, Manager, leases, open_store, read, walk
+from fmegatron.checkpoint import CheckpointError, Manager, open_store
 from fmegatron.checkpoint.__main__ import main as tool
-from fmegatron.checkpoint.notes import Notes, is_dead, owner
-from fmegatron.checkpoint.steps import Steps
+from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files.notes import Notes, is_dead, owner
+from fmegatron.checkpoint.manage import walk
+from fmegatron.checkpoint.manage.steps import Steps
+from fmegatron.checkpoint.reading import read
 from fmegatron.checkpoint.tools import commands
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits

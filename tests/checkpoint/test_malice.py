@@ -13,7 +13,7 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.manifest import marker_to_json
+from fmegatron.checkpoint.files.manifest import marker_to_json
 from fmegatron.checkpoint.tools import verify
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes

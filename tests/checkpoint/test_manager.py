@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from fmegatron.checkpoint import CheckpointError, Manager, commit
+from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint.files import commit
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import AsyncSaver, Manager, read_latest
-from fmegatron.checkpoint import manager as manager_module
+from fmegatron.checkpoint.manage import manager as manager_module
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 from tests.house import ROOT

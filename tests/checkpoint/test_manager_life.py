@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError, Manager, folder
-from fmegatron.checkpoint.manager import with_metrics
-from fmegatron.checkpoint.retention import Keep
+from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint.files import folder
+from fmegatron.checkpoint.manage.manager import with_metrics
+from fmegatron.checkpoint.manage.retention import Keep
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 

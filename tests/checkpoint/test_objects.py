@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError, Manager, keyvalue, open_store, read_latest
-from fmegatron.checkpoint.storage import store_from_json
+from fmegatron.checkpoint import CheckpointError, Manager, open_store, read_latest
+from fmegatron.checkpoint.files import keyvalue
+from fmegatron.checkpoint.files.storage import store_from_json
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes

@@ -9,7 +9,8 @@ import tensorstore as ts
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError, ocdbt, open_store
+from fmegatron.checkpoint import CheckpointError, open_store
+from fmegatron.checkpoint.files import ocdbt
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_faults import layouts_on, state

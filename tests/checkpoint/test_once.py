@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint import CheckpointError, explain, once, restore
+from fmegatron.checkpoint import CheckpointError, explain, restore
+from fmegatron.checkpoint.reading import once
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.counting import counting

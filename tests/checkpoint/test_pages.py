@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fmegatron.checkpoint.pages import fresh
+from fmegatron.checkpoint.reading.pages import fresh
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3000, 1001)])

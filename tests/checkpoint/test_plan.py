@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fmegatron.checkpoint.format import CHUNK_BYTES, array_name, band_shape
-from fmegatron.checkpoint.part import Part, grid_array, merge, plan_digest
-from fmegatron.checkpoint.plan import chunk_shape, chunks_to_write, cut_unit, plan
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, array_name, band_shape
+from fmegatron.checkpoint.writing.part import Part, grid_array, merge, plan_digest
+from fmegatron.checkpoint.writing.plan import chunk_shape, chunks_to_write, cut_unit, plan
 from fmegatron.layout import Layout, Mesh, Split
 
 BF16 = torch.bfloat16

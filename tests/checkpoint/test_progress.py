@@ -10,9 +10,11 @@ import torch
 from rich.console import Console
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import Manager, progress, saving, walk
-from fmegatron.checkpoint import manager as manager_module
-from fmegatron.checkpoint.report import Report, state_bytes
+from fmegatron.checkpoint import Manager
+from fmegatron.checkpoint.manage import manager as manager_module
+from fmegatron.checkpoint.manage import progress, walk
+from fmegatron.checkpoint.manage.report import Report, state_bytes
+from fmegatron.checkpoint.writing import saving
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import cut_tree, run
 

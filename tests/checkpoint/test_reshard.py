@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import plan
+from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.layout import strategies

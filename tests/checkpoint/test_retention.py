@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.checkpoint.retention import Keep, Saved, to_delete
+from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 
 NUMBERS = st.one_of(st.none(), st.floats(), st.integers(-3, 3), st.booleans(), st.just("0.5"))
 SAVED = st.builds(

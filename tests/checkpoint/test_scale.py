@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint.format import Piece
-from fmegatron.checkpoint.manifest import manifest_to_json
-from fmegatron.checkpoint.parse import parse_json, parse_manifest
-from fmegatron.checkpoint.part import Part, grid_array, merge, one_chunk, plan_digest
-from fmegatron.checkpoint.plan import chunks_to_write, plan
+from fmegatron.checkpoint.files.format import Piece
+from fmegatron.checkpoint.files.manifest import manifest_to_json
+from fmegatron.checkpoint.files.parse import parse_json, parse_manifest
+from fmegatron.checkpoint.writing.part import Part, grid_array, merge, one_chunk, plan_digest
+from fmegatron.checkpoint.writing.plan import chunks_to_write, plan
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.memory import peak, reset_peak
 

@@ -8,7 +8,7 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, restore
-from fmegatron.checkpoint.strict import MODES
+from fmegatron.checkpoint.reading.strict import MODES
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import run
 

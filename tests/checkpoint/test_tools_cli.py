@@ -90,7 +90,7 @@ def test_a_hostile_manifest(saved, tmp_path, make):
     with open(os.path.join(saved, "manifest.json"), "wb") as f:
         f.write(text)
     with open(os.path.join(saved, "COMPLETE"), "wb") as f:
-        f.write(checkpoint.manifest.marker_to_json(text))
+        f.write(checkpoint.files.manifest.marker_to_json(text))
     for command in COMMANDS:
         status, out, err = call(*arguments(command, saved, tmp_path))
         assert status in (0, 1, 2) and "Traceback" not in err and len(err.splitlines()) <= 1, (command, err)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import Manager, leases
+from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.notes import Notes
+from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.tools import collect, listing
 from fmegatron.layout import Layout, Mesh
 

@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
-from fmegatron.checkpoint import Manager, manager
-from fmegatron.checkpoint.notes import Notes
-from fmegatron.checkpoint.tracker import Latest, read_latest, write_latest
+from fmegatron.checkpoint import Manager
+from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.manage import manager
+from fmegatron.checkpoint.manage.tracker import Latest, read_latest, write_latest
 from fmegatron.layout import Layout, Mesh
 
 LAYOUTS = {"w": Layout((8, 16), torch.float32, Mesh())}

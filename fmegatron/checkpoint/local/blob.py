@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.format import CheckpointError, digest, dtype_text
-from fmegatron.checkpoint.manifest import layout_to_json, load_json, to_json_text
+from fmegatron.checkpoint.files.format import CheckpointError, digest, dtype_text
+from fmegatron.checkpoint.files.manifest import layout_to_json, load_json, to_json_text
 from fmegatron.layout import Layout, Mesh
 
 BAND_BYTES = 1 << 20  # most bytes under one digest

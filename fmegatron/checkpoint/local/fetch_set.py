@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.calls.ranks import Ranks
+from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.blob import Reader, Shard
 from fmegatron.checkpoint.local.flat import Flat
-from fmegatron.checkpoint.ranks import Ranks
 
 _MOST_TEXTS = 8  # failing ranks that are quoted, of maybe thousands
 

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.arguments import flat_layouts
-from fmegatron.checkpoint.format import CheckpointError, digest
+from fmegatron.checkpoint.calls.arguments import flat_layouts
+from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.files.format import CheckpointError, digest
+from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.blob import Shard
 from fmegatron.checkpoint.local.fetch_set import fetch_set, few
 from fmegatron.checkpoint.local.flat import Flat
 from fmegatron.checkpoint.local.shelf import Shelf
-from fmegatron.checkpoint.manager import Manager
-from fmegatron.checkpoint.manifest import to_json_text
-from fmegatron.checkpoint.ranks import Ranks, together
-from fmegatron.checkpoint.read import rank_of
+from fmegatron.checkpoint.manage.manager import Manager
+from fmegatron.checkpoint.reading.read import rank_of
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.arguments import check_step, check_world, flat_layouts
-from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.calls.arguments import check_step, check_world, flat_layouts
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
 from fmegatron.checkpoint.local.recover import Found, recover
 from fmegatron.checkpoint.local.shelf import Shelf
 from fmegatron.checkpoint.local.store import Saving
-from fmegatron.checkpoint.manager import Manager
-from fmegatron.checkpoint.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.saving import check_request
+from fmegatron.checkpoint.manage.manager import Manager
+from fmegatron.checkpoint.writing.saving import check_request
 
 
 class Handle:

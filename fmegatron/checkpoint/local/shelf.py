@@ -12,7 +12,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from fmegatron.checkpoint.format import CheckpointError
+from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.local.blob import Shard, in_use, read_shard
 
 _NAME = re.compile(r"step_(\d{8,18})\.rank_(\d{5,9})\.([0-9a-f]{16})")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.flat import Flat
 from fmegatron.checkpoint.local.shelf import Shelf
-from fmegatron.checkpoint.ranks import Ranks, together
 
 
 class _Guard:

@@ -8,10 +8,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fmegatron.checkpoint import commit
-from fmegatron.checkpoint.retention import Keep, Saved, to_delete
-from fmegatron.checkpoint.steps import Steps
-from fmegatron.checkpoint.storage import Store
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
+from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.tools.listing import Listing, listing
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
-from fmegatron.checkpoint.format import CheckpointError
-from fmegatron.checkpoint.leases import holding
-from fmegatron.checkpoint.storage import Store, open_store
+from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.leases import holding
+from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.collect import LIVE_SECONDS, collect
 from fmegatron.checkpoint.tools.diff import diff

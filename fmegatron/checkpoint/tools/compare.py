@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.format import raw
+from fmegatron.checkpoint.files.format import raw
 
 _BLOCK = 1 << 20  # elements that are compared in float64 at a time
 

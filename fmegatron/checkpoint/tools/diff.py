@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fmegatron.checkpoint.format import CheckpointError, Leaf
-from fmegatron.checkpoint.manifest import layout_from_json
+from fmegatron.checkpoint.files.format import CheckpointError, Leaf
+from fmegatron.checkpoint.files.manifest import layout_from_json
 from fmegatron.checkpoint.tools.compare import Comparison
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, Block, Shape, Source, batches, cut
 from fmegatron.layout import row_major_strides

@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.commit import checkpoint_around, sync_directory
-from fmegatron.checkpoint.format import Leaf, dtype_of, dtype_text, raw
+from fmegatron.checkpoint.files.commit import checkpoint_around, sync_directory
+from fmegatron.checkpoint.files.format import Leaf, dtype_of, dtype_text, raw
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, Source, stream
 from fmegatron.checkpoint.tools.weights import WRITERS, Entry, check_safetensors
 from fmegatron.layout import dtype_from_name
@@ -157,7 +157,7 @@ def _can_become(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether torch casts one dtype to the other."""
     try:
         return torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype).to(other).dtype is other
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return False
 
 

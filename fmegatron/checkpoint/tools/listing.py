@@ -8,11 +8,11 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fmegatron.checkpoint import commit
-from fmegatron.checkpoint.folder import FolderStore
-from fmegatron.checkpoint.format import MANIFEST, MARKER, CheckpointError, Manifest
-from fmegatron.checkpoint.manifest import read_manifest
-from fmegatron.checkpoint.storage import Store, open_store
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
+from fmegatron.checkpoint.files.manifest import read_manifest
+from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.tools.files import walk
 
 _HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone)-[0-9a-f]+")

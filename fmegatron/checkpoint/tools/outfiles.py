@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.fetch import Target
-from fmegatron.checkpoint.format import ALIGN_BYTES, Array, Leaf, dtype_of, dtype_text, packed_name, piece_name
-from fmegatron.checkpoint.part import grid_array, one_chunk
-from fmegatron.checkpoint.plan import LeafPlan
+from fmegatron.checkpoint.files.format import ALIGN_BYTES, Array, Leaf, dtype_of, dtype_text, packed_name, piece_name
+from fmegatron.checkpoint.reading.fetch import Target
 from fmegatron.checkpoint.tools.source import Source
+from fmegatron.checkpoint.writing.part import grid_array, one_chunk
+from fmegatron.checkpoint.writing.plan import LeafPlan
 from fmegatron.layout import Box, row_major_strides
 
 

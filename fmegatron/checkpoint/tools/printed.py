@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from fmegatron.checkpoint.manifest import to_json_text
+from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.tools.collect import Collected
 from fmegatron.checkpoint.tools.diff import Difference, LeafDifference
 from fmegatron.checkpoint.tools.export import Exported

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from fmegatron.checkpoint.format import ZARR, Piece, zarr_metadata
-from fmegatron.checkpoint.manifest import to_json_text
-from fmegatron.checkpoint.part import Part, complete, merge, plan_digest
-from fmegatron.checkpoint.plan import LeafPlan
-from fmegatron.checkpoint.rounds import in_rounds
-from fmegatron.checkpoint.storage import Storage, Store, open_store
+from fmegatron.checkpoint.files.format import ZARR, Piece, zarr_metadata
+from fmegatron.checkpoint.files.manifest import to_json_text
+from fmegatron.checkpoint.files.storage import Storage, Store, open_store
+from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.tools.outfiles import OutFile, band_sizes, out_files
 from fmegatron.checkpoint.tools.source import Source
+from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
+from fmegatron.checkpoint.writing.plan import LeafPlan
 
 BOUND_BYTES = 256 << 20  # of elements in memory at a time
 _GRAIN = 64  # no element crosses a multiple of it, in any file

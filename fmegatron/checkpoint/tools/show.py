@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fmegatron.checkpoint.format import CheckpointError, Leaf, dtype_of
-from fmegatron.checkpoint.manifest import layout_from_json
+from fmegatron.checkpoint.files.format import CheckpointError, Leaf, dtype_of
+from fmegatron.checkpoint.files.manifest import layout_from_json
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, Source, stream
 from fmegatron.checkpoint.tools.statistics import Statistics
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.fetch import Fetch, Target
-from fmegatron.checkpoint.format import DIGESTS, Array, CheckpointError, Leaf, Manifest, digest_text, dtype_of
-from fmegatron.checkpoint.manifest import read_manifest
-from fmegatron.checkpoint.rounds import in_rounds
-from fmegatron.checkpoint.storage import Storage, Store, locate
+from fmegatron.checkpoint.files.format import DIGESTS, Array, CheckpointError, Leaf, Manifest, digest_text, dtype_of
+from fmegatron.checkpoint.files.manifest import read_manifest
+from fmegatron.checkpoint.files.storage import Storage, Store, locate
+from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.layout import Box, row_major_strides
 
 Shape = tuple[int, ...]

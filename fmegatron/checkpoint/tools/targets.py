@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fmegatron import tree
-from fmegatron.checkpoint.format import CheckpointError, Leaf, dtype_of
-from fmegatron.checkpoint.manifest import layout_from_json
-from fmegatron.checkpoint.plan import LeafPlan, cut_unit, plan
+from fmegatron.checkpoint.files.format import CheckpointError, Leaf, dtype_of
+from fmegatron.checkpoint.files.manifest import layout_from_json
 from fmegatron.checkpoint.tools.source import Source
+from fmegatron.checkpoint.writing.plan import LeafPlan, cut_unit, plan
 from fmegatron.layout import Layout, Mesh, Rules, Split
 
 _MOST_RANKS = 1 << 20  # the ranks that write a leaf are listed one by one

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fmegatron.checkpoint.folder import Folder
-from fmegatron.checkpoint.format import (
+from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.files.format import (
     DIGESTS,
     MANIFEST,
     MARKER,
@@ -26,9 +26,9 @@ from fmegatron.checkpoint.format import (
     dtype_of,
     zarr_metadata,
 )
-from fmegatron.checkpoint.manifest import layout_from_json, marker_to_json, read_manifest, to_json_text
-from fmegatron.checkpoint.ocdbt import Database, database_marker
-from fmegatron.checkpoint.storage import Reader, Storage, Store, open_store
+from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, read_manifest, to_json_text
+from fmegatron.checkpoint.files.ocdbt import Database, database_marker
+from fmegatron.checkpoint.files.storage import Reader, Storage, Store, open_store
 from fmegatron.checkpoint.tools.files import UNKNOWN, Entry, walk
 from fmegatron.checkpoint.tools.outfiles import band_sizes
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.format import dtype_text
+from fmegatron.checkpoint.files.format import dtype_text
 
 _SAFETENSORS = (
     *(("bool", "BOOL"), ("uint8", "U8"), ("int8", "I8"), ("uint16", "U16"), ("int16", "I16"), ("float16", "F16")),

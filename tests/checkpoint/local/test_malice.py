@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.format import digest
+from fmegatron.checkpoint.files.format import digest
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.shelf import shard_name
 from tests.checkpoint.local.nodes import RUN, Cluster, tiny_bands

@@ -1,0 +1,334 @@
+"""Save without stopping: the call copies what this rank writes into shared memory; a process of its own writes it.
+
+    stage (the call blocks)  ->  writer process: chunks, digests, part  ->  ranks agree in `poll`  ->  rank 0's writer
+    commits  ->  ranks learn of it in `poll`
+
+What is on disk in the end is the state at the call. The commit is that of `save`: all or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmegatron import tree
+from fmegatron.checkpoint.background.arena import Arena
+from fmegatron.checkpoint.background.flights import LOOK_S, START_S, Flights
+from fmegatron.checkpoint.background.handle import Handle
+from fmegatron.checkpoint.background.staging import Portion, portions, stage
+from fmegatron.checkpoint.background.wire import plans_to_json
+from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
+from fmegatron.checkpoint.calls.interrupt import held_interrupt
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.writing.plan import LeafPlan, plan
+from fmegatron.checkpoint.writing.saving import check_layouts
+from fmegatron.layout import Layout
+
+
+def save_async(
+    path: str | os.PathLike | Store,
+    state: Any,
+    layouts: Any,
+    world: Ranks | None = None,
+    metadata: dict[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    saver: AsyncSaver | None = None,
+) -> Handle:
+    """Begin a save and return when the state may change again; `handle.result()` means that it is durable.
+
+    The arguments are those of `save`. saver: an AsyncSaver, which keeps its memory and its process from save to save;
+    None makes one for this save, which is closed when the save has ended. All ranks call `handle.poll()` once a step:
+    that is what drives a save of several ranks to its end. Leaving Python without `result()` abandons the save.
+
+    Raises ValueError and RuntimeError on all ranks as `save` does for a request that is wrong (then nothing is begun);
+    what fails later is raised by `poll` and `result`.
+
+    >>> import tempfile
+    >>> from fmegatron.layout import Layout, Mesh
+    >>> state = {"w": torch.arange(6.0).view(2, 3)}
+    >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
+    >>> with tempfile.TemporaryDirectory() as folder, AsyncSaver() as saver:
+    ...     handle = save_async(folder + "/first", state, layouts, saver=saver)
+    ...     state["w"].zero_()  # is not seen by the save
+    ...     handle.result()
+    ...     os.listdir(folder)
+    tensor([[0., 0., 0.],
+            [0., 0., 0.]])
+    ['first']
+    """
+    check_saver(saver)
+    if saver is not None:
+        return saver.save(path, state, layouts, world, metadata, step=step)
+    saver = AsyncSaver()
+    try:
+        handle = saver.save(path, state, layouts, world, metadata, step=step)
+    except BaseException:
+        saver.close(wait=False)
+        raise
+    handle.owns_saver = True
+    return handle
+
+
+def check_saver(saver: Any) -> None:
+    """Raise ValueError for what is neither None nor an AsyncSaver."""
+    if saver is not None and not isinstance(saver, AsyncSaver):
+        raise ValueError(f"saver: got {saver!r:.60} ({type(saver).__name__}), wanted an AsyncSaver or None")
+
+
+@dataclass
+class _Known:
+    """The plan of the tree that was saved last; a run saves one tree again and again."""
+
+    leaves: list[Layout]
+    spec: Any
+    plans: tuple[LeafPlan, ...]
+    data: bytes
+    portions: dict[int | None, list[Portion]] = field(default_factory=dict)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def tensors(self, state: Any, rank: int) -> list[torch.Tensor] | None:
+        """The leaves of a state that surely fits; None: `tree.check` has to look, which takes longer."""
+        if not self.shapes:
+            self.shapes = [layout.local_shape(rank) for layout in self.leaves]
+        _, tensors, spec = tree.flatten(state)
+        fits = spec == self.spec and all(
+            isinstance(x, torch.Tensor) and x.shape == shape and x.dtype is layout.dtype
+            for x, shape, layout in zip(tensors, self.shapes, self.leaves, strict=True)
+        )
+        return tensors if fits else None
+
+    def cut(self, rank: int, limit: int | None) -> list[Portion]:
+        if limit not in self.portions:
+            self.portions[limit] = portions(self.plans, rank, limit)
+        return self.portions[limit]
+
+
+class AsyncSaver:
+    """What asynchronous saves need and keep: shared memory to stage into, and a writer process, one of each per rank.
+
+        with AsyncSaver(arena_bytes=8 << 30) as saver:
+            for step in ...:
+                saver.poll()                       # all ranks, once a step
+                if step % 100 == 0:
+                    save_async(path, state, layouts, world, step=step, saver=saver)
+
+    arena_bytes: most memory of this rank for staged states; None: room for one save, the largest so far. A save that
+    finds no room waits until earlier ones are written; one that is larger than the arena is staged in portions, and the
+    call returns when the last is staged. Only a single chunk that is larger than the arena may exceed it.
+    in_flight: most saves that are begun and not ended; one more waits for the oldest.
+    time_limit_s: a writer that makes no progress for so long counts as stuck, is killed, and its saves have failed.
+    nice: of the writer process.
+    pin: register the arena with CUDA; None: if there is CUDA.
+
+    The process starts now, and again at the next save if it has died. It is a fresh Python that imports nothing of the
+    user's program, takes no accelerator, and ends with the trainer. Not thread-safe: one thread calls.
+    """
+
+    def __init__(
+        self,
+        arena_bytes: int | None = None,
+        in_flight: int = 2,
+        time_limit_s: float = 600.0,
+        nice: int = 15,
+        pin: bool | None = None,
+    ):
+        for name, value, kind in (
+            ("arena_bytes", 1 if arena_bytes is None else arena_bytes, int),
+            ("in_flight", in_flight, int),
+            ("time_limit_s", time_limit_s, int | float),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+                number = "a whole number" if kind is int else "seconds"
+                raise ValueError(f"AsyncSaver: got {name}={value!r:.60}, wanted {number}, more than 0")
+        if isinstance(nice, bool) or not isinstance(nice, int):
+            raise ValueError(f"AsyncSaver: got nice={nice!r:.60}, wanted a whole number, e.g. 15")
+        if pin and not torch.cuda.is_available():
+            raise ValueError(f"AsyncSaver: got pin={pin!r:.60}, but there is no CUDA; leave it out")
+        self.arena_bytes, self.in_flight, self.time_limit_s, self.nice = arena_bytes, in_flight, time_limit_s, nice
+        arena = Arena(arena_bytes, torch.cuda.is_available() if pin is None else pin)
+        self._flights = Flights(arena, time_limit_s, nice)
+        self._numbers, self._known = 0, None
+        self._flights.start()
+
+    # ---- saving
+    def save(
+        self,
+        path: str | os.PathLike | Store,
+        state: Any,
+        layouts: Any,
+        world: Ranks | None = None,
+        metadata: dict[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        begun: Callable[[Handle], None] | None = None,
+    ) -> Handle:
+        """`save_async` with this saver. begun: is told of the handle as soon as the save is pending on all ranks.
+
+        Ctrl-C on one rank before that is an error on all, and nothing is begun. After it the save is pending, and the
+        others hear at the next poll that it has failed.
+        """
+        flights, handle, began = self._flights, None, time.perf_counter()
+        check_world(world)
+        try:
+            with held_interrupt() as pressed:
+                handle, *job = self._begin(path, state, layouts, world or Alone(), metadata, step, pressed)
+                handle.began = began
+                if begun is not None:
+                    begun(handle)
+            self._stage(handle, *job)
+        except Exception as error:  # this rank's alone: all ranks hear of it at the next poll
+            if handle is None:
+                raise
+            flights.give_up(handle, f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            if handle is not None:
+                flights.give_up(handle, f"{type(error).__name__} while it was staged")
+            raise
+        handle.staged_s = time.perf_counter() - began
+        return handle
+
+    def _begin(
+        self, path, state: Any, layouts: Any, world: Ranks, metadata: Any, step: Any, pressed: list[BaseException]
+    ) -> tuple[Handle, _Known, list[torch.Tensor], dict[str, Any]]:
+        """A pending save, on all ranks; or an error on all of them, and nothing is pending."""
+        flights, lead, draft, handle = self._flights, world.rank == 0, None, None
+        if flights.closed:
+            raise ValueError("AsyncSaver.save: it is closed; make another")
+        store = together(world, f"saving the checkpoint {getattr(path, 'text', path)}", lambda: open_store(path))
+        if flights.pending and world is not flights.world and (world.size, flights.world.size) != (1, 1):
+            raise ValueError("AsyncSaver.save: got another world while saves are pending; give each world its saver")
+        if store.text.startswith("memory://"):
+            raise ValueError(f"{store.text}: memory:// is in this process only, another cannot write it; use save")
+        flights.world = world
+
+        def has_room():
+            return len(flights.pending) < self.in_flight and all(h.text != store.text for h in flights.pending)
+
+        def prepare():
+            nonlocal draft
+            known = self._plan(layouts, world)
+            tensors = known.tensors(state, world.rank)
+            if tensors is None:
+                tree.check(state, layouts, world.rank)
+                tensors = tree.leaves(state)
+            check_words(metadata, step)
+            what = {"store": store.to_json(), "step": step, "rank": world.rank, "size": world.size}
+            what["metadata"] = (metadata or {}) if lead else {}
+            if lead:
+                draft = store.begin()
+            if pressed:
+                raise pressed[0]
+            return known, tensors, what
+
+        self._numbers += 1
+        try:
+            handle = Handle(flights, self._numbers, store, world, step)
+            flights.wait(has_room, handle.what, "it was not begun")
+            known, tensors, what = together(world, handle.what, prepare)
+            handle.root = world.broadcast_text(draft.root if draft else "")
+            flights.pending.append(handle)
+        finally:
+            if draft and handle not in flights.pending:
+                store.end(draft)
+        return handle, known, tensors, {**what, "root": handle.root}
+
+    def reserve(self, layouts: Any, world: Ranks | None = None) -> None:
+        """Make the plan, take the memory for a state of these layouts, and wait until the writer is ready.
+
+        Call it before training; otherwise the first save does it (but for the waiting). Raises ValueError, OSError.
+        """
+        world = world or Alone()
+        known = self._plan(layouts, world)
+        self._flights.arena.reserve(known.cut(world.rank, None)[0].nbytes + _tail_bytes(known.data))
+        end = time.monotonic() + START_S
+        while not self._flights.start().ready and time.monotonic() < end:
+            self._flights.listen(LOOK_S)
+
+    def poll(self) -> None:
+        """`Handle.poll` of all pending saves: all ranks, once a step. Raises RuntimeError, once for a failed save."""
+        self._flights.poll()
+
+    @property
+    def pending(self) -> tuple[Handle, ...]:
+        """The saves that are not known to have ended, oldest first."""
+        return tuple(self._flights.pending)
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The process id of the writer, None when there is none."""
+        return self._flights.process.pid if self._flights.process else None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Shared memory that the arena has taken."""
+        return self._flights.arena.capacity
+
+    def close(self, wait: bool = True, timeout_s: float | None = None) -> None:
+        """End the writer process and give the memory back; all ranks call it.
+
+        wait: first finish the pending saves (at most `timeout_s` each), else abandon them: that needs no other rank, so
+        what others write late may stay behind, hidden, until the next save. Raises what `result` raises, when all is
+        closed; also for saves that failed and were never polled.
+        """
+        self._flights.close(wait, timeout_s)
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Finish the pending saves. After an error, only those that need no other rank; after Ctrl-C none."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close(wait=issubclass(kind, Exception) and self._flights.world.size == 1)
+        except Exception as error:  # the first error is the one to see
+            warnings.warn(f"after another error: {error}", RuntimeWarning, stacklevel=2)
+
+    # ---- inside
+    def _plan(self, layouts: Any, world: Ranks) -> _Known:
+        paths, leaves, spec = flat_layouts(layouts)
+        known = self._known
+        same = known is not None and spec == known.spec
+        if not same or not all(a is b or a == b for a, b in zip(leaves, known.leaves, strict=True)):
+            check_layouts(paths, leaves, world.size)
+            plans = plan(paths, leaves)
+            self._known = known = _Known(leaves, spec, plans, plans_to_json(plans))
+        return known
+
+    def _stage(self, handle: Handle, known: _Known, tensors: list[torch.Tensor], what: dict[str, Any]) -> None:
+        rank, limit, arena = handle.world.rank, None, self._flights.arena
+        if self.arena_bytes is not None:
+            tail = _tail_bytes(known.data)
+            if known.cut(rank, None)[0].nbytes + tail > self.arena_bytes:
+                limit = max(1, self.arena_bytes // 2 - tail)  # two portions: one is written while one is staged
+        cut = known.cut(rank, limit)
+        handle.bytes = sum(slot.nbytes for portion in cut for slot in portion.slots)
+        what = json.dumps({**what, "limit": limit, "alone": handle.world.size == 1}).encode()
+        for i, portion in enumerate(cut):
+            tail = (what, known.data) if i == 0 else ()
+            at = self._flights.room(handle, portion.nbytes + sum(map(len, tail)))
+            if at is None:  # the writer died: the next poll says so
+                return
+            stage(portion, known.plans, tensors, arena.memory, at)
+            job, memory, end = [], arena.memory.numpy(), at + portion.nbytes
+            for data in tail:
+                memory[end : end + len(data)] = np.frombuffer(data, np.uint8)
+                job.append((end, len(data)))
+                end += len(data)
+            self._flights.send(handle, portion=i, at=at, last=i == len(cut) - 1, job=job)
+
+
+def _tail_bytes(plan_data: bytes) -> int:
+    """Room beside the first portion for the plan and the rest of the job."""
+    return len(plan_data) + (64 << 10)

@@ -1,0 +1,226 @@
+"""Staging: what one rank has to write, copied into one piece of memory; there the writer process finds it again.
+
+Both processes compute the same places from the same plan, so no addresses travel. Only what this rank writes is copied:
+of a leaf with replicas its own chunks, one after another, otherwise the whole local tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from fmegatron.checkpoint.files.format import ALIGN_BYTES
+from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
+from fmegatron.checkpoint.writing.write import Chunks
+from fmegatron.layout import Box
+from fmegatron.layout.boxes import row_major_strides
+
+_GROUP_BYTES = 64 << 20  # written between two signs of progress
+_PART_BYTES = 8 << 20  # copied by a thread at a time
+_BITS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a leaf in a portion.
+
+    leaf: its number in the plan.  offset, nbytes: bytes, from the start of the portion.  chunks: those that lie here,
+    as boxes of the local tensor; None: the whole local tensor.
+    """
+
+    leaf: int
+    offset: int
+    nbytes: int
+    chunks: Chunks | None = None
+
+    def staged(self) -> list[tuple[tuple[int, ...], Box]]:
+        """The same chunks as boxes of the slot, where they lie one after another."""
+        found, at = [], 0
+        for index, box in self.chunks:
+            found.append((index, Box(box.start, box.shape, at, row_major_strides(box.shape))))
+            at += box.size
+        return found
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What is staged at a time. nbytes: its size, padding included."""
+
+    slots: tuple[Slot, ...]
+    nbytes: int
+
+
+def portions(plans: Sequence[LeafPlan], rank: int, limit: int | None = None) -> list[Portion]:
+    """All that the rank writes, in pieces of at most `limit` bytes; at least one piece, maybe an empty one.
+
+    What goes into one file stays in one portion: a chunk, the storage of a leaf that has no grid, all small leaves
+    together. One that is larger than the limit makes a portion of its own that is larger.
+    """
+    done: list[Portion] = []
+    slots: list[Slot] = []
+    used = 0
+
+    def flush():
+        nonlocal slots, used
+        if slots:
+            done.append(Portion(tuple(slots), used))
+        slots, used = [], 0
+
+    def add(leaf, nbytes, chunks=None):
+        nonlocal used
+        slots.append(Slot(leaf, used, nbytes, chunks))
+        used += nbytes + -nbytes % ALIGN_BYTES
+
+    def fits(nbytes):
+        return limit is None or used + nbytes <= limit
+
+    packed = [i for i, p in enumerate(plans) if p.home == "packed" and p.writes(rank)]
+    for i in packed:
+        add(i, plans[i].layout.local_nbytes(rank))
+    for i, p in enumerate(plans):
+        if p.home in ("empty", "packed") or not p.layout.boxes(rank):
+            continue
+        if p.home == "piece" or p.layout.replicas == 1:
+            nbytes = p.layout.local_nbytes(rank)
+            if p.writes(rank) and (fits(nbytes) or p.home == "piece"):
+                if not fits(nbytes):
+                    flush()
+                add(i, nbytes)
+                continue
+        if p.home == "grid":
+            some: list = []
+            size = 0
+            for index, box in chunks_to_write(p, rank):
+                nbytes = box.size * p.layout.dtype.itemsize
+                if not fits(size + nbytes):
+                    if some:
+                        add(i, size, tuple(some))
+                    flush()
+                    some, size = [], 0
+                some.append((index, box))
+                size += nbytes
+            if some:
+                add(i, size, tuple(some))
+    flush()
+    return done or [Portion((), 0)]
+
+
+def stage(
+    portion: Portion, plans: Sequence[LeafPlan], tensors: Sequence[torch.Tensor], memory: torch.Tensor, at: int
+) -> None:
+    """Copy the portion's bytes out of the local tensors (any device) to `memory[at:]`; complete on return.
+
+    memory: uint8, host.  at: a multiple of 64. Plain memcpy on as many threads as torch has where both sides are
+    contiguous in host memory; strided tensors and devices go through torch.
+    """
+    moves: list[tuple[int, int, int]] = []  # addresses to and from, bytes
+    into, source = [], []
+    base = memory.data_ptr() + at
+    for slot in portion.slots:
+        x = tensors[slot.leaf]
+        plain = x.is_cpu and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+        if plain and slot.chunks is None:
+            moves.append((base + slot.offset, x.data_ptr(), slot.nbytes))
+            continue
+        item, leaf = plans[slot.leaf].layout.dtype.itemsize, bits(x)
+        start = at + slot.offset
+        place = memory[start : start + slot.nbytes].view(leaf.dtype)
+        if slot.chunks is None:
+            into.append(place.view(leaf.shape))
+            source.append(leaf)
+            continue
+        leaf = leaf.contiguous()
+        for (_, to), (_, box) in zip(slot.staged(), slot.chunks, strict=True):
+            if plain and box.strides == to.strides:
+                moves.append((base + slot.offset + to.offset * item, x.data_ptr() + box.offset * item, box.size * item))
+            else:
+                into.append(to.view(place))
+                source.append(box.view(leaf))
+    _move(moves)
+    devices = {x.device for x in source if x.is_cuda}
+    if into:
+        torch._foreach_copy_(into, source, non_blocking=bool(devices))
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _move(moves: list[tuple[int, int, int]]) -> None:
+    """memcpy, which lets other threads run; large ones in parts."""
+    threads = min(torch.get_num_threads(), sum(n for _, _, n in moves) // _PART_BYTES)
+
+    def work(parts):
+        for to, source, n in parts:
+            ctypes.memmove(to, source, n)
+
+    if threads < 2:
+        work(moves)
+        return
+    parts = iter(
+        [(to + i, source + i, min(_PART_BYTES, n - i)) for to, source, n in moves for i in range(0, n, _PART_BYTES)]
+    )  # one list iterator for all: `next` is atomic
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(work, parts) for _ in range(threads - 1)]
+        work(parts)
+        for other in others:
+            other.result()
+
+
+def groups(
+    portion: Portion, plans: Sequence[LeafPlan], rank: int, memory: torch.Tensor, at: int
+) -> Iterator[tuple[list[LeafPlan], list[torch.Tensor], list[Chunks | None], int]]:
+    """(plans, tensors, chunks, bytes) for `write_part`, about 64 MiB at a time; the tensors are views of `memory`."""
+    packed = [slot for slot in portion.slots if plans[slot.leaf].home == "packed"]
+    if packed:
+        views = [_view(slot, plans, rank, memory, at) for slot in packed]
+        yield [plans[s.leaf] for s in packed], views, [None] * len(packed), sum(s.nbytes for s in packed)
+    leaves, tensors, chunks, size = [], [], [], 0
+    for slot in portion.slots:
+        leaf = plans[slot.leaf]
+        if leaf.home == "packed":
+            continue
+        view = _view(slot, plans, rank, memory, at)
+        for some, nbytes in _pieces(slot, leaf, rank):
+            leaves.append(leaf)
+            tensors.append(view)
+            chunks.append(some)
+            size += nbytes
+            if size >= _GROUP_BYTES:
+                yield leaves, tensors, chunks, size
+                leaves, tensors, chunks, size = [], [], [], 0
+    if leaves:
+        yield leaves, tensors, chunks, size
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of the same width, on the same device; the same memory where the tensor is real."""
+    x = x.detach().resolve_conj().resolve_neg()
+    return x.view(_BITS[x.element_size()])
+
+
+def _view(slot: Slot, plans: Sequence[LeafPlan], rank: int, memory: torch.Tensor, at: int) -> torch.Tensor:
+    """A slot as a tensor of the leaf's dtype: of the local shape, or flat where only some chunks lie there."""
+    layout = plans[slot.leaf].layout
+    x = memory[at + slot.offset : at + slot.offset + slot.nbytes].view(layout.dtype)
+    return x.view(layout.local_shape(rank)) if slot.chunks is None else x
+
+
+def _pieces(slot: Slot, leaf: LeafPlan, rank: int) -> Iterator[tuple[Chunks | None, int]]:
+    """The slot's chunks in runs of about 64 MiB; (None, bytes): all at once."""
+    if slot.chunks is None and (leaf.home != "grid" or slot.nbytes <= _GROUP_BYTES):
+        yield None, slot.nbytes
+        return
+    run, size = [], 0
+    for index, box in chunks_to_write(leaf, rank) if slot.chunks is None else slot.staged():
+        run.append((index, box))
+        size += math.prod(box.shape) * leaf.layout.dtype.itemsize
+        if size >= _GROUP_BYTES:
+            yield run, size
+            run, size = [], 0
+    if run:
+        yield run, size

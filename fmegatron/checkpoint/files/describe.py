@@ -1,0 +1,60 @@
+"""What a checkpoint says about itself without its elements: tree, layouts, metadata, sizes, meshes."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from fmegatron.checkpoint.files.format import FORMAT, VERSION, dtype_of
+from fmegatron.checkpoint.files.manifest import layout_from_json, mesh_from_json, read_manifest
+from fmegatron.checkpoint.files.storage import Store, locate
+from fmegatron.layout import Mesh
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint at a glance, before any target tree is built.
+
+    metadata: the user's JSON object (content flags).  leaves: how many.  total_bytes: of the global arrays, once.
+    meshes: those that the leaves were written on.
+    """
+
+    path: str
+    step: int | None
+    metadata: dict[str, Any]
+    format: str
+    version: int
+    leaves: int
+    total_bytes: int
+    meshes: tuple[Mesh, ...]
+
+
+def describe(path: str | os.PathLike | Store) -> Description:
+    """The description of a complete checkpoint. Raises CheckpointError when it is missing or damaged."""
+    storage = locate(path)
+    manifest = read_manifest(storage)
+    size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in manifest.leaves.values())
+    meshes = tuple(map(mesh_from_json, manifest.meshes))
+    return Description(
+        storage.text, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes
+    )
+
+
+def layouts(path: str | os.PathLike | Store) -> dict[str, Any]:
+    """The layouts under which the leaves were written, as nested dicts by path; no tensor data is read."""
+    manifest = read_manifest(locate(path))
+    nested: dict[str, Any] = {}
+    for name, leaf in manifest.leaves.items():
+        *above, last = name.split("/")
+        at = nested
+        for key in above:
+            at = at.setdefault(key, {})
+        at[last] = layout_from_json(leaf, manifest.meshes)
+    return nested
+
+
+def metadata(path: str | os.PathLike | Store) -> dict[str, Any]:
+    """The user's metadata that was saved with a checkpoint."""
+    return read_manifest(locate(path)).metadata

@@ -1,0 +1,171 @@
+"""The manifest: one typed, versioned JSON file that says everything about a checkpoint but its elements; out and in."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from fmegatron.checkpoint.files.format import (
+    FORMAT,
+    MANIFEST,
+    MARKER,
+    MARKER_VERSION,
+    VERSION,
+    CheckpointError,
+    Leaf,
+    Manifest,
+    digest_text,
+)
+from fmegatron.checkpoint.files.parse import (
+    MOST_BYTES,
+    check_memory,
+    parse_json,
+    parse_layout,
+    parse_manifest,
+    parse_mesh,
+)
+from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.layout import Layout, Mesh
+
+# ---- JSON out
+
+
+def to_json_text(value: Any) -> str:
+    """Compact JSON. Raises ValueError for what JSON does not have (NaN, infinity)."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def layout_to_json(layout: Layout, meshes: list[Mesh]) -> dict[str, Any]:
+    """A layout without shape and dtype, its mesh as an index into `meshes` (which grows)."""
+    if layout.mesh not in meshes:
+        meshes.append(layout.mesh)
+    value = {k: v for k, v in layout.to_json().items() if k not in ("shape", "dtype", "mesh", "unreduced")}
+    return {"mesh": meshes.index(layout.mesh), **value}
+
+
+def manifest_to_json(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json: one line for each leaf and array. Raises ValueError for metadata that is not JSON."""
+
+    def table(rows: list[tuple[str, Any]]) -> str:
+        return "{" + ",".join(f"\n  {to_json_text(k)}: {to_json_text(v)}" for k, v in rows) + "\n }"
+
+    leaves, arrays = [], []
+    for leaf in manifest.leaves.values():
+        row = {"shape": leaf.shape, "dtype": leaf.dtype, "layout": leaf.layout}
+        if leaf.array is not None:
+            row["array"] = leaf.array
+        else:
+            row["pieces"] = [{"array": p.array, "offset": p.offset, "boxes": p.boxes} for p in leaf.pieces]
+        leaves.append((leaf.path, row))
+    for a in manifest.arrays.values():
+        row = {"shape": a.shape, "dtype": a.dtype, "chunk": a.chunk, "band": a.band}
+        arrays.append((a.name, {**row, "first_digest": a.first_digest, "digest": a.digest}))
+    rows = {
+        "format": to_json_text(FORMAT),
+        "version": to_json_text(VERSION),
+        "step": to_json_text(manifest.step),
+        "metadata": to_json_text(manifest.metadata),
+        "meshes": to_json_text(manifest.meshes),
+        "digest_count": to_json_text(manifest.digest_count),
+        "leaves": table(leaves),
+        "arrays": table(arrays),
+    }
+    data = ("{\n" + ",\n".join(f' "{k}": {v}' for k, v in rows.items()) + "\n}\n").encode()
+    try:
+        check_memory(data)
+    except ValueError as error:
+        raise ValueError(
+            f"metadata and {len(leaves)} leaves: got a manifest of {error}, which no reader takes;"
+            " keep large values in tensors, or stack the leaves of layers"
+        ) from None
+    return data
+
+
+def marker_to_json(manifest_bytes: bytes) -> bytes:
+    """The bytes of the marker file, which says that all is written and pins the manifest."""
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "manifest_bytes": len(manifest_bytes),
+            "manifest_xxh3_64": digest_text(manifest_bytes),
+        }
+    ).encode()
+
+
+# ---- JSON in: nothing in the files is trusted
+
+
+def load_json(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys, NaN or infinity. Raises CheckpointError."""
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: not the JSON that was written ({str(error)[:200]}); {RESTORE_ANOTHER}"
+        ) from None
+
+
+RESTORE_ANOTHER = "restore another step (Manager.restore_latest finds the newest good one)"
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """The checked manifest of a complete checkpoint. Raises CheckpointError."""
+    root, marker_at, manifest_at = storage.text, storage.at(MARKER), storage.at(MANIFEST)
+    try:
+        marker = load_json(storage.read(MARKER, 0, 4096), marker_at)
+    except FileNotFoundError:
+        what = "is a directory, but holds no complete checkpoint" if os.path.isdir(root) else "does not exist"
+        raise CheckpointError(
+            f"{root}: got no {MARKER} file ({root} {what}), wanted a checkpoint that was saved to its end;"
+            " check the path, or restore another step"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{marker_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
+    known = [(FORMAT, VERSION, None), (FORMAT, MARKER_VERSION, "ocdbt")]
+    if (marker.get("format"), marker.get("version"), marker.get("store")) not in known:
+        got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
+        raise CheckpointError(
+            f"{marker_at}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
+        )
+    want = (marker.get("manifest_bytes"), marker.get("manifest_xxh3_64"))
+    for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
+        if found is None:
+            raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
+    if type(want[0]) is not int or not 0 <= want[0] <= MOST_BYTES:
+        got = f"{want[0]!r:.40} for the size of the manifest"
+        raise CheckpointError(f"{marker_at}: got {got}, wanted at most {MOST_BYTES} bytes; {RESTORE_ANOTHER}")
+    try:
+        data = storage.read(MANIFEST, 0, want[0] + 1)
+    except OSError as error:
+        raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
+    if (len(data), digest_text(data)) != want:
+        raise CheckpointError(
+            f"{manifest_at}: got {len(data)} bytes with xxh3_64 {digest_text(data)}, wanted {want[0]!r:.20} bytes with"
+            f" {want[1]!r:.20} as {marker_at} says; one of them was altered after the save; {RESTORE_ANOTHER}"
+        )
+    try:
+        return parse_manifest(load_json(data, manifest_at))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{manifest_at}: {error}; {RESTORE_ANOTHER}") from None
+
+
+def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
+    """The layout that a leaf had when it was written. Raises CheckpointError."""
+    try:
+        return parse_layout(leaf, meshes)
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise CheckpointError(
+            f"{leaf.path[:200]}: its stored layout cannot be read ({str(error)[:300]}); {RESTORE_ANOTHER}"
+        ) from None
+
+
+def mesh_from_json(row: Any) -> Mesh:
+    """A mesh that the layouts of a checkpoint refer to. Raises CheckpointError."""
+    try:
+        return parse_mesh(row)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"a stored mesh cannot be read ({str(error)[:300]}); {RESTORE_ANOTHER}") from None

@@ -1,0 +1,298 @@
+"""The manifest's JSON in: nothing in the file is trusted, and no number in it can make a reader work or allocate.
+
+Sizes are bounded by what they describe: a chunk is no larger than its array, a packed array no larger than the leaves
+in it, and the boxes of a leaf cover it exactly once (a gap would be restored as whatever lay in memory before).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from fmegatron.checkpoint.files.format import ALIGN_BYTES, BAND_BYTES, Array, Leaf, Manifest, Piece, dtype_of
+from fmegatron.layout import Box, Layout, Mesh, dtype_name
+
+MOST_BYTES = 256 << 20  # of a manifest: room for a million leaves
+_MOST_DIMS = 64  # torch's own bound
+_MOST_SMALL_BANDS = 1 << 16  # of an array whose bands are below _SMALL_BAND_BYTES
+_SMALL_BAND_BYTES = 4 << 10
+_MOST_CORNERS = 1 << 22  # of the boxes of a leaf
+MOST_STEP = 1 << 62
+MOST_PATH = 4096  # characters, as file systems have it
+_MOST_PARTS = 1 << 16  # interleaved parts of a dim
+_PART = r"(?!zarr\.json(?:/|$))[A-Za-z0-9_%\-][A-Za-z0-9_.%\-]*"
+_NAME = re.compile(f"(?:{_PART})(?:/{_PART})+")
+# What CPython needs for a list or dict and for a value in one, about; how much a file may need, and per byte of it.
+# (`[[],[],` needs 40 bytes for each of its own; a real manifest 8 to 12.)
+_CONTAINER_BYTES, _VALUE_BYTES, _MOST_FOR_ANY_FILE, _MOST_PER_BYTE = 64, 24, 128 << 20, 20
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A JSON object without duplicate keys, NaN or infinity. Raises ValueError, before it takes much memory."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            raise ValueError("a key stands twice")
+        return value
+
+    def refuse(text: str) -> float:
+        raise ValueError(f"{text[:40]} is no JSON number")
+
+    def finite(text: str) -> float:
+        return value if math.isfinite(value := float(text)) else refuse(text)
+
+    check_memory(data)
+    try:
+        with _no_collection():
+            # Decoded here: json.loads would guess other encodings than UTF-8.
+            value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if type(value) is not dict:
+        raise ValueError(f"got a {type(value).__name__}, wanted an object")
+    return value
+
+
+def check_memory(data: bytes) -> None:
+    """Raise ValueError for JSON that takes more memory than a manifest may."""
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes, more than {MOST_BYTES}")
+    need = (data.count(b"[") + data.count(b"{")) * _CONTAINER_BYTES + data.count(b",") * _VALUE_BYTES
+    if need > max(_MOST_FOR_ANY_FILE, _MOST_PER_BYTE * len(data)):
+        raise ValueError(f"{len(data)} bytes that need {need} bytes of memory")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the search for cycles: what is made here has none, and looking takes longer than all the rest."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_no_collection()
+def parse_manifest(value: dict[str, Any]) -> Manifest:
+    """The manifest of parsed JSON, every type and size checked. Raises ValueError naming the leaf or array."""
+    name, arrays, leaves, used = "manifest", {}, {}, {}
+    try:
+        count = _child(value, "digest_count", int)
+        for name, row in _child(value, "arrays", dict).items():
+            arrays[name] = _parse_array(name, row, count)
+        name = "manifest"
+        if (total := sum(a.digest_count for a in arrays.values())) != count:
+            raise ValueError(f"got digest_count {shown(count)}, wanted {total}, as the arrays have")
+        rows = _child(value, "leaves", dict)
+        for name, row in rows.items():
+            _check_path(name, rows)
+            leaves[name] = _parse_leaf(name, row, arrays, used)
+        for name, array in arrays.items():
+            if math.prod(array.shape) * array.itemsize > used.get(name, -1):
+                raise ValueError(f"{array.shape} elements are more than its leaves have")
+        name, step = "manifest", value.get("step")
+        if step is not None and (type(step) is not int or abs(step) >= MOST_STEP):
+            raise ValueError(f"got step {shown(step)}, wanted a whole number or null")
+        meshes, metadata = _child(value, "meshes", list), _child(value, "metadata", dict)
+    except ValueError as error:
+        raise ValueError(f"{shown(name).strip(chr(39))}: {error}") from None
+    return Manifest(step, metadata, tuple(meshes), leaves, arrays, count)
+
+
+def parse_layout(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
+    """The layout that a leaf had when it was written. Raises ValueError."""
+    number, spec = _child(leaf.layout, "mesh", int), _child(leaf.layout, "spec", list)
+    if not 0 <= number < len(meshes):
+        raise ValueError(f"got mesh {shown(number)}, wanted one of {len(meshes)}")
+    if len(spec) > len(leaf.shape):
+        raise ValueError(f"spec {shown(spec)} is longer than shape {leaf.shape}")
+    for entry in spec:
+        if type(entry) is dict:
+            parts = entry.get("parts")
+            if type(parts) is int and not 1 <= parts <= _MOST_PARTS:
+                raise ValueError(f"{shown(parts)} parts")
+            if type(parts) is not int:
+                _ints(parts, most=_MOST_PARTS)
+            entry = _child(entry, "axes", list)
+        if entry is not None and type(entry) is not str:
+            _names(entry)
+    row = {
+        "shape": list(leaf.shape),
+        "dtype": dtype_name(dtype_of(leaf.dtype)),
+        "spec": spec,
+        "flat": list(_names(_child(leaf.layout, "flat", list))),
+        "unreduced": [],
+        "mesh": parse_mesh(meshes[number]).to_json(),
+    }
+    return Layout.from_json(row)
+
+
+def parse_mesh(row: Any) -> Mesh:
+    """A mesh that layouts refer to. Raises ValueError."""
+    names, sizes = _names(_child(row, "names", list)), _ints(_child(row, "sizes", list), 1)
+    digits = [_ints(pair, 1) for pair in _child(row, "digits", list)[: _MOST_DIMS + 1]]
+    if len(names) != len(sizes) or any(len(pair) != 2 for pair in digits) or len(digits) > _MOST_DIMS:
+        raise ValueError(f"mesh {shown(row)}: names, sizes and digits do not fit")
+    # The digits are a permutation of the ranks: sorted by stride, each counts on where the one before ends.
+    end = 1
+    for size, stride in sorted(digits, key=lambda pair: pair[1]):
+        if size > 1 and stride != end:
+            raise ValueError(f"mesh {shown(row)}: its digits do not number the ranks")
+        end *= size
+    if end != math.prod(sizes) or end >= 1 << 62:
+        raise ValueError(f"mesh {shown(row)}: its digits do not number the ranks")
+    return Mesh.from_json({"names": names, "sizes": sizes, "digits": digits})
+
+
+def _parse_array(name: str, row: Any, count: int) -> Array:
+    if not _NAME.fullmatch(name):
+        raise ValueError("not the name of a directory inside")
+    shape, chunk, band = (_ints(_child(row, k, list), int(k != "shape")) for k in ("shape", "chunk", "band"))
+    first, dtype = _child(row, "first_digest", int), _child(row, "dtype", str)
+    if not len(shape) == len(chunk) == len(band):
+        raise ValueError(f"shape {shape}, chunk {chunk} and band {band} differ in length")
+    if any(c > n for c, n in zip(chunk, shape, strict=True)):
+        raise ValueError(f"chunk {chunk} is larger than the array {shape}, or the array is empty")
+    array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str))
+    last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be whole
+    width, digests = math.prod(band) * array.itemsize, array.digest_count
+    fits = band[last + 1 :] == chunk[last + 1 :] and band[last : last + 1] <= chunk[last : last + 1]
+    if width > max(BAND_BYTES, 16) or not fits:
+        raise ValueError(f"band {band} is not a contiguous part of at most 1 MiB of chunk {chunk}")
+    if digests > _MOST_SMALL_BANDS and width < _SMALL_BAND_BYTES:
+        raise ValueError(f"{digests} bands of {width} bytes are too small")
+    if first < 0 or first + digests > count:
+        raise ValueError(f"digests {shown(first)} to {shown(first + digests)} of {shown(count)}")
+    return array
+
+
+def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, int]) -> Leaf:
+    """A leaf. `used`: bytes of each array that leaves account for; grows."""
+    shape, dtype, layout = _ints(_child(row, "shape", list)), _child(row, "dtype", str), _child(row, "layout", dict)
+    width = _known(dtype)
+    if "array" in row:
+        array = arrays.get(_child(row, "array", str))
+        if array is None or (array.shape, array.dtype) != (shape, dtype):
+            raise ValueError("its array is missing, or has another shape or dtype")
+        if array.name in used:
+            raise ValueError(f"{array.name} is another leaf's array")
+        used[array.name] = math.prod(shape) * width
+        return Leaf(path, shape, dtype, layout, array.name)
+    pieces, everything = [], []
+    for piece in _child(row, "pieces", list):
+        array, offset = arrays.get(_child(piece, "array", str)), _child(piece, "offset", int)
+        if array is None or len(array.shape) != 1 or array.shape != array.chunk or offset < 0:
+            raise ValueError("a piece is not in an array of one dim and one chunk")
+        boxes = _parse_boxes(_child(piece, "boxes", list), shape, array.shape[0] * array.itemsize - offset, width)
+        used[array.name] = used.get(array.name, 0) + sum(box.size for box in boxes) * width + ALIGN_BYTES
+        everything += boxes
+        pieces.append(Piece(array.name, offset, boxes))
+    _check_cover(everything, shape)
+    return Leaf(path, shape, dtype, layout, None, tuple(pieces))
+
+
+def _parse_boxes(rows: list, shape: tuple[int, ...], size: int, width: int) -> tuple[Box, ...]:
+    """Boxes of an array of `shape` whose elements, `width` bytes each, lie within `size` stored bytes."""
+    boxes = []
+    for row in rows:
+        if type(row) is not list or len(row) != 4 or type(row[2]) is not int or not 0 <= row[2] < 1 << 62:
+            raise ValueError(f"got {shown(row)}, wanted a box [start, shape, offset, strides]")
+        box = Box(_ints(row[0]), _ints(row[1], 1), row[2], _ints(row[3]))
+        if not len(box.start) == len(box.shape) == len(box.strides) == len(shape):
+            raise ValueError(f"{box} has other dims than the array")
+        if any(a + n > whole for a, n, whole in zip(box.start, box.shape, shape, strict=True)):
+            raise ValueError(f"{box} lies outside the array")
+        last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
+        if (last + 1) * width > size:
+            raise ValueError(f"{box} lies outside the stored bytes")
+        boxes.append(box)
+    return tuple(boxes)
+
+
+def _check_cover(boxes: list[Box], shape: tuple[int, ...]) -> None:
+    """ValueError unless the boxes cover the array exactly once.
+
+    How often each element is covered is a sum of boxes, and its differences along every dim are non-zero at corners
+    only, with the sign of the corner. Sums are equal exactly when their differences are: so the corners of all boxes
+    must cancel to those of the whole. Linear in the boxes, no matter how they lie.
+    """
+    if 0 in shape or (len(boxes) == 1 and boxes[0].shape == shape):
+        if 0 in shape and boxes:
+            raise ValueError("an empty leaf has pieces")
+        return
+    if (total := sum(box.size for box in boxes)) != math.prod(shape):
+        raise ValueError(f"its {len(boxes)} boxes hold {total} of {math.prod(shape)} elements, not each exactly once")
+    cut = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
+    if len(boxes) << len(cut) > _MOST_CORNERS:
+        raise ValueError(f"{len(boxes)} boxes cut {len(cut)} dims")
+    sums: dict[tuple[int, ...], int] = {}
+    whole = ((0,) * len(shape), shape, -1)
+    for start, stop, weight in itertools.chain([whole], ((box.start, box.stop, 1) for box in boxes)):
+        for ends in itertools.product((False, True), repeat=len(cut)):
+            corner = tuple(stop[d] if end else start[d] for d, end in zip(cut, ends, strict=True))
+            sums[corner] = sums.get(corner, 0) + (-weight if sum(ends) % 2 else weight)
+    if any(sums.values()):
+        raise ValueError(f"its {len(boxes)} boxes do not cover {shape} exactly once")
+
+
+def _check_path(path: str, leaves: dict[str, Any]) -> None:
+    if len(path) > MOST_PATH:
+        raise ValueError(f"a path of {len(path)} characters, wanted at most {MOST_PATH}")
+    if not path.isascii():
+        path.encode()  # half a surrogate pair is an error (a ValueError)
+    above = path.rfind("/")
+    while above >= 0:
+        if path[:above] in leaves:
+            raise ValueError(f"lies below the leaf {shown(path[:above])}")
+        above = path.rfind("/", 0, above)
+
+
+@lru_cache(maxsize=64)
+def _known(dtype: str) -> int:
+    """Bytes of an element of a dtype that a state can have."""
+    found = dtype_of(dtype)
+    dtype_name(found)
+    return found.itemsize
+
+
+def _child(row: Any, key: str, kind: type) -> Any:
+    """row[key], which must have exactly this type."""
+    got = row.get(key) if type(row) is dict else None
+    if type(got) is not kind:
+        raise ValueError(f"got {key} {shown(got)}, wanted {kind.__name__}")
+    return got
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    """A list of different axis names."""
+    if type(values) is list and len(values) <= _MOST_DIMS and all(type(name) is str for name in values):
+        if len(set(values)) == len(values):
+            return tuple(values)
+    raise ValueError(f"got {shown(values)}, wanted a list of different axes")
+
+
+def _ints(values: Any, least: int = 0, most: int = _MOST_DIMS) -> tuple[int, ...]:
+    """A short list of whole numbers in a range where products do no harm."""
+    if type(values) is list and len(values) <= most:
+        for n in values:
+            if type(n) is not int or not least <= n < 1 << 62:
+                break
+        else:
+            return tuple(values)
+    raise ValueError(f"got {shown(values)}, wanted a list of at most {most} whole numbers of at least {least}")
+
+
+def shown(value: Any) -> str:
+    """The repr of a value, shortened before it is made: it may be very long or deep."""
+    return reprlib.repr(value)

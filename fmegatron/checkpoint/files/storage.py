@@ -1,0 +1,185 @@
+"""Where checkpoints live: a `Store` is a place for one, a `Storage` holds the files of one. Both are values.
+
+    store = open_store(path_or_url)     # a directory, or s3://bucket/prefix, gs://..., memory://..., file:///...
+    storage = store.locate()            # the files of the complete checkpoint that is there: read_manifest, Fetch
+    storage = store.begin()             # a save in progress; other ranks: store.draft(storage.root); write_part
+    store.publish(storage, marker)      # now it is the checkpoint, in one step; then always store.end(storage)
+    store_from_json(store.to_json())    # the same in another process
+
+Names of files inside a checkpoint are relative, e.g. "arrays/w/c.0.0". A test that wants failing reads or writes wraps
+a Storage (and a Store that gives it out): everything that the room reads or writes goes through these two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import numpy as np
+import tensorstore as ts
+
+from fmegatron.checkpoint.calls.arguments import check_path
+from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files.keyvalue import KeyNotes
+from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.objects import ObjectStore
+from fmegatron.checkpoint.files.ocdbt import DatabaseStore
+
+
+class Reader(Protocol):
+    """An open file of a known size."""
+
+    def read_into(self, into: np.ndarray, offset: int) -> int:
+        """Fill `into` (uint8) from the byte `offset` on; returns how many bytes came, 0 at the end. Raises OSError."""
+
+
+class Storage(Protocol):
+    """The files of one checkpoint, complete or being written.
+
+    text: path or URL, for messages.  root: what tells it from others of the same store.  readers, writers: how many
+    threads serve it well.
+    """
+
+    text: str
+    root: str
+    readers: int
+    writers: int
+
+    def at(self, name: str) -> str:
+        """Path or URL of a file, for messages."""
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        """Bytes of a small file. Raises FileNotFoundError, OSError."""
+
+    def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[Reader]:
+        """A file for positioned reads; only the bytes in `ranges` (rising) will be asked for.
+
+        Raises FileNotFoundError, and OSError if it has not exactly `size` bytes, or is no regular file.
+        """
+
+    def inside(self, name: str) -> bool:
+        """Whether the directory `name` is where it says, and not a link to somewhere else."""
+
+    def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
+        """Make a new file of these buffers, which may be made while they are written. Raises OSError."""
+
+    def flush(self) -> None:
+        """Everything that was written through this value can be read by others on return. Raises OSError."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+
+    def names(self) -> list[str]:
+        """All files, sorted."""
+
+    def sync(self) -> None:
+        """All that was written, by all ranks, is durable and can be read on return. Rank 0."""
+
+    def delete(self) -> None:
+        """Remove all of it."""
+
+    def kvstore(self, name: str = "") -> dict[str, Any]:
+        """The tensorstore kvstore spec of a directory, for any other reader of its arrays."""
+
+    def context(self) -> ts.Context:
+        """The tensorstore context to open `kvstore` with (needed for memory://)."""
+
+
+class Store(Protocol):
+    """A place where a checkpoint is, or will be; or a directory of such places."""
+
+    text: str
+
+    def locate(self) -> Storage:
+        """The files of the complete checkpoint; if there is none, those that `read_manifest` will complain about."""
+
+    def is_complete(self) -> bool:
+        """Whether a checkpoint was saved here to its end (its content is checked when it is read)."""
+
+    def begin(self) -> Storage:
+        """Rank 0: remove what killed saves left here, and start a new checkpoint. Raises ValueError, OSError."""
+
+    def draft(self, root: str) -> Storage:
+        """The Storage of this root (see `begin`), on any rank and in any process."""
+
+    def publish(self, storage: Storage, marker: bytes) -> None:
+        """Rank 0: `storage` is the checkpoint from now on; its marker is written first. Removes the one before."""
+
+    def end(self, storage: Storage | None) -> None:
+        """Rank 0, whatever happened: leave nothing of a save behind but the checkpoint."""
+
+    def withdraw(self) -> Storage:
+        """This is no checkpoint any more, in one step; what remains is returned, for `delete`."""
+
+    def child(self, name: str) -> Store:
+        """The place `name` in this directory."""
+
+    def children(self) -> list[str]:
+        """Names in this directory where a checkpoint may be: look with child(name).is_complete()."""
+
+    def clean(self, pattern: str, keep: Collection[str] = ()) -> None:
+        """Remove what killed saves and deletions left of children whose whole name matches the regular expression.
+
+        keep: children that are being written or deleted now.
+        """
+
+    def above(self) -> Store:
+        """The directory that this place is in."""
+
+    def notes(self) -> Notes | KeyNotes:
+        """Small files beside the checkpoints of this directory, each whole or not there."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON from which `store_from_json` makes the same Store in another process."""
+
+
+def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None = None, *, ocdbt: bool = False) -> Store:
+    """The Store of a path or URL; a Store is returned as it is. Wherever the room takes a path, it takes a Store.
+
+    path: a directory (also file:///...), s3://bucket/prefix/name, gs://... or memory://... (as a Store only: each has
+    a memory of its own).  options: more members of the tensorstore kvstore spec of a URL, e.g. {"endpoint":
+    "http://127.0.0.1:9000", "aws_region": "us-east-1", "aws_credentials": {"type": "environment"}}.
+    ocdbt: new checkpoints keep their arrays in an OCDBT database: far fewer files. Old ones are read as they are.
+
+    >>> open_store("/tmp/run/../run/last").text, open_store("s3://bucket/run").child("step_00000001").text
+    ('/tmp/run/last', 's3://bucket/run/step_00000001')
+    """
+    check_path(path)
+    if not isinstance(path, str | os.PathLike):
+        store = path
+    else:
+        store = _store_at(os.fspath(path), options)
+        if options is None and store.text.startswith("memory://"):
+            raise ValueError(
+                f"{path}: got a path, but each memory:// has its own; make a Store: open_store(path, {{}})"
+            )
+    return DatabaseStore(store) if ocdbt and not isinstance(store, DatabaseStore) else store
+
+
+def _store_at(path: str, options: dict[str, Any] | None) -> Store:
+    scheme, colon, rest = path.partition("://")
+    if colon and scheme != "file" and scheme.isalnum():
+        return ObjectStore(path, dict(options or {}))
+    if options:
+        raise ValueError(f"{path}: got options {sorted(options)}, but a directory has none; leave them out")
+    return FolderStore(os.path.realpath(url_path(rest) if colon and scheme == "file" else path))
+
+
+def url_path(rest: str) -> str:
+    """The path in a file URL, after "file://"."""
+    if not rest.startswith("/"):
+        raise ValueError(f"file://{rest}: wanted file:/// and an absolute path")
+    return unquote(rest)
+
+
+def store_from_json(value: dict[str, Any]) -> Store:
+    """The Store that `to_json` described."""
+    return open_store(value.get("path") or value["url"], value.get("options"), ocdbt=value.get("ocdbt", False))
+
+
+def locate(path: str | os.PathLike | Store) -> Storage:
+    """The files of the complete checkpoint at a path, URL or Store."""
+    return open_store(path).locate()

@@ -1,0 +1,114 @@
+"""Deletion in the background: a thread removes what already lost its name; failures are told later."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from fmegatron.checkpoint.files.format import MARKER
+
+_MOST = 64  # directories that wait to be removed
+
+
+class Deleter:
+    """Removes what is hidden already, one after another, on a thread that lives while there is something to remove.
+
+    What it does not get to (the program ends, the disk refuses) keeps its hidden name and is removed by a later run.
+    """
+
+    def __init__(self, most: int = _MOST):
+        self._waiting: queue.Queue[tuple[str, Callable[[threading.Event], None]]] = queue.Queue(most)
+        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._stop, self._lock = threading.Event(), threading.Condition()
+        self._texts: list[str] = []  # of what waits or is being removed
+        self._thread: threading.Thread | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits already that nothing should be added now."""
+        return self._waiting.full()
+
+    def add(self, text: str, remove: Callable[[threading.Event], None]) -> None:
+        """Call `remove(stop)` soon; it returns early when `stop` is set. text: its name, for messages."""
+        with self._lock:
+            self._texts.append(text)
+        self._waiting.put((text, remove))
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True, name="checkpoint deletion")
+                self._thread.start()
+
+    def waiting(self) -> list[str]:
+        """Names of what waits to be removed, or is being removed."""
+        with self._lock:
+            return list(self._texts)
+
+    def wait_for(self, text: str) -> None:
+        """Return when nothing of this name waits to be removed; then something new can take its place."""
+        with self._lock:
+            self._lock.wait_for(lambda: text not in self._texts)
+
+    def failures(self) -> list[str]:
+        """What went wrong since the last call; nobody else hears of it."""
+        found = []
+        while not self._failures.empty():
+            found.append(self._failures.get())
+        return found
+
+    def close(self, wait_s: float = 60.0) -> None:
+        """Finish, or after `wait_s` seconds leave the rest to a later run; returns soon after that."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(wait_s)
+            self._stop.set()
+            thread.join(1.0)
+        self._stop.set()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                try:
+                    text, remove = self._waiting.get_nowait()
+                except queue.Empty:
+                    self._thread = None
+                    return
+            try:
+                if not self._stop.is_set():
+                    remove(self._stop)
+            except Exception as error:  # whatever it is, it must not end the deletions that follow
+                self._failures.put(f"{text}: could not be deleted ({error}); a later run will try again")
+            with self._lock:
+                self._texts.remove(text)
+                self._lock.notify_all()
+
+
+def remove_tree(path: str, stop: threading.Event) -> None:
+    """Delete a directory tree, its marker first, file by file until `stop`. Raises its first OSError, at the end."""
+    if os.path.islink(path):  # somebody's link to another place: the link goes, and nothing else
+        os.remove(path)
+        return
+    failed: OSError | None = None
+
+    def attempt(call: Callable[[str], None], at: str) -> None:
+        nonlocal failed
+        try:
+            call(at)
+        except FileNotFoundError:
+            pass  # somebody else removes it, too
+        except OSError as error:
+            failed = failed or error
+
+    attempt(os.remove, os.path.join(path, MARKER))
+    for folder, folders, files in os.walk(path, topdown=False):
+        for name in files:
+            if stop.is_set():
+                return
+            attempt(os.remove, os.path.join(folder, name))
+        for name in folders:  # empty by now; or links, which are not followed
+            at = os.path.join(folder, name)
+            attempt(os.remove if os.path.islink(at) else os.rmdir, at)
+    attempt(os.rmdir, path)
+    if failed is not None:
+        raise failed

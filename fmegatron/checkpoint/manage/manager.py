@@ -1,0 +1,327 @@
+"""Manager: the checkpoints of a run: saved, kept by rules, found again.
+
+with Manager("runs/a/checkpoints", keep=Keep(last=2, every=1000)) as manager:
+    if manager.latest(world) is not None:
+        start, state, metadata = manager.restore_latest(layouts, world=world)
+    ...
+    report = manager.save(step, state, layouts, world, metrics={"heldout_loss": 1.7})
+    log(step, report.record())
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fmegatron.checkpoint.background.async_save import AsyncSaver
+from fmegatron.checkpoint.calls.arguments import check_step, check_words, check_world
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.manage.deletion import Deleter
+from fmegatron.checkpoint.manage.pending import Background
+from fmegatron.checkpoint.manage.progress import progress
+from fmegatron.checkpoint.manage.report import Report, state_bytes
+from fmegatron.checkpoint.manage.retention import Keep, to_delete
+from fmegatron.checkpoint.manage.steps import Steps
+from fmegatron.checkpoint.manage.tracker import Latest, write_latest
+from fmegatron.checkpoint.manage.walk import Found, Search, newest_first
+from fmegatron.checkpoint.writing.saving import save
+
+_REPORTS = 100  # kept for a program that does not poll
+
+
+class Manager:
+    """The checkpoints of a run: `directory`/step_00000100 and so on. A context manager, or call `close`.
+
+    keep: which complete steps stay after a save: a number n for the n newest, a `Keep`, or None for all.
+    temporary: where temporary checkpoints are; default `directory`/temporary.  keep_temporary: the n newest of them.
+    show_progress: a bar on stderr, of rank 0, for what takes longer than 2 s; None: where stderr is a terminal.
+    saver: for saves in the background (wait=False), closed by whoever made it; None: made when it is needed, for one
+    save in memory at a time, and closed by `close`.
+    on_failure: of a save in the background: "warn" (rank 0; training goes on, the next save tries again) or "raise".
+    last: the Report of the newest save or restore that ended.
+
+    What there is, is what lies in the directory, so any number of Managers and tools may read it at any time; one run
+    saves into it. Steps that somebody reads, or that are pinned, are not deleted. Deletion goes on in the background;
+    what goes wrong there, or with the tracker file `latest`, is warned about and never raised into training.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike | Store,
+        keep: int | Keep | None = None,
+        *,
+        temporary: str | os.PathLike | Store | None = None,
+        keep_temporary: int = 2,
+        show_progress: bool | None = None,
+        saver: AsyncSaver | None = None,
+        on_failure: str = "warn",
+    ):
+        for name, value in (("keep", keep), ("keep_temporary", keep_temporary)):
+            if value is None and name == "keep" or isinstance(value, Keep) and name == "keep":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                more = ", a Keep, or None to keep all" if name == "keep" else ""
+                raise ValueError(f"Manager: got {name}={value!r}, wanted a number of at least 1{more}")
+        self.directory, self.show_progress = directory, show_progress
+        self.keep = Keep(last=keep) if isinstance(keep, int) else keep
+        self.keep_temporary = Keep(last=keep_temporary)
+        self.last: Report | None = None
+        lasting = Steps(directory)
+        self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
+        self._deleter, self._background = Deleter(), Background(saver, on_failure)
+        self._reports: deque[Report] = deque(maxlen=_REPORTS)  # of saves that ended, for the next `poll`
+        self._failures: list[str] = []  # of saves in the background, still to be raised
+
+    # ---- what there is
+
+    def path(self, step: int, temporary: bool = False) -> str:
+        """The directory (or URL) of a step."""
+        check_step(step)
+        return self._both[temporary].place(step).text
+
+    def steps(self, temporary: bool = False) -> list[int]:
+        """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
+        return self._both[temporary].complete()
+
+    def latest(self, world: Ranks | None = None) -> int | None:
+        """The newest complete step, temporary ones too, or None; with a world, what rank 0 sees, on all ranks."""
+        check_world(world)
+        lead = world is None or world.rank == 0
+        newest = next(iter(newest_first(self._both)), (None,))[0] if lead else None
+        text = (world or Alone()).broadcast_text("" if newest is None else str(newest))
+        return int(text) if text else None
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever the rules say, until `unpin`; for all Managers of the directory. One rank is enough."""
+        check_step(step)
+        steps = self.steps()
+        if step not in steps:
+            raise ValueError(f"Manager.pin: got step {step}, wanted one of {steps}")
+        leases.pin(self._both[0].notes, self._both[0].name(step))
+
+    def unpin(self, step: int) -> None:
+        """Leave a step to the rules again."""
+        check_step(step)
+        leases.unpin(self._both[0].notes, self._both[0].name(step))
+
+    # ---- save
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        layouts: Any,
+        world: Ranks | None = None,
+        metadata: dict[str, Any] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        temporary: bool = False,
+        wait: bool = True,
+    ) -> Report:
+        """`checkpoint.save` under the step's name, then tracker and retention. Errors are those of `save`.
+
+        metrics: numbers by which `Keep(best=...)` chooses; they are stored as metadata["metrics"].
+        temporary: only for a quick way back: few of these are kept, and a lasting save removes older ones.
+        wait: until it is durable; False: only until the state may change again (the report says `durable=False`), and
+        `poll`, `save` or `close` tell how it ended. Leftovers of killed saves, of any step, are removed first.
+        """
+        check_world(world)
+        ranks, of, began = world or Alone(), self._both[temporary], time.perf_counter()
+
+        def prepare():
+            check_step(step)
+            return with_metrics(metadata, metrics), of.place(step), state_bytes(layouts)
+
+        metadata, place, nbytes = together(ranks, f"saving into {of.store.text}", prepare)
+        self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
+        if not of.renames:  # what is deleted there has still this name
+            self._deleter.wait_for(place.text)
+        if ranks.rank == 0:
+            self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
+        report = Report("save", step, place.text, nbytes, 0.0, 0.0, temporary, durable=wait)
+        if not wait:
+            return self._background.begin(place, state, layouts, ranks, metadata, report)
+        with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown(ranks)):
+            save(place, state, layouts, world, metadata, step=step)
+        seconds = time.perf_counter() - began
+        self.last = replace(report, seconds=seconds, stall_seconds=seconds)
+        self._reports.append(self.last)
+        if ranks.rank == 0:
+            self._when_durable(step, temporary)
+        return self.last
+
+    def poll(self) -> tuple[Report, ...]:
+        """Reports of the saves that have ended since the last call. All ranks call it once a step.
+
+        Never waits for the disk; one small all-reduce while a save is pending, and nothing otherwise. When a save in
+        the background has become durable, tracker and retention follow here. Raises RuntimeError on all ranks, once for
+        each save in the background that has failed, with on_failure="raise"; otherwise its Report has an `error`.
+        """
+        self._note(self._background.poll())
+        self._raise()
+        reports = tuple(self._reports)
+        self._reports.clear()
+        return reports
+
+    def _note(self, reports: list[Report]) -> None:
+        """Saves in the background have ended, on all ranks."""
+        for report in reports:
+            self._reports.append(report)
+            if report.durable:
+                self.last = report
+                if self._background.world.rank == 0:
+                    self._when_durable(report.step, report.temporary)
+            elif self._background.on_failure == "raise":
+                self._failures.append(report.error)
+
+    def _raise(self) -> None:
+        if self._failures:
+            raise RuntimeError(self._failures.pop(0))
+
+    def _clean(self, temporary: bool) -> None:
+        of = self._both[temporary]
+        going = [text.rpartition("/")[2] for text in self._deleter.waiting()]
+        of.clean([of.name(step) for step in self._busy(temporary)] + going)
+
+    def _busy(self, temporary: bool) -> set[int]:
+        """Steps that are being saved."""
+        return {begun.step for _, begun in self._background.pending if begun.temporary is temporary}
+
+    def _shown(self, ranks: Ranks) -> bool | None:
+        return self.show_progress if ranks.rank == 0 else False
+
+    def _bar(self, what: str, total: int, so_far: Callable[[], int | None]):
+        return progress(what, total, so_far, self._shown(self._background.world))
+
+    def _when_durable(self, step: int, temporary: bool) -> None:
+        """Rank 0: tracker and retention. Nothing that goes wrong here is an error of the run."""
+        self._attempt("its time could not be noted", lambda: self._both[temporary].note_saved(step))
+        self._attempt("the tracker could not be written", self._track)
+        self._attempt("old checkpoints could not be deleted", lambda: self._retain(step, temporary))
+        self._tell()
+
+    def _tell(self) -> None:
+        for failure in self._deleter.failures():
+            warnings.warn(failure, RuntimeWarning, stacklevel=4)
+
+    def _retain(self, step: int, temporary: bool) -> None:
+        of, keep = self._both[temporary], self.keep_temporary if temporary else self.keep
+        if keep is not None:
+            saved = [of.saved(s, keep.best is not None) for s in of.complete()]
+            self._delete(of, to_delete(saved, keep, {step} | self._busy(temporary), time.time()))
+        if not temporary:
+            older = (old for old in self._both[True].complete() if old <= step)
+            self._delete(self._both[True], [old for old in older if old not in self._busy(True)])
+
+    def _delete(self, of: Steps, steps: list[int]) -> None:
+        for step in steps:
+            if self._deleter.full:
+                return  # a slow disk; the next save tries again
+            if (remove := of.withdraw(step)) is not None:
+                self._deleter.add(of.place(step).text, remove)
+
+    def _track(self) -> None:
+        step, temporary = newest_first(self._both)[0]
+        path = self.path(step, temporary).removeprefix(os.path.join(self._both[0].store.text, ""))
+        write_latest(self._both[0].notes, Latest(step, path, temporary, time.time()))
+
+    def _attempt(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            warnings.warn(f"{self._both[0].store.text}: {what}: {error}", RuntimeWarning, stacklevel=4)
+
+    # ---- restore
+
+    def restore_latest(
+        self, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """(step, state, metadata) of the newest step that is whole on all ranks; the arguments are those of `restore`.
+
+        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that says what is wrong.
+        Raises CheckpointError when no step is good, ValueError when the target does not fit a good one.
+        """
+        search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
+        found = self._timed(search.newest, target_layouts)
+        return found.step, found.state, found.metadata
+
+    def restore(
+        self, step: int, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`."""
+        check_world(world)
+        together(world or Alone(), f"restoring from {self._both[0].store.text}", lambda: check_step(step))
+        search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
+        found = self._timed(lambda: search.one(step), target_layouts)
+        return found.state, found.metadata
+
+    def _timed(self, work: Callable[[], Found], target_layouts: Any) -> Found:
+        began = time.perf_counter()
+        found, seconds = work(), time.perf_counter() - began
+        path, size = self.path(found.step, found.temporary), state_bytes(target_layouts)
+        self.last = Report("restore", found.step, path, size, seconds, seconds, found.temporary)
+        return found
+
+    # ---- life
+
+    def close(self, wait: bool = True, wait_s: float = 60.0) -> None:
+        """End what goes on in the background. All ranks call it; without `wait` it needs no other rank.
+
+        wait: first finish the pending saves; else abandon them. Deletions that take longer than `wait_s` seconds are
+        left to a later run. Raises RuntimeError as `poll` does, when all is closed. The Manager can be used again.
+        """
+        try:
+            if wait:
+                self._note(self._background.finish(self._bar))
+        finally:
+            try:
+                self._background.close()
+            finally:
+                self._deleter.close(wait_s)
+                self._tell()
+                self._deleter = Deleter()
+        self._raise()
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        """Finish the pending saves; after an error, only where that needs no other rank; after Ctrl-C none."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close(wait=issubclass(kind, Exception) and self._background.world.size == 1)
+        except Exception as late:  # the first error is the one to see
+            warnings.warn(f"after another error: {late}", RuntimeWarning, stacklevel=2)
+
+
+def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Metadata that holds the metrics under "metrics"; numbers that are not finite become null, as JSON has none.
+
+    >>> with_metrics({"note": "warm-up"}, {"loss": float("nan")})
+    {'note': 'warm-up', 'metrics': {'loss': None}}
+    """
+    if metrics is None:
+        return metadata or {}
+    check_words(metadata, None)
+    if "metrics" in (metadata or {}):
+        raise ValueError('Manager.save: got metrics= and metadata["metrics"]; pass them in one place')
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics: got {metrics!r:.60}, wanted a dict of numbers; pass {{'heldout_loss': 1.7}}")
+    values = {}
+    for name, value in metrics.items():
+        try:
+            values[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"metrics[{name!r}]: got {value!r:.60}, wanted a number; leave it out") from None
+    return {**(metadata or {}), "metrics": {name: v if math.isfinite(v) else None for name, v in values.items()}}

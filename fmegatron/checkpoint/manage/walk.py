@@ -1,0 +1,161 @@
+"""The way back: the newest step that is whole on all ranks; a damaged one is named and left out, and never looped on.
+
+Rank 0 says which step is tried, so that ranks whose view of the directory is late do the same as the others; while it
+is tried, rank 0 holds a lease on it, so that nobody deletes it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron.checkpoint.calls.arguments import check_world, flat_layouts
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files.describe import metadata
+from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.manage.progress import progress, read_from_now
+from fmegatron.checkpoint.manage.steps import Steps
+from fmegatron.checkpoint.reading.read import rank_of, restore
+
+_LOOKS = 3  # how often the directory is listed again because steps were deleted before they could be read
+_GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # what one rank says of an attempt; the gravest decides
+
+
+@dataclass(frozen=True)
+class Found:
+    """A step that was restored: this rank's state, and the user's metadata."""
+
+    step: int
+    temporary: bool
+    state: Any
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to restore, and from where: `both` are the lasting and the temporary steps. options: those of `restore`."""
+
+    both: tuple[Steps, Steps]
+    target_layouts: Any
+    world: Ranks | None
+    rank: int | None
+    options: dict[str, Any]
+    progress: bool | None = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.world or Alone()
+
+    def newest(self) -> Found:
+        """The newest good step. Raises CheckpointError when there is none, ValueError when a good one does not fit."""
+        where, skipped, untried = self.both[0].store.text, [], self._untried()
+        while True:
+            with ExitStack() as held:
+                choice = self._agreed(lambda: next(untried, None), held)
+                if choice is None:
+                    break
+                found, problem = self._attempt(*choice)
+                if found is not None:
+                    return found
+            skipped.append(f"step {choice[0]}: {problem}")
+            self._warn(f"skipped the checkpoint of {skipped[-1]}")
+        if not skipped:
+            raise CheckpointError(
+                f"{where}: holds no complete checkpoint (step_00000000 and so on);"
+                " check the directory, or start a new run"
+            )
+        raise CheckpointError(f"{where}: no good checkpoint:\n  " + "\n  ".join(skipped))
+
+    def one(self, step: int) -> Found:
+        """This step: the lasting one if it is there, else the temporary one. Errors are those of `restore`."""
+
+        def choose():
+            lasting, temporary = (steps.place(step).is_complete() for steps in self.both)
+            return step, temporary and not lasting
+
+        with ExitStack() as held:
+            found, problem = self._attempt(*self._agreed(choose, held))
+        if found is None:
+            raise problem
+        return found
+
+    def _untried(self) -> Iterator[tuple[int, bool]]:
+        """(step, temporary) to try, newest first; ends."""
+        tried: set[tuple[int, bool]] = set()
+        for _ in range(_LOOKS):
+            fresh = [choice for choice in newest_first(self.both) if choice not in tried]
+            for choice in fresh:
+                tried.add(choice)
+                yield choice
+            # Steps that were deleted before we held them: then there are newer ones by now.
+            if all(self.both[temporary].place(step).is_complete() for step, temporary in fresh):
+                return
+
+    def _agreed(self, choose, held: ExitStack) -> tuple[int, bool] | None:
+        """What rank 0 chooses, on all ranks; rank 0 holds a lease on it until `held` is left."""
+        check_world(self.world)
+        ranks = self._ranks
+
+        def work():
+            rank_of(self.target_layouts, self.world, self.rank)
+            if ranks.rank == 0 and (choice := choose()) is not None:
+                steps = self.both[choice[1]]
+                held.enter_context(leases.reading(steps.notes, steps.name(choice[0])))
+                return choice
+
+        choice = together(ranks, f"looking for checkpoints in {self.both[0].store.text}", work)
+        choice = json.loads(ranks.broadcast_text(json.dumps(choice)))
+        return None if choice is None else tuple(choice)
+
+    def _warn(self, text: str) -> None:
+        """Rank 0 warns; where warnings are errors, that ends all ranks."""
+
+        def work():
+            if self._ranks.rank == 0:
+                warnings.warn(text, RuntimeWarning, stacklevel=7)  # at who called the Manager
+
+        together(self._ranks, f"restoring from {self.both[0].store.text}", work)
+
+    def _attempt(self, step: int, temporary: bool) -> tuple[Found | None, CheckpointError | None]:
+        """The step, or, on all ranks, what is damaged. Any other error of any rank is raised on all of them."""
+        ranks, place, kind, error, state, text = self._ranks, self.both[temporary].place(step), _GOOD, None, None, ""
+        size = local_bytes(self.target_layouts, rank_of(self.target_layouts, self.world, self.rank))
+        bar = self.progress if ranks.rank == 0 else False
+        try:
+            with progress(f"restoring step {step}", size, read_from_now(), bar):
+                state = restore(place, self.target_layouts, world=self.world, rank=self.rank, **self.options)
+            if ranks.rank == 0:
+                text = json.dumps(metadata(place))
+        except BaseException as e:  # a rank that is interrupted must tell the others, too
+            damaged, unfit = isinstance(e, CheckpointError), isinstance(e, ValueError) or not isinstance(e, Exception)
+            kind, error = _DAMAGED if damaged else _UNFIT if unfit else _FAILED, e
+        # The first rank of each kind of error, size for none.
+        firsts = ranks.minimum(torch.tensor([ranks.rank if kind == k else ranks.size for k in range(_UNFIT + 1)]))
+        gravest = max(k for k in range(_UNFIT + 1) if firsts[k] < ranks.size)
+        if gravest == _GOOD:
+            return Found(step, temporary, state, json.loads(ranks.broadcast_text(text))), None
+        first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays
+        message = ranks.broadcast_text(f"{error}", first)
+        if gravest == _DAMAGED:
+            return None, CheckpointError(message)
+        if kind == gravest:
+            raise error
+        raise RuntimeError(f"restoring the checkpoint {place.text} failed on rank {first}: {message}") from error
+
+
+def newest_first(both: tuple[Steps, Steps]) -> list[tuple[int, bool]]:
+    """(step, temporary) of all complete steps, newest first; of one that is there twice, the lasting one first."""
+    found = [(step, temporary) for temporary in (False, True) for step in both[temporary].complete()]
+    return sorted(found, key=lambda choice: (choice[0], not choice[1]), reverse=True)
+
+
+def local_bytes(target_layouts: Any, rank: int) -> int:
+    """Bytes of the tensors of one rank."""
+    return sum(layout.local_nbytes(rank) for layout in flat_layouts(target_layouts)[1])

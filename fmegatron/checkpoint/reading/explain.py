@@ -1,0 +1,63 @@
+"""Which rank reads what: the bytes of a restore before any of them is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fmegatron.checkpoint.files.manifest import read_manifest
+from fmegatron.checkpoint.files.storage import Store, locate
+from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
+from fmegatron.checkpoint.reading.mapping import Rule
+from fmegatron.checkpoint.reading.once import deal
+from fmegatron.checkpoint.reading.read import destinations
+from fmegatron.checkpoint.reading.request import match
+from fmegatron.checkpoint.reading.strict import strictness
+
+
+class Read(NamedTuple):
+    """What a restore reads of one chunk file for one leaf of the result.
+
+    leaf: path in the result; bands that several leaves share count for the first.  array: stored array.  file: path
+    inside the checkpoint.  nbytes: whole bands, as they are read and verified.
+    """
+
+    leaf: str
+    array: str
+    file: str
+    nbytes: int
+
+
+def explain(
+    path: str | os.PathLike | Store,
+    target_layouts: Any,
+    rank: int = 0,
+    *,
+    rules: Sequence[Rule] = (),
+    prefix: str = "",
+    read: str = "own",
+    strict: str = "subset",
+    cast: bool = True,
+) -> list[Read]:
+    """What `restore` with these arguments would read on a rank, file by file; only the manifest is looked at.
+
+    Raises what `restore` raises when the target does not fit.
+    """
+    storage = locate(path)
+    manifest = read_manifest(storage)
+    has = {"cast": cast, "has_initial": True}
+    request = match(storage.text, manifest, target_layouts, strictness(strict), rules=rules, prefix=prefix, **has)
+    _, wants = destinations(request, rank, device="meta")
+    mine = [(want.leaf, want.target) for want in wants] if read == "own" else deal(manifest, wants, rank)[0]
+    seen: set[Band] = set()
+    reads: dict[tuple[str, str, str], int] = {}
+    for leaf, target in mine:
+        for bands, _ in cells(manifest, leaf, target.box):
+            for band in bands:
+                if band not in seen:
+                    seen.add(band)
+                    array = manifest.arrays[band.array]
+                    key = (target.path, array.name, array.chunk_file(band.index))
+                    reads[key] = reads.get(key, 0) + band_nbytes(array, band)
+    return [Read(*key, nbytes) for key, nbytes in reads.items()]

@@ -1,0 +1,335 @@
+"""Bands from files into tensors: which bands a set of boxes needs, read, verified, copied.
+
+Nothing outside the checkpoint is opened; every file must have exactly the size that the manifest implies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fmegatron.checkpoint.files.format import (
+    BAND_BYTES,
+    DIGESTS,
+    ZARR,
+    Array,
+    CheckpointError,
+    Leaf,
+    Manifest,
+    digest,
+    digest_text,
+    raw,
+    raw_dtype,
+    zarr_metadata,
+)
+from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json, to_json_text
+from fmegatron.checkpoint.files.storage import Reader, Storage
+from fmegatron.layout import Box
+
+_JOB_BYTES = 16 << 20  # work is dealt to threads in jobs of about this size
+_SPAN_BYTES = 2 << 20  # of a piece are held in memory at a time
+
+
+@dataclass(frozen=True)
+class Target:
+    """A box of the global array and the view of the rank's tensor that it goes to; `stored` is the dtype on disk."""
+
+    path: str
+    box: Box
+    view: torch.Tensor
+    stored: torch.dtype
+
+    def put(self, start: Sequence[int], data: np.ndarray) -> None:
+        """Copy `data` (raw bits of the stored dtype), which begins at the global index `start`, to its place."""
+        at = tuple(slice(g - a, g - a + n) for g, a, n in zip(start, self.box.start, data.shape, strict=True))
+        if self.stored is self.view.dtype:
+            raw(self.view)[at] = data
+        else:
+            self.view[at].copy_(torch.from_numpy(data).view(self.stored))
+
+    def memory(self, start: Sequence[int], shape: Sequence[int]) -> np.ndarray | None:
+        """The bytes of the tensor that [start, start + shape) goes to, if they are the stored ones, in one run."""
+        if self.stored is not self.view.dtype:
+            return None
+        part = raw(self.view)[
+            tuple(slice(g - a, g - a + n) for g, a, n in zip(start, self.box.start, shape, strict=True))
+        ]
+        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
+
+class Fetch:
+    """Reads every needed band once, on a few threads, while the caller is still naming what it wants.
+
+    Use as a context manager: `add` starts to read; when the block is left, all is there. Raises CheckpointError naming
+    leaf and file.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, verify: bool):
+        self.storage, self.manifest, self.verify = storage, manifest, verify
+        self._ranges: dict[str, list[_Range]] = {}
+        self._jobs: queue.SimpleQueue[Callable[[np.ndarray], None] | None] = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(storage.readers)]
+
+    def add(self, leaf: Leaf, targets: Sequence[Target]) -> None:
+        """Want these boxes of a leaf; each leaf is added once."""
+        if leaf.array is not None:
+            array, chunks = self._array(leaf.array, leaf.path), {}
+            for target in targets:
+                cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
+                for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
+                    chunks.setdefault(index, []).append(target)
+            digests = self._digests(array, leaf.path) if self.verify and chunks else None
+            for index, wanted in chunks.items():
+                for job in _File(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
+                    self._jobs.put(job)
+            return
+        for piece in leaf.pieces:
+            for box in piece.boxes:
+                for target in targets:
+                    if (part := box.intersect(target.box.start, target.box.stop)) is not None:
+                        self._ranges.setdefault(piece.array, []).extend(_ranges(piece.offset, part, target))
+
+    def __enter__(self) -> Fetch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if error is None:
+                for name, ranges in self._ranges.items():
+                    leaf = ranges[0].target.path
+                    array = self._array(name, leaf)
+                    digests = self._digests(array, leaf) if self.verify else None
+                    for job in _File(self.storage, array, (0,), digests, leaf).range_jobs(ranges):
+                        self._jobs.put(job)
+        except BaseException as late:
+            error = late
+            raise
+        finally:
+            if error is not None:
+                self._errors.append(error)  # the threads skip what is left
+            for _ in self._threads:
+                self._jobs.put(None)
+            for thread in self._threads:
+                thread.join()
+        if error is None and self._errors:
+            raise self._errors[0]
+
+    def _work(self) -> None:
+        scratch = np.empty(BAND_BYTES, np.uint8)
+        while (job := self._jobs.get()) is not None:
+            if not self._errors:
+                try:
+                    job(scratch)
+                except BaseException as error:
+                    self._errors.append(error)
+
+    def _array(self, name: str, leaf: str) -> Array:
+        """An array of the manifest, after a look that its directory is where it says; its zarr.json is a thread's."""
+        if not self.storage.inside(name):
+            raise CheckpointError(f"{name}: {self.storage.at(name)} leads outside of the checkpoint; {RESTORE_ANOTHER}")
+        array = self.manifest.arrays[name]
+        if self.verify:
+            self._jobs.put(lambda scratch: self._check_description(array, leaf))
+        return array
+
+    def _check_description(self, array: Array, leaf: str) -> None:
+        """Nothing here depends on an array's zarr.json, but whoever opens the array without us does."""
+        wanted, name = zarr_metadata(array), f"{array.name}/{ZARR}"
+        what = f"{leaf}: {self.storage.at(name)}"
+        try:
+            data = self.storage.read(name, 0, 1 << 16)
+        except OSError as error:
+            text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
+        if data != to_json_text(wanted).encode() and load_json(data, what) != wanted:
+            raise CheckpointError(f"{what} does not describe the array that was saved; {RESTORE_ANOTHER}")
+
+    def _digests(self, array: Array, leaf: str) -> np.ndarray:
+        """The array's part of digests.bin, uint64 [chunks, bands], checked against the manifest."""
+        at = self.storage.at(DIGESTS)
+        start, stop, done = 8 * array.first_digest, 8 * (array.first_digest + array.digest_count), 0
+        try:
+            # The file has the size that the arrays need, so that no number in the manifest takes more memory than that.
+            with self.storage.open(DIGESTS, 8 * self.manifest.digest_count, [(start, stop)]) as reader:
+                data = np.empty(stop - start, np.uint8)
+                while done < data.nbytes and (got := reader.read_into(data[done:], start + done)):
+                    done += got
+        except OSError as error:
+            raise CheckpointError(f"{leaf}: {at} cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
+        if done < data.nbytes or digest_text(data) != array.digest:
+            text = f"{leaf}: the digests of {array.name} in {at} were altered after the save"
+            raise CheckpointError(f"{text}; {RESTORE_ANOTHER}")
+        return data.view("<u8").reshape(math.prod(array.grid), -1)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes [lo, hi) of a one-chunk array hold a box of a target, with `strides` in elements from `lo`."""
+
+    lo: int
+    hi: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    target: Target
+
+
+def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
+    """A stored box as ranges of bytes, cut along its widest strides until each range is of moderate length."""
+    width = target.stored.itemsize
+    span = 1 + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
+    widest = max(range(len(box.shape)), key=lambda d: (box.shape[d] > 1) * box.strides[d], default=None)
+    if span * width <= _SPAN_BYTES or widest is None or box.shape[widest] == 1:
+        lo = base + box.offset * width
+        yield _Range(lo, lo + span * width, box.start, box.shape, box.strides, target)
+        return
+    step = max(1, min(box.shape[widest] - 1, _SPAN_BYTES // (width * box.strides[widest])))
+    start, stop = list(box.start), list(box.stop)
+    for at in range(box.start[widest], box.stop[widest], step):
+        start[widest], stop[widest] = at, min(at + step, box.stop[widest])
+        yield from _ranges(base, box.intersect(start, stop), target)
+
+
+class _File:
+    """One chunk's file: reads bands of it. A job is a function of a scratch buffer, run on any thread."""
+
+    def __init__(self, storage: Storage, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
+        self.storage, self.array, self.index, self.leaf = storage, array, index, leaf
+        self.name = array.chunk_file(index)
+        number = int(np.ravel_multi_index(index, array.grid)) if index else 0
+        self.digests = None if digests is None else digests[number]
+
+    @contextmanager
+    def open(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Reader]:
+        """The file, for reads in these ranges of bytes. Raises CheckpointError."""
+        with ExitStack() as stack:
+            try:
+                size = math.prod(self.array.chunk) * self.array.itemsize
+                reader = stack.enter_context(self.storage.open(self.name, size, ranges))
+            except OSError as error:
+                raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
+            yield reader
+
+    def error(self, what: str, leaf: Callable[[], str] | None = None) -> CheckpointError:
+        """The error that names the leaf, the file and what to do."""
+        name = leaf() if leaf else self.leaf
+        return CheckpointError(f"{name}: its chunk file {self.storage.at(self.name)} {what}; {RESTORE_ANOTHER}")
+
+    def band(
+        self, reader: Reader, number: int, offset: int, into: np.ndarray, leaf: Callable[[], str] | None = None
+    ) -> None:
+        """Read band `number`, at `offset`, into all of `into`; verify it. leaf: tells whose bytes they are."""
+        done = 0
+        while done < into.nbytes:
+            try:
+                got = reader.read_into(into[done:], offset + done)
+            except OSError as error:
+                raise self.error(f"cannot be read ({error.strerror})", leaf) from None
+            if got == 0:
+                raise self.error(f"ends at byte {offset + done}", leaf)
+            done += got
+        if self.digests is not None and digest(into) != self.digests[number]:
+            raise self.error(
+                f"is damaged between bytes {offset} and {offset + done}: got xxh3_64 {digest(into):016x},"
+                f" wanted {int(self.digests[number]):016x}",
+                leaf,
+            )
+
+    # ---- a chunk of an array in global shape
+
+    def chunk_jobs(self, targets: list[Target]) -> Iterator[Callable[[np.ndarray], None]]:
+        """Jobs that copy what `targets` want of this chunk."""
+        a, wanted = self.array, {}
+        origin = tuple(i * c for i, c in zip(self.index, a.chunk, strict=True))
+        for target in targets:
+            # The part of the target in this chunk, counted from the chunk's first element.
+            lo = [max(s - o, 0) for s, o in zip(target.box.start, origin, strict=True)]
+            hi = [min(s - o, c) for s, o, c in zip(target.box.stop, origin, a.chunk, strict=True)]
+            ranges = (range(x // b, -(-y // b)) for x, y, b in zip(lo, hi, a.band, strict=True))
+            for index in itertools.product(*ranges):
+                wanted.setdefault(index, []).append((target, lo, hi))
+        size = math.prod(a.chunk) * a.itemsize
+        if self.digests is None and len(targets) == 1 and size <= 2 * _JOB_BYTES and lo == [0] * len(lo):
+            if hi == list(a.chunk) and (memory := targets[0].memory(origin, a.chunk)) is not None:
+                yield lambda scratch: self._read_chunk(memory)
+                return
+        bands = sorted(wanted.items())
+        size = max(1, _JOB_BYTES // (math.prod(a.band) * a.itemsize))
+        for i in range(0, len(bands), size):
+            yield lambda scratch, part=bands[i : i + size]: self._copy_bands(part, origin, scratch)
+
+    def _read_chunk(self, memory: np.ndarray) -> None:
+        with self.open([(0, memory.nbytes)]) as reader:
+            self.band(reader, 0, 0, memory)
+
+    def _copy_bands(self, bands, origin: tuple[int, ...], scratch: np.ndarray) -> None:
+        a, places = self.array, []
+        steps = [math.prod(a.chunk[d + 1 :]) for d in range(len(a.chunk))]
+        counts = [math.prod(a.bands[d + 1 :]) for d in range(len(a.bands))]
+        for index, wants in bands:
+            start = [i * b for i, b in zip(index, a.band, strict=True)]
+            shape = [min(b, c - s) for s, b, c in zip(start, a.band, a.chunk, strict=True)]
+            offset = sum(s * step for s, step in zip(start, steps, strict=True)) * a.itemsize
+            number = sum(i * count for i, count in zip(index, counts, strict=True))
+            places.append((number, offset, math.prod(shape) * a.itemsize, start, shape, wants))
+        with self.open([(offset, offset + size) for _, offset, size, *_ in places]) as reader:
+            for number, offset, size, start, shape, wants in places:
+                first, (target, lo, hi) = [o + s for o, s in zip(origin, start, strict=True)], wants[0]
+                inside = all(x <= s and s + n <= y for x, y, s, n in zip(lo, hi, start, shape, strict=True))
+                # Digested bands go through the buffer that stays in the cache: 7% less processor time than in place.
+                alone = self.digests is None and inside and len(wants) == 1
+                if alone and (memory := target.memory(first, shape)) is not None:
+                    self.band(reader, number, offset, memory)
+                    continue
+                into = scratch[:size]
+                self.band(reader, number, offset, into)
+                data = into.view(raw_dtype(a.itemsize)).reshape(shape)
+                for target, lo, hi in wants:
+                    low = [max(x, s) for x, s in zip(lo, start, strict=True)]
+                    high = [min(y, s + n) for y, s, n in zip(hi, start, shape, strict=True)]
+                    part = data[tuple(slice(x - s, y - s) for x, y, s in zip(low, high, start, strict=True))]
+                    target.put([o + x for o, x in zip(origin, low, strict=True)], part)
+
+    # ---- a one-chunk array that holds pieces
+
+    def range_jobs(self, ranges: list[_Range]) -> Iterator[Callable[[np.ndarray], None]]:
+        """Jobs that copy the ranges; ranges that share bands are read together."""
+        group: list[_Range] = []
+        for r in sorted(ranges, key=lambda r: r.lo):
+            if group and r.lo - group[0].lo > _JOB_BYTES:
+                yield lambda scratch, part=group: self._copy_ranges(part)
+                group = []
+            group.append(r)
+        if group:
+            yield lambda scratch, part=group: self._copy_ranges(part)
+
+    def _copy_ranges(self, ranges: list[_Range]) -> None:
+        """Copy ranges in rising order, from a window of bands that moves along with them: each band is read once."""
+        a = self.array
+        width, total = a.band[0] * a.itemsize, a.shape[0] * a.itemsize
+        wanted = sorted({n for r in ranges for n in range(r.lo // width, -(-r.hi // width))})
+        window, base = np.empty(0, np.uint8), 0
+        with self.open([(n * width, min((n + 1) * width, total)) for n in wanted]) as reader:
+            for r in ranges:
+                first, stop, end = r.lo // width * width, min(-(-r.hi // width) * width, total), base + window.nbytes
+                if stop > end:
+                    held, at = window[first - base :] if first < end else window[:0], max(first, end)
+                    window, base = np.empty(stop - first, np.uint8), first
+                    window[: held.nbytes] = held
+                    for offset in range(at, stop, width):
+                        into = window[offset - base : min(offset + width, stop) - base]
+                        self.band(reader, offset // width, offset, into, lambda path=r.target.path: path)
+                bytes_each = r.target.stored.itemsize
+                strides = [s * bytes_each for s in r.strides]
+                r.target.put(r.start, np.ndarray(r.shape, raw_dtype(bytes_each), window, r.lo - base, strides))

@@ -1,0 +1,214 @@
+"""Who writes what: boxes -> chunks -> writers, by integer arithmetic that every rank does alike and alone.
+
+Three homes for a leaf:
+- `grid`: an array of its own in global shape, with a chunk grid that no writer's box crosses, so every chunk has one
+  writer. The rule for nearly everything: even, uneven, interleaved, flattened along whole rows, replicated.
+- `packed`: small; a few bytes in the one file of its owner.
+- `piece`: no such grid is coarse enough (a flattened range that ends inside a row). The writer's local storage,
+  verbatim, with the boxes that say what lies where.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, SMALL_BYTES
+from fmegatron.layout import Box, Layout, Split, chunk
+
+_FINEST_BYTES = 4 << 10  # no chunk below a page
+_SENSIBLE_BYTES = 1 << 20  # a chunk of this size is never refused as too fine
+_SPLIT_BYTES = 1 << 20  # a chunk of this size may be cut in two along its last dim,
+_SPLIT_ROW_BYTES = 1 << 10  # if its rows have this size
+_MOST_DIVISORS_TRIED = 4096
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one leaf is stored; the same on every rank.
+
+    home: "grid", "packed", "piece" or "empty".  chunk: shape, for "grid".  turn: replica that writes the first chunk of
+    a box; the next chunk goes to the next replica.
+    """
+
+    path: str
+    layout: Layout
+    home: str
+    chunk: tuple[int, ...] = ()
+    turn: int = 0
+
+    def writes(self, rank: int) -> bool:
+        """Whether the rank writes this leaf's packed or own piece."""
+        return self.layout.owner(rank, self.turn) and bool(self.layout.boxes(rank))
+
+
+def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...]:
+    """The plan of a whole tree. Costs a few integers per leaf, whatever the number of ranks.
+
+    Chunks are dealt to the replicas of a leaf in turn, big ones first, and the deal goes on from leaf to leaf: two
+    replicas differ by at most one chunk for every set of axes that leaves are replicated over.
+    """
+    plans, dealt = [], {}
+    for path, layout in zip(paths, layouts, strict=True):
+        plans.append(LeafPlan(path, layout, *_home(layout)))
+    sizes = [math.prod(p.chunk) * p.layout.dtype.itemsize if p.chunk else p.layout.local_nbytes(0) for p in plans]
+    for i in sorted(range(len(plans)), key=lambda i: -sizes[i]):
+        p = plans[i]
+        if p.home in ("empty", "packed") or p.layout.replicas == 1:
+            continue
+        turn = dealt.get(p.layout.replicated, 0)
+        count = sum(math.prod(map(len, _chunk_ranges(box, p.chunk))) for box in p.layout.boxes(0)) if p.chunk else 1
+        dealt[p.layout.replicated] = (turn + count) % p.layout.replicas
+        plans[i] = LeafPlan(p.path, p.layout, p.home, p.chunk, turn)
+    return tuple(plans)
+
+
+def chunks_to_write(leaf: LeafPlan, rank: int) -> list[tuple[tuple[int, ...], Box]]:
+    """(chunk index, the chunk as a box of the local tensor) for every chunk of a `grid` leaf that the rank writes."""
+    boxes, shape, replicas = leaf.layout.boxes(rank), leaf.layout.shape, leaf.layout.replicas
+    mine, n, found = (leaf.layout.replica(rank) - leaf.turn) % replicas, -1, []
+    for box in boxes:
+        for index in itertools.product(*_chunk_ranges(box, leaf.chunk)):
+            n += 1
+            if n % replicas != mine:
+                continue
+            start = [i * c for i, c in zip(index, leaf.chunk, strict=True)]
+            stop = [min(a + c, s) for a, c, s in zip(start, leaf.chunk, shape, strict=True)]
+            part = box.intersect(start, stop)
+            assert part is not None and list(part.start) == start and list(part.stop) == stop, (leaf, rank, index)
+            found.append((index, part))
+    return found
+
+
+def _chunk_ranges(box: Box, chunk_shape: tuple[int, ...]) -> list[range]:
+    """Per dim the chunk numbers that a box touches."""
+    return [range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunk_shape, strict=True)]
+
+
+def _home(layout: Layout) -> tuple[str, tuple[int, ...]]:
+    """The home of a leaf and its chunk shape."""
+    if layout.nbytes == 0:
+        return "empty", ()
+    if layout.nbytes < SMALL_BYTES or not layout.shape:
+        return "packed", ()
+    local = layout.local_nbytes(0)  # rank 0 holds as much as any
+    return home_of_large(layout.shape, layout.dtype.itemsize, cut_unit(layout), local, layout.mesh.size)
+
+
+def home_of_large(
+    shape: tuple[int, ...], itemsize: int, unit: tuple[int, ...], local: int, ranks: int
+) -> tuple[str, tuple[int, ...]]:
+    """Home and chunk shape of a leaf that is not small. unit: see `cut_unit`.  local: bytes of the largest
+    shard.  ranks: how many write.
+    """
+    size = math.prod(unit) * itemsize
+    stored = math.prod(-(-n // u) * u for n, u in zip(shape, unit, strict=True))
+    fine = size < max(_FINEST_BYTES, min(_SENSIBLE_BYTES, local // 16))
+    padded = stored > 1.25 * math.prod(shape)
+    if fine or padded:
+        return ("packed" if local < SMALL_BYTES else "piece"), ()
+    # A state on one rank stays as it lies in memory. Where there are several, other numbers of them will cut its dims.
+    ways = shape[-1] // unit[-1]
+    columns = 1 if ranks == 1 else 4 if ways == 1 else max(2, 8 // ways)
+    return "grid", chunk_shape(unit, itemsize, columns)
+
+
+def chunk_shape(unit: tuple[int, ...], itemsize: int, columns: int = 1) -> tuple[int, ...]:
+    """A chunk of about 16 MiB that divides `unit` exactly; the whole unit when no divisor is sensible.
+
+    Rows of the first dim, then of the next: contiguous in the writer's memory. columns: into how many pieces (a power
+    of two) the last dim is cut before that, as long as they do not get too small: then half and a quarter of the
+    writer's columns can be read without the rest, as rows can.
+    """
+    shape = list(unit)
+    while columns > 1 and len(shape) > 1 and shape[-1] % 2 == 0 and shape[-1] * itemsize >= _SPLIT_ROW_BYTES:
+        if math.prod(shape) * itemsize < _SPLIT_BYTES:
+            break
+        shape[-1], columns = shape[-1] // 2, columns // 2
+    for d in range(len(shape)):
+        size = math.prod(shape) * itemsize
+        if size <= 1.5 * CHUNK_BYTES:
+            break
+        inner = size // shape[d]
+        if inner >= CHUNK_BYTES:
+            shape[d] = 1
+            continue
+        parts, most = -(-size // CHUNK_BYTES), size // _SENSIBLE_BYTES
+        tried = range(parts, min(most, parts + _MOST_DIVISORS_TRIED) + 1)
+        shape[d] //= next((n for n in tried if shape[d] % n == 0), 1)
+        break
+    return tuple(shape)
+
+
+# ---- the coarsest grid that no box crosses
+
+
+def cut_unit(layout: Layout) -> tuple[int, ...]:
+    """Per dim the greatest step of which every cut between two boxes, of any ranks, is a multiple (the dim if uncut).
+
+    The end of a dim is no cut: the last chunk may be padded. All ones when a flattened range ends inside a row.
+    """
+    mesh, units, blocks = layout.mesh, [], [()]
+    for dim, (n, entry) in enumerate(zip(layout.shape, layout.spec, strict=True)):
+        counts = [mesh[name] for name in layout.axes(dim)]
+        parts = entry.sizes(n) if isinstance(entry, Split) else (n,)
+        unit = start = 0
+        for part in parts:
+            unit = math.gcd(unit, start, _inner_cuts(part, counts))
+            start += part
+        units.append(unit)
+        if layout.flat:
+            blocks = [(*block, pieces) for block in blocks for pieces in _block_sizes(tuple(parts), counts)]
+            if len(blocks) > 64:
+                return (1,) * len(layout.shape)
+    for block in blocks if layout.flat else ():
+        step = _inner_cuts(math.prod(map(sum, block)), [mesh[name] for name in layout.flat])
+        within = _flat_units(block, step) if step else ()
+        if within is None:
+            return (1,) * len(layout.shape)
+        units = [math.gcd(u, w) for u, w in zip(units, within, strict=True)] if within else units
+    return tuple(u or n for u, n in zip(units, layout.shape, strict=True))
+
+
+def _inner_cuts(n: int, counts: Sequence[int]) -> int:
+    """The gcd of all cuts inside [0, n) when it is chunked over `counts`, axis after axis; 0 when there is none."""
+    if not counts or n == 0:
+        return 0
+    step = -(-n // counts[0])
+    unit = step if step < n else 0
+    for size in {step, n % step} - {0}:
+        unit = math.gcd(unit, _inner_cuts(size, counts[1:]))
+    return unit
+
+
+def _block_sizes(parts: tuple[int, ...], counts: Sequence[int]) -> set[tuple[int, ...]]:
+    """All ways in which the parts of a dim are cut together over `counts`, without a walk over all ranks."""
+    if not counts:
+        return {parts}
+    # Along the first axis the sizes change only where a part runs out: at its last, shorter chunk and after it.
+    ends = [n // -(-n // counts[0]) for n in parts if n]
+    found = set()
+    for i in {0, *ends, *(end + 1 for end in ends)}:
+        if i < counts[0]:
+            found |= _block_sizes(tuple(chunk(n, counts[0], i)[1] for n in parts), counts[1:])
+    return found
+
+
+def _flat_units(block: tuple[tuple[int, ...], ...], step: int) -> tuple[int, ...] | None:
+    """Per dim the unit of the cuts at multiples of `step` of the flattened block; None when one lies inside a row.
+
+    block: per dim the sizes of its interleaved pieces. A 0 in the answer means that the dim is not cut.
+    """
+    shape = [sum(pieces) for pieces in block]
+    units = [0] * len(shape)
+    for d, n in enumerate(shape):
+        inner = math.prod(shape[d + 1 :])
+        if step % inner == 0:
+            units[d] = math.gcd(step // inner, *block[d]) if len(block[d]) > 1 else step // inner
+            return tuple(units)
+        if n > 1 and inner % step:
+            return None
+        units[d] = 1
+    return None

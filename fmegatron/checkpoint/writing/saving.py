@@ -1,0 +1,128 @@
+"""Save: a traversal that emits (layout, local shard) of every leaf to zarr3 arrays; the commit is all or nothing.
+
+    hidden place for the files -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
+    -> the new one takes the name in one step
+
+No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 tells the
+name of the hidden place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files.parse import MOST_PATH
+from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.writing.part import Part, complete, merge
+from fmegatron.checkpoint.writing.plan import LeafPlan, plan
+from fmegatron.checkpoint.writing.write import write_part
+from fmegatron.layout import Layout
+
+
+def save(
+    path: str | os.PathLike | Store,
+    state: Any,
+    layouts: Any,
+    world: Ranks | None = None,
+    metadata: dict[str, Any] | None = None,
+    *,
+    step: int | None = None,
+) -> None:
+    """Write a checkpoint to a directory, URL or Store; durable and complete when this returns, on all ranks.
+
+    state: tree of this rank's local tensors, any device.  layouts: the same tree of Layouts (or ArraySpecs).
+    world: the ranks that call this together, with one file system or object store; None for one process.
+    metadata: JSON values.
+    An existing checkpoint at `path` stays complete until the new one takes its place.
+
+    Raises ValueError when state and layouts disagree or the metadata is not JSON (then nothing is written);
+    RuntimeError, on every rank and with the first failing rank's message, when anything fails later (full disk). Then
+    nothing is left behind and earlier checkpoints are untouched.
+
+    >>> import tempfile
+    >>> from fmegatron.layout import Layout, Mesh
+    >>> state = {"w": torch.arange(6.0).view(2, 3)}
+    >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(folder + "/first", state, layouts, metadata={"note": "hello"})
+    ...     os.listdir(folder)
+    ['first']
+    """
+    check_world(world)
+    world = world or Alone()
+    lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
+
+    def prepare():
+        nonlocal store, begun
+        store = open_store(path)
+        tensors, plans = check_request(state, layouts, world, metadata, step)
+        if lead:
+            begun = store.begin()
+        return tensors, plans
+
+    def write():
+        part = write_part(storage, plans, tensors, world.rank)
+        if not lead:
+            part.store(storage)
+        return part
+
+    def finish():
+        if lead:
+            parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
+            manifest, digests = merge(plans, parts, step, metadata or {})
+            store.publish(storage, complete(storage, manifest, digests))
+
+    try:
+        tensors, plans = together(world, what, prepare)
+        root = world.broadcast_text(begun.root if begun else "")
+        storage = begun or store.draft(root)
+        part = together(world, what, write)
+        together(world, what, finish)
+    finally:
+        if begun:
+            store.end(begun)
+
+
+def check_request(
+    state: Any, layouts: Any, world: Ranks, metadata: Any, step: Any = None
+) -> tuple[list[torch.Tensor], tuple[LeafPlan, ...]]:
+    """The leaves and their plan, or ValueError."""
+    paths, leaves, _ = flat_layouts(layouts)
+    check_layouts(paths, leaves, world.size)
+    tree.check(state, layouts, world.rank)
+    check_words(metadata, step)
+    return tree.leaves(state), plan(paths, leaves)
+
+
+def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
+    """Raise ValueError for what `size` ranks cannot save together, whatever the tensors."""
+    for path, layout in zip(paths, leaves, strict=True):
+        if layout.mesh.size != size:
+            raise ValueError(
+                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), but {size} save together;"
+                " pass world= of the ranks that hold the state, or layouts on their mesh"
+            )
+        if layout.unreduced:
+            raise ValueError(
+                f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save"
+            )
+    for path in paths:
+        if len(path) > MOST_PATH:
+            raise ValueError(f"{path[:60]}...: got a path of {len(path)} characters, wanted at most {MOST_PATH}")
+        if not path.isprintable() and any("\ud800" <= c <= "\udfff" for c in path):
+            raise ValueError(f"{path!a:.80}: got half a surrogate pair in a key, wanted text; rename the key")
+    known = set(paths)
+    if len(known) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise ValueError(f"{twice}: two leaves have this path (a key that contains '/'?); rename one")
+    for path in paths:
+        parts = path.split("/")
+        if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
+            raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
