@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from fmegatron.checkpoint.background.staging import Portion, portions, stage
 from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
 from fmegatron.checkpoint.calls.interrupt import held_interrupt
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import check_layouts
@@ -52,19 +51,6 @@ def save_async(
 
     Raises ValueError and RuntimeError on all ranks as `save` does for a request that is wrong (then nothing is begun);
     what fails later is raised by `poll` and `result`.
-
-    >>> import tempfile
-    >>> from fmegatron.layout import Layout, Mesh
-    >>> state = {"w": torch.arange(6.0).view(2, 3)}
-    >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
-    >>> with tempfile.TemporaryDirectory() as folder, AsyncSaver() as saver:
-    ...     handle = save_async(folder + "/first", state, layouts, saver=saver)
-    ...     state["w"].zero_()  # is not seen by the save
-    ...     handle.result()
-    ...     os.listdir(folder)
-    tensor([[0., 0., 0.],
-            [0., 0., 0.]])
-    ['first']
     """
     check_saver(saver)
     if saver is not None:
@@ -287,13 +273,7 @@ class AsyncSaver:
 
     def __exit__(self, kind, *_) -> None:
         """Finish the pending saves. After an error, only those that need no other rank; after Ctrl-C none."""
-        if kind is None:
-            self.close()
-            return
-        try:
-            self.close(wait=issubclass(kind, Exception) and self._flights.world.size == 1)
-        except Exception as error:  # the first error is the one to see
-            warnings.warn(f"after another error: {error}", RuntimeWarning, stacklevel=2)
+        close_on_exit(kind, self.close, self._flights.world)
 
     # ---- inside
     def _plan(self, layouts: Any, world: Ranks) -> _Known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -72,3 +73,18 @@ def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
             raise error from None
         raise raised from error
     return result
+
+
+def close_on_exit(kind: type[BaseException] | None, close: Callable[..., None], world: Ranks) -> None:
+    """`close()` at the end of a `with` block that ended by `kind`, None for no error.
+
+    After an error other ranks may never come: `close(wait=...)` then waits only where this rank is alone, and never
+    after Ctrl-C; what goes wrong then is a warning, as the first error is the one to see.
+    """
+    if kind is None:
+        close()
+        return
+    try:
+        close(wait=issubclass(kind, Exception) and world.size == 1)
+    except Exception as late:
+        warnings.warn(f"after another error: {late}", RuntimeWarning, stacklevel=3)

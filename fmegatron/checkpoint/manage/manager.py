@@ -21,7 +21,7 @@ from typing import Any
 
 from fmegatron.checkpoint.background.async_save import AsyncSaver
 from fmegatron.checkpoint.calls.arguments import check_step, check_words, check_world
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.storage import Store
@@ -294,15 +294,9 @@ class Manager:
     def __enter__(self) -> Manager:
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind, *_) -> None:
         """Finish the pending saves; after an error, only where that needs no other rank; after Ctrl-C none."""
-        if kind is None:
-            self.close()
-            return
-        try:
-            self.close(wait=issubclass(kind, Exception) and self._background.world.size == 1)
-        except Exception as late:  # the first error is the one to see
-            warnings.warn(f"after another error: {late}", RuntimeWarning, stacklevel=2)
+        close_on_exit(kind, self.close, self._background.world)
 
 
 def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] | None) -> dict[str, Any]:
