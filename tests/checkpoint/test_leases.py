@@ -143,7 +143,8 @@ def test_a_reader_in_another_process(tmp_path):
     save(tmp_path, 1)
     code = (
         "import sys, torch\n"
-        "from fmegatron.checkpoint import Manager, walk\n"
+        "from fmegatron.checkpoint import Manager\n"
+        "from fmegatron.checkpoint.manage import walk\n"
         "from tests.checkpoint.test_leases import LAYOUTS\n"
         "restore = walk.restore\n"
         "def slow(*args, **kwargs):\n"

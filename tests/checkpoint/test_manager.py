@@ -121,7 +121,7 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="keep=0"):
         Manager(tmp_path, keep=0)
     for step in (-1, torch.tensor(3), 1.5):
-        with pytest.raises(ValueError, match="got step"):
+        with pytest.raises(ValueError, match="step: got"):
             Manager(tmp_path).save(step, state(1), ONE)
 
 
