@@ -20,6 +20,7 @@ from fmegatron.optim.loss_scale import LossScale, loss_scale_of
 from fmegatron.optim.matrices import dealt_layout, on_whole_matrices
 from fmegatron.optim.muon import fused_parts, is_hidden_matrix, muon, orthogonalize, scale_by_muon
 from fmegatron.optim.mup import mup_init, mup_multipliers
+from fmegatron.optim.offload import Offloaded, chunks_of, offload_schedule, to_host
 from fmegatron.optim.optimizer import Optimizer, every_path, optimizer, working_dtype
 from fmegatron.optim.rounding import join_master, positions, random_words, split_master, stochastic_bfloat16
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
@@ -47,6 +48,7 @@ __all__ = [
     "Linear",
     "LossScale",
     "NoMaster",
+    "Offloaded",
     "Optimizer",
     "Remainder",
     "Schedule",
@@ -57,14 +59,15 @@ __all__ = [
     "adamw",
     "add_decayed_weights",
     "chain",
+    "chunks_of",
     "clip",
     "clip_by_global_norm",
     "clip_scale",
     "compressed",
     "constant",
     "cosine",
-    "every_path",
     "dealt_layout",
+    "every_path",
     "fill_absent",
     "float16",
     "float8",
@@ -99,12 +102,14 @@ __all__ = [
     "scale_by_muon",
     "scale_by_rates",
     "scale_by_soap",
+    "offload_schedule",
     "sgd",
     "skip_nonfinite",
     "soap",
     "split_master",
     "stateless",
     "stochastic_bfloat16",
+    "to_host",
     "top_level",
     "working_dtype",
     "wsd",

@@ -197,10 +197,15 @@ def compressed(
 
 
 def _map_stored(f: Callable[[str, Any], Any], state: Tree) -> Tree:
-    """`tree.map_with_path` for which a leaf in blocks is one leaf."""
-    leaves, spec = optree.tree_flatten(state, is_leaf=in_blocks)
+    """`tree.map_with_path` for which a leaf in blocks is one leaf, and both of its parts absent one that is absent."""
+
+    def absent(node: Any) -> bool:
+        return isinstance(node, dict) and node.keys() == {"codes", "scale"} and all(x is None for x in node.values())
+
+    leaves, spec = optree.tree_flatten(state, is_leaf=lambda node: in_blocks(node) or absent(node))
     paths = tree.paths(optree.tree_unflatten(spec, range(len(leaves))))
-    return optree.tree_unflatten(spec, [f(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+    found = [None if absent(leaf) else f(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    return optree.tree_unflatten(spec, found)
 
 
 def _require_layouts(path: str, layout: Layout, form: Format, layouts: Tree | None, axes: Axes | None) -> None:
