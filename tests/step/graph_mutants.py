@@ -1,28 +1,37 @@
 """Every way to break one collective of a traced step: dropped, done twice, over another axis, a slice for a scatter."""
 
-import copy
+import contextlib
 
 import torch
-from torch import fx
 
-from fmegatron import model, step, tree
+from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, Place, is_symbolic
 from fmegatron.layout import Layout, Mesh
 
 TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}
 
 
-def problem(mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, layer=model.plain_layer, mask=False, **fields):
-    """(train_step, specs of its state, layouts of its batch) of a tiny decoder."""
+def problem(
+    mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, layer=model.plain_layer, mask=False, strategy=None,
+    precision=None, **fields,
+):  # fmt: skip
+    """(train_step, specs of its state, layouts of its batch) of a tiny decoder.
+
+    optimizer: an Optimizer, or a function of the layouts that it sees and of the axes that makes one.
+    """
     config = model.Config(**{**TINY, "vocab_multiple": 8, **fields})
-    axes, layouts, specs = Axes(mesh), model.layouts(config, mesh), model.specs(config, mesh)
+    axes, specs = Axes(mesh), model.specs(config, mesh, strategy=strategy)
+    layouts = tree.layouts(specs)
+    if not isinstance(optimizer, optim.Optimizer):
+        optimizer = optimizer(layouts if strategy is None else step.placements(layouts, strategy).optim, axes)
     train_step = step.build_train_step(
         lambda p, b: model.loss(p, b, config, layouts, axes, layer),
-        optimizer, layouts, axes, microbatches=microbatches, clip_norm=clip_norm,
+        optimizer, layouts, axes, strategy=strategy, microbatches=microbatches, clip_norm=clip_norm,
+        precision=precision,
     )  # fmt: skip
     rows = Layout((8 * microbatches, 16), torch.int64, mesh, (("dp", "fsdp"),))
     batch = {"tokens": rows, "labels": rows} | ({"mask": rows.replace(dtype=torch.bool)} if mask else {})
-    return train_step, step.state_specs(specs, optimizer), batch
+    return train_step, step.state_specs(specs, optimizer, strategy), batch
 
 
 def traced_problem(*problem_of):
@@ -37,10 +46,9 @@ def traced_problem(*problem_of):
 
 
 def mutants(traced, mesh: Mesh):
-    """(what was done to which node, the Traced with that one fault), for all collectives of the graph."""
-    original = traced.graph_module
-    nodes = [n for n in original.graph.nodes if n.op == "call_function" and is_symbolic(n.target)]
-    for i, node in enumerate(nodes):
+    """(what was done to which node, the Traced with that one fault until the next is asked for), one by one."""
+    graph = traced.graph_module.graph
+    for node in [n for n in graph.nodes if n.op == "call_function" and is_symbolic(n.target)]:
         name, axes = is_symbolic(node.target), list(node.args[1])
         faults = {
             "psum": ["drop", "double"], "pmax": ["drop"], "reduce_scatter": ["slice"],
@@ -49,20 +57,22 @@ def mutants(traced, mesh: Mesh):
         if name != "axis_index":
             faults = faults + [a for a in mesh.names if [a] != axes and mesh.extent([a]) == mesh.extent(axes)]
         for fault in faults:
-            yield f"{name} over {'+'.join(axes)} at {node.meta['at']}: {fault}", _broken(traced, i, fault)
+            with _restored(graph, node), graph.inserting_after(node):
+                _break(graph, node, fault)
+                yield f"{name} over {'+'.join(axes)} at {node.meta['at']}: {fault}", traced
 
 
-def _broken(traced, i: int, fault: str):
-    original = traced.graph_module
-    module = fx.GraphModule(original, copy.deepcopy(original.graph))
-    for mine, theirs in zip(module.graph.nodes, original.graph.nodes, strict=True):
-        mine.meta = dict(theirs.meta)
-    node = [n for n in module.graph.nodes if n.op == "call_function" and is_symbolic(n.target)][i]
-    with module.graph.inserting_after(node):
-        _break(module.graph, node, fault)
-    broken = copy.copy(traced)
-    broken.graph_module = module
-    return broken
+@contextlib.contextmanager
+def _restored(graph, node):
+    """The graph as it was, after what was done to a node, its users and theirs."""
+    before = set(graph.nodes)
+    near = {node, *node.users, *(user for result in node.users for user in result.users)}
+    saved = [(n, n.args, n.kwargs) for n in near]
+    yield
+    for n, args, kwargs in saved:
+        n.args, n.kwargs = args, kwargs
+    for n in reversed([n for n in graph.nodes if n not in before]):
+        graph.erase_node(n)
 
 
 def _break(graph, node, fault: str) -> None:

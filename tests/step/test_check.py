@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fmegatron import optim, step, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, declare, enter, pmax, psum, reduce_scatter
-from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.step import State, check, check_traced
 from tests.step.graph_mutants import mutants, problem, traced_problem
 
@@ -28,8 +28,14 @@ RIGHT = {
 MESHES = [MESH, Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=4, tp=1), Mesh(dp=1, fsdp=1, tp=1)]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        pytest.param(name, mesh, marks=() if mesh == MESH or name == "plain" else pytest.mark.slow, id=f"{name}-{mesh}")
+        for name in RIGHT
+        for mesh in MESHES
+    ],
+)
 def test_right_steps_have_no_findings(name, mesh):
     report = check(*problem(mesh, ADAMW, layers=2, **RIGHT[name]), mesh)
     assert report.ok and not report.unproven, str(report)
@@ -63,6 +69,9 @@ def _large(mesh):
     [
         {"clip_norm": None},
         pytest.param({"layers": 2}, marks=pytest.mark.slow),
+        pytest.param({"strategy": DataParallel.zero1()}, marks=pytest.mark.slow),
+        pytest.param({"strategy": DataParallel.zero3()}, marks=pytest.mark.slow),
+        {"strategy": DataParallel.hybrid()},
         pytest.param({"sequence_parallel": True, "tied": True, "kv_heads": 4}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -75,7 +84,8 @@ def test_every_broken_collective_is_found(fields):
         count += 1
         if check_traced(broken, MESH, given, wanted, data=data).ok:
             missed.append(what)
-    assert count > 60 and not missed
+    assert count > 50 and not missed
+    assert check_traced(traced, MESH, given, wanted, data=data).ok  # every fault was taken back
 
 
 # ---- faults in the code of a step, each with the line that it is on --------------------------------------------------
@@ -191,7 +201,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("bug", FAULTS)
+# Of those that the list of mutants (test_mutants.py) has too, some for their messages.
+QUICK = ("vocab_axis", "bias", "cat", "softmax", "local_max", "sharded_and_whole", "mean", "swap", "scatter_whole")
+
+
+@pytest.mark.parametrize("bug", [pytest.param(b, marks=() if b in QUICK else pytest.mark.slow) for b in FAULTS])
 def test_a_fault_in_the_code_is_found(bug):
     report = check(toy(bug), STATE, BATCH, MESH)
     assert not report.ok

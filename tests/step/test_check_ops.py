@@ -101,6 +101,11 @@ RIGHT = {
         (lay((32, 16), "tp"), lay((4, 16, 8), "tp"), lay((4,), "tp", dtype=torch.int32)),
         (lay((32, 8), "tp", dtype=torch.bfloat16),),
     ),
+    "windows": (lambda x: x.unfold(1, 4, 1).sum(-1), (ROWS,), (lay((8, 13), "dp"),)),
+    "windows' gradient": (
+        lambda x, g: grads(lambda x: x.unfold(1, 4, 4), x, g=g), (ROWS, lay((8, 4, 4), "dp")), (ROWS,)
+    ),
+    "repeat": (lambda x: x.repeat(1, 2), (ROWS,), (lay((8, 32), "dp"),)),
     "ring": (ring, (lay((8, 16), "tp"),), (lay((8, 16), "tp"),)),
     "dropout by keys": (keyed, (ROWS,), (ROWS,)),
 }  # fmt: skip
@@ -144,6 +149,15 @@ WRONG = {
         (lay((32, 8), dtype=torch.bfloat16),),
     ),
     "ring of what is whole": (lambda x: declare(x + ppermute(x, TP, 1), TP, forward="partial"), (WHOLE,), (WHOLE,)),
+    "windows over a shard": (lambda x: x.unfold(1, 4, 1).sum(-1), (COLUMNS,), (lay((8, 5)),)),
+    "repeated shards for the whole": (lambda x: x.repeat(1, 2), (COLUMNS,), (WHOLE,)),
+    "the same axes in another order": (
+        lambda x, y: x + y, (lay((8, 16), ("dp", "tp")), lay((8, 16), ("tp", "dp"))), (lay((8, 16), ("dp", "tp")),)
+    ),
+    "an output in another order": (lambda x: x * 2, (lay((8, 16), ("dp", "tp")),), (lay((8, 16), ("tp", "dp")),)),
+    "the major axis gathered first": (
+        lambda x: all_gather(all_gather(x, DP, 0), TP, 0), (lay((8, 16), ("dp", "tp")),), (WHOLE,)
+    ),
     "ring not declared": (lambda x: x + ppermute(x, TP, 1), (lay((8, 16), "tp"),), (lay((8, 16), "tp"),)),
     "a mask of local positions": (
         lambda x: x * (torch.arange(x.shape[0]) + axis_index(TP) > 2)[:, None], (ROWS,), (ROWS,)

@@ -121,6 +121,21 @@ def repeat(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     return x.with_dims((*(Atom(n, UNIFORM) for n in (r,) if n > 1), *d) for r, d in zip(times, dims, strict=True))
 
 
+def unfold(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Windows of a whole dim, their positions in a new last dim."""
+    x, dim = given["self"], given["dimension"] % len(given["self"].dims)
+    x = along(scope, node, x, dim, "windows")
+    dims = [plain(shape_of(node)[d]) if d == dim else own for d, own in enumerate(x.dims)]
+    return x.with_dims((*dims, plain(given["size"])))
+
+
+def unfold_backward(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
+    """Gradients of windows added up where the windows lie."""
+    g, dim = given["grad_in"], given["dim"] % len(given["input_sizes"])
+    g = along(scope, node, along(scope, node, g, dim, "windows"), -1, "windows")
+    return g.with_dims(plain(given["input_sizes"][d]) if d == dim else own for d, own in enumerate(g.dims[:-1]))
+
+
 def pad(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     """Zeros around whole dims, or behind each shard of a split one; other constants are no part of a pending sum."""
     x = given["self"]
@@ -164,6 +179,8 @@ RULES: Rules = MappingProxyType(
         "cat": cat,
         "stack": stack,
         "repeat": repeat,
+        "unfold": unfold,
+        "unfold_backward": unfold_backward,
         "constant_pad_nd": pad,
     }
 )

@@ -1,0 +1,114 @@
+"""No finding, and no op without a rule, for every strategy, optimizer, format of state, precision and experiment."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from experiments import minimal, shakespeare
+from fmegatron import model, optim, step
+from fmegatron.collectives import Precision
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.step import check
+from tests.step.graph_mutants import TINY, problem
+
+MESH = Mesh(dp=2, fsdp=2, tp=2)
+STRATEGIES = {
+    "replicated": DataParallel.replicated(),
+    "zero1": DataParallel.zero1(),
+    "zero2": DataParallel.zero2(),
+    "zero3": DataParallel.zero3(),
+    "hsdp": DataParallel.hsdp(),
+    "hybrid": DataParallel.hybrid(),
+}
+PARTS = optim.fused_parts(model.layouts(model.Config(**TINY, vocab_multiple=8), Mesh(dp=1, fsdp=1, tp=1)))
+
+
+def grouped(layouts, axes):
+    """Rates of their own for embedding and norms, a frozen head."""
+    rules = [
+        ("embed.*", optim.Group(lr=0.1)),
+        (".*norm", optim.Group(weight_decay=0.0)),
+        ("head.*", optim.Group(frozen=True)),
+    ]
+    return optim.grouped(1e-3, rules, adam=optim.scale_by_adam())
+
+
+def guarded(layouts, axes):
+    """Skips, spikes, a dynamic loss scale."""
+    options = {"clip_norm": 1.0, "spike": optim.Spike(), "loss_scale": optim.LossScale()}
+    return optim.skip_nonfinite(optim.adamw(1e-3), layouts, axes, **options)
+
+
+def stored(*rules):
+    """AdamW whose state is stored in these formats."""
+    return lambda layouts, axes: optim.compressed(optim.adamw(1e-3), rules, layouts, axes, key=3)
+
+
+OPTIMIZERS = {
+    "adamw": lambda layouts, axes: optim.adamw(optim.cosine(1e-3, 100, 10)),
+    "sgd": lambda layouts, axes: optim.sgd(1e-2),
+    "momentum": lambda layouts, axes: optim.sgd(1e-2, momentum=0.9),
+    "lion": lambda layouts, axes: optim.lion(1e-3),
+    "adafactor": functools.partial(optim.adafactor, 1e-2),
+    "muon": functools.partial(optim.muon, 1e-2, parts=PARTS),
+    "soap": functools.partial(optim.soap, 1e-2),
+    "grouped": grouped,
+    "guarded": guarded,
+    "bf16 moments, rounded at random": stored(("adam", optim.Bfloat16(stochastic=True))),
+    "int8 moments": stored(("adam/m", optim.int8(block=2)), ("adam/v", optim.int8(block=2, root=True))),
+    "fp8 moments": stored(("adam/m", optim.float8(block=2)), ("adam/v", optim.float8(block=2, root=True))),
+}
+BF16 = {"param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
+OPTIONS = {
+    "microbatches, mask": {"microbatches": 2, "mask": True, "strategy": STRATEGIES["zero2"]},
+    "min-cut layers, tied": {"layer": step.compiled_layer("mincut"), "tied": True, "strategy": STRATEGIES["zero3"]},
+    "remat, sequence parallel": {
+        "layer": step.compiled_layer("inputs"), "sequence_parallel": True, "microbatches": 3,
+        "strategy": STRATEGIES["hsdp"],
+    },
+    "bf16, fp32 sums": {**BF16, "precision": Precision.bf16(), "strategy": STRATEGIES["zero3"]},
+    "bf16, exact sums": {
+        **BF16, "precision": Precision(torch.bfloat16, torch.bfloat16, exact=True), "strategy": STRATEGIES["zero2"],
+        "microbatches": 2,
+    },
+}  # fmt: skip
+CASES = list(itertools.product(OPTIMIZERS, STRATEGIES))
+QUICK = {case for i, case in enumerate(CASES) if i % 5 == 0}  # every optimizer and every strategy at least once
+
+
+def assert_nothing_found(*problem_of, mesh=MESH):
+    report = check(*problem_of, mesh)
+    assert report.ok and not report.unproven, str(report)
+
+
+@pytest.mark.parametrize(
+    "name, strategy", [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow, id="-".join(c)) for c in CASES]
+)
+def test_optimizer_under_strategy(name, strategy):
+    assert_nothing_found(*problem(MESH, OPTIMIZERS[name], strategy=STRATEGIES[strategy]))
+
+
+def test_the_quick_cut_has_all():
+    assert {name for name, _ in QUICK} == set(OPTIMIZERS) and {name for _, name in QUICK} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    assert_nothing_found(*problem(MESH, OPTIMIZERS["adamw"], **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_shakespeare(strategy):
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    config = shakespeare.Config(mesh=mesh, layers=1, strategy=strategy)
+    assert_nothing_found(*shakespeare.describe(config), mesh=mesh)
+
+
+def test_minimal():
+    """Two ranks that see the same batch."""
+    mesh = Mesh(dp=2)
+    params = {name: Layout(shape, torch.float32, mesh) for name, shape in minimal.SHAPES.items()}
+    rows = Layout((16, 64), torch.int64, mesh)
+    assert_nothing_found(minimal.train_step, params, {"tokens": rows, "labels": rows}, mesh=mesh)
