@@ -117,7 +117,7 @@ def compressed(
     def decode(path: str, x: Any) -> torch.Tensor:
         if in_blocks(x):
             return format_of(path).decode(x, layout_of(path))
-        return x.to(torch.float32) if x.dtype is torch.bfloat16 else x
+        return x.to(torch.float32) if x.dtype is torch.bfloat16 and isinstance(format_of(path), Bfloat16) else x
 
     def init(params: Tree) -> Tree:
         state = opt.init(params)

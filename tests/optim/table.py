@@ -112,6 +112,7 @@ COMPRESSED |= {
     "sgd-int8": _row(TABLE["sgd-momentum"].make, blocks(optim.int8, "momentum"), _state("momentum")),
     "lion-fp8": _row(TABLE["lion"].make, blocks(optim.float8, "lion"), _state("lion")),
     "adafactor-bf16": _row(TABLE["adafactor"].make, ("factored", optim.Bfloat16()), TABLE["adafactor"].state),
+    "soap-bf16": _row(TABLE["soap"].make, ("soap/(m|v)", optim.Bfloat16()), TABLE["soap"].state),
     "muon-bf16": _row(muon, ("muon", optim.Bfloat16()), {"count", "muon/w"}),
 }
 EVERY = TABLE | COMPRESSED

@@ -10,6 +10,7 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import adamw, optimizer, scale_by_adam, sgd
 from tests.optim.table import (
+    COMPRESSED,
     DTYPES,
     EVERY,
     ONE,
@@ -23,6 +24,15 @@ from tests.optim.table import (
 
 every_optimizer = pytest.mark.parametrize("opt", [row.make() for row in EVERY.values()], ids=EVERY)
 every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+
+
+def _case(name, row, dtype):
+    """Formats of fewer bytes do nothing to float64, and to float32 what they do to moments of bfloat16 parameters."""
+    marks = pytest.mark.slow if name in COMPRESSED and dtype in ("fp32", "fp64") else ()
+    return pytest.param(row.make(), DTYPES[dtype], id=f"{dtype}-{name}", marks=marks)
+
+
+every_case = pytest.mark.parametrize(("opt", "dtypes"), [_case(*item, d) for d in DTYPES for item in EVERY.items()])
 
 
 def facts(x):
@@ -45,8 +55,7 @@ def test_the_state_is_what_the_table_says(row):
     assert [(count.dtype, tuple(count.shape)) for count in counts] == [(torch.int64, ())]
 
 
-@every_optimizer
-@every_dtype
+@every_case
 def test_structure_shapes_and_dtypes_are_kept(opt, dtypes):
     params = make_params(dtypes)
     state = opt.init(params)
@@ -80,8 +89,7 @@ def test_init_on_specs_is_the_spec_of_init_on_params(row, dtypes, mesh):
             assert layout == sources[0].replace(dtype=optim.working_dtype(sources[0].dtype)), path
 
 
-@every_optimizer
-@every_dtype
+@every_case
 def test_pure(opt, dtypes):
     params = make_params(dtypes)
     state = opt.init(params)
@@ -101,8 +109,7 @@ def test_the_state_shares_no_storage_with_the_parameters(opt):
     assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
 
 
-@every_optimizer
-@every_dtype
+@every_case
 def test_resumed_is_bitwise_the_uninterrupted_run(opt, dtypes, tmp_path):
     params = make_params(dtypes)
     state = opt.init(params)
@@ -111,8 +118,7 @@ def test_resumed_is_bitwise_the_uninterrupted_run(opt, dtypes, tmp_path):
     assert_same(run(opt, *torch.load(tmp_path / "half"), range(3, 6)), whole)
 
 
-@every_optimizer
-@every_dtype
+@every_case
 def test_it_accumulates_and_descends(opt, dtypes):
     params = make_params(dtypes)
     state = opt.init(params)
@@ -143,8 +149,7 @@ def test_a_part_of_the_tree_is_updated_like_the_whole(opt):
     assert_same(one_state, part(whole_state))
 
 
-@every_optimizer
-@every_dtype
+@every_case
 def test_it_traces_without_data_and_without_promotion(opt, dtypes):
     """No host synchronisation (fake tensors have no values), no float64 arithmetic on narrower leaves."""
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
