@@ -10,7 +10,8 @@ from fmegatron.step.jit import Compiled, Jitted, jit
 from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
 from fmegatron.step.opaque import Entry, entry_of, opaque_entries
-from fmegatron.step.overlap import Overlap, PaperWorld, launches, overlapped
+from fmegatron.step.overlap import Event, Overlap, PaperWorld, Rates, Timeline, launches, overlapped
+from fmegatron.step.timeline import timeline
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
 from fmegatron.step.traffic import Collective, bytes_sent, collectives_of
 from fmegatron.step.train_step import State, build_train_step, init_state, initial_state, placements, state_specs
@@ -21,13 +22,16 @@ __all__ = [
     "Compiled",
     "Declared",
     "Entry",
+    "Event",
     "Finding",
     "Jitted",
     "Overlap",
     "PaperWorld",
+    "Rates",
     "Report",
     "State",
     "StateBytes",
+    "Timeline",
     "Traced",
     "Traffic",
     "accumulate",
@@ -56,6 +60,7 @@ __all__ = [
     "state_bytes",
     "state_specs",
     "symbolic_nodes",
+    "timeline",
     "trace",
     "value_and_grad",
 ]

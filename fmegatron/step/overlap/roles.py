@@ -7,16 +7,19 @@ gathers of a graph by the node that first computes with what they bring.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-__all__ = ["Unit", "behind", "from_arguments", "is_layer", "is_light", "is_start", "is_wait", "kind", "layers", "units"]
-__all__ += ["waits_of"]
+__all__ = [
+    *("Unit", "behind", "from_arguments", "is_layer", "is_light", "is_start", "is_view", "is_wait", "kind", "layers"),
+    *("memory_of", "units", "waits_of"),
+]
 
 _WAIT = "wait_tensor"
+_MAY_BE_VIEWS = frozenset({"_unsafe_view", "reshape", "contiguous"})
 _LIGHT = frozenset({"cat", "stack", "clone", "_to_copy", "_unsafe_view", "barrier", "full", "arange", "scalar_tensor"})
 _LIGHT |= {"pack", "unpack", "amax"}  # several dtypes in one buffer; scales of what travels in 8 bits
 
@@ -69,25 +72,47 @@ def is_light(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded in node.target.tags or is_layer(node):
         return False
     name = node.target._opname
-    return (
-        torch.Tag.pointwise in node.target.tags
-        or name in _LIGHT
-        or is_wait(node)
-        or any(r.alias_info is not None for r in node.target._schema.returns)
-    )
+    return torch.Tag.pointwise in node.target.tags or name in _LIGHT or is_wait(node) or is_view(node)
+
+
+def memory_of(graph: fx.Graph) -> dict[fx.Node, Hashable]:
+    """For every node whose memory its value lies in: that of itself, or of what it is a view of or waits for.
+
+    Read from the operators, because nodes that were copied into a graph share fake tensors. The i-th output of a node
+    with several is (node, i).
+    """
+    return {node: _memory(node) for node in graph.nodes}
+
+
+def _memory(node: fx.Node) -> Hashable:
+    while node.op == "call_function" and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and not is_view(source):
+            return source, node.args[1]
+        if not (node.target is operator.getitem or is_view(node) or is_wait(node)):
+            break
+        node = source
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value lies in the memory of its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._opname in _MAY_BE_VIEWS or any(r.alias_info is not None for r in node.target._schema.returns)
 
 
 def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For every node the nodes that must come before it: its arguments, and whoever writes or reads memory before it
     that one of them writes; random numbers are drawn in their order."""
-    found, writer, touched = {}, {}, {}
+    found, writer, touched, memory = {}, {}, {}, memory_of(graph)
     for node in graph.nodes:
-        writes = _written(node)
+        writes = _written(node, memory)
         before, read = dict.fromkeys(node.all_input_nodes), list(node.all_input_nodes)
         if is_wait(node):  # until then the collective reads its arguments
             start = node.args[0] if is_start(node.args[0]) else node.args[0].args[0]
             read += start.all_input_nodes if isinstance(start, fx.Node) else []
-        for place in {*storages(node), *(s for n in read for s in storages(n)), *writes}:
+        for place in {memory[node], *(memory[n] for n in read), *writes}:
             if place in writer:
                 before[writer[place]] = None
             if place in writes:
@@ -100,29 +125,20 @@ def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _written(node: fx.Node) -> set:
-    """Storages that a node writes into; drawing random numbers counts as writing."""
+def _written(node: fx.Node, memory: dict[fx.Node, Hashable]) -> set[Hashable]:
+    """Memory that a node writes into; drawing random numbers counts as writing."""
     schema, found = getattr(node.target, "_schema", None), set()
     if node.op != "call_function" or schema is None:
         return found
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         found.add("random numbers")
     if schema.is_mutable:
-        for argument, given in zip(schema.arguments, node.args, strict=False):
+        named = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
+        for argument, given in [*zip(schema.arguments, node.args, strict=False), *named]:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                found |= {s for n in _nodes(given) for s in storages(n)}
+                given = given if isinstance(given, (list, tuple)) else [given]
+                found |= {memory[n] for n in given if isinstance(n, fx.Node)}
     return found
-
-
-def _nodes(given) -> list[fx.Node]:
-    return [x for x in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(x, fx.Node)]
-
-
-def storages(node: fx.Node) -> list[int]:
-    """The storages of a node's value or values."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)]
 
 
 def layers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
@@ -141,14 +157,15 @@ def layers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
 
 def from_arguments(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on the step's arguments alone, by layout and gathers: they could run at any time."""
-    fixed, found = {s for n in graph.nodes for s in _written(n)}, set()
+    memory, found = memory_of(graph), set()
+    fixed = {place for n in graph.nodes for place in _written(n, memory)}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             found.add(node)
         elif (
             (is_light(node) or (is_start(node) and (kind(node) == "gather" or node.args[1] == "max")))
             and all(x in found for x in node.all_input_nodes)
-            and not fixed & set(storages(node))
+            and memory[node] not in fixed
         ):
             found.add(node)
     return found

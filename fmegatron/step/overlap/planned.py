@@ -1,0 +1,107 @@
+"""The planned timeline of a lowered graph: its order, played with estimated durations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fmegatron.step.overlap.events import COMPUTE, Event, Timeline
+from fmegatron.step.overlap.launches import named
+from fmegatron.step.overlap.roles import is_layer, is_light, is_start, is_view, is_wait, kind
+
+__all__ = ["Rates", "planned"]
+
+_WORDS = (("gather", "gather"), ("scatter", "reduce"), ("reduce", "reduce"), ("exchange", "exchange"))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second, to estimate durations: FLOP of matrix products, bytes of memory, bytes that a
+    rank sends, and seconds that each collective takes before its first byte. The defaults are an H100 at half of its
+    bf16 peak, and links of 50 GB/s."""
+
+    flops: float = 5e14
+    memory: float = 2.5e12
+    network: float = 5e10
+    latency: float = 2e-5
+
+
+def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned") -> Timeline:
+    """Play a lowered graph on one device: computation in its order, the collectives of each group one after another.
+
+    rates: None for unit durations: a layer's forward 1, its backward 2, every collective 1, the rest nothing.
+    """
+    names, clock, events = named(graph.nodes), 0.0, []
+    free: dict[str, float] = {}  # group -> when its last collective ends
+    ends: dict[fx.Node, float] = {}
+    rest, began = [], 0.0  # computation outside of layers since `began`
+
+    def flush(until: float):
+        if rest and until > began:
+            events.append(Event(rest[0], COMPUTE, began, until, detail=" ".join(rest[:20])))
+        rest.clear()
+
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_start(node):
+            group = str(node.args[-1])
+            start = max(clock, free.get(group, 0.0))
+            ends[node] = free[group] = start + _seconds_on_the_wire(node, rates)
+            word, at = dict(_WORDS)[kind(node)], group.removeprefix("fmegatron:").partition("#")[0]
+            events.append(Event(names[node], f"{word} {at}", start, ends[node], detail=node.meta.get("at", "?")))
+        elif is_wait(node):
+            source = node.args[0] if node.args[0] in ends else node.args[0].args[0]
+            if ends.get(source, 0.0) > clock:
+                flush(clock)
+                events.append(Event(names[source], COMPUTE, clock, ends[source], waits=True))
+                clock = ends[source]
+        else:
+            took = _seconds_of(node, rates)
+            if is_layer(node):
+                flush(clock)
+                events.append(Event(names[node], COMPUTE, clock, clock + took, detail=node.target.entry.op.name()))
+            elif took:
+                began = began if rest else clock
+                rest.append(getattr(node.target, "_opname", node.name))
+            clock += took
+    flush(clock)
+    return Timeline(tuple(events), title, "units" if rates is None else "s")
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    return [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)]
+
+
+def _bytes(nodes) -> int:
+    return sum(v.numel() * v.element_size() for n in nodes for v in _values(n))
+
+
+def _seconds_on_the_wire(start: fx.Node, rates: Rates | None) -> float:
+    """A ring sends all but one part of the whole array: once for gathers and reduce-scatters, twice for all-reduces."""
+    if rates is None:
+        return 1.0
+    whole = max(_bytes([start]), _bytes(start.all_input_nodes))
+    return rates.latency + whole * (2 if kind(start) == "reduce" else 1) / rates.network
+
+
+def _seconds_of(node: fx.Node, rates: Rates | None) -> float:
+    if rates is None:
+        return (2.0 if "_bwd_" in node.target.entry.op.name() else 1.0) if is_layer(node) else 0.0
+    if is_layer(node):
+        entry = node.target.entry
+        inner = getattr(entry, "graph_module", None) or entry.entry.graph_module
+        return sum(_seconds_of(n, rates) for n in inner.graph.nodes if n.op == "call_function" and not is_start(n))
+    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+        return 0.0
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is not None:
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        return formula(*arguments[0], **arguments[1], out_val=node.meta["val"]) / rates.flops
+    # Elementwise work is fused: what is read and written once, shared by a chain of a few operations.
+    moved = _bytes([node, *node.all_input_nodes])
+    return moved / rates.memory / (4 if is_light(node) else 1)

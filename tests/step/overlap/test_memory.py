@@ -1,0 +1,87 @@
+"""How many collectives a ZeRO-3 step has, and how many bytes of gathered weights are alive: counted in its graph."""
+
+from collections import Counter
+
+import pytest
+
+from fmegatron import model
+from fmegatron.step import Overlap, launches, overlapped
+from fmegatron.step.overlap.alive import gathered_bytes, largest_unit_bytes, peak_bytes
+from fmegatron.step.overlap.roles import units
+from tests.step.overlap.decoder import compiled, config
+
+L = 5
+NONE = Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False)
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    """(tied, reshard_after_forward) -> the lowered step of L layers."""
+    made = {}
+
+    def get(tied=False, reshard=None):
+        if (tied, reshard) not in made:
+            made[tied, reshard] = compiled(None, config(L, tied=tied), reshard=reshard).stages["lower"]
+        return made[tied, reshard]
+
+    return get
+
+
+def counted(module, setting) -> tuple[Counter, float]:
+    """(starts by letter, most bytes of gathered weights at a time in units of the largest layer)."""
+    graph = overlapped(module, setting).graph
+    starts = Counter(name[0] for name in launches(graph).split() if name[0] in "GRA")
+    return starts, gathered_bytes(graph) / largest_unit_bytes(module.graph)
+
+
+@pytest.mark.parametrize(
+    ("setting", "gathers", "scatters", "reductions", "layers"),
+    [
+        (NONE, 2 * L + 2, L + 2, 5, 2.0),  # while a layer is laid out, its buffer and its arrays
+        (Overlap(), 2 * L + 1, L + 1, 1, 2.0),  # the layer that runs, and the next one on its way
+        (Overlap(join_ends=False), 2 * L + 2, L + 2, 1, 2.0),
+        (Overlap(depth=2), 2 * L + 1, L + 1, 1, 3.0),
+        (Overlap(keep_last=True), 2 * L, L + 1, 1, 2.27),  # head and last layer, and the one before it on its way
+    ],
+    ids=lambda value: repr(value)[8:-1] if isinstance(value, Overlap) else None,
+)
+def test_by_default(lowered, setting, gathers, scatters, reductions, layers):
+    starts, alive = counted(lowered(), setting)
+    assert starts == Counter(G=gathers, R=scatters, A=reductions)
+    assert alive == pytest.approx(layers, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tied", "reshard", "gathers", "scatters", "layers"),
+    [
+        (False, ("blocks",), 2 * L + 1, L + 1, 2.27),  # table and head in one gather; the head, 0.27 of a layer, stays
+        (False, (), L + 1, L + 1, L + 1.27),  # all of them, while the last one is laid out
+        (True, None, 2 * L + 1, L + 1, 2.27),  # a tied table is kept: gathered once, reduced once
+        (True, model.GROUPS, 2 * L + 2, L + 2, 2.0),
+    ],
+)
+def test_groups_that_are_freed_or_kept(lowered, tied, reshard, gathers, scatters, layers):
+    starts, alive = counted(lowered(tied, reshard), NONE)
+    assert starts == Counter(G=gathers, R=scatters, A=5)
+    assert alive == pytest.approx(layers, abs=0.05)
+
+
+def test_unknown_groups_are_refused():
+    with pytest.raises(ValueError, match="reshard_after_forward: got 'layers', wanted names among blocks, embed, head"):
+        compiled(None, reshard=("layers",))
+
+
+def test_a_layer_is_gone_after_its_use(lowered):
+    """The order of the default graph: no gathered array is read after the layer that it was gathered for."""
+    graph = overlapped(lowered(), Overlap()).graph
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    found = units(graph)
+    for unit, after_next in zip(found, found[2:], strict=False):
+        last = max(place[u] for n in unit.after for u in n.users)
+        assert last < place[after_next.anchor]
+
+
+def test_everything_that_is_alive(lowered):
+    """Gathers that start early and waits that come late add at most a layer of weights and one of gradients."""
+    without, with_overlap = (overlapped(lowered(), s).graph for s in (NONE, Overlap()))
+    assert peak_bytes(with_overlap) <= peak_bytes(without) + 2 * largest_unit_bytes(without)

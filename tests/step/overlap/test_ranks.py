@@ -1,0 +1,121 @@
+"""On two real ranks: steps with every combination of passes are equal to the bit, and the compiled code has the order
+of the graph."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from fmegatron import tree
+from fmegatron.collectives import connect
+from fmegatron.step import Overlap, jit, launches, timeline
+from tests.step import tiny
+from tests.step.overlap.decoder import FSDP, config, train_step
+
+NONE = Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False)
+SETTINGS = (
+    NONE,
+    Overlap(),
+    Overlap(depth=2, keep_last=True),
+    Overlap(depth=1, late_reductions=False, join_ends=False, separate_groups=True),
+    Overlap(depth=0, bucket_bytes=0, separate_groups=True),
+    Overlap(depth=3, ahead_bytes=16_000, keep_last=True, bucket_bytes=256),
+)
+STEPS = 3
+
+
+def some_steps(rank, world, overlap, backend, **options):
+    """(the jit, losses and norms of some steps, the state after them)."""
+    of = config(2)
+    step = jit(train_step(of, FSDP, **options), donate=0, world=world, backend=backend, overlap=overlap)
+    state, seen = tiny.decoder_state(of, FSDP, rank), []
+    for i in range(STEPS):
+        state, metrics = step(state, tiny.decoder_batch(of, seed=i, mesh=FSDP, rank=rank))
+        seen += [metrics["loss"], metrics["grad_norm"]]
+    return step, torch.stack(seen), state
+
+
+def same_bits(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def compared(rank, settings, backend, **options):
+    """For each setting: whether losses, norms and states are equal to those without overlap; the order of its graph."""
+    with connect(FSDP) as world:
+        _, wanted, state = some_steps(rank, world, None, backend, **options)
+        found = []
+        for setting in settings:
+            step, seen, after = some_steps(rank, world, setting, backend, **options)
+            found.append((torch.equal(seen, wanted), same_bits(after, state), launches(step.graph("donate"))))
+        return found
+
+
+def test_every_setting_gives_the_same_bits(ranks):
+    found = ranks.run(compared, SETTINGS, "eager", ranks=2)
+    assert found[0] == found[1]
+    assert [(a, b) for a, b, _ in found[0]] == [(True, True)] * len(SETTINGS)
+    assert len({order for _, _, order in found[0]}) >= 5  # they do differ
+
+
+def with_microbatches(rank, settings):
+    return compared(rank, settings, "eager", microbatches=2)
+
+
+def test_microbatches_give_the_same_bits(ranks):
+    found = ranks.run(with_microbatches, (Overlap(), Overlap(depth=2, separate_groups=True)), ranks=2)
+    assert [pair[:2] for pair in found[0] + found[1]] == [(True, True)] * 4
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+def in_code(code: str) -> str:
+    """The order of generated code, in the words of `launches`."""
+    names, counts, out = {}, {}, []
+
+    def number(letter):
+        counts[letter] = counts.get(letter, 0) + 1
+        return f"{letter}{counts[letter] - 1}"
+
+    start = re.compile(
+        r"(\w+) = torch\.ops\._c10d_functional\.(all_gather|reduce_scatter|all_reduce)\w*\.default\((\w+)"
+    )
+    for line in code.splitlines():
+        if found := start.search(line):
+            out.append(number({"all_gather": "G", "reduce_scatter": "R", "all_reduce": "A"}[found[2]]))
+            names[found[1]] = out[-1]
+        elif found := re.search(r"_c10d_functional\.all_reduce_\.default\((\w+)", line):
+            out.append(number("A"))
+            names[found[1]] = out[-1]
+        elif found := re.search(r"wait_tensor\.default\((\w+)", line):
+            out.append("w:" + names.get(found[1], "?"))
+        elif found := re.search(r"fmegatron_compiled\.\w+_(fwd|bwd)_\w+\.default\(", line):
+            out.append(number("F" if found[1] == "fwd" else "B"))
+        elif found := re.match(r"\s+(\w+) = (\w+)(?:\[\d+\])?(?:\s+#.*)?$", line):
+            if found[2] in names:  # an output of a coalesced collective
+                names[found[1]] = names[found[2]]
+    return " ".join(dict.fromkeys(out))
+
+
+def generated(rank, overlap):
+    """(order of the graph, order of the code, whether the bits are equal, the timeline of a call)."""
+    with connect(FSDP) as world:
+        _, wanted, state = some_steps(rank, world, None, "inductor")
+        (step, seen, after), codes = run_and_get_code(some_steps, rank, world, overlap, "inductor")
+        batch = tiny.decoder_batch(config(2), mesh=FSDP, rank=rank)
+        measured = timeline(step, after, batch)
+        equal = torch.equal(seen, wanted) and same_bits(some_steps(rank, world, overlap, "inductor")[2], state)
+        return launches(step.graph("donate")), in_code(codes[-1]), equal, measured
+
+
+@pytest.mark.parametrize(
+    "setting", [Overlap(), pytest.param(Overlap(depth=2, separate_groups=True), marks=pytest.mark.slow)]
+)
+def test_compiled(ranks, setting):
+    for graph, code, equal, measured in ranks.run(generated, setting, ranks=2, timeout_s=240):
+        assert equal
+        assert code == graph
+        layers = [e.name for e in measured.events if e.name[0] in "FB"]
+        assert layers == ["F0", "F1", "B0", "B1"]
+        sent = [e.name for e in measured.events if e.lane != "compute"]
+        assert sorted(n for n in sent if n[0] == "G") == ["G0", "G1", "G2", "G3", "G4"]
+        assert "measured" in str(measured) and measured.duration > 0
