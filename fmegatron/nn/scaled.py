@@ -47,5 +47,4 @@ def with_scales(shards: Any, layouts: Any, axes: Axes, dtype: torch.dtype, stack
 
 def _largest(x: Tensor, stacked: bool) -> Tensor:
     """[L] or [1]: the largest magnitude, fp32."""
-    rows = x.flatten(1) if stacked else x.reshape(1, -1)
-    return rows.abs().amax(1).float()
+    return x.abs().amax(tuple(range(int(stacked), x.dim()))).float().view(-1)

@@ -137,7 +137,7 @@ def on_rank(rank, mesh, name, params, batch):
         return f(split(params, layouts)[rank], split(batch, batch_layouts(batch, mesh))[rank])[1]
 
 
-@pytest.mark.parametrize("name", ["bf16 wire", "fp8", "sums in bf16"])
+@pytest.mark.parametrize("name", ["bf16 wire", "fp8", pytest.param("sums in bf16", marks=pytest.mark.slow)])
 def test_real_ranks(ranks, name):
     """Bit for bit the gradients of simulated ranks."""
     mesh, config = Mesh(fsdp=2), config_of(POLICIES[name])

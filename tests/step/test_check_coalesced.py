@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmegatron.collectives import FLAT, Axes, Place, all_gather_many, psum_many, reduce_scatter_many
+from fmegatron.collectives import FLAT, Axes, Place, all_gather_many, pmax, psum_many, reduce_scatter_many
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step import check_traced, trace
 
@@ -69,6 +69,9 @@ RIGHT = {
         gradient(lambda xs: psum_many(xs, DP), SHARDS[:2]), (*pending(SHARDS[:2], "dp"), *SHARDS[:2]), SHARDS[:2]
     ),
 }  # fmt: skip
+RIGHT["maxima side by side"] = (
+    lambda xs: [pmax(torch.cat([x.abs().amax((0, 1)).view(1) for x in xs]), FSDP)], SHARDS[:1] * 2, (lay((2,)),)
+)  # fmt: skip
 ROWS, COLUMNS, VECTOR = lay((8, 8), "fsdp"), lay((8, 8), None, "fsdp"), lay((8,))
 GATHERED = lay((8, 8))
 WRONG = {
@@ -96,6 +99,12 @@ WRONG = {
     ),
     "flat, gathered over another axis": (
         lambda xs: all_gather_many(xs, DP, [Place((FLAT,), block=(4, 6))]), (SHARDS[4],), (WHOLE[4],)
+    ),
+    "a pending maximum beside a whole value": (
+        lambda xs: [torch.cat([x.abs().amax((0, 1)).view(1) for x in xs])], (ROWS, GATHERED), (lay((2,)),)
+    ),
+    "scales that are no maxima over all ranks": (
+        lambda xs: all_gather_many([xs[0] / xs[0].abs().amax((0, 1))], FSDP, [0]), (ROWS,), (GATHERED,)
     ),
     "scatter of what is whole": (lambda xs: reduce_scatter_many(xs, FSDP, [0]), (GATHERED,), (ROWS,)),
     "scatter over another axis": (

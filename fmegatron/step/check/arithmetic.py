@@ -12,8 +12,9 @@ from fmegatron.step.check.values import UNIFORM, Partial, Value, filled, met, ov
 
 
 def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[Value | None]) -> Value:
-    """kind: "sum" (all or none are pending), "product" (one is), "quotient" (only the first is), "select" (first is the
-    condition, the others as in a sum), "function" (none is). None stands for a number.
+    """kind: "sum" (all or none are pending), "beside" (as a sum, or all in one way: they are put side by side),
+    "product" (one is), "quotient" (only the first is), "select" (first is the condition, the others as in a sum),
+    "function" (none is). None stands for a number.
     """
     tensors = [v for v in values if v is not None]
     rank = max([len(v.dims) for v in tensors])
@@ -25,8 +26,8 @@ def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[V
     if any([v.constant == 0 for v in tensors]) and _is_zero(node, kind, values):
         return filled([size_of(dim) for dim in dims], 0)
     clash -= frozenset().union(*[v.drawn for v in tensors])
-    terms = kind in ("sum", "same", "product", "quotient") and any([v.equal_terms for v in tensors])
-    if terms and kind == "sum":  # one of equal terms and a whole make a whole
+    terms = kind in ("sum", "beside", "same", "product", "quotient") and any([v.equal_terms for v in tensors])
+    if terms and kind in ("sum", "beside"):  # one of equal terms and a whole make a whole
         terms = all(v is not None and (v.equal_terms or v.partial or v.constant == 0) for v in values)
     if not clash and all([v.settled for v in tensors]):
         return Value(tuple(dims), equal_terms=terms)
@@ -104,12 +105,14 @@ def _misuse(kind: str, values: Sequence[Value | None], axis: str) -> tuple[str, 
     """(what, fix) when operands of which some are pending over the axis are combined wrongly."""
     pending = [v for v in values if v is not None and axis in v.partial]
     others = [v for v in values if v is None or axis not in v.partial]
+    if kind == "beside" and len({v.partial[axis].kind for v in pending}) == 1 and not others:
+        return None
     if any(v.partial[axis].kind != "sum" for v in pending) and kind != "same":
         return f"a pending {pending[0].partial[axis].kind} is used", f"pmax over {axis!r} before it"
     if kind == "same":
         return None
-    if kind in ("sum", "select"):
-        terms = values if kind == "sum" else values[1:]
+    if kind in ("sum", "beside", "select"):
+        terms = values[1:] if kind == "select" else values
         others = [v for v in terms if v is None or not (axis in v.partial or v.constant == 0 or v.equal_terms)]
         if kind == "select" and values[0] is not None and axis in values[0].partial:
             return "a pending sum is the condition", f"psum over {axis!r} before it"

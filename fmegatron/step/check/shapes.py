@@ -154,7 +154,7 @@ def concatenated(scope: Scope, node: torch.fx.Node, xs: Sequence[Value], dim: in
         xs = [replace(x.without(axes), somewhere=x.somewhere | axes) for x, axes in zip(xs, along, strict=True)]
     bare = [x.with_dims(() if d == dim else a for d, a in enumerate(x.dims)) for x in xs]
     heads = [x.dims[dim][0] if x.dims[dim] else Atom(1, ()) for x in xs]
-    out = elementwise(scope, node, "sum", bare)
+    out = elementwise(scope, node, "beside", bare)
     labels = {(h.axes or ()) for h in heads}
     dims = list(out.dims)
     mixed = any(len(x.dims[dim]) > 1 and any(a.sharded for a in x.dims[dim]) for x in xs)
@@ -182,7 +182,7 @@ def concatenated(scope: Scope, node: torch.fx.Node, xs: Sequence[Value], dim: in
 
 def stacked(scope: Scope, node: torch.fx.Node, xs: Sequence[Value], dim: int) -> Value:
     """Values along a new dim."""
-    out = elementwise(scope, node, "sum", list(xs))
+    out = elementwise(scope, node, "beside", list(xs))
     dims = list(out.dims)
     dims.insert(dim % (len(dims) + 1), plain(len(xs)))
     return replace(out.with_dims(dims), constant=0 if {x.constant for x in xs} == {0} else None)
