@@ -6,9 +6,12 @@ it, or when its time is there. So whatever the rules say, every node comes after
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
+from fmegatron.step.overlap.alive import materialized, most_alive
 from fmegatron.step.overlap.roles import behind, is_light, is_start, is_wait, kind, layers, units, waits_of
 from fmegatron.step.overlap.setting import Overlap
 
@@ -16,8 +19,38 @@ __all__ = ["reordered", "sort_by"]
 
 
 def reordered(graph: fx.Graph, setting: Overlap) -> list[fx.Node]:
-    """The nodes of a graph in the order that a setting wants; `sort_by` puts them into it."""
-    return _Order(graph, setting).run()
+    """The nodes of a graph in the order that a setting wants; `sort_by` puts them into it.
+
+    With a limit on the peak, what travels where memory is highest gives way: those gathers start when they are needed,
+    those reductions are waited for at once, until the peak that is planned keeps to the limit.
+    """
+    order = _Order(graph, setting).run()
+    if setting.peak is None:
+        return order
+    counted, at_once = materialized(graph), set()
+    limit = setting.peak * most_alive(list(graph.nodes), counted)[0]
+    while True:
+        most, at = most_alive(order, counted)
+        place = {n: i for i, n in enumerate(order)}
+        more = set() if most <= limit else _travelling(graph, setting, place, at) - at_once
+        if not more:
+            return order
+        at_once |= more
+        order = _Order(graph, setting, at_once).run()
+
+
+def _travelling(graph: fx.Graph, setting: Overlap, place: dict[fx.Node, int], at: int) -> set[fx.Node]:
+    """What is on its way at a place of the order and need not be: anchors of units, starts of reductions."""
+    found = set()
+    if setting.depth:
+        for unit in units(graph):
+            if min(place[g] for g in unit.gathers) <= at < place[unit.anchor]:
+                found.add(unit.anchor)
+    if setting.late_reductions:
+        for start in filter(is_start, graph.nodes):
+            if kind(start) != "gather" and place[start] <= at <= min((place[w] for w in waits_of(start)), default=-1):
+                found.add(start)
+    return found
 
 
 def sort_by(graph: fx.Graph, nodes: list[fx.Node]) -> None:
@@ -28,10 +61,13 @@ def sort_by(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 class _Order:
-    """One pass over a graph. done: the nodes that are placed, in order."""
+    """One pass over a graph. done: the nodes that are placed, in order.
 
-    def __init__(self, graph: fx.Graph, setting: Overlap):
-        self.nodes, self.setting = list(graph.nodes), setting
+    at_once: anchors of units that are not gathered ahead, reductions that are waited for where they start.
+    """
+
+    def __init__(self, graph: fx.Graph, setting: Overlap, at_once: Collection[fx.Node] = ()):
+        self.nodes, self.setting, self.at_once = list(graph.nodes), setting, at_once
         self.place = {n: i for i, n in enumerate(self.nodes)}
         self.done: dict[fx.Node, None] = {}
         self.units = units(graph) if setting.depth else []
@@ -58,6 +94,9 @@ class _Order:
             if is_start(node):
                 self.land(self.layer[node])
             self.emit(node)
+            if node in self.at_once and is_start(node):
+                for wait in waits_of(node):
+                    self.emit(wait)
         for node in body:
             self.emit(node)
         self.emit(output)
@@ -95,7 +134,7 @@ class _Order:
             if now + ahead >= len(self.units):
                 continue
             unit = self.units[now + ahead]
-            if now >= 0 and self._too_much(now, unit):
+            if now >= 0 and (unit.anchor in self.at_once or self._too_much(now, unit)):
                 continue
             for stage in unit.stages[: self.setting.depth - ahead + 1]:
                 for gather in stage:

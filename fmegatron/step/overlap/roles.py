@@ -75,13 +75,13 @@ def is_light(node: fx.Node) -> bool:
     return torch.Tag.pointwise in node.target.tags or name in _LIGHT or is_wait(node) or is_view(node)
 
 
-def memory_of(graph: fx.Graph) -> dict[fx.Node, Hashable]:
+def memory_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Hashable]:
     """For every node whose memory its value lies in: that of itself, or of what it is a view of or waits for.
 
     Read from the operators, because nodes that were copied into a graph share fake tensors. The i-th output of a node
     with several is (node, i).
     """
-    return {node: _memory(node) for node in graph.nodes}
+    return {node: _memory(node) for node in nodes}
 
 
 def _memory(node: fx.Node) -> Hashable:
@@ -105,7 +105,7 @@ def is_view(node: fx.Node) -> bool:
 def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For every node the nodes that must come before it: its arguments, and whoever writes or reads memory before it
     that one of them writes; random numbers are drawn in their order."""
-    found, writer, touched, memory = {}, {}, {}, memory_of(graph)
+    found, writer, touched, memory = {}, {}, {}, memory_of(graph.nodes)
     for node in graph.nodes:
         writes = _written(node, memory)
         before, read = dict.fromkeys(node.all_input_nodes), list(node.all_input_nodes)
@@ -157,7 +157,7 @@ def layers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
 
 def from_arguments(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on the step's arguments alone, by layout and gathers: they could run at any time."""
-    memory, found = memory_of(graph), set()
+    memory, found = memory_of(graph.nodes), set()
     fixed = {place for n in graph.nodes for place in _written(n, memory)}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):

@@ -31,6 +31,9 @@ class Overlap:
     other (one communicator runs its collectives in order).
     ahead_bytes: no gather starts early while more than so many bytes of gathered weights travel or wait; None: any.
 
+    peak: how many times the planned peak of the graph without overlap the one with it may be (1.05): where memory is
+    highest, gathers then start when they are needed and reductions are waited for at once. None: any.
+
     Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False) changes nothing.
     Raises ValueError for a negative number.
     """
@@ -42,9 +45,10 @@ class Overlap:
     keep_last: bool = False
     separate_groups: bool = False
     ahead_bytes: int | None = None
+    peak: float | None = None
 
     def __post_init__(self):
-        for name in ("depth", "bucket_bytes", "ahead_bytes"):
+        for name in ("depth", "bucket_bytes", "ahead_bytes", "peak"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"Overlap: got {name}={value}, wanted 0 or more")

@@ -85,3 +85,13 @@ def test_everything_that_is_alive(lowered):
     """Gathers that start early and waits that come late add at most a layer of weights and one of gradients."""
     without, with_overlap = (overlapped(lowered(), s).graph for s in (NONE, Overlap()))
     assert peak_bytes(with_overlap) <= peak_bytes(without) + 2 * largest_unit_bytes(without)
+
+
+def test_where_memory_is_highest_overlap_gives_way():
+    """With a large vocabulary the peak is at the loss: there, and only there, the next gather waits for its turn."""
+    of = config(3, dim=64, heads=4, kv_heads=2, ffn_dim=176, max_seq=32, vocab_size=1024)
+    lowered = compiled(None, of).stages["lower"]
+    free, limited = (overlapped(lowered, s).graph for s in (Overlap(), Overlap(peak=1.05)))
+    before = peak_bytes(lowered.graph)
+    assert peak_bytes(limited) <= 1.05 * before < peak_bytes(free)
+    assert launches(limited) == launches(free).replace("F2 w:G3 G4 R0 w:G4", "F2 w:G3 R0 G4 w:G4")
