@@ -20,6 +20,9 @@ from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.transform import Transform, Tree, Where, path_predicate
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Rounding of a Gram matrix grows with each step on it: with bf16 three leave the singular values in [0.65, 1.2], five
+# do not (up to 270).
+_AT_ONCE = 3
 _SCALES = ("original", "rms", "none")
 Parts = int | tuple[int, ...]
 
@@ -82,7 +85,10 @@ def scale_by_muon(
     `fused_parts` reads them from layouts.
     layouts: of the parameters, axes: Axes(mesh); without them every leaf is whole. The momentum lies as the parameter
     does; matrices are made whole and dealt to ranks by `on_whole_matrices` (share: further axes to deal over).
-    dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64.
+    dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64. bf16 also
+    on CPU: 4 times as fast as float32 where it has AVX-512-BF16.
+    The iteration costs the same however many tokens a step has: beside the 6 FLOPs of a step for each token and
+    parameter it is 2.5 (n = 4 m) to 5 (n = m) times m / tokens, shared by the ranks (measured in experiments/LOG.md).
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"muon: momentum: got {momentum}, want 0 <= momentum < 1, such as 0.95")
@@ -142,15 +148,41 @@ def orthogonalize(
     x[..., m, n] -> the same shape and dtype. The Newton-Schulz iteration of degree 5 from X = x/‖x‖, with A = X Xᵀ:
     X = a X + (b A + c A²) X (Jordan et al. 2024; transposed first when m > n, so that A is the smaller Gram matrix). A
     zero matrix stays zero.
+
+    That is 4 m² n + 2 m³ FLOPs a step. Where n >= 2 m, three steps at a time are done on Gram matrices only
+    (`_steps_on_gram`): 5 steps cost 8 m² n + 28 m³ instead of 20 m² n + 10 m³.
     """
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     X = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
     X = X / X.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=eps)
-    for _ in range(steps):
-        A = torch.bmm(X, X.mT)
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    if X.shape[-1] >= 2 * X.shape[-2]:
+        for done in range(0, steps, _AT_ONCE):
+            X = _steps_on_gram(X, min(_AT_ONCE, steps - done), coefficients)
+    else:
+        for _ in range(steps):
+            A = torch.bmm(X, X.mT)
+            X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return (X.mT if tall else X).reshape(x.shape)
+
+
+def _steps_on_gram(X: torch.Tensor, steps: int, coefficients: tuple[float, float, float]) -> torch.Tensor:
+    """Steps of the iteration in which only the first and the last product have the long side of X[k, m, n].
+
+    Each step multiplies X from the left by aI + Z, Z = b A + c A², and so A by it from both sides; all of these are
+    polynomials of the first A and commute. Their product is q I + W. The identity is kept apart, where bf16 is exact.
+    """
+    a, b, c = coefficients
+    A = torch.bmm(X, X.mT)
+    q, W = 1.0, None
+    for step in range(steps):
+        Z = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        W = Z if W is None else torch.baddbmm(a * W + q * Z, Z, W)
+        q *= a
+        if step < steps - 1:
+            half = torch.baddbmm(A, Z, A, beta=a)
+            A = torch.baddbmm(half, half, Z, beta=a)
+    return torch.baddbmm(X, W, X, beta=q)
 
 
 def is_hidden_matrix(path: str) -> bool:

@@ -95,6 +95,23 @@ def test_orthogonalize():
     assert torch.equal(optim.orthogonalize(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
 
 
+@pytest.mark.parametrize("steps", [1, 3, 4, 5, 7])
+def test_steps_on_gram_matrices_are_the_steps(steps):
+    """Wide enough, x takes part in two products of three steps: the same numbers, and in bf16 as good as one by one."""
+    x = draw(3, 4, 9)
+    for got, one in zip(optim.orthogonalize(x, steps), x, strict=True):
+        torch.testing.assert_close(got, newton_schulz(one, steps), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0], ids=["gauss", "falling"])
+def test_steps_on_gram_matrices_stand_bf16(decay):
+    x = torch.arange(1, 65).double().pow(-decay)[:, None] * draw(64, 256)
+    exact, low = optim.orthogonalize(x), optim.orthogonalize(x.bfloat16()).double()
+    values = torch.linalg.svdvals(low)
+    assert values.min() > 0.6 and values.max() < 1.3
+    assert (exact * low).sum() > 0.99 * exact.norm() * low.norm()
+
+
 def test_per_head_is_each_head():
     x = {"wq": draw(2, 6, 12)}
     opt = optim.muon(1.0, momentum=0.0, weight_decay=0.0, scale="none", parts=[("wq", 4)])
