@@ -82,6 +82,21 @@ def test_frozen_leaves_have_neither_state_nor_noise():
     assert new["table"] is params["table"] and not torch.equal(new["w"], params["w"])
 
 
+def test_every_leaf_has_noise_of_its_own():
+    opt = compressed(optim.sgd(0.1, momentum=0.9), [("momentum", Bfloat16(stochastic=True)), ("master", NoMaster())])
+    params = {name: torch.ones(64, dtype=torch.bfloat16) for name in "ab"}
+    grads = {name: torch.full((64,), 0.0101) for name in "ab"}
+    new, state = opt.update(grads, opt.init(params), params)
+    assert not torch.equal(new["a"], new["b"]) and not torch.equal(state["momentum"]["a"], state["momentum"]["b"])
+
+
+def test_ranges_of_a_flattened_leaf_cut_no_block():
+    mesh = Mesh(fsdp=4)
+    specs = {"w": ArraySpec(Layout((2, 6), torch.float32, mesh, flat=("fsdp",)))}  # ranges of 3, rows of 6
+    with pytest.raises(ValueError, match="every 3 and 6 elements.*block=1"):
+        compressed(optim.adamw(1e-2), [("m", int8(block=2, smallest=0))], tree.layouts(specs), Axes(mesh)).init(specs)
+
+
 def test_errors_for_people():
     mesh = Mesh(fsdp=2)
     split = {"w": ArraySpec(Layout((8, 6), torch.bfloat16, mesh, (None, "fsdp")))}
