@@ -9,7 +9,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Declared, build_train_step, check_traced, init_state, jit
+from fmegatron.step import Declared, build_train_step, check_traced, compiled_layer, init_state, jit
 from tests.step import tiny
 from tests.step.graph_mutants import problem, traced_problem
 
@@ -77,6 +77,17 @@ def test_costs_little_beside_the_trace():
         young, *older = [b["collections"] - a["collections"] for a, b in zip(before, gc.get_stats(), strict=True)]
         assert young <= 8 and older[1] <= 1  # 2 or 3 and 0 by measurement; 33 when no value was ever dropped
     assert min(ratios) < 0.1  # 0.04 by measurement
+
+
+def test_a_compiled_layer_is_checked_once():
+    """However often it runs: its trace does not grow with depth either."""
+    mesh = Mesh(dp=2, fsdp=2, tp=2)
+    start = time.process_time()
+    layer = compiled_layer("inputs")
+    traced, given, wanted, data = traced_problem(*problem(mesh, optim.sgd(1e-2), layers=12, layer=layer))
+    middle = time.process_time()
+    assert check_traced(traced, mesh, given, wanted, data=data).ok
+    assert time.process_time() - middle < 0.1 * (middle - start)  # 0.02 by measurement, 0.15 if every call is walked
 
 
 def test_one_rank_is_not_checked():

@@ -19,7 +19,8 @@ def view(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     x, shape = given["self"], shape_of(node)
     dim = _dealt(node, shape)
     if dim is not None:
-        split, lost = viewed((x.dims[dim],), shape[dim : dim + 2]) or ([(), ()], over(x.dims[dim]))
+        parts = shape[dim : dim + 2]
+        split, lost = viewed((x.dims[dim],), parts) or (map(plain, parts), over(x.dims[dim]))
         return replace(x.with_dims((*x.dims[:dim], *split, *x.dims[dim + 1 :])), somewhere=x.somewhere | lost)
     out = shapes.reshaped(scope, node, x, shape)
     return replace(out, index_of=x.index_of) if x.index_of and math.prod(shape) == 1 else out

@@ -36,6 +36,7 @@ class Scope:
     findings: list[Finding] = field(default_factory=list)
     unproven: dict[str, str] = field(default_factory=dict)
     signatures: dict[Any, Signature] = field(default_factory=dict)
+    layers: dict[torch.fx.Graph, list[tuple]] = field(default_factory=dict)  # calls: (arguments, results)
 
     def find(self, node: torch.fx.Node, axis: str, what: str, fix: str, birth: torch.fx.Node | None = None) -> None:
         """Note a finding at a node."""

@@ -101,8 +101,7 @@ def _walk(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> li
             constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
             values[node] = value_of(None, constant.shape)
         elif hasattr(node.target, "entry"):  # a compiled layer
-            inner = replace(scope, values={})
-            values[node] = _walk(inner, node.target.entry.graph_module.graph, [values[n] for n in node.args[0]])
+            values[node] = _layer(scope, node.target.entry.graph_module.graph, [values[n] for n in node.args[0]])
         else:
             values[node] = value_after(scope, node)
             _written(scope, node)
@@ -111,6 +110,16 @@ def _walk(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> li
             if not uses[source]:
                 del values[source]
     raise AssertionError("graph without an output node")
+
+
+def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[Value]:
+    """What a compiled layer returns; for arguments as before what it did before, so that depth costs nothing."""
+    calls = scope.layers.setdefault(graph, [])
+    for given, found in calls:
+        if given == arguments:
+            return found
+    calls.append((arguments, _walk(replace(scope, values={}), graph, arguments)))
+    return calls[-1][1]
 
 
 def _written(scope: Scope, node: torch.fx.Node) -> None:
