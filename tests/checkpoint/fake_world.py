@@ -24,11 +24,11 @@ class FakeWorld:
     def _show(self, value, look):
         """Put a value on the board, wait for all, look at the board, wait until all have looked."""
         self._board[self.rank] = value
-        self._barrier.wait(30)
+        self._barrier.wait(120)
         try:
             return look(list(self._board))
         finally:
-            self._barrier.wait(30)
+            self._barrier.wait(120)
 
     def agree(self, error, what):
         errors = self._show(error, list)
@@ -50,7 +50,7 @@ class FakeWorld:
         for peer, x in sends:
             self._mail[self.rank, peer].put(x.view(-1).view(torch.uint8).clone())
         for peer, x in receives:
-            x.view(-1).view(torch.uint8).copy_(self._mail[peer, self.rank].get(timeout=30))
+            x.view(-1).view(torch.uint8).copy_(self._mail[peer, self.rank].get(timeout=120))
             self.exchanged += x.nbytes * (peer != self.rank)
 
 
