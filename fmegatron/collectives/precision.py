@@ -87,6 +87,9 @@ class Precision:
 
     @staticmethod
     def bf16_wire(**changes: Any) -> Precision:
-        """As bf16, and gradients travel in bf16 too; they are summed in fp32: half the bytes of `bf16`, the same sums
-        of the same terms."""
+        """As bf16, and gradients travel in bf16 too: half the bytes of `bf16`.
+
+        Each reduction rounds its terms to bf16 once and adds them in fp32. With HSDP there are two in a row, inner and
+        outer; a gradient that was accumulated is rounded when it is reduced, not while it is added up.
+        """
         return dataclasses.replace(Precision.bf16(reduce=torch.bfloat16, exact=True), **changes)

@@ -56,7 +56,10 @@ class DataParallel:
     def __post_init__(self):
         for kind in ("axes", "params", "grads", "optim"):
             value = getattr(self, kind)
-            object.__setattr__(self, kind, (value,) if isinstance(value, str) else tuple(value))
+            value = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(name, str) for name in value) or len(set(value)) < len(value):
+                raise ValueError(f"DataParallel: {kind}: got {value}, wanted names of axes, each once: ('dp', 'fsdp')")
+            object.__setattr__(self, kind, value)
         kinds = ("params", "grads", "optim")
         for kind, wider in zip(kinds, (*kinds[1:], "axes"), strict=True):
             missing = [name for name in getattr(self, kind) if name not in getattr(self, wider)]

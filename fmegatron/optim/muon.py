@@ -198,14 +198,20 @@ def fused_parts(layouts: Tree) -> list[tuple[str, Parts]]:
     """The rules `parts` of those leaves whose last dim is interleaved (`Split`): fused QKV, gate and up.
 
     Take layouts on a mesh that has the axis, even with size 1, so that all meshes do the same:
-    `fused_parts(model.layouts(config, Mesh(tp=1)))`.
+    `fused_parts(model.layouts(config, Mesh(tp=1)))`. ValueError where nothing is interleaved.
     """
     paths, leaves, _ = tree.flatten(tree.layouts(layouts))
-    return [
+    found = [
         ("^" + re.escape(path), layout.spec[-1].sizes(layout.shape[-1]))
         for path, layout in zip(paths, leaves, strict=True)
         if isinstance(layout, Layout) and layout.spec and isinstance(layout.spec[-1], Split)
     ]
+    if not found:
+        raise ValueError(
+            "fused_parts: got layouts without any interleaved dim; take them on a mesh that has the axis which "
+            "interleaves, even with size 1: fused_parts(model.layouts(config, Mesh(tp=1)))"
+        )
+    return found
 
 
 def _sizes(parts: Parts, columns: int, path: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
+from fmegatron import optim, tree
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.train_step import placements, state_specs
 
@@ -76,13 +76,15 @@ def least_traffic(
     gathers: Callable[[str], int] = lambda path: 2,
     gather_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
     reduce_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
-    accumulate: torch.dtype = torch.float32,
+    late_dtype: Callable[[Layout], torch.dtype] | None = None,
+    trains: Callable[[str], bool] = optim.every_path,
 ) -> Traffic:
     """The fewest bytes that a rank can send in a step of a strategy: n - 1 of n parts of what each reduction needs.
 
     gathers: how often a leaf is gathered in a microbatch (2: once forward, once backward; 1: kept between the two).
-    gather_dtype, reduce_dtype: in which a leaf and its gradient travel. accumulate: dtype of gradients that were
-    accumulated, which is how they travel once more than one microbatch was added up.
+    gather_dtype, reduce_dtype: in which a leaf and its gradient travel. late_dtype: in which gradients travel that were
+    accumulated over several microbatches; None: in the wider of reduce_dtype and fp32 (`Precision.reduce`, where a
+    policy names one). trains: as `Optimizer.trains`; the gradients and updates of other leaves do not travel.
 
     With w elements of a leaf that is whole over the n data ranks, and p, g, o of them that shard parameters, gradients
     and optimizer state (p divides g divides o divides n):
@@ -103,8 +105,12 @@ def least_traffic(
         by_p, by_g, by_o = (_ways(layout, strategy) for layout in (p, g, o))
         whole = math.prod(p.local_shape(0)) * by_p
         wire = reduce_dtype(p).itemsize
-        late = wire if microbatches == 1 else _wider(reduce_dtype(p), accumulate).itemsize
+        late = wire
+        if microbatches > 1:
+            late = (late_dtype(p) if late_dtype else _wider(reduce_dtype(p), torch.float32)).itemsize
         gather += microbatches * gathers(path) * _all_but_one(whole * gather_dtype(p).itemsize, by_p)
+        if not trains(path):
+            continue
         reduce += microbatches * _all_but_one(whole * wire, by_g)
         reduce += _all_but_one(whole // by_g * late, by_o // by_g)
         reduce += 2 * _all_but_one(whole // by_o * late, n // by_o)

@@ -64,13 +64,13 @@ def accumulate(
     batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts.
     each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make each
     time. dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
-    weight: the name of a whole number in aux, alike on all ranks, by which each microbatch counts: with the number of
-    tokens that bear a loss ("tokens"), the result is the mean over all tokens however unevenly a mask spreads them.
-    None, or a name that aux lacks: microbatches count alike.
+    weight: the name of a number in aux, alike on all ranks, by which each microbatch counts. None: "tokens", the number
+    of tokens that bear a loss, if aux has it: the result is the mean over all tokens however unevenly a mask spreads
+    them; without it, microbatches count alike.
     Losses, gradients and floating-point leaves of aux are averaged, each microbatch being normalised on its own; whole
     numbers in aux are counts, and are summed.
     Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
-    Raises ValueError when dim 0 does not divide by n.
+    Raises ValueError when dim 0 does not divide by n, and for a weight that aux does not have.
     """
     if n < 1:
         raise ValueError(f"accumulate over n={n} microbatches; n must be at least 1")
@@ -97,7 +97,7 @@ def accumulate(
         for parts in zip(*[x.chunk(n, 0) for x in leaves], strict=True):
             out, grads = run(params, tree.unflatten(spec, list(parts)), *args)
             grads = tree.map(lambda g: _wide(g, dtype), each(grads))
-            weights.append(out[1].get(weight) if isinstance(out[1], dict) else None)
+            weights.append(_weight(out[1], weight))
             new = _weighted((out, grads), weights[-1])
             total = new if total is None else tree.map(torch.add, total, new)
         count = n if weights[0] is None else sum(weights[1:], weights[0]).clamp(min=1)
@@ -105,6 +105,16 @@ def accumulate(
         return (loss, aux), grads
 
     return accumulated
+
+
+def _weight(aux: Any, name: str | None) -> torch.Tensor | None:
+    known = aux if isinstance(aux, dict) else {}
+    if name is not None and name not in known:
+        raise ValueError(
+            f"weight={name!r}: got metrics {', '.join(map(str, known)) or 'without any name'}, wanted one of that name"
+            f"{tree.did_you_mean(name, [str(k) for k in known])}; None weighs by 'tokens' where there is one"
+        )
+    return known.get(name or "tokens")
 
 
 def _weighted(values: Any, weight: torch.Tensor | None) -> Any:

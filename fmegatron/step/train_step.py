@@ -88,10 +88,10 @@ def build_train_step(
     axes: Axes,
     *,
     strategy: DataParallel | None = None,
-    data_axes: tuple[str, ...] = ("dp", "fsdp"),
+    data_axes: tuple[str, ...] | None = None,
     precision: Precision | None = None,
     microbatches: int = 1,
-    weight: str | None = "tokens",
+    weight: str | None = None,
     clip_norm: float | None = 1.0,
     together: int = 1 << 20,
 ) -> Callable:
@@ -100,16 +100,17 @@ def build_train_step(
     loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
     the loss; metrics are 0-d tensors that are alike on all ranks. layouts: of the parameters at rest. clip_norm: the
     largest global gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
-    strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); None: as the
-    parameters are, with the batch split over `data_axes`. The state's specs then are `state_specs(specs, optimizer,
-    strategy)`.
+    strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the state's
+    specs then are `state_specs(specs, optimizer, strategy)`. None: as the parameters are, with the batch split over
+    `data_axes` (default dp and fsdp).
     precision: in which dtypes gradients are reduced and added up (the model's own policy says how weights are
     gathered); None: as the backward makes them, and microbatches in fp32.
     microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
     together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
-    The step raises ValueError, naming the leaf, when it is first called with parameters that are not what `layouts`
-    says (structure, local shape, dtype).
+    The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
+    not what `layouts` and `strategy` say (structure, local shape, dtype). ValueError at once for a mesh with an axis
+    that neither the strategy nor any layout knows, and for both a strategy and data_axes.
 
     No gradient is computed for parameters that the optimizer does not train (`Optimizer.trains`). A loss scale in the
     optimizer's state (`optim.skip_nonfinite`) multiplies the loss and is taken out of the reduced gradients, in fp32.
@@ -121,9 +122,11 @@ def build_train_step(
         loss, metrics = out if isinstance(out, tuple) else (out, {})
         return loss if scale is None else loss * scale.to(loss.dtype), metrics
 
-    strategy = DataParallel(data_axes) if strategy is None else strategy
+    if strategy is not None and data_axes is not None:
+        raise ValueError(f"got data_axes={data_axes} and a strategy, whose axes are {strategy.axes}; give one of them")
+    strategy = strategy or DataParallel(data_axes or ("dp", "fsdp"))
+    _require_known_axes(axes, strategy, layouts)
     trains = getattr(optimizer, "trains", optim.every_path)
-    placed = placements(layouts, strategy)
     trained_at = placements(optim.partition(layouts, trains)[0], strategy)
 
     def reduce_each(grads: Any) -> Any:
@@ -139,6 +142,7 @@ def build_train_step(
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
         tree.check(state.params, layouts, rank=0)  # while tracing; shapes are alike on all ranks inside a step
+        tree.check(state.opt, opt_layouts, rank=0)
         trained, frozen = optim.partition(state.params, trains)
         scale = optim.loss_scale_of(state.opt)
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
@@ -147,18 +151,35 @@ def build_train_step(
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         norm = optim.global_norm(grads, trained_at.optim, axes)
-        params = _moved(state.params, placed.params, placed.optim, axes, Wire(), together)
+        # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
+        whole = _moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
+        params = optim.merge(whole, frozen)
         if getattr(optimizer, "judges_norm", False):  # a norm that was clipped before it is judged has no spikes
             params, opt = optimizer.update(grads, state.opt, params, norm=norm, max_norm=clip_norm)
         else:
             grads = grads if clip_norm is None else optim.clip(grads, norm, clip_norm)
             params, opt = optimizer.update(grads, state.opt, params)
-        params = _moved(params, placed.optim, placed.params, axes, Wire(), together)
+        params, _ = optim.partition(params, trains)
+        params = optim.merge(_moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
-    train_step.declared = Declared(state_specs(specs, optimizer, strategy), strategy.axes)
+    specs = state_specs(specs, optimizer, strategy)
+    opt_layouts = tree.layouts(specs.opt)
+    train_step.declared = Declared(specs, strategy.axes)
     return train_step
+
+
+def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> None:
+    """ValueError for an axis over which gradients would silently stay a partial sum, or work be repeated."""
+    mesh = tree.leaves(layouts)[0].mesh
+    used = {*strategy.axes, *(name for layout in tree.leaves(layouts) for name in layout.sharded)}
+    for name in mesh.names:
+        if mesh[name] > 1 and name not in used:
+            raise ValueError(
+                f"mesh {mesh}: the axis {name!r} is none of the strategy's axes {strategy.axes} and shards no "
+                f"parameter; give a strategy over it, such as DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
+            )
 
 
 def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Wire, together: int) -> Any:

@@ -1,0 +1,157 @@
+"""Strategies that do not fit are told in words; what must not travel does not; placements that only integers show."""
+
+import pytest
+import torch
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes, Precision
+from fmegatron.layout import DataParallel, Layout, Mesh, Split
+from fmegatron.step import (
+    build_train_step,
+    collectives_of,
+    init_state,
+    initial_state,
+    least_traffic,
+    placements,
+    trace,
+)
+from fmegatron.testing import split
+from tests.step import strategies
+from tests.step.strategies import OPTIMIZER, STRATEGIES, make_config, make_step
+
+NUMBERS = 16  # bytes: losses, norms and counts
+
+
+def first_state(config, mesh, strategy, optimizer=OPTIMIZER):
+    return initial_state(model.specs(config, mesh, strategy=strategy), optimizer, 0, 0, strategy)
+
+
+def sent(step, config, mesh, strategy, optimizer=OPTIMIZER):
+    batch = split(strategies.batch_at(config, 0), strategies.batch_layouts(mesh))[0]
+    state = first_state(config, mesh, strategy, optimizer)
+    found = collectives_of(trace(step, (state, batch)).graph_module.graph, mesh)
+    return [one for one in found if one.nbytes > NUMBERS]
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+def test_accumulated_gradients_travel_as_the_policy_says():
+    """bf16 on the wire, once a step, though they were added up in fp32: the outer sum of HSDP."""
+    mesh, strategy = Mesh(dp=2, fsdp=2), STRATEGIES["hsdp"]
+    config = make_config(precision=Precision.bf16_wire())
+    outer = [c for c in sent(make_step(config, mesh, strategy, 3), config, mesh, strategy) if c.axes == ("dp",)]
+    layouts = model.layouts(config, mesh, strategy=strategy)
+    least = least_traffic(
+        layouts, strategy, 3, reduce_dtype=lambda _: torch.bfloat16, late_dtype=lambda _: torch.bfloat16
+    )
+    inner = least_traffic(
+        tree.map(lambda x: x.replace(mesh=Mesh(dp=1, fsdp=2)), layouts),
+        strategy,
+        3,
+        reduce_dtype=lambda _: torch.bfloat16,
+    )
+    assert sum(c.sent for c in outer) == least.reduce - inner.reduce > 0
+
+
+@pytest.mark.parametrize("name", ["zero1", "hybrid"])
+def test_frozen_parameters_stay_where_they_are(name):
+    """Neither their gradients nor their updates travel."""
+    config, mesh, strategy = make_config(), Mesh(dp=2, fsdp=2), STRATEGIES[name]
+    rules = [("blocks|embed", optim.Group(frozen=True))]
+    optimizer = optim.grouped(1e-2, rules, adam=optim.scale_by_adam())
+    step = make_step(config, mesh, strategy, optimizer=optimizer)
+    least = least_traffic(model.layouts(config, mesh, strategy=strategy), strategy, trains=optimizer.trains)
+    total = {"all_gather": 0, "reduce_scatter": 0}
+    for one in sent(step, config, mesh, strategy, optimizer):
+        if name == "zero1" or one.axes == ("dp",):
+            total[one.op.removesuffix("_many")] += one.sent
+    assert total["all_gather"] == least.update > 0
+    state = first_state(config, mesh, strategy, optimizer)
+    assert total["all_gather"] < sum(x.nbytes for x in tree.leaves(state.params["blocks"])) / 8
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+def test_a_state_of_another_strategy():
+    """The optimizer's state is that of the parameters: the leaf is named before anything is computed."""
+    config, mesh, strategy = make_config(), Mesh(dp=2), STRATEGIES["zero1"]
+    state = init_state(first_state(config, mesh, strategy).params, OPTIMIZER)
+    batch = split(strategies.batch_at(config, 0), strategies.batch_layouts(mesh))[0]
+    with pytest.raises(ValueError, match="adam/m/blocks/attention"):
+        make_step(config, mesh, strategy)(state, batch)
+
+
+def build(mesh=None, strategy=None, **options):
+    mesh = mesh or Mesh(dp=2)
+    layouts = {"w": Layout((4, 4), torch.float32, mesh)}
+    return build_train_step(lambda p, b: p["w"].sum(), OPTIMIZER, layouts, Axes(mesh), strategy=strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataParallel(("dp", "dp")), r"axes: got \('dp', 'dp'\), wanted names of axes, each once"),
+        (lambda: DataParallel.zero1(("dp", "fsdp")), r"axes: got \(\('dp', 'fsdp'\),\), wanted names"),
+        (lambda: build(Mesh(dp=2, fsdp=2), DataParallel.zero3("fsdp")), "the axis 'dp' is none of the strategy's axes"),
+        (lambda: build(data_axes=("nonsense",)), "the axis 'dp' is none of the strategy's axes"),
+        (lambda: build(strategy=DataParallel.zero1("dp"), data_axes=("dp",)), "give one of them"),
+    ],
+)
+def test_strategies_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_weight_that_no_metric_has():
+    config = make_config()
+    layouts, axes = model.layouts(config, Mesh()), Axes(Mesh())
+    step = build_train_step(
+        lambda p, b: model.loss(p, b, config, layouts, axes), OPTIMIZER, layouts, axes, microbatches=2, weight="token"
+    )
+    with pytest.raises(ValueError, match="weight='token': got metrics .*did you mean tokens"):
+        step(first_state(config, Mesh(), None), strategies.batch_at(config, 0))
+
+
+def test_a_batch_without_a_token():
+    """Nothing to learn: loss 0, and parameters that stay finite."""
+    config = make_config()
+    batch = strategies.batch_at(config, 0)
+    batch["mask"] = torch.zeros_like(batch["mask"])
+    state, metrics = make_step(config, Mesh(), STRATEGIES["replicated"], 2)(first_state(config, Mesh(), None), batch)
+    assert metrics["loss"] == 0 and all(x.isfinite().all() for x in tree.leaves(state.params))
+
+
+def test_matrix_optimizers_made_for_other_layouts():
+    config, mesh, strategy = make_config(), Mesh(dp=2), STRATEGIES["zero1"]
+    layouts = model.layouts(config, mesh, strategy=strategy)
+    right = optim.muon(1e-2, layouts=placements(layouts, strategy).optim, axes=Axes(mesh))
+    strategies.specs_of(config, mesh, strategy, right)
+    wrong = optim.muon(1e-2, layouts=layouts, axes=Axes(mesh))
+    with pytest.raises(ValueError, match="give it the layouts that the optimizer sees"):
+        strategies.specs_of(config, mesh, strategy, wrong)
+    with pytest.raises(ValueError, match="without any interleaved dim"):
+        optim.fused_parts(layouts)
+
+
+# ---- placements ------------------------------------------------------------------------------------------------------
+def test_dims_that_stay_whole():
+    mesh, zero3 = Mesh(fsdp=2), DataParallel.zero3("fsdp")
+    stack = Layout((4, 3), torch.float32, mesh)
+    assert zero3.params_layout(stack, whole=(0,)) == stack  # neither the layers nor ranges of them
+    assert zero3.params_layout(stack).axes(0) == ("fsdp",)
+    assert zero3.params_layout(Layout((3, 6), torch.float32, mesh)).axes(1) == ("fsdp",)
+    assert zero3.params_layout(Layout((3, 2, 1), torch.float32, mesh), whole=(1,)).spec == (None,) * 3
+    assert zero3.params_layout(Layout((9, 3), torch.float32, mesh)) == Layout((9, 3), torch.float32, mesh)
+
+
+def test_ranges_and_interleaved_dims():
+    mesh = Mesh(fsdp=2, tp=3)
+    fused = Layout((3, 5, 12), torch.float32, mesh, (None, None, Split("tp", (6, 6))))
+    assert DataParallel.zero1("fsdp").optim_layout(fused).flat == ("fsdp",)  # not a cut of every part
+    assert DataParallel.zero3("fsdp").params_layout(Layout((3, 6), torch.float32, Mesh(fsdp=6))).axes(1) == ("fsdp",)
+    assert DataParallel.zero3("fsdp").params_layout(Layout((3, 2), torch.float32, Mesh(fsdp=6))).flat == ("fsdp",)
+
+
+def test_parameters_are_split_in_the_order_of_the_mesh():
+    """The minor axis is gathered first, whatever the order in which a strategy names them."""
+    order = ("fsdp", "dp")
+    layout = DataParallel(order, order, order, order).params_layout(Layout((8,), torch.float32, Mesh(dp=2, fsdp=2)))
+    assert layout.spec == (("dp", "fsdp"),)
