@@ -206,11 +206,19 @@ class Offloaded:
 
 
 def _owner(path: str, params: dict[str, Any], state: set[str]) -> str | None:
-    """The parameter whose path a path of the state ends with, the longest one; of a leaf in blocks, without its end."""
+    """The parameter whose path a path of the state ends with; of a leaf in blocks, without its end.
+
+    Where several fit ("adam/m/w", of "w" or of "m/w"), the one in front of whose path the state has most parameters.
+    """
     whole = path.removesuffix("/codes").removesuffix("/scale")
     if not {f"{whole}/codes", f"{whole}/scale"} <= state:
         whole = path
-    return max((p for p in params if whole.endswith("/" + p)), key=len, default=None)
+
+    def company(path: str) -> int:
+        front = whole.removesuffix(path)
+        return sum(front + other in state or f"{front}{other}/codes" in state for other in params)
+
+    return max((p for p in params if whole.endswith("/" + p)), key=lambda p: (company(p), len(p)), default=None)
 
 
 def _aligned(nbytes: int) -> int:

@@ -177,6 +177,8 @@ def jit(
 
     A jitted function that is called while another one is traced becomes one opaque node, compiled once.
     """
+    if overlap is not None and not isinstance(overlap, Overlap):
+        raise ValueError(f"jit: got overlap={overlap!r}, wanted None or a setting such as Overlap(depth=1)")
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
     settings = dict(patches or {}), dict(options or {}), check, dict(allow or {}), overlap
     return Jitted(fn, positions, world, backend, *settings)

@@ -178,7 +178,7 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
         if mesh[name] > 1 and name not in used:
             raise ValueError(
                 f"mesh {mesh}: the axis {name!r} is none of the strategy's axes {strategy.axes} and shards no "
-                f"parameter; give a strategy over it, such as DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
+                f"parameter; give a strategy over it, DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
 
 

@@ -105,3 +105,11 @@ def test_chunks_and_errors():
         Offloaded(optim.skip_nonfinite(opt), params, state)
     with pytest.raises(ValueError, match="q: got a state of shape"):
         chunks_of(params, {"q": torch.zeros(3)}, 10)
+
+
+def test_a_path_of_the_state_that_ends_like_two_parameters():
+    """ "adam/m/w" is the moment m of "w", though "m/w" is a parameter too."""
+    params = {"w": torch.ones(4), "m": {"w": torch.ones(4)}}
+    chunks = chunks_of(params, optim.adamw(1e-3).init(params), chunk_bytes=1)
+    owned = {path: chunk.params for chunk in chunks for path in chunk.state if path != "count"}
+    assert owned["adam/m/w"] == ("w",) and owned["adam/m/m/w"] == ("m/w",)

@@ -52,6 +52,8 @@ class Overlap:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"Overlap: got {name}={value}, wanted 0 or more")
+            if name != "peak" and value is not None and not isinstance(value, int):
+                raise ValueError(f"Overlap: got {name}={value}, wanted a whole number")
 
     @property
     def reorders(self) -> bool:
