@@ -79,7 +79,11 @@ class Entry:
         overlap = overlap if opaque_entries(self.graph_module.graph) else None
         key = (world, backend, tuple(sorted(patches.items())), overlap)
         if key not in self.bound:
-            self.bound[key] = Bound(self, world, backend, patches, f"{self.name}_{len(self.bound)}", overlap)
+            # The ranks of a mesh have bound it as often for this mesh, but not all of them for smaller ones.
+            mesh = None if world is None else world.mesh
+            before = sum((None if known is None else known.mesh) == mesh for known, *_ in self.bound)
+            where = "" if mesh is None else "_" + re.sub(r"[^0-9a-zA-Z]+", "_", str(mesh))
+            self.bound[key] = Bound(self, world, backend, patches, f"{self.name}{where}_{before}", overlap)
         return self.bound[key].op
 
 
