@@ -1,5 +1,7 @@
 """Bytes read / bytes needed when a leaf of a few MiB is cut in another way than it was: counted, and as told before."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -71,13 +73,12 @@ def test_part_of_a_stack_of_layers(tmp_path):
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_band_of_stored_ranges_is_read_once(tmp_path, monkeypatch, ranks, verify):
+def test_a_band_of_stored_ranges_is_read_once(tmp_path, ranks, verify):
     """Rows of 28 bytes, bands of 32, ranges of 64: neighbours share bands, and a job that has both reads them once."""
     layouts = {"flat": Layout((15, 7), torch.float32, Mesh(fsdp=2), flat=("fsdp",))}
     wanted = {"flat": Layout((15, 7), torch.float32, Mesh(tp=ranks), ("tp",))}
     state = {"flat": any_bits((15, 7), torch.float32)}
-    with small_sizes():
-        monkeypatch.setattr(fetch, "_JOB_BYTES", 1 << 20)
+    with small_sizes(), mock.patch.object(fetch, "_JOB_BYTES", 1 << 20):  # put back before small_sizes is
         save_all(tmp_path / "a", state, layouts)
         for rank, local in enumerate(cut_tree(state, wanted)):
             store, count = counting(tmp_path / "a")
