@@ -19,7 +19,7 @@ from fmegatron.collectives.ops import (
 )
 from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.precision import Precision
-from fmegatron.collectives.reshard import Move, reshard, reshard_moves
+from fmegatron.collectives.reshard import Move, reshard, reshard_moves, whole_parts
 from fmegatron.collectives.reshard_many import reshard_many
 from fmegatron.collectives.symbolic import is_symbolic
 from fmegatron.collectives.wire import Wire, largest_of
@@ -54,4 +54,5 @@ __all__ = [
     "reshard_many",
     "reshard_moves",
     "shard",
+    "whole_parts",
 ]

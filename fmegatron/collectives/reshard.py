@@ -10,7 +10,7 @@ from fmegatron.collectives.axes import Axes
 from fmegatron.collectives.ops import all_gather, all_to_all, lend, psum, reduce_scatter, shard
 from fmegatron.layout import Layout, Split
 
-__all__ = ["Move", "moved", "reshard", "reshard_moves"]
+__all__ = ["Move", "moved", "reshard", "reshard_moves", "whole_parts"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def moved(x: torch.Tensor, move: Move, src: Layout, dst: Layout, axes: Axes) -> 
     if move.op == "shard":
         return _by_parts(x, move, lambda piece: shard(piece, axis, move.dim))
     x = _gathered(x, move, dst, axes)
-    return _rejoin(x, move, axis.size) if move.parts else x
+    return whole_parts(x, move.dim, move.parts, axis.size) if move.parts else x
 
 
 def _gathered(x, move, dst, axes):
@@ -81,11 +81,10 @@ def _by_parts(x, move, f):
     return torch.cat([f(piece) for piece in x.split(list(move.parts), move.dim)], move.dim)
 
 
-def _rejoin(x, move, n):
-    """After a gather of an interleaved dim: from rank-major pieces to whole parts."""
-    pieces = x.split([size // n for _ in range(n) for size in move.parts], move.dim)
-    count = len(move.parts)
-    return torch.cat([pieces[r * count + p] for p in range(count) for r in range(n)], move.dim)
+def whole_parts(x: torch.Tensor, dim: int, sizes: tuple[int, ...], n: int) -> torch.Tensor:
+    """An interleaved dim that n ranks gathered, in order: from rank-major pieces of every part to whole parts."""
+    pieces = x.split([size // n for _ in range(n) for size in sizes], dim)
+    return torch.cat([pieces[rank * len(sizes) + part] for part in range(len(sizes)) for rank in range(n)], dim)
 
 
 def _block_shape(layout: Layout) -> tuple[int, ...]:

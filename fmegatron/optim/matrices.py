@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, all_gather_many, all_to_all_many, reshard, shard
+from fmegatron.collectives import Axes, all_gather_many, all_to_all_many, reshard, shard, whole_parts
 from fmegatron.layout import Layout, Split
 
 Tree = Any
@@ -250,21 +250,15 @@ def _by_cut(f: Function, x: torch.Tensor, kind: _Kind, mesh) -> torch.Tensor:
     """f of matrices whose interleaved dims were put in order."""
     orders = [(dim, cut.parts, mesh.extent(cut.axes)) for dim, cut in enumerate(kind.cuts, 1) if cut.parts]
     for dim, sizes, n in orders:
-        x = _in_order(x, dim, sizes, n)
+        x = whole_parts(x, dim, sizes, n)
     x = f(x)
     for dim, sizes, n in orders:
         x = _by_rank(x, dim, sizes, n)
     return x
 
 
-def _in_order(x: torch.Tensor, dim: int, sizes: tuple[int, ...], n: int) -> torch.Tensor:
-    """From the ranks' pieces one after the other, each with its piece of every part, to whole parts."""
-    pieces = x.split([size // n for _ in range(n) for size in sizes], dim)
-    return torch.cat([pieces[rank * len(sizes) + part] for part in range(len(sizes)) for rank in range(n)], dim)
-
-
 def _by_rank(x: torch.Tensor, dim: int, sizes: tuple[int, ...], n: int) -> torch.Tensor:
-    """The inverse of `_in_order`."""
+    """The inverse of `whole_parts`."""
     pieces = x.split([size // n for size in sizes for _ in range(n)], dim)
     return torch.cat([pieces[part * n + rank] for rank in range(n) for part in range(len(sizes))], dim)
 

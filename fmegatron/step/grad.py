@@ -9,7 +9,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, Wire, reshard_many
-from fmegatron.layout import Layout
+from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.jit import jit
 from fmegatron.step.torch_private import is_tracing, mark_backward
 
@@ -130,8 +130,7 @@ def _wide(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
     """Layout of a parameter's gradient as autograd leaves it: a pending sum over the data axes that do not shard it."""
-    pending = tuple(a for a in data_axes if layout.mesh[a] > 1 and a not in layout.sharded)
-    return layout.replace(unreduced=pending)
+    return DataParallel(data_axes).grads_layout(layout)
 
 
 def reduce_gradients(

@@ -41,10 +41,14 @@ def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None 
     """
     mesh = tree.leaves(param_specs)[0].mesh
     step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
-    seen = param_specs
-    if strategy is not None:
-        seen = tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
-    return State(step, param_specs, optimizer.init(seen))
+    return State(step, param_specs, optimizer.init(_seen(param_specs, strategy)))
+
+
+def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
+    """The parameters' specs as the optimizer sees them."""
+    if strategy is None:
+        return param_specs
+    return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
 
 
 def init_state(params: Any, optimizer: Any, seen: Any = None) -> State:
@@ -74,11 +78,8 @@ def initial_state(
     def draw(specs):
         return tree.init(State(None, specs, None), key, rank, device).params
 
-    params, seen = draw(param_specs), None
-    if strategy is not None:
-        at = tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
-        seen = params if at == param_specs else draw(at)
-    return init_state(params, optimizer, seen)
+    params, seen = draw(param_specs), _seen(param_specs, strategy)
+    return init_state(params, optimizer, params if seen == param_specs else draw(seen))
 
 
 def build_train_step(

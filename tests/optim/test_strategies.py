@@ -6,10 +6,11 @@ import pytest
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, check, init_state, placements, state_specs
 from fmegatron.testing import assert_parity
 from tests.step import tiny
+from tests.step.strategies import STRATEGIES
 
 ONE, MESH = Mesh(dp=1, fsdp=1, tp=1), Mesh(dp=2, fsdp=2, tp=2)
 PARTS = optim.fused_parts(model.layouts(tiny.CONFIG, ONE))
@@ -23,14 +24,6 @@ MAKE = {
 }
 # SOAP's bases of what no gradient has reached stand on a ridge of a millionth: other roundings count that much more.
 TOLERANCE = {MAKE["soap"]: 1e-6}
-STRATEGIES = {
-    "replicated": DataParallel.replicated(),
-    "zero1": DataParallel.zero1(),
-    "zero2": DataParallel.zero2(),
-    "zero3": DataParallel.zero3(),
-    "hsdp": DataParallel.hsdp(),
-    "hybrid": DataParallel.hybrid(),
-}
 
 
 def make_step(make, strategy, mesh):

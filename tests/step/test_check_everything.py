@@ -9,19 +9,12 @@ import torch
 from experiments import minimal, shakespeare
 from fmegatron import model, optim, step
 from fmegatron.collectives import Precision
-from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout import Layout, Mesh
 from fmegatron.step import check
 from tests.step.graph_mutants import TINY, problem
+from tests.step.strategies import STRATEGIES
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
-STRATEGIES = {
-    "replicated": DataParallel.replicated(),
-    "zero1": DataParallel.zero1(),
-    "zero2": DataParallel.zero2(),
-    "zero3": DataParallel.zero3(),
-    "hsdp": DataParallel.hsdp(),
-    "hybrid": DataParallel.hybrid(),
-}
 PARTS = optim.fused_parts(model.layouts(model.Config(**TINY, vocab_multiple=8), Mesh(dp=1, fsdp=1, tp=1)))
 
 

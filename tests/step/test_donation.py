@@ -5,7 +5,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step import init_state, jit
-from fmegatron.testing import assert_pure
+from fmegatron.testing import assert_pure, peak_bytes
 from tests.step import tiny
 
 BACKENDS = ["inductor", "compile", "aot_eager"]
@@ -55,7 +55,7 @@ def test_memory(wide, donated, undonated):
     """Above the state: the gradients once, and activations; without donation, the new state too."""
     state, batch = tiny.copied(wide[0]), wide[1]
     donated(state, batch), undonated(state, batch)  # compiled before it is measured
-    peaks = [tiny.peak_bytes(lambda step=step: step(state, batch)) for step in (donated, undonated)]
+    peaks = [peak_bytes(lambda step=step: step(state, batch)) for step in (donated, undonated)]
     gradients = sum(x.nbytes for x in tree.leaves(state.params))
     activations = 16 * batch["x"].nbytes  # a few [B, D] of each layer, forward and backward
     assert activations < 0.2 * gradients  # else the bounds below would say little

@@ -18,15 +18,8 @@ from fmegatron.step import (
     state_bytes,
     trace,
 )
+from tests.step.strategies import STRATEGIES
 
-STRATEGIES = {
-    "replicated": DataParallel.replicated(),
-    "zero1": DataParallel.zero1(),
-    "zero2": DataParallel.zero2(),
-    "zero3": DataParallel.zero3(),
-    "hsdp": DataParallel.hsdp(),
-    "hybrid": DataParallel.hybrid(),
-}
 MESHES = [Mesh(fsdp=4), Mesh(dp=2, fsdp=2), Mesh(dp=2, fsdp=2, tp=2)]
 CONFIG = model.Config(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=4, ffn_dim=48, max_seq=8)
 OPTIMIZER = optim.adamw(1e-3)

@@ -111,18 +111,6 @@ def copied(t):
     return tree.map(torch.clone, t)
 
 
-def peak_bytes(fn: Callable) -> int:
-    """Largest sum of live allocations during fn(), above what was live before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        fn()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = top = 0
-    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events):
-        live += size
-        top = max(top, live)
-    return top
-
-
 def line_of(file: str, mark: str) -> str:
     """ "name.py:12", the line of a file that ends with the comment `# HERE mark`."""
     lines = Path(file).read_text().splitlines()
