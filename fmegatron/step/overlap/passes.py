@@ -6,8 +6,9 @@ import torch
 
 from fmegatron.collectives import World
 from fmegatron.step.lower import copy_module
+from fmegatron.step.overlap.ends import join_ends
 from fmegatron.step.overlap.groups import separate_groups
-from fmegatron.step.overlap.merge import join_ends, merge_reductions
+from fmegatron.step.overlap.merge import merge_reductions
 from fmegatron.step.overlap.order import reordered, sort_by
 from fmegatron.step.overlap.roles import is_start
 from fmegatron.step.overlap.setting import Overlap

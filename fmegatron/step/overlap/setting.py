@@ -24,8 +24,9 @@ class Overlap:
     (losses, norms, gradients of vectors); an array that is larger travels alone, because concatenating it costs more
     than a message. 0: none. Over two ranks sums keep their bits; over more, a library that divides a buffer among
     ranks may add in another order.
-    join_ends: the embedding travels with the first block, forward (gather) and backward (reduce-scatter), as one
-    coalesced collective without a copy: nothing could hide either. The embedding then lives as long as the first block.
+    join_ends: the embedding travels with the first block, forward (gather) and backward (reduce-scatter), whatever
+    their dtypes: nothing could hide either. As one coalesced collective without a copy; reductions that are exchanges
+    (sums of 16 bits in fp32) share one buffer. The embedding then lives as long as the first block.
     keep_last: the block that ends the forward begins the backward: its weights are kept instead of gathered twice.
     separate_groups: gathers get process groups of their own, so that they and reductions do not queue behind each
     other (one communicator runs its collectives in order).

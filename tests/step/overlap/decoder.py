@@ -2,15 +2,26 @@
 
 import functools
 
+import torch
+
 from fmegatron import model
-from fmegatron.collectives import Axes
-from fmegatron.layout import Mesh
-from fmegatron.step import PaperWorld, build_train_step, compiled_layer
+from fmegatron.collectives import Axes, Precision
+from fmegatron.layout import DataParallel, Mesh
+from fmegatron.step import PaperWorld, build_train_step, compiled_layer, initial_state
 from fmegatron.step.jit import Compiled
 from tests.step import tiny
 
 FSDP = Mesh(fsdp=2)
 LAYERS = 3
+# In most of them norms travel in fp32 beside matrices in fewer bits, as bytes in one buffer.
+POLICIES = {
+    "fp32": Precision.fp32(),
+    "bf16": Precision.bf16(),
+    "bf16 wire": Precision.bf16_wire(),
+    "fp8": Precision.fp8_wire(),
+    "fp8, bf16 wire": Precision.bf16_wire(gather=torch.float8_e4m3fn),
+    "sums in bf16": Precision.bf16(reduce=None),
+}
 
 
 def config(layers: int = LAYERS, **changes) -> model.Config:
@@ -18,19 +29,31 @@ def config(layers: int = LAYERS, **changes) -> model.Config:
     return tiny.config_with(layers=layers, **{"tied": False, **changes})
 
 
-def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=None, **options):
-    """The usual step, its weights gathered for use."""
-    layouts, axes = model.layouts(of, mesh), Axes(mesh)
+def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=None, strategy=None, **options):
+    """The usual step, its weights gathered for use. strategy: a DataParallel; None: as the model's rules say."""
+    layouts, axes = model.layouts(of, mesh, strategy=strategy), Axes(mesh)
     loss = functools.partial(
         model.loss, config=of, layouts=layouts, axes=axes, layer=compiled_layer(save), reshard_after_forward=reshard
     )
+    if strategy is not None:
+        return build_train_step(
+            loss, tiny.OPTIMIZER, layouts, axes, strategy=strategy, precision=of.precision, **options
+        )
     data_axes = tuple(a for a in model.DATA_AXES if a in mesh)
     return build_train_step(loss, tiny.OPTIMIZER, layouts, axes, data_axes=data_axes, **options)
 
 
-def compiled(overlap=None, of: model.Config | None = None, mesh: Mesh = FSDP, **options) -> Compiled:
+def state(of: model.Config, mesh: Mesh, strategy: DataParallel | None = None, rank: int = 0):
+    """This rank's state at step 0."""
+    if strategy is None:
+        return tiny.decoder_state(of, mesh, rank)
+    return initial_state(model.specs(of, mesh, strategy=strategy), tiny.OPTIMIZER, 0, rank, strategy)
+
+
+def compiled(overlap=None, of: model.Config | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> Compiled:
     """The stages of the step on one rank of a mesh, nothing compiled."""
     of = of or config()
-    args = (tiny.decoder_state(of, mesh), tiny.decoder_batch(of, mesh=mesh))
+    args = (state(of, mesh, strategy), tiny.decoder_batch(of, mesh=mesh))
     world = PaperWorld(mesh)
-    return Compiled(train_step(of, mesh, **options), args, (0,), world, "inductor", {}, {}, None, overlap)
+    step = train_step(of, mesh, strategy=strategy, **options)
+    return Compiled(step, args, (0,), world, "inductor", {}, {}, None, overlap)

@@ -1,28 +1,22 @@
 """The order in which collectives start and are waited for is the one that was designed; one process, nothing runs."""
 
-import functools
-
 import pytest
 import torch
 
-from fmegatron import model
-from fmegatron.collectives import Axes, Precision, all_gather, psum
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.collectives import Axes, all_gather, psum
+from fmegatron.layout import Mesh
 from fmegatron.step import (
     Overlap,
     PaperWorld,
-    build_train_step,
-    compiled_layer,
     entry_of,
     init_state,
-    initial_state,
     jit,
     launches,
     overlapped,
 )
 from fmegatron.step.jit import Compiled
 from tests.step import tiny
-from tests.step.overlap.decoder import FSDP, compiled, config
+from tests.step.overlap.decoder import compiled
 
 PLAIN = Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False)
 LATE = Overlap(depth=0, late_reductions=True, join_ends=False)
@@ -149,37 +143,3 @@ def test_graph_names_the_stages():
     step(init_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
     with pytest.raises(ValueError, match="choose one of trace, lower, overlap, donate"):
         step.graph("schedule")
-
-
-POLICIES = {  # norms are sharded too and fp32: two dtypes travel in one buffer, which the embedding does not join
-    "fp64": (Precision.fp64(), "G0 w:G0 G1 F0 w:G1 G2 F1 w:G2 G3 R0 w:G3 G4 B0 w:R0 R1 w:G4 B1 w:R1 R2 w:R2 A0 w:A0"),
-    "bf16": (
-        Precision.bf16(),
-        "G0 w:G0 G1 w:G1 G2 F0 w:G2 G3 F1 w:G3 G4 R0 w:G4 G5 B0 w:R0 R1 w:G5 B1 w:R1 R2 w:R2 A0 w:A0",
-    ),
-    "bf16 wire": (
-        Precision.bf16_wire(),
-        "G0 w:G0 G1 w:G1 G2 F0 w:G2 G3 F1 w:G3 G4 R0 w:G4 G5 B0 w:R0 R1 w:G5 B1 w:R1 R2 w:R2 R3 w:R3 A0 w:A0",
-    ),
-    "fp8": (
-        Precision.fp8_wire(),
-        "A0 w:A0 G0 w:G0 G1 F0 w:G1 G2 F1 w:G2 G3 R0 w:G3 G4 B0 w:R0 R1 w:G4 B1 w:R1 R2 w:R2 A1 w:A1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_weights_of_several_dtypes_are_prefetched(name):
-    """ZeRO-3 under each policy of dtypes: the same overlap, with exact sums (exchanges) and scales for 8 bits (A0)."""
-    precision, wanted = POLICIES[name]
-    strategy, of = DataParallel.zero3(), config(2, precision=precision)
-    layouts, specs, axes = (
-        model.layouts(of, FSDP, strategy=strategy),
-        model.specs(of, FSDP, strategy=strategy),
-        Axes(FSDP),
-    )
-    loss = functools.partial(model.loss, config=of, layouts=layouts, axes=axes, layer=compiled_layer("inputs"))
-    step = build_train_step(loss, tiny.OPTIMIZER, layouts, axes, strategy=strategy)
-    args = (initial_state(specs, tiny.OPTIMIZER, 0, 0, strategy), tiny.decoder_batch(of, mesh=FSDP))
-    made = Compiled(step, args, (0,), PaperWorld(FSDP), "inductor", {}, {}, None, Overlap())
-    assert launches(made.stages["overlap"].graph) == wanted
