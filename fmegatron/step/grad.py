@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout
+from fmegatron.step.fresh import barrier
 from fmegatron.step.jit import jit
 from fmegatron.step.torch_private import is_tracing, mark_backward
 
@@ -95,6 +97,8 @@ def accumulate(
         _, leaves, spec = tree.flatten(batch)
         total, weights = None, []
         for parts in zip(*[x.chunk(n, 0) for x in leaves], strict=True):
+            if total is not None:
+                parts = _after(list(parts), tree.leaves(total[1]))
             out, grads = run(params, tree.unflatten(spec, list(parts)), *args)
             grads = tree.map(lambda g: _wide(g, dtype), each(grads))
             weights.append(_weight(out[1], weight))
@@ -105,6 +109,14 @@ def accumulate(
         return (loss, aux), grads
 
     return accumulated
+
+
+def _after(parts: list, sums: list) -> list:
+    """The next microbatch, which exists after the sums of the last ones do. Without this, the compiler makes one kernel
+    of all the sums at the end, and the gradients of every microbatch are alive until then."""
+    smallest = min(range(len(parts)), key=lambda i: parts[i].numel())
+    parts[smallest] = functools.reduce(barrier, sums, parts[smallest])
+    return parts
 
 
 def _weight(aux: Any, name: str | None) -> torch.Tensor | None:
