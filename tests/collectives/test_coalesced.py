@@ -10,10 +10,10 @@ import torch
 
 from fmegatron import collectives as c
 from fmegatron.collectives import FLAT, Axes, Place, Wire, connect
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import Layout, Mesh, dtype_name
 from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
-from tests.collectives.coalesced_cases import GROUPS, MESHES, Problem, gather_step
+from tests.collectives.coalesced_cases import GROUPS, MESHES, Problem, draw, gather_step
 
 ALL = [
     (mesh, group)
@@ -181,6 +181,24 @@ def test_size_one_leaves_no_node_but_the_casts():
     assert not symbolic_nodes(graph)
     z, g = step(x)
     assert z.dtype == g.dtype == torch.float32 and g.tolist() == [1, 1]  # rounded to bf16 on its way
+
+
+def test_one_rank_rounds_gradients_as_several_do():
+    """A wire that names nothing but the dtype of reductions is no idle one."""
+    x = torch.ones(2, requires_grad=True)
+    (y,) = c.all_gather_many([x], Axes(Mesh(a=1))["a"], [0], Wire(reduce=torch.bfloat16))
+    (g,) = torch.autograd.grad(y, x, torch.full((2,), 1 + 2**-10))
+    assert g.dtype == torch.float32 and g.tolist() == [1, 1]
+
+
+def test_dtypes_that_do_not_divide_each_other_share_a_buffer():
+    """A row has 6 bytes of bf16 beside 8 of fp32, which begin where fp32 can be viewed."""
+    xs = [draw(0, (2, 3), torch.bfloat16), draw(1, (2, 2), torch.float32), draw(2, (2, 1), torch.float64)]
+    rows = torch.ops.fmegatron_real.pack(xs)
+    assert rows.shape == (2, 24)  # of 22 bytes, up to a multiple of the widest
+    names = [dtype_name(x.dtype) for x in xs]
+    for x, y in zip(xs, torch.ops.fmegatron_real.unpack(rows, names, [3, 2, 1]), strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
 
 
 def test_tensors_that_need_no_gradient_are_not_reduced():

@@ -204,6 +204,19 @@ def test_an_overflow_in_half_precision_lowers_the_scale_until_it_fits():
     assert not torch.equal(state.params["w"], torch.ones(4, 4, dtype=torch.float16))
 
 
+def test_a_scale_is_taken_out_in_fp32():
+    """Gradients of 1e-6 that fp16 holds 2^16 times as large: in fp16 the scale is infinite and the quotient nothing."""
+
+    def loss(params, batch):
+        return (params["w"].float() * batch).sum()
+
+    layouts = {"w": Layout((4,), torch.float16, ONE)}
+    opt = skip_nonfinite(optim.sgd(0.1), layouts, Axes(ONE), loss_scale=LossScale(initial=2.0**16))
+    step = build_train_step(loss, opt, layouts, Axes(ONE), clip_norm=None)
+    _, metrics = step(init_state({"w": torch.ones(4, dtype=torch.float16)}, opt), torch.full((4,), 1e-6))
+    assert metrics["grad_norm"].item() == pytest.approx(2e-6, rel=2**-11)
+
+
 # ---- norms of groups -------------------------------------------------------------------------------------------------
 def test_norms_by_group_on_a_mesh():
     mesh = Mesh(dp=2, fsdp=2, tp=2)

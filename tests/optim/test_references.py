@@ -120,6 +120,17 @@ def test_per_head_is_each_head():
     torch.testing.assert_close(-moved["wq"], torch.cat(list(heads), -1))
 
 
+def test_the_first_rule_of_parts_decides():
+    """As in `grouped` and in `layout.Rules`: the narrower rule stands first."""
+
+    def moved(*rules):
+        opt, x = optim.muon(1.0, momentum=0.0, weight_decay=0.0, parts=rules), {"wq": draw(6, 12)}
+        return opt.update(x, opt.init(x), x)[0]["wq"]
+
+    assert torch.equal(moved(("wq", 4), ("w.*", 2)), moved(("wq", 4)))
+    assert not torch.equal(moved(("wq", 4)), moved(("w.*", 2)))
+
+
 def test_fused_parts_come_from_the_layouts():
     mesh = Mesh(fsdp=1, tp=1)
     layouts = {

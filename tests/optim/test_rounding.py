@@ -9,6 +9,7 @@ from fmegatron import tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import join_master, positions, random_words, split_master, stochastic_bfloat16
+from fmegatron.step import PaperWorld
 from fmegatron.testing import simulate, split
 
 QUIET = 0x00400000
@@ -127,6 +128,18 @@ def test_positions_are_global_indices(layout):
     parts = split(everything, layout.replace(dtype=torch.int64))
     for rank, part in enumerate(parts):
         assert torch.equal(tree.leaves(sim.outputs[rank])[0], part), rank
+
+
+def test_words_of_arrays_of_more_than_32_bits_of_elements():
+    """Ranks whose elements are 2^32 apart in the global array draw words of their own."""
+    mesh = Mesh(fsdp=2**31)
+    layout, like = Layout((2**33,), torch.float32, mesh, ("fsdp",)), torch.empty(4)
+    drawn = []
+    for rank in (0, 2**30):
+        axes = Axes(mesh, PaperWorld(mesh, rank))
+        assert positions(like, layout, axes).tolist() == list(range(4 * rank, 4 * rank + 4))
+        drawn.append(random_words(0, "w", torch.tensor(0), like, layout, axes))
+    assert not (drawn[0] == drawn[1]).any()
 
 
 def test_uneven_positions_are_refused():

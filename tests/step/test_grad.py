@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from fmegatron import model, optim, tree
-from fmegatron.collectives import Axes
-from fmegatron.layout import Layout, Mesh
+from fmegatron.collectives import Axes, Precision
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import (
     State,
     accumulate,
+    build_train_step,
+    collectives_of,
     init_state,
+    initial_state,
     jit,
     raw_gradient_layout,
     reduce_gradients,
@@ -134,6 +137,52 @@ def test_low_precision_gradients_are_summed_in_fp32():
     x[0] = 1.0
     (_, _), grads = f(torch.ones(1, dtype=torch.bfloat16), {"x": x})
     assert grads.dtype == torch.float32 and float(grads * 256) == pytest.approx(1 + 255 / 256, rel=1e-6)
+
+
+B16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("param", "precision", "sent", "summed"),
+    [
+        (B16, None, B16, F32),  # as the backward makes them
+        (F32, Precision(reduce=B16), B16, F32),
+        (F32, Precision(reduce=F32, accumulate=F64), F32, F64),
+        (F32, Precision(reduce=B16, accumulate=F64), B16, F64),
+    ],
+)
+def test_microbatches_are_reduced_narrow_and_added_up_wide(param, precision, sent, summed):
+    """ZeRO-2: what each reduce-scatter sends has the dtype of the wire, and its result is then widened and added."""
+    mesh, strategy, optimizer = Mesh(dp=2), DataParallel.zero2("dp"), optim.sgd(0.1)
+    layouts = {"w": Layout((8, 4), param, mesh)}
+    specs, axes = tree.map(lambda layout: tree.ArraySpec(layout, tree.Normal(1.0)), layouts), Axes(mesh)
+
+    def loss(params, batch):
+        return (batch["x"] @ params["w"]).square().sum()
+
+    step = build_train_step(loss, optimizer, layouts, axes, strategy=strategy, precision=precision, microbatches=2)
+    batch = {"x": torch.ones(2, 8, dtype=summed if precision else param)}
+    graph = trace(step, (initial_state(specs, optimizer, 0, 0, strategy), batch)).graph_module.graph
+    scatters = [c for c in collectives_of(graph, mesh) if c.op.startswith("reduce_scatter")]
+    assert [c.dtype for c in scatters] == [sent, sent]
+    sums = [n.meta["val"] for n in graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    assert [x.dtype for x in sums if x.shape == (4, 4)][:1] == [summed]
+
+
+def test_fp64_sums_of_microbatches_lose_nothing_of_fp32_gradients():
+    """1 + 2^-30 is 1 in fp32: in the sum itself, and in the norm that a policy's step reports."""
+    x = torch.tensor([[1.0], [2.0**-30]])
+    (_, _), grads = accumulate(value_and_grad(lambda p, b: (p * b["x"]).sum()), 2, dtype=F64)(torch.ones(1), {"x": x})
+    assert grads.dtype == F64 and grads.item() == x.double().mean().item()
+
+    layouts, optimizer = {"w": Layout((1,), F32, tiny.ONE)}, optim.sgd(0.1)
+    step = build_train_step(
+        lambda p, b: (p["w"] * b["x"]).sum(), optimizer, layouts, Axes(tiny.ONE), microbatches=2, clip_norm=None,
+        precision=Precision(accumulate=F64),
+    )  # fmt: skip
+    state, metrics = step(init_state({"w": torch.ones(1)}, optimizer), {"x": x})
+    assert metrics["grad_norm"].item() == pytest.approx(x.double().mean().item(), rel=1e-12)
+    assert state.params["w"].dtype == F32
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,19 @@ def test_the_fewest_bytes_of_one_matrix():
     assert bytes_of(STRATEGIES["hsdp"], microbatches=2, reduce_dtype=lambda _: torch.bfloat16) == (8192, 2048 + 2048, 0)
 
 
+def test_frozen_leaves_and_narrow_ones():
+    """What is frozen has neither gradient nor state, and is not sent; what is updated travels in its own dtype."""
+    mesh, strategy = Mesh(dp=2), DataParallel.zero1("dp")
+    w = Layout((4, 256), torch.bfloat16, mesh)
+    specs = {name: tree.ArraySpec(w, tree.Constant(0)) for name in ("frozen", "w")}
+    opt = optim.grouped(1e-3, [("frozen", optim.Group(frozen=True))], adam=optim.scale_by_adam())
+    held = state_bytes(specs, opt, strategy)
+    # of w alone: gradients in fp32; half of the moments and of the master copy in fp32, and the count
+    assert (held.params, held.grads, held.optim) == (2 * 2048, 4096, 3 * 2048 + 8)
+    found = least_traffic(tree.layouts(specs), strategy, trains=opt.trains)
+    assert parts_of(found) == (0, 1024, 1024)  # half of 2048 bytes each
+
+
 def parts_of(traffic):
     assert traffic.total == traffic.gather + traffic.reduce + traffic.update
     return traffic.gather, traffic.reduce, traffic.update

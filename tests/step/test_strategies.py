@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, model, optim, tree
-from fmegatron.collectives import Axes, Precision, connect, reshard
+from fmegatron.collectives import Axes, Precision, connect, reshard, reshard_moves
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import build_train_step, check, compiled_layer, initial_state, jit, placements, state_specs
 from fmegatron.testing import Ranks, relative_error, simulate, split
@@ -237,6 +237,14 @@ def test_a_kind_that_is_sharded_less_than_the_one_before():
     with pytest.raises(ValueError, match="optim is sharded over 'tp', but axes"):
         DataParallel(optim=("tp",))
     assert DataParallel("dp", optim="dp") == DataParallel.zero1("dp")
+
+
+def test_the_optimizers_layout_goes_on_from_the_gradients():
+    """Whatever the order in which axes are named: what is sharded stays where it is, and the rest is cut further."""
+    w = Layout((8, 8), torch.float32, Mesh(dp=2, fsdp=2))
+    placed = DataParallel(grads=("dp",), optim=("fsdp", "dp")).place(w)
+    assert placed.grads.axes(0) == ("dp",) and placed.optim.axes(0) == ("dp", "fsdp")
+    assert [str(move) for move in reshard_moves(placed.grads, placed.optim)] == ["reduce_scatter(fsdp dim 0)"]
 
 
 def test_placements_are_those_of_every_leaf():

@@ -20,8 +20,8 @@ from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step.check.findings import Report
 from fmegatron.step.check.rules import value_after
-from fmegatron.step.check.scope import Scope
-from fmegatron.step.check.values import Value, order_of, value_of
+from fmegatron.step.check.scope import Scope, line_of
+from fmegatron.step.check.values import Value, order_of, plain, value_of
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace
 
@@ -123,19 +123,33 @@ def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[
 
 
 def _written(scope: Scope, node: torch.fx.Node) -> None:
-    """An op that writes into an argument gives that argument, and all that shares its memory, the new value."""
+    """An op that writes into an argument gives that argument the new value.
+
+    What shares its memory and lies in it alike has the new value, too; of other views nothing is known any more.
+    """
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return
-    target, new = node.args[0], scope.values[node]
-    storage = target.meta["val"].untyped_storage()._cdata
+    new, place = scope.values[node], node.args[0].meta["val"]
+    storage = place.untyped_storage()._cdata
     for other, value in list(scope.values.items()):
         meta = other.meta.get("val")
-        if isinstance(value, Value) and isinstance(meta, torch.Tensor) and meta.untyped_storage()._cdata == storage:
-            if meta.shape == target.meta["val"].shape:
-                scope.values[other] = new
-            else:
-                scope.values[other] = value.without(new.axes(), tainted=new.axes())
+        if not isinstance(value, Value) or not isinstance(meta, torch.Tensor):
+            continue
+        if meta.untyped_storage()._cdata != storage:
+            continue
+        if _lies(meta) == _lies(place):
+            scope.values[other] = new
+            continue
+        unknown = value.axes() | new.axes()
+        if unknown:
+            scope.unproven.setdefault(f"{node.target} through a view", line_of(node))
+        scope.values[other] = Value(tuple(plain(n) for n in meta.shape), tainted=unknown)
+
+
+def _lies(x: torch.Tensor) -> tuple:
+    """Where the elements of a tensor lie in its storage."""
+    return x.shape, x.stride(), x.storage_offset()
 
 
 def _compare(scope: Scope, value: Value, node: torch.fx.Node, path: str, layout: Layout | None) -> None:

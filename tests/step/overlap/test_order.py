@@ -121,16 +121,44 @@ def test_what_a_collective_reads_is_not_written_before_its_wait():
     assert names.index("all_reduce") < names.index("wait_tensor") < names.index("add_")
 
 
+def test_what_is_written_between_two_gathers_is_gathered_twice():
+    """keep_last, which joins equal gathers, sees that the memory of a view changes."""
+    axis = Axes(Mesh(dp=2))["dp"]
+
+    def f(x, w, changes):
+        y = w * 3
+        rows = y.view(2, 4)
+        x = x @ all_gather(rows, axis, 0)
+        if changes:
+            y.mul_(2)
+        return x @ all_gather(rows, axis, 0)
+
+    def order(changes):
+        step = functools.partial(f, changes=changes)
+        return launches(lowered(step, torch.ones(4, 4), torch.ones(8), overlap=Overlap(keep_last=True)))
+
+    assert order(False) == "G0 w:G0" and order(True) == "G0 w:G0 G1 w:G1"
+
+
 def test_random_numbers_keep_their_order():
+    """Even where the first of them moves, behind the sum that its argument shares with a later one."""
     axis = Axes(Mesh(dp=2))["dp"]
 
     def f(x):
-        total = psum(x.sum(), axis)
-        other = psum(x.square().sum(), axis)
-        return torch.bernoulli(x * total), torch.rand_like(x), other
+        drawn = torch.bernoulli(x * psum(x.sum(), axis))
+        return drawn, torch.rand_like(x), psum(x.square().sum(), axis)
 
     names = [n.name for n in lowered(f, torch.ones(3)).nodes]
-    assert names.index("bernoulli") < names.index("rand_like")
+    (merged,) = (i for i, name in enumerate(names) if name.startswith("all_reduce"))
+    assert merged < names.index("bernoulli") < names.index("rand_like")
+
+
+def test_where_memory_is_highest_reductions_are_waited_for_at_once(order):
+    """A limit that nothing meets: the head's and the last layer's gradients no longer travel while the next layer
+    computes, nor are the weights of that one gathered ahead; elsewhere all is as it was."""
+    assert order(Overlap(peak=0.0)) == ORDERS[Overlap()].replace(
+        "G4 R0 w:G4 G5 B0 w:R0 R1 w:G5 G6 B1 w:R1 R2 w:G6 B2", "G4 R0 w:R0 w:G4 B0 R1 w:R1 G5 w:G5 B1 R2 G6 w:G6 B2"
+    )
 
 
 def test_negative_settings_are_refused():

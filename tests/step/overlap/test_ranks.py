@@ -8,7 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from fmegatron import tree
-from fmegatron.collectives import connect
+from fmegatron.collectives import Axes, connect, psum
 from fmegatron.step import Overlap, jit, launches, timeline
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, config, train_step
@@ -56,6 +56,20 @@ def test_every_setting_gives_the_same_bits(ranks):
     assert found[0] == found[1]
     assert [(a, b) for a, b, _ in found[0]] == [(True, True)] * len(SETTINGS)
     assert len({order for _, _, order in found[0]}) >= 5  # they do differ
+
+
+def bytes_that_metrics_keep(rank):
+    """(collectives of two sums over ranks, one of a number; bytes of the memory that the number lies in)."""
+    with connect(FSDP) as world:
+        axis = Axes(FSDP)["fsdp"]
+        step = jit(lambda x: (psum(x.sum(), axis), psum(x, axis)), world=world, backend="eager", overlap=Overlap(),
+                   check=False)  # fmt: skip
+        loss, _ = step(torch.ones(1000))
+        return launches(step.graph("donate")), loss.item(), loss.untyped_storage().nbytes()
+
+
+def test_a_metric_does_not_keep_the_buffer_in_which_it_travelled(ranks):
+    assert ranks.run(bytes_that_metrics_keep, ranks=2) == [("A0 w:A0", 2000.0, 4)] * 2
 
 
 def with_microbatches(rank, settings):
