@@ -18,13 +18,13 @@ _GATHER, _SCATTER, _EXCHANGE = "all_gather_into_tensor", "reduce_scatter_tensor"
 _VIEW = torch.ops.aten.view.dtype
 
 
-def join_ends(graph: fx.Graph) -> None:
+def join_ends(graph: fx.Graph, backward: bool = True) -> None:
     """The embedding's gather travels with the first layer's, its gradient's reduce-scatter with that layer's.
 
     Gathers and plain reduce-scatters become one coalesced collective without a copy: the library is handed a list, of
     bytes where dtypes differ. Exact reductions (exchanges with sums behind them) share one buffer.
     Nothing is done where the first computation that needs gathered weights is a compiled layer itself, or the second
-    is none.
+    is none. backward: False for the gather alone.
     """
     found = units(graph)
     if len(found) < 2 or is_layer(found[0].anchor) or not is_layer(found[1].anchor):
@@ -32,7 +32,8 @@ def join_ends(graph: fx.Graph) -> None:
     if len(found[0].stages) > 1 or len(found[1].stages) > 1:
         return
     _join(graph, [*found[0].gathers, *found[1].gathers], at=0)
-    _join(graph, _last_scatters(graph), at=-1)
+    if backward:
+        _join(graph, _last_scatters(graph), at=-1)
 
 
 def _last_scatters(graph: fx.Graph) -> list[fx.Node]:

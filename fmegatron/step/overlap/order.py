@@ -18,17 +18,16 @@ from fmegatron.step.overlap.setting import Overlap
 __all__ = ["reordered", "sort_by"]
 
 
-def reordered(graph: fx.Graph, setting: Overlap) -> list[fx.Node]:
+def reordered(graph: fx.Graph, setting: Overlap, limit: int | None = None) -> list[fx.Node]:
     """The nodes of a graph in the order that a setting wants; `sort_by` puts them into it.
 
-    With a limit on the peak, what travels where memory is highest gives way: those gathers start when they are needed,
-    those reductions are waited for at once, until the peak that is planned keeps to the limit.
+    limit: bytes. What travels where memory is highest gives way: those gathers start when they are needed, those
+    reductions are waited for at once, until the peak that is planned (`peak_bytes`) keeps to the limit. None: any.
     """
     order = _Order(graph, setting).run()
-    if setting.peak is None:
+    if limit is None:
         return order
     counted, at_once = materialized(graph), set()
-    limit = setting.peak * most_alive(list(graph.nodes), counted)[0]
     while True:
         most, at = most_alive(order, counted)
         place = {n: i for i, n in enumerate(order)}

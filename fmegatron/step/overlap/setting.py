@@ -32,8 +32,9 @@ class Overlap:
     other (one communicator runs its collectives in order).
     ahead_bytes: no gather starts early while more than so many bytes of gathered weights travel or wait; None: any.
 
-    peak: how many times the planned peak of the graph without overlap the one with it may be (1.05): where memory is
-    highest, gathers then start when they are needed and reductions are waited for at once. None: any.
+    peak: how many times the planned peak of the graph without overlap the one with it may be (1.05). Where memory is
+    highest, gathers then start when they are needed and reductions are waited for at once; if that is not enough, the
+    ends of the backward are not joined. None: any. Where nothing is reordered, it is not looked at.
 
     Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False) changes nothing.
     Raises ValueError for a negative number.

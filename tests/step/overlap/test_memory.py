@@ -87,11 +87,35 @@ def test_everything_that_is_alive(lowered):
     assert peak_bytes(with_overlap) <= peak_bytes(without) + 2 * largest_unit_bytes(without)
 
 
+WIDE = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 176, "max_seq": 32}
+
+
 def test_where_memory_is_highest_overlap_gives_way():
     """With a large vocabulary the peak is at the loss: there, and only there, the next gather waits for its turn."""
-    of = config(3, dim=64, heads=4, kv_heads=2, ffn_dim=176, max_seq=32, vocab_size=1024)
-    lowered = compiled(None, of).stages["lower"]
+    lowered = compiled(None, config(3, vocab_size=1024, **WIDE)).stages["lower"]
     free, limited = (overlapped(lowered, s).graph for s in (Overlap(), Overlap(peak=1.05)))
     before = peak_bytes(lowered.graph)
     assert peak_bytes(limited) <= 1.05 * before < peak_bytes(free)
     assert launches(limited) == launches(free).replace("F2 w:G3 G4 R0 w:G4", "F2 w:G3 R0 G4 w:G4")
+
+
+def test_where_it_is_highest_at_the_end_the_ends_part():
+    """Where layers save only inputs the peak is where the gradients of all layers are stacked, which needs the first
+    block's: joined with it, the shard of the embedding's gradient is there already."""
+    lowered = compiled(None, config(4, vocab_size=1024, **WIDE), save="inputs").stages["lower"]
+    without = peak_bytes(lowered.graph)
+    free, limited = (overlapped(lowered, s).graph for s in (Overlap(), Overlap(peak=1.05)))
+    assert peak_bytes(limited) <= 1.05 * without < peak_bytes(free)
+    starts = [Counter(name[0] for name in launches(graph).split()) for graph in (free, limited)]
+    assert [(s["G"], s["R"]) for s in starts] == [(9, 5), (9, 6)]
+    joined = overlapped(lowered, Overlap(depth=0, late_reductions=False)).graph  # nothing else than joins
+    assert peak_bytes(free) == peak_bytes(joined)
+
+
+@pytest.mark.parametrize("save", ["mincut", "inputs"])
+@pytest.mark.parametrize("vocab", [64, 1024])
+def test_the_limit_is_kept(save, vocab):
+    """Of depth 1, wherever the peak is: at the loss, in the backward, at the stack of gradients."""
+    lowered = compiled(None, config(4, vocab_size=vocab, **WIDE), save=save).stages["lower"]
+    for limit in (1.0, 1.05, 1.1):
+        assert peak_bytes(overlapped(lowered, Overlap(peak=limit)).graph) <= limit * peak_bytes(lowered.graph)
