@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fmegatron.step.overlap.alive import materialized, most_alive
-from fmegatron.step.overlap.roles import behind, is_light, is_start, is_wait, kind, layers, units, waits_of
+from fmegatron.step.overlap.roles import behind, is_layer, is_light, is_start, is_wait, kind, layers, units, waits_of
 from fmegatron.step.overlap.setting import Overlap
 
 __all__ = ["reordered", "sort_by"]
@@ -127,15 +127,19 @@ class _Order:
     def start_ahead(self, now: int) -> None:
         """Start the gathers that are due when unit `now` begins to compute (-1: the step begins).
 
-        A gather in several stages starts one unit earlier for each stage that is left.
+        A gather in several stages starts one unit earlier for each stage that is left. What comes before the first
+        layer is a lookup, behind which no gather could hide: that layer's starts with the first ones.
         """
-        for ahead in range(1, self.setting.depth + 1):
+        layers_at = (i for i, unit in enumerate(self.units) if is_layer(unit.anchor))
+        more = next(layers_at, 0) if now < 0 else 0
+        for ahead in range(1, self.setting.depth + more + 1):
             if now + ahead >= len(self.units):
                 continue
             unit = self.units[now + ahead]
-            if now >= 0 and (unit.anchor in self.at_once or self._too_much(now, unit)):
+            if now + ahead and unit.anchor in self.at_once or now >= 0 and self._too_much(now, unit):
                 continue
-            for stage in unit.stages[: self.setting.depth - ahead + 1]:
+            depth = self.setting.depth + more - ahead + 1
+            for stage in unit.stages[: min(depth, self.setting.depth)]:
                 for gather in stage:
                     self.emit(gather)
 

@@ -36,7 +36,7 @@ ORDERS = {
     "w:G4 G6 B0 w:R0 R1 w:G5 B1 w:R1 R2 w:G6 B2 w:R2 R3 w:R3 A0 w:A0",
     Overlap(keep_last=True): "G0 w:G0 G1 F0 w:G1 G2 F1 w:G2 G3 F2 w:G3 G4 R0 "
     "B0 w:R0 R1 w:G4 G5 B1 w:R1 R2 w:G5 B2 w:R2 R3 w:R3 A0 w:A0",
-    Overlap(late_reductions=False, join_ends=False): "G0 w:G0 G1 w:G1 G2 F0 w:G2 G3 F1 w:G3 G4 F2 w:G4 G5 R0 w:R0 "
+    Overlap(late_reductions=False, join_ends=False): "G0 G1 w:G0 w:G1 G2 F0 w:G2 G3 F1 w:G3 G4 F2 w:G4 G5 R0 w:R0 "
     "w:G5 G6 B0 R1 w:R1 w:G6 G7 B1 R2 w:R2 w:G7 B2 R3 w:R3 R4 w:R4 A0 w:A0",
 }
 

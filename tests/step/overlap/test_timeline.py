@@ -33,6 +33,20 @@ def test_units(plan):
     assert with_overlap.waiting == 4 and with_overlap.duration == 3 * LAYERS + 4
 
 
+def test_nothing_waits_that_could_be_hidden():
+    """Where a layer computes for longer than its weights travel: only for the first gather, the last reduce-scatter and
+    the norm. The second block's weights travel while the first computes; what does not travel with the embedding
+    follows it at once."""
+    of = config(LAYERS, dim=64, heads=4, kv_heads=2, ffn_dim=176, max_seq=64, vocab_size=512)
+    lowered, rates = compiled(None, of).stages["lower"], Rates(flops=1e9, memory=1e9, network=1e9, latency=1e-6)
+    joined, apart = (planned(overlapped(lowered, Overlap(join_ends=join)).graph, rates) for join in (True, False))
+    assert [e.name for e in joined.events if e.waits] == ["G0", f"R{LAYERS}", "A0"]
+    at = {e.name: e for e in joined.events if not e.waits}
+    assert at["F0"].start <= at["G1"].start < at["G1"].end < at["F0"].end
+    at = {e.name: e for e in apart.events if not e.waits}
+    assert at["G0"].end == at["G1"].start < at["F0"].start <= at["G2"].start < at["G2"].end < at["F0"].end
+
+
 def test_groups_of_their_own_work_side_by_side(plan):
     at = {e.name: e.start for e in plan(Overlap(separate_groups=True)).events}
     queued = {e.name: e.start for e in plan(Overlap()).events}
