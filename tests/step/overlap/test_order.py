@@ -1,5 +1,7 @@
 """The order in which collectives start and are waited for is the one that was designed; one process, nothing runs."""
 
+import functools
+
 import pytest
 import torch
 
