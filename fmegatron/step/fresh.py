@@ -11,6 +11,8 @@ import operator
 
 import torch
 
+from fmegatron.step.trace import written_by
+
 __all__ = ["barrier", "copied_inputs", "with_fresh_outputs"]
 
 _SAME_PLACE = {"alias", "detach", "clone", "lift_fresh", "_to_copy", "convert_element_type", "device_put", "pow"}
@@ -88,15 +90,8 @@ def _writes(graph) -> dict[int, list]:
     """Storage -> the nodes that write into it."""
     found: dict[int, list] = {}
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
-            for argument, given in zip(schema.arguments, node.args, strict=False):
-                if (
-                    isinstance(given, torch.fx.Node)
-                    and argument.alias_info is not None
-                    and argument.alias_info.is_write
-                ):
-                    found.setdefault(_storage(given), []).append(node)
+        for source in written_by(node):
+            found.setdefault(_storage(source), []).append(node)
     return found
 
 

@@ -28,7 +28,10 @@ from fmegatron.step.torch_private import (
     outside_of_tracing,
 )
 
-__all__ = ["Traced", "explained", "make_fakes", "meta_of", "record", "require_pure", "symbolic_nodes", "trace"]
+__all__ = [
+    *("Traced", "explained", "make_fakes", "meta_of", "record", "require_pure", "symbolic_nodes", "trace"),
+    "written_by",
+]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
@@ -225,23 +228,24 @@ def require_pure(graph_module, in_paths) -> None:
     for node, path in zip(graph_module.graph.find_nodes(op="placeholder"), in_paths, strict=True):
         owner[_storage(node.meta["val"])] = path
     for node in graph_module.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        for argument, given in _given(node):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for source in given if isinstance(given, (list, tuple)) else [given]:
-                value = source.meta.get("val") if isinstance(source, torch.fx.Node) else None
-                if isinstance(value, FakeTensor) and _storage(value) in owner:
-                    raise ValueError(
-                        f"argument {owner[_storage(value)]!r} is changed in place by {node.target} at "
-                        f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
-                        "(jit(..., donate=...) reuses the memory)"
-                    )
+        for source in written_by(node):
+            value = source.meta.get("val")
+            if isinstance(value, FakeTensor) and _storage(value) in owner:
+                raise ValueError(
+                    f"argument {owner[_storage(value)]!r} is changed in place by {node.target} at "
+                    f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
+                    "(jit(..., donate=...) reuses the memory)"
+                )
 
 
-def _given(node) -> list[tuple]:
-    """(argument of the schema, what the node passes for it), whether by position or by name."""
-    arguments = node.target._schema.arguments
-    by_name = ((a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs)
-    return [*zip(arguments, node.args, strict=False), *by_name]
+def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The nodes into whose memory a node writes, given by position or by name, alone or in lists (`_foreach_add_`)."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    by_name = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
+    found = []
+    for argument, given in [*zip(schema.arguments, node.args, strict=False), *by_name]:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += given if isinstance(given, (list, tuple)) else [given]
+    return [source for source in found if isinstance(source, torch.fx.Node)]

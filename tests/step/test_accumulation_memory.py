@@ -1,4 +1,4 @@
-"""Gradients of microbatches do not pile up in the compiled step: one sum and one new gradient, however many there are."""
+"""Gradients of microbatches do not pile up in a compiled step: one sum and one new gradient, however many they are."""
 
 import torch
 

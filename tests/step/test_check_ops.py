@@ -72,6 +72,13 @@ def written(x, part=slice(None)):
     return y
 
 
+def written_list(x):
+    """x, put into an array of zeros by an op on lists, which returns nothing."""
+    y = torch.zeros_like(x)
+    torch._foreach_add_([y, torch.zeros(3)], [x, torch.ones(3)])
+    return y
+
+
 # name: (function, layouts of its arguments, of its results)
 RIGHT = {
     "layer_norm": (lambda x, w: F.layer_norm(x, (16,), w), (ROWS, VECTOR), (ROWS,)),
@@ -116,6 +123,7 @@ RIGHT = {
     "ring": (ring, (lay((8, 16), "tp"),), (lay((8, 16), "tp"),)),
     "dropout by keys": (keyed, (ROWS,), (ROWS,)),
     "written through a view": (lambda x: psum(written(x), TP), (PENDING,), (ROWS,)),
+    "written in a list": (lambda x: psum(written_list(x), TP), (PENDING,), (ROWS,)),
     "a part of what is whole": (lambda x: written(x, slice(2)), (WHOLE,), (WHOLE,)),
 }  # fmt: skip
 WRONG = {
@@ -175,6 +183,7 @@ WRONG = {
     "cut of a pending sum": (lambda x: shard(x, TP, 1), (PENDING,), (lay((8, 16), "dp", "tp"),)),
     "sum of a shard": (lambda x: psum(x, TP), (COLUMNS,), (lay((8, 8)),)),
     "a pending sum written through a view": (written, (PENDING,), (ROWS,)),
+    "a pending sum written in a list": (written_list, (PENDING,), (ROWS,)),
 }  # fmt: skip
 
 
@@ -202,5 +211,16 @@ def test_what_is_written_through_another_view_is_unproven(view):
         return y * 2, beside * 2
 
     found = report(fn, (square, square.replace(unreduced=("tp",))), (square, lay((8, 2), "dp")))
-    assert found.ok and [op for op, _ in found.unproven] == ["aten.copy_.default through a view"]
+    assert found.ok and [op for op, _ in found.unproven] == ["aten.copy_.default into shared memory"]
     assert found.unproven[0][1].startswith("test_check_ops.py:")
+
+
+def test_what_an_op_does_to_several_arguments_is_unproven():
+    def fn(p, g):
+        w, m, v = (torch.zeros_like(p) for _ in range(3))
+        torch._fused_sgd_([w], [g * 1], [m], weight_decay=0.0, momentum=0.9, lr=0.1, dampening=0.0, nesterov=False,
+                          maximize=False, is_first_step=True)  # fmt: skip
+        return w, v
+
+    found = report(fn, (ROWS, PENDING), (ROWS, ROWS))
+    assert found.ok and "aten._fused_sgd_.default into shared memory" in dict(found.unproven)

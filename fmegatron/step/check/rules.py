@@ -101,5 +101,5 @@ def _unproven(scope: Scope, node: torch.fx.Node) -> Any:
     def blank(meta: Any) -> Value | None:
         return Value(tuple(plain(n) for n in meta.shape), tainted=unknown) if isinstance(meta, torch.Tensor) else None
 
-    found = node.meta["val"]
+    found = node.meta.get("val")  # an op that only writes returns nothing
     return [blank(m) for m in found] if isinstance(found, (list, tuple)) else blank(found)

@@ -23,7 +23,7 @@ from fmegatron.step.check.rules import value_after
 from fmegatron.step.check.scope import Scope, line_of
 from fmegatron.step.check.values import Value, order_of, plain, value_of
 from fmegatron.step.torch_private import FakeTensorMode
-from fmegatron.step.trace import Traced, trace
+from fmegatron.step.trace import Traced, trace, written_by
 
 
 def check(
@@ -123,14 +123,19 @@ def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[
 
 
 def _written(scope: Scope, node: torch.fx.Node) -> None:
-    """An op that writes into an argument gives that argument the new value.
+    """An op that writes into an argument, or a list of them, gives each the new value.
 
     What shares its memory and lies in it alike has the new value, too; of other views nothing is known any more.
     """
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or not node.args or not isinstance(node.args[0], torch.fx.Node):
-        return
-    new, place = scope.values[node], node.args[0].meta["val"]
+    targets, new = written_by(node), scope.values[node]
+    values = new if isinstance(new, list) else [new]
+    if len(values) != len(targets):  # not what it returns is what it writes
+        values = [None] * len(targets)
+    for target, value in zip(targets, values, strict=True):
+        _overwrite(scope, node, target.meta["val"], value)
+
+
+def _overwrite(scope: Scope, node: torch.fx.Node, place: torch.Tensor, new: Value | None) -> None:
     storage = place.untyped_storage()._cdata
     for other, value in list(scope.values.items()):
         meta = other.meta.get("val")
@@ -138,12 +143,12 @@ def _written(scope: Scope, node: torch.fx.Node) -> None:
             continue
         if meta.untyped_storage()._cdata != storage:
             continue
-        if _lies(meta) == _lies(place):
+        if new is not None and _lies(meta) == _lies(place):
             scope.values[other] = new
             continue
-        unknown = value.axes() | new.axes()
+        unknown = value.axes() | (frozenset(scope.mesh.names) if new is None else new.axes())
         if unknown:
-            scope.unproven.setdefault(f"{node.target} through a view", line_of(node))
+            scope.unproven.setdefault(f"{node.target} into shared memory", line_of(node))
         scope.values[other] = Value(tuple(plain(n) for n in meta.shape), tainted=unknown)
 
 

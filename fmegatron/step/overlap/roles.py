@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fmegatron.step.trace import written_by
+
 __all__ = [
     *("Unit", "behind", "from_arguments", "is_layer", "is_light", "is_start", "is_view", "is_wait", "kind", "layers"),
     *("memory_of", "units", "waits_of"),
@@ -127,17 +129,9 @@ def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _written(node: fx.Node, memory: dict[fx.Node, Hashable]) -> set[Hashable]:
     """Memory that a node writes into; drawing random numbers counts as writing."""
-    schema, found = getattr(node.target, "_schema", None), set()
-    if node.op != "call_function" or schema is None:
-        return found
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    found = {memory[n] for n in written_by(node)}
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         found.add("random numbers")
-    if schema.is_mutable:
-        named = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
-        for argument, given in [*zip(schema.arguments, node.args, strict=False), *named]:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = given if isinstance(given, (list, tuple)) else [given]
-                found |= {memory[n] for n in given if isinstance(n, fx.Node)}
     return found
 
 
