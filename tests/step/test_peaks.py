@@ -1,0 +1,148 @@
+"""Proof 4, measured: the most memory that one rank's step takes above its state is what the formulas say.
+
+The lowered and donated step of rank 0 runs on process groups that move nothing (torch's "fake" backend): every buffer
+has its size on that mesh, whatever the values are. Few tokens and wide layers, so that weights and gradients are the
+memory; what activations take is bounded by ACTIVATIONS.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fmegatron import model, optim, tree
+from fmegatron.collectives import Axes, connect
+from fmegatron.layout import Mesh
+from fmegatron.step import Overlap, build_train_step, compiled_layer, initial_state, jit, state_bytes
+from fmegatron.step.overlap.alive import gathered_bytes
+from fmegatron.testing import peak_bytes
+from tests.step.strategies import STRATEGIES
+
+MESHES = [Mesh(fsdp=4), Mesh(dp=2, fsdp=2), Mesh(dp=2, fsdp=2, tp=2)]
+LAYERS, TOKENS = 4, 4
+CONFIG = model.Config(vocab_size=64, dim=256, layers=LAYERS, heads=4, kv_heads=4, ffn_dim=384, max_seq=TOKENS)
+OPTIMIZER = optim.sgd(1e-3)
+TOGETHER = 1 << 16  # bytes: the blocks' leaves are buckets of their own, as those of large models are
+ACTIVATIONS = 4 * TOKENS * CONFIG.dim * (LAYERS + 6)  # fp32: the layers' inputs, and 6 values per channel of a layer
+
+
+def in_blocks(path):
+    return path.startswith("blocks/")
+
+
+def of_params(layouts, keep=lambda path: True):
+    """(bytes of the leaves on rank 0, those of the largest one)."""
+    sizes = [4 * math.prod(x.local_shape(0)) for path, x in zip(tree.paths(layouts), tree.leaves(layouts), strict=True)
+             if keep(path)]  # fmt: skip
+    return sum(sizes), max(sizes)
+
+
+def formula(strategy, mesh, microbatches):
+    """Bytes above the state. g: gradients as parameters lie; A: as they are accumulated.
+
+    A (with microbatches) and the largest of
+    g(1 - 1/L) + 2 layers   the last layer's backward: weights and buffer, or weights and gradients, whole
+    2g                      gradients of sharded layers, which were reduced together, are stacked
+    g + largest leaf        those of layers that are not sharded are stacked leaf by leaf, and clipped so
+    """
+    specs = model.specs(CONFIG, mesh, strategy=strategy)
+    layouts = tree.layouts(specs)
+    g, leaf = of_params(layouts)
+    waiting = state_bytes(specs, OPTIMIZER, strategy).grads if microbatches > 1 else 0
+    if mesh.extent(tuple(a for a in strategy.params if a in mesh)) == 1:
+        return waiting + g + leaf
+    blocks, _ = of_params(layouts, in_blocks)
+    return waiting + max(g - blocks // LAYERS + 2 * layer_bytes(mesh), 2 * g)
+
+
+def layer_bytes(mesh):
+    """Bytes of one layer that is whole over the data axes."""
+    whole = model.layouts(CONFIG, mesh, strategy=STRATEGIES["replicated"])
+    return of_params(whole, in_blocks)[0] // LAYERS
+
+
+@pytest.fixture
+def run_on():
+    """Function -> (step that has run once, its state, a batch): of rank 0 of a mesh."""
+    worlds = []
+
+    def make(strategy, mesh, microbatches=1, layer=None, backend="eager", overlap=None):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.size)
+        worlds.append(connect(mesh, device="cpu"))
+        specs, axes = model.specs(CONFIG, mesh, strategy=strategy), Axes(mesh)
+        layouts, layer = tree.layouts(specs), layer or compiled_layer(save="inputs")
+
+        def loss(params, batch):
+            return model.loss(params, batch, CONFIG, layouts, axes, layer)
+
+        options = {"strategy": strategy, "microbatches": microbatches, "together": TOGETHER}
+        step = build_train_step(loss, OPTIMIZER, layouts, axes, **options)
+        run = jit(step, donate=0, world=worlds[-1], backend=backend, overlap=overlap)
+        tokens = torch.zeros(microbatches, TOKENS, dtype=torch.int64)
+        batch = {"tokens": tokens, "labels": tokens}
+        state, _ = run(initial_state(specs, OPTIMIZER, 0, 0, strategy), batch)
+        return run, state, batch
+
+    yield make
+    for world in worlds:
+        world.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def peak(run, state, batch):
+    return peak_bytes(lambda: run(state, batch))
+
+
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("mesh", [MESHES[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[::2])], ids=str)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_peak(name, mesh, microbatches, run_on):
+    expected = formula(STRATEGIES[name], mesh, microbatches)
+    assert 0.98 * expected <= peak(*run_on(STRATEGIES[name], mesh, microbatches)) <= expected + ACTIVATIONS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replicated", "zero1", "zero3"])
+def test_peak_when_compiled(name, run_on):
+    """Inductor orders and fuses, and needs no more: one more layer would be a tenth."""
+    expected = formula(STRATEGIES[name], MESHES[1], 1)
+    assert 0.9 * expected <= peak(*run_on(STRATEGIES[name], MESHES[1], backend="inductor")) <= 1.02 * expected
+
+
+@pytest.mark.parametrize("overlap", [None, Overlap(depth=1)], ids=["in order", "depth 1"])
+def test_weights_of_two_layers_at_most(overlap, run_on):
+    """ZeRO-3: beside the shards two layers are whole at a time; that the next one is on its way costs no third."""
+    mesh = MESHES[0]
+    run, state, batch = run_on(STRATEGIES["zero3"], mesh, overlap=overlap)
+    assert 0 < gathered_bytes(run.graph("overlap")) <= 2 * layer_bytes(mesh)
+    one_more = layer_bytes(mesh) if overlap else 0  # of gradients, where the weights of two are whole
+    assert peak(run, state, batch) <= formula(STRATEGIES["zero3"], mesh, 1) + one_more + ACTIVATIONS
+
+
+def test_a_layer_that_stays_gathered_is_seen(run_on):
+    """What the formulas would not notice, they would not prove."""
+
+    def keeps_one(fn, prepare):
+        run, as_given = (compiled_layer(save="inputs")(fn, p) for p in (prepare, None))
+        kept = []
+
+        def layer(x, shards, *rest):
+            if kept:
+                return run(x, shards, *rest)
+            kept.append(prepare(shards))
+            return as_given(x, kept[0], *rest)
+
+        return layer
+
+    strategy, mesh = STRATEGIES["zero3"], MESHES[0]
+    limit = formula(strategy, mesh, 1) + ACTIVATIONS
+    assert peak(*run_on(strategy, mesh, layer=keeps_one)) > limit + 0.5 * layer_bytes(mesh)
+
+
+def test_a_gradient_that_stays_whole_is_seen(run_on):
+    """ZeRO-1, which accumulates whole gradients, in the place of ZeRO-2."""
+    limit = formula(STRATEGIES["zero2"], MESHES[1], 2) + ACTIVATIONS
+    assert peak(*run_on(STRATEGIES["zero1"], MESHES[1], 2)) > 1.4 * limit
