@@ -69,14 +69,37 @@ def test_commands_exist():
                 assert (ROOT / f"experiments/benchmarks/{command.removeprefix('bench-')}.py").exists(), command
 
 
+def blocks() -> list[str]:
+    """The Python blocks of the README, in their order."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+def run(code: str, names: dict) -> dict:
+    """The names after a block was run with these."""
+    exec(compile(code, "README.md", "exec"), names)
+    return names
+
+
 def test_the_experiment_runs(capsys, monkeypatch):
-    """The first Python block of the README, as it stands there, for a few steps."""
-    code = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    """The first Python block, as it stands there, for a few steps."""
+    code = blocks()[0]
     assert "steps=200" in code and len(code.splitlines()) <= 25
     monkeypatch.chdir(ROOT)
-    exec(compile(code.replace("steps=200", "steps=2, log_every=1"), "README.md", "exec"), {})
+    run(code.replace("steps=200", "steps=2, log_every=1"), {})
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 2 and losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_data_parallelism_runs(backend, capsys, monkeypatch):
+    """The second block goes on from the first, of which the loop is left out."""
+    first, second = blocks()[:2]
+    assert "DataParallel.zero3()" in second and "\nfor info in " in first and "step.jit(train_step, " in second
+    monkeypatch.chdir(ROOT)
+    names = run(first.partition("\nfor info in ")[0], {})
+    names = run(second.replace("step.jit(train_step, ", f"step.jit(train_step, backend={backend!r}, "), names)
+    assert names["state"].step == 1 and 5 < names["metrics"]["loss"] < 6  # log 256 = 5.55
+    assert "planned" in capsys.readouterr().out
 
 
 def test_paths_exist():

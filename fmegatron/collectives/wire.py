@@ -60,7 +60,9 @@ class Wire:
             return x.to(self.gather)
         if scale is None:
             raise ValueError(f"a {x.dtype} value travels as {self.gather}: it needs a scale (nn.with_scales)")
-        limit = largest_of(self.gather)  # the quotient may be rounded above it, and the cast would make that NaN
+        # Of a scale that is too small for x (nn.with_scales gives none) the rest is cut off, alike in all formats and
+        # on all devices; what a cast alone makes of it differs (the largest number, NaN, infinity).
+        limit = largest_of(self.gather)
         return (x.float() / scale).clamp(-limit, limit).to(self.gather)
 
     def arrived(self, y: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Layout, Split
 from fmegatron.optim.grids import Dynamic, Floating, Grid, Linear
+from fmegatron.optim.matrices import joined
 from fmegatron.tree import ArraySpec
 
 
@@ -65,8 +66,8 @@ class Blockwise:
             y = torch.where(scale.unsqueeze(-1) == 0, 0.0, part / scale.unsqueeze(-1))
             codes.append(self.grid.encode(y, not self.root).flatten(-2))
             scales.append(scale)
-        scale = _joined(scales)
-        return {"codes": _joined(codes).reshape(x.shape), "scale": scale.flatten() if _is_flat(layout) else scale}
+        scale = joined(scales, -1)
+        return {"codes": joined(codes, -1).reshape(x.shape), "scale": scale.flatten() if _is_flat(layout) else scale}
 
     def decode(self, stored: dict[str, torch.Tensor], layout: Layout | None) -> torch.Tensor:
         """The float32 that `encode` was given, up to the precision of the grid."""
@@ -80,7 +81,7 @@ class Blockwise:
             y = part * own.unsqueeze(-1)
             out.append((y * y if self.root else y).flatten(-2))
             at += count
-        return _joined(out).view(codes.shape)
+        return joined(out, -1).view(codes.shape)
 
     # ---- where the blocks are
 
@@ -155,10 +156,6 @@ def _cut(rows: torch.Tensor, width: int) -> list[torch.Tensor]:
     if not rest:
         return [rows.unflatten(-1, (count, width))]
     return [rows[..., :-rest].unflatten(-1, (count, width)), rows[..., -rest:].unsqueeze(-2)]
-
-
-def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
 
 
 def _is_flat(layout: Layout | None) -> bool:

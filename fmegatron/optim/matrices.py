@@ -97,9 +97,9 @@ def on_whole_matrices(
     pools: dict[_Kind, list[int]] = {}
     for i, (_, kind) in enumerate(turned):
         pools.setdefault(kind, []).append(i)
-    joined = [_joined([turned[i][0] for i in members]) for members in pools.values()]
+    batches = [joined([turned[i][0] for i in members]) for members in pools.values()]
     done: dict[int, torch.Tensor] = {}
-    for members, y in zip(pools.values(), _dealt(f, joined, list(pools), axes), strict=True):
+    for members, y in zip(pools.values(), _dealt(f, batches, list(pools), axes), strict=True):
         for i, part in zip(members, y.split([turned[i][0].shape[0] for i in members]), strict=True):
             part = part if stacks[i].x is turned[i][0] else part.mT
             done[i] = part if scale is None else part * scale(*stacks[i].size)
@@ -110,8 +110,9 @@ def on_whole_matrices(
     return out
 
 
-def _joined(xs: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(xs) if len(xs) > 1 else xs[0]
+def joined(xs: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The tensors one after another along a dim; a single one is not copied."""
+    return torch.cat(xs, dim) if len(xs) > 1 else xs[0]
 
 
 # ---- from a leaf to stacks of matrices -------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def _split_columns(stack: _Stack, sizes, ways: int, shape):
             if stacked(count, split):
                 y = y.reshape(count, k, m, size).permute(1, 2, 0, 3).reshape(k, m, width)
             columns.append(y)
-        return (torch.cat(columns, -1) if len(columns) > 1 else columns[0]).reshape(shape)
+        return joined(columns, -1).reshape(shape)
 
     return stacks, back
 

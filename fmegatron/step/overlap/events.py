@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["Event", "Timeline"]
 
 COMPUTE = "compute"
-_SIDE_BY_SIDE = 12  # the widest name of a lane
+_SIDE_BY_SIDE = 12  # the least room for the names of lanes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Timeline:
 
     def picture(self, width: int = 110) -> str:
         """One row of `width` characters per lane: `[F0==]` runs, `....` waits for a collective; a legend below."""
-        columns = width - _SIDE_BY_SIDE - 1
+        names = max([_SIDE_BY_SIDE, *map(len, self.lanes)])
+        columns = max(width - names - 1, 1)
         begin = min((e.start for e in self.events), default=0.0)
         scale = columns / (self.duration or 1.0)
         rows = [f"{self.title}: {_number(self.duration, self.unit)}, {self._share()}"]
@@ -76,7 +77,7 @@ class Timeline:
                 a, b = int((event.start - begin) * scale), int((event.end - begin) * scale)
                 a, b = min(a, columns - 1), min(max(b, a + 1), columns)
                 row[a:b] = "." * (b - a) if event.waits else _block(event.name, b - a)
-            rows.append(f"{lane[:_SIDE_BY_SIDE]:{_SIDE_BY_SIDE}s} {''.join(row).rstrip()}")
+            rows.append(f"{lane:{names}s} {''.join(row).rstrip()}")
         rows.append("[F0==] runs, .... waits; G gather, R reduce-scatter, A all-reduce, F B a layer forward, backward")
         return "\n".join(rows)
 

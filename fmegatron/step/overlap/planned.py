@@ -82,7 +82,8 @@ def _bytes(nodes) -> int:
 
 
 def _seconds_on_the_wire(start: fx.Node, rates: Rates | None) -> float:
-    """A ring sends all but one part of the whole array: once for gathers and reduce-scatters, twice for all-reduces."""
+    """Latency, and the whole array at the rate of the network: once for gathers, reduce-scatters and exchanges, twice
+    for all-reduces. (A ring of n ranks sends (n - 1)/n of that; the graph does not say n for all of them.)"""
     if rates is None:
         return 1.0
     whole = max(_bytes([start]), _bytes(start.all_input_nodes))

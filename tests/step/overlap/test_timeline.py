@@ -78,6 +78,14 @@ def test_picture():
     assert text[2][13:].startswith("[G0") and text[3][13:].index("[R0") == compute.index("|")
 
 
+def test_names_of_lanes_are_not_cut():
+    """Groups of joint axes have long ones; two lanes must not look alike."""
+    lanes = ["exchange dp+fsdp", "exchange dp+fsdp+ep"]
+    text = str(Timeline(tuple(Event("X0", lane, 0.0, 1.0) for lane in lanes), "a step")).splitlines()
+    assert [line.partition("[")[0].strip() for line in text[1:3]] == lanes
+    assert text[1].index("[") == text[2].index("[") == len(lanes[1]) + 1 and max(map(len, text[1:3])) <= 110
+
+
 def test_chrome_trace(plan, tmp_path):
     made = plan(Overlap())
     trace = json.loads(made.chrome_trace(tmp_path / "step.json").read_text())["traceEvents"]
