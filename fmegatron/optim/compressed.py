@@ -12,6 +12,7 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Layout
 from fmegatron.optim.blockwise import Blockwise, in_blocks
 from fmegatron.optim.groups import whole_segments
+from fmegatron.optim.matrices import split_over
 from fmegatron.optim.optimizer import Optimizer, working_dtype
 from fmegatron.optim.rounding import join_master, random_words, split_master, stochastic_bfloat16
 from fmegatron.optim.transform import Tree
@@ -110,6 +111,7 @@ def compressed(
             return spec
         form = format_of(path)
         _require_layouts(path, spec.layout, form, layouts, axes)
+        _require_the_same(path, spec.layout, layout_of(path))
         if isinstance(form, Blockwise) and form.applies(spec.shape):
             return form.specs(f"compressed: {path}", spec)
         return spec.replace(dtype=torch.bfloat16) if isinstance(form, Bfloat16) else spec
@@ -147,6 +149,7 @@ def compressed(
                 return tree.zeros_like(by_path[path], torch.int16)
             if isinstance(leaf, ArraySpec):
                 _require_layouts(f"master/{path}", leaf.layout, form, layouts, axes)
+                _require_the_same(f"master/{path}", leaf.layout, layout_of(f"master/{path}"))
             return None
 
         state = tree.map_with_path(one, state)
@@ -220,6 +223,14 @@ def _require_layouts(path: str, layout: Layout, form: Format, layouts: Tree | No
         )
     if random and axes is None:
         raise ValueError(f"compressed: {path}: got {layout}, which is split, and no axes; give axes=Axes(mesh) too")
+
+
+def _require_the_same(path: str, asked: Layout, known: Layout | None) -> None:
+    if known is not None and split_over(asked) != split_over(known):
+        raise ValueError(
+            f"compressed: {path}: was made with {known}, but the state is asked for {asked}; give it the layouts that"
+            " the optimizer sees: step.placements(layouts, strategy).optim"
+        )
 
 
 def _is_for(form: Format, path: str) -> bool:

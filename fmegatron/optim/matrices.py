@@ -310,7 +310,7 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
         if path not in known:
             raise ValueError(f"{who}: {path}: got no layout for it{tree.did_you_mean(path, list(known))}")
         layout = known[path]
-        if isinstance(leaf, tree.ArraySpec) and _split(leaf.layout) != _split(layout):
+        if isinstance(leaf, tree.ArraySpec) and split_over(leaf.layout) != split_over(layout):
             raise ValueError(
                 f"{who}: {path}: was made with {layout}, but the state is asked for {leaf.layout}; give it the layouts "
                 "that the optimizer sees: step.placements(layouts, strategy).optim"
@@ -325,7 +325,9 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
     return layout_of
 
 
-def _split(layout: Layout) -> tuple:
-    """Which axes of size > 1 split which dim, and the flattened block."""
+def split_over(layout: Layout) -> tuple:
+    """The shape, and which axes of which size > 1 split which dim, and the flattened block."""
     dims = (*(layout.axes(dim) for dim in range(len(layout.shape))), layout.flat)
-    return layout.shape, tuple(tuple(name for name in axes if layout.mesh[name] > 1) for axes in dims)
+    return layout.shape, tuple(
+        tuple((name, layout.mesh[name]) for name in axes if layout.mesh[name] > 1) for axes in dims
+    )

@@ -153,7 +153,9 @@ def _one(g: torch.Tensor, state: dict, scalars: tuple[torch.Tensor, ...], b1: fl
         before = state[f"{side}_basis"].view(-1, size, size) + first * eye
         ridge = _RIDGE / size * (statistics * eye).sum((-2, -1), keepdim=True)
         bases[side] = torch.linalg.qr(torch.baddbmm(ridge * before, statistics, before)).Q
-        new[side], new[f"{side}_basis"] = statistics.view(state[side].shape), bases[side].reshape(state[side].shape)
+        new[side] = statistics.view(state[side].shape)
+        # LAPACK's columns lie one after another; a state that does not keep its strides is another signature for jit.
+        new[f"{side}_basis"] = bases[side].contiguous().view(state[side].shape)
 
     def turned(y: torch.Tensor, back: bool) -> torch.Tensor:
         if "left" in bases:

@@ -17,6 +17,10 @@ OPTIMIZERS = {
     "lion": optim.lion(optim.cosine(1e-2, 100, 10)),
     "adafactor": optim.adafactor(optim.cosine(1e-2, 100, 10)),
     "muon": optim.muon(optim.cosine(1e-2, 100, 10), matrices=["blocks"], rules=[("norm", optim.Group(lr=0.5))]),
+    # Where no gradient has been, the basis is rounding, and so is what it shows of the gradient: 1e-16, which Adam
+    # divides by eps. Inductor sums the trace behind the ridge in another order, which is one unit in the last place of
+    # the basis; eps=1e-8 makes 7e-11 of it in the parameters, this one 1e-15.
+    "soap": optim.soap(optim.cosine(1e-2, 100, 10), eps=1e-3, matrices=["blocks"]),
     "guarded": optim.skip_nonfinite(optim.adamw(1e-2), spike=optim.Spike(), loss_scale=optim.LossScale()),
 }
 
@@ -66,6 +70,7 @@ def test_a_tensor_meets_only_scalars_that_are_stored(opt, dtype):
     [pytest.param(opt, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, opt in OPTIMIZERS.items()],
 )
 def test_compiled_is_eager(opt):
+    atol = 1e-13 if opt is OPTIMIZERS["soap"] else 1e-15
     params, grads = make_trees(torch.float64)
     state = opt.init(params)
     compiled = jit(opt.update)
@@ -73,7 +78,7 @@ def test_compiled_is_eager(opt):
         wanted = opt.update(grads, state, params)
         got = compiled(grads, state, params)
         for path, x, y in zip(tree.paths(got), tree.leaves(got), tree.leaves(wanted), strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-15, msg=path)
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=atol, msg=path)
         params, state = got
     assert len(compiled.cache) == 1
 

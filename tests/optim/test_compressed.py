@@ -103,6 +103,8 @@ def test_errors_for_people():
     layouts, whole = tree.layouts(split), {"w": torch.ones(8, 6, dtype=torch.bfloat16)}
     adam, half = optim.adamw(1e-2), {"w": torch.ones(8, 6, dtype=torch.float16)}
     blocks = int8(block=2, smallest=0)
+    rows = {"w": Layout((8, 6), torch.bfloat16, mesh, ("fsdp",))}
+    wider = {"w": ArraySpec(Layout((8, 6), torch.bfloat16, Mesh(fsdp=4), ("fsdp",)))}
     for make, message in [
         (lambda: compressed(adam, [("mm", blocks)]).init(whole), "rule 'mm' matches no path.*adam/m/w"),
         (lambda: compressed(adam, [("m", Remainder()), ("v", blocks), ("m/x", blocks)]).init(whole), "rule 'm/x'"),
@@ -112,6 +114,11 @@ def test_errors_for_people():
         (lambda: compressed(adam, [("master", NoMaster())]).init(split), "master/w.*no layouts"),
         (lambda: compressed(adam, [("m", Bfloat16(True))], layouts).init(split), "adam/m/w.*no axes"),
         (lambda: compressed(adam, [("m", blocks)], layouts, Axes(mesh)).init(split), "every 3 elements.*block=1"),
+        (lambda: compressed(adam, [("m", Bfloat16())], rows, Axes(mesh)).init(split),
+         r"adam/m/w: was made with f32\[8@fsdp, 6\].*, but the state is asked for f32\[8, 6@fsdp\].*placements"),
+        (lambda: compressed(adam, [("m", Bfloat16())], rows, Axes(mesh)).init(wider), "m/w: was made with .* on fsdp2"),
+        (lambda: compressed(optim.sgd(1e-2), [("master", NoMaster())], rows, Axes(mesh)).init(split),
+         "master/w: was made with"),
         (lambda: compressed(optim.skip_nonfinite(adam), [("m", blocks)]).init(whole), "put|wrap the optimizer first"),
         (lambda: compressed(adam, [("m", blocks)], {"v": layouts["w"]}).update(
             whole, compressed(adam, [("m", blocks)]).init(whole), whole), "adam/m/w: got no layout"),
