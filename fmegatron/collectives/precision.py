@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.collectives.wire import Wire
+from fmegatron.layout import Layout
 
 __all__ = ["Precision"]
 
@@ -22,6 +24,11 @@ class Precision:
     than 32 bits are summed in fp32 though they travel as they are (`Wire`). accumulate: in which microbatches are added
     up. master: of the optimizer's copies of narrower weights; None: no copies. moments: how the optimizer stores its
     moments, a value of `optim`; None: in full.
+
+    gather and reduce in 16 bits or less are for matrices. Vectors (norm weights, biases) travel in their own dtype, and
+    their gradients as the backward makes them, which in a train step is `accumulate` or wider: wherever they are
+    reduced, under every strategy (`wires`). They cost no bytes to speak of, and what scales all of the activations is
+    not rounded on the way.
     ValueError for dtypes that are no floating ones, or in which nothing can be computed or summed.
 
     >>> Precision.bf16().wire
@@ -58,8 +65,22 @@ class Precision:
 
     @property
     def wire(self) -> Wire:
-        """How weights travel when they are gathered, and their gradients when they are reduced."""
+        """How matrices travel when they are gathered, and their gradients when they are reduced."""
         return Wire(self.gather or self.compute, self.reduce, self.exact, self.compute)
+
+    def wires(self, layouts: Any) -> Any:
+        """How each leaf travels: the tree of `layouts` with a Wire for each.
+
+        Vectors are leaves of one dim or none, and those of stacks of them, which are known by their path: "norm" or
+        "bias" stands in it (`tree.neither_norm_nor_bias`).
+        """
+        wide = self.reduce is not None and self.reduce.itemsize >= 4
+        vector = Wire(None, self.reduce if wide else None, self.exact)
+
+        def wire_of(path: str, layout: Layout) -> Wire:
+            return self.wire if len(layout.shape) > 1 and tree.neither_norm_nor_bias(path) else vector
+
+        return tree.map_with_path(wire_of, layouts)
 
     # ---- the usual ones
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, Axis, Wire, psum
+from fmegatron.collectives import Axes, Axis, psum
 from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.model.block import block, norm_weight
 from fmegatron.model.config import Config
@@ -125,14 +125,11 @@ def axis_of(axes: Axes, *names: str) -> Axis:
 def gather_weights(shards, layouts, config: Config, axes: Axes):
     """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather for all.
 
-    They travel as `config.policy.wire` says. Vectors (norm weights) keep their dtype: they are small and their maths is
+    They travel as `config.policy.wires` says. Vectors (norm weights) keep their dtype: they are small, their maths is
     fp32; they are in the same buffer nevertheless.
     Transpose: one reduce_scatter of all gradients, which arrive in the dtype of the shards.
     """
-    policy = config.policy
-    matrix, vector = policy.wire, Wire(None, None, policy.exact)
-    wires = tree.map(lambda layout: matrix if len(layout.shape) > 1 else vector, layouts)
-    return nn.gather_tree(shards, layouts, axis_of(axes, *DATA_AXES), wires)
+    return nn.gather_tree(shards, layouts, axis_of(axes, *DATA_AXES), config.policy.wires(layouts))
 
 
 def prepared(params: dict, layouts: dict, config: Config, axes: Axes) -> dict:

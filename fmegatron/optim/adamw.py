@@ -4,7 +4,6 @@ Symbols, paper to ours: β1, β2 -> b1, b2; m, v -> the same; α -> learning rat
 """
 
 import math
-import re
 from collections.abc import Callable
 
 import torch
@@ -14,6 +13,7 @@ from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.schedule import Schedule
 from fmegatron.optim.transform import Transform, Tree, Where, masked, stateless
+from fmegatron.tree import neither_norm_nor_bias
 
 LearningRate = float | Schedule | Callable[[torch.Tensor], torch.Tensor]
 
@@ -75,15 +75,6 @@ def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Tran
         return stateless(lambda updates, params, count: updates)
     add = stateless(lambda updates, params, count: tree.map(lambda u, p: u + weight_decay * p, updates, params))
     return masked(add, neither_norm_nor_bias if decay is None else decay)
-
-
-def neither_norm_nor_bias(path: str) -> bool:
-    """The default choice of leaves that decay: neither "norm" nor "bias" stands in the path, in any case.
-
-    >>> neither_norm_nor_bias("blocks/attention/wqkv"), neither_norm_nor_bias("blocks/attention_norm")
-    (True, False)
-    """
-    return re.search("norm|bias", path, re.IGNORECASE) is None
 
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:

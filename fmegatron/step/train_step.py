@@ -137,7 +137,7 @@ def build_train_step(
 
     wire, summed = Wire(), torch.float32
     if precision is not None:
-        wire, summed = precision.wire, precision.accumulate
+        wire, summed = precision.wires(trained_at.params), precision.accumulate
     grad_fn = value_and_grad(scaled_loss, None if precision is None else summed)
     grad_fn = accumulate(grad_fn, microbatches, each=reduce_each, weight=weight, dtype=summed)
 
@@ -183,9 +183,10 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
             )
 
 
-def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Wire, together: int) -> Any:
+def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, together: int) -> Any:
     _, leaves, spec = tree.flatten(values)
-    return tree.unflatten(spec, reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wire, together))
+    wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
+    return tree.unflatten(spec, reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wires, together))
 
 
 def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

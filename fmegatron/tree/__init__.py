@@ -6,7 +6,16 @@ from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
 from fmegatron.tree.spec import ArraySpec, Constant, Init, Normal, Uniform, layouts, ones, zeros, zeros_like
-from fmegatron.tree.structure import did_you_mean, flatten, leaves, map, map_with_path, paths, unflatten
+from fmegatron.tree.structure import (
+    did_you_mean,
+    flatten,
+    leaves,
+    map,
+    map_with_path,
+    neither_norm_nor_bias,
+    paths,
+    unflatten,
+)
 
 __all__ = [
     "ArraySpec",
@@ -28,6 +37,7 @@ __all__ = [
     "leaves",
     "map",
     "map_with_path",
+    "neither_norm_nor_bias",
     "ones",
     "paths",
     "scale",

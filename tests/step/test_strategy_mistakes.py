@@ -35,20 +35,19 @@ def sent(step, config, mesh, strategy, optimizer=OPTIMIZER):
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 def test_accumulated_gradients_travel_as_the_policy_says():
-    """bf16 on the wire, once a step, though they were added up in fp32: the outer sum of HSDP."""
+    """Matrices in bf16, once a step, though they were added up in fp32, and vectors in fp32: the outer sum of HSDP."""
     mesh, strategy = Mesh(dp=2, fsdp=2), STRATEGIES["hsdp"]
     config = make_config(precision=Precision.bf16_wire())
     outer = [c for c in sent(make_step(config, mesh, strategy, 3), config, mesh, strategy) if c.axes == ("dp",)]
     layouts = model.layouts(config, mesh, strategy=strategy)
-    least = least_traffic(
-        layouts, strategy, 3, reduce_dtype=lambda _: torch.bfloat16, late_dtype=lambda _: torch.bfloat16
-    )
-    inner = least_traffic(
-        tree.map(lambda x: x.replace(mesh=Mesh(dp=1, fsdp=2)), layouts),
-        strategy,
-        3,
-        reduce_dtype=lambda _: torch.bfloat16,
-    )
+
+    def wire(layout):
+        vector = layout.shape in ((config.dim,), (config.layers, config.dim))
+        return torch.float32 if vector else torch.bfloat16
+
+    least = least_traffic(layouts, strategy, 3, reduce_dtype=wire, late_dtype=wire)
+    alone = tree.map(lambda x: x.replace(mesh=Mesh(dp=1, fsdp=2)), layouts)
+    inner = least_traffic(alone, strategy, 3, reduce_dtype=wire)
     assert sum(c.sent for c in outer) == least.reduce - inner.reduce > 0
 
 
