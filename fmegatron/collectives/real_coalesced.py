@@ -1,8 +1,10 @@
-"""The real binding of coalesced collectives: one functional collective on one buffer for a list of tensors.
+"""The real binding of coalesced collectives: one functional collective for a list of tensors.
 
-Tensors of one dtype are joined by plain ops, which a compiler fuses with the casts before and the copies behind; a
-single tensor is not copied at all. Several dtypes travel as bytes: two opaque ops copy every tensor once into the
-buffer and once out of it, largest element size first, so that each piece lies where its dtype can be viewed.
+Gathers and sums on the way take a list of buffers: a large tensor is a buffer as it is, small ones are joined into one
+more. Where dtypes differ, buffers are viewed as bytes.
+Tensors of one dtype are joined by plain ops, which a compiler fuses with the casts before and the copies behind. Those
+of several dtypes by two opaque ops, which copy every tensor once into a buffer of bytes and once out of it, largest
+element size first, so that each piece lies where its dtype can be viewed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fmegatron.layout import dtype_from_name, dtype_name
 
 __all__ = ["all_gather_many", "all_to_all_many", "emit", "psum_many", "reduce_scatter_many"]
 
-_LITTLE = 1 << 16  # bytes below which a collective costs its latency, whatever it sends
+_LITTLE = 1 << 16  # bytes below which a collective costs its latency, and a copy less than another buffer
 
 
 def emit(name: str, xs: list[Tensor], world, axes: tuple[str, ...], *arguments) -> list[Tensor]:
@@ -62,17 +64,52 @@ def _ordered(rows: Tensor, order: Order, arrange) -> Tensor:
     return rows if order is None else torch.cat(arrange(rows.chunk(len(order), 0), order), 0)
 
 
+def _buffers(tensors: list[Tensor]) -> list[list[int]]:
+    """Which of the tensors share a buffer: each large one has its own."""
+    nbytes = [x.numel() * x.dtype.itemsize for x in tensors]
+    small = [i for i, size in enumerate(nbytes) if size < _LITTLE]
+    return [[i] for i, size in enumerate(nbytes) if size >= _LITTLE] + ([small] if small else [])
+
+
+def _packed(rows: list[Tensor]) -> Tensor:
+    """[n, ...] each -> one flat buffer, row by row; bytes where dtypes differ or process groups do not know them."""
+    if len(rows) == 1:
+        flat = rows[0].reshape(-1).contiguous()
+        return flat.view(torch.uint8) if _as_bytes(rows) else flat
+    return (_ours().pack(rows) if _as_bytes(rows) else _joined(rows)).reshape(-1).contiguous()
+
+
+def _opened(buffer: Tensor, n: int, like: list[Tensor], shapes: list, order: Order) -> list[Tensor]:
+    """The inverse of `_packed`: [n, *shape] of each tensor, the rows in the order of the index."""
+    if len(like) == 1:
+        buffer = buffer.view(like[0].dtype)
+    rows = _ordered(buffer.view(n, -1), order, by_index)
+    if len(like) > 1 and _as_bytes(like):
+        return _unpacked(rows, like, shapes)
+    found = rows.split([math.prod(shape) for shape in shapes], 1)
+    return [row.unflatten(1, shape) for row, shape in zip(found, shapes, strict=True)]
+
+
 # ---- all_gather ------------------------------------------------------------------------------------------------------
 def _gathered_rows(xs: list[Tensor], group: str, n: int, order: Order) -> list[Tensor]:
     """[n, *shape] of each: what the ranks hold, in the order of the index."""
-    ops = _c10d()
-    mixed = _as_bytes(xs)
-    mine = _ours().pack([x.unsqueeze(0) for x in xs]) if mixed else _joined([x.unsqueeze(0) for x in xs])
-    rows = ops.wait_tensor(ops.all_gather_into_tensor(mine.reshape(-1).contiguous(), n, group)).view(n, -1)
-    rows = _ordered(rows, order, by_index)
-    if mixed:
-        return _unpacked(rows, xs, [x.shape for x in xs])
-    return [row.unflatten(1, x.shape) for row, x in zip(rows.split([x.numel() for x in xs], 1), xs, strict=True)]
+    ops, together = _c10d(), _buffers(xs)
+    mine = [_packed([xs[i].unsqueeze(0) for i in members]) for members in together]
+    if len(mine) == 1:
+        wholes = [ops.all_gather_into_tensor(mine[0], n, group)]
+    else:
+        if len({buffer.dtype for buffer in mine}) > 1:  # libraries take a list of one dtype
+            mine = [buffer.view(torch.uint8) for buffer in mine]
+        wholes = ops.all_gather_into_tensor_coalesced(mine, n, group)
+    found: list = [None] * len(xs)
+    for members, whole in zip(together, wholes, strict=True):
+        like = [xs[i] for i in members]
+        whole = ops.wait_tensor(whole)
+        if whole.dtype == torch.uint8 and not _as_bytes(like):
+            whole = whole.view(like[0].dtype)
+        for i, rows in zip(members, _opened(whole, n, like, [x.shape for x in like], order), strict=True):
+            found[i] = rows
+    return found
 
 
 def all_gather_many(
@@ -91,13 +128,21 @@ def reduce_scatter_many(
     n = math.prod(sizes)
     shapes = [place.shard_shape(x.shape, sizes) for place, x in zip(places, xs, strict=True)]
     pieces = [place.pieces(x, sizes) for place, x in zip(places, xs, strict=True)]
-    if _summed_on_the_way(xs, exact):
-        rows = _ordered(_joined(pieces), order, by_position)
-        ops = _c10d()
-        flat = ops.wait_tensor(ops.reduce_scatter_tensor(rows.reshape(-1).contiguous(), "sum", n, group))
-        parts = flat.split([math.prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    return [_row_sum(rows, exact) for rows in _exchanged_rows(pieces, shapes, group, n, order)]
+    if not _summed_on_the_way(xs, exact):
+        return [_row_sum(rows, exact) for rows in _exchanged_rows(pieces, shapes, group, n, order)]
+    ops, together = _c10d(), _buffers(xs)
+    given = [_ordered(_joined([pieces[i] for i in members]), order, by_position) for members in together]
+    given = [buffer.reshape(-1).contiguous() for buffer in given]
+    if len(given) == 1:
+        sums = [ops.reduce_scatter_tensor(given[0], "sum", n, group)]
+    else:
+        sums = ops.reduce_scatter_tensor_coalesced(given, "sum", n, group)
+    found: list = [None] * len(xs)
+    for members, flat in zip(together, sums, strict=True):
+        parts = ops.wait_tensor(flat).split([math.prod(shapes[i]) for i in members])
+        for i, part in zip(members, parts, strict=True):
+            found[i] = part.view(shapes[i])
+    return found
 
 
 def _exchanged_rows(pieces: list[Tensor], shapes: list, group: str, n: int, order: Order) -> list[Tensor]:

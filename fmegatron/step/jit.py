@@ -1,4 +1,4 @@
-"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, donate, compile: read each."""
+"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, exchange, donate, compile."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.step.check import Declared, check_call, declared_by
 from fmegatron.step.compile import compile_graph, usable_backend
+from fmegatron.step.exchange import exchanged
 from fmegatron.step.fresh import copied_inputs
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
@@ -27,7 +28,7 @@ class Compiled:
     """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
-    stages: name -> graph module, in order "trace", "lower", "overlap", "donate".
+    stages: name -> graph module, in order "trace", "lower", "overlap", "exchange", "donate".
     """
 
     def __init__(self, fn, args, donate, world, backend, patches, options, check=None, overlap=None):
@@ -40,7 +41,8 @@ class Compiled:
         lowered, self.fakes, self.rank_inputs = lower(bound, self.traced.fakes, world, self.traced.fake_mode)
         self.stages = {"trace": self.traced.graph_module, "lower": lowered}
         self.stages["overlap"] = overlapped(lowered, overlap, world)
-        self.stages["donate"] = _donation_pass(self.stages["overlap"], self.traced, self.donated)
+        self.stages["exchange"] = exchanged(self.stages["overlap"], world)
+        self.stages["donate"] = _donation_pass(self.stages["exchange"], self.traced, self.donated)
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run = self.artifact = None
@@ -138,7 +140,7 @@ class Jitted:
         return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
-        """The graph after a stage ("trace", "lower", "overlap", "donate") of the call-th signature, to be printed."""
+        """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "exchange" or "donate"."""
         entries = list(self.cache.values())
         if not entries:
             raise ValueError("nothing is compiled yet; call the function once")

@@ -7,7 +7,7 @@ from typing import Any
 
 from fmegatron.layout import Mesh
 from fmegatron.step.jit import Compiled, Jitted
-from fmegatron.step.overlap import Overlap, PaperWorld, Rates, Timeline, measured, planned
+from fmegatron.step.overlap import Overlap, PaperWorld, Rates, Timeline, launched, measured, planned
 
 __all__ = ["timeline"]
 
@@ -45,4 +45,4 @@ def timeline(
         return planned(step.graph("overlap", call), rates, f"{name} planned")
     if not step.cache:
         step(*args)
-    return measured(lambda: step(*args), f"{name} measured")[1]
+    return measured(lambda: step(*args), launched(step.graph("exchange", call)), f"{name} measured")[1]

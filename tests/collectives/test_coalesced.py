@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fmegatron import collectives as c
-from fmegatron.collectives import FLAT, Axes, Place, Wire, connect
+from fmegatron.collectives import FLAT, Axes, Place, Wire, connect, real_coalesced
 from fmegatron.layout import Layout, Mesh, dtype_name
 from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
@@ -94,8 +94,11 @@ def test_one_node_each(mesh, group):
     assert reduced.sent == (axis.size - 1) * sum(n * size for n, size in zip(elements, back, strict=True))
 
 
-def on_rank(rank, mesh, group):
-    with connect(mesh) as world:
+def on_rank(rank, mesh, group, little=None):
+    """little: bytes from which a tensor has a buffer of its own; None: as it is, far above these tensors."""
+    with connect(mesh) as world, pytest.MonkeyPatch.context() as patched:
+        if little is not None:
+            patched.setattr(real_coalesced, "_LITTLE", little)
         problem = Problem(mesh, group)
         found = all_of(problem, problem.axis(world))(problem.shards[rank], problem.terms[rank])
         return {name: [(x.double(), x.dtype) for x in xs] for name, xs in found.items()}  # fp8 cannot be pickled
@@ -110,9 +113,22 @@ def test_real_ranks(ranks, mesh):
             assert_same(own, wanted(problem, rank), rank)
 
 
-def compiled_on_rank(rank, mesh, group):
+@pytest.mark.parametrize("little", [0, 100])
+def test_large_tensors_travel_as_they_are(ranks, little):
+    """All of them, or those of 100 bytes and more, beside one buffer of the others: values and transposes stay."""
+    mesh = Mesh(a=2, b=1)
+    for group in GROUPS:
+        problem = Problem(mesh, group)
+        for rank, found in enumerate(ranks.run(on_rank, mesh, group, little, ranks=mesh.size)):
+            own = {name: [x.to(dtype) for x, dtype in xs] for name, xs in found.items()}
+            assert_same(own, wanted(problem, rank), rank)
+
+
+def compiled_on_rank(rank, mesh, group, little=None):
     """(results, collectives of the lowered graph, calls that copy) of a compiled gather with its transpose."""
-    with connect(mesh) as world:
+    with connect(mesh) as world, pytest.MonkeyPatch.context() as patched:
+        if little is not None:
+            patched.setattr(real_coalesced, "_LITTLE", little)
         problem = Problem(mesh, group)
         step = jit(gather_step(problem, problem.axis()), world=world, check=False)
         wholes, grads = step(problem.shards[rank], problem.terms[rank])
@@ -124,20 +140,22 @@ def compiled_on_rank(rank, mesh, group):
 
 
 @pytest.mark.parametrize(
-    ("group", "ops", "copies"),
+    ("group", "little", "ops", "copies"),
     [
-        ("one axis", ["all_gather", "all_to_all"], {"pack": 2, "unpack": 2, "cat": 4}),
-        pytest.param("one axis, one dtype", ["all_gather", "reduce_scatter"], {"cat": 6}, marks=pytest.mark.slow),
-        ("one tensor", ["all_gather", "reduce_scatter"], {}),
-        pytest.param("one tensor by rows", ["all_gather", "reduce_scatter"], {}, marks=pytest.mark.slow),
+        ("one axis", None, ["all_gather", "all_to_all"], {"pack": 2, "unpack": 2, "cat": 4}),
+        ("one axis", 0, ["all_gather", "all_to_all"], {"pack": 1, "unpack": 1, "cat": 4}),
+        pytest.param("one axis, one dtype", None, ["all_gather", "reduce_scatter"], {"cat": 6}, marks=pytest.mark.slow),
+        ("one axis, one dtype", 0, ["all_gather", "reduce_scatter"], {"cat": 4}),
+        ("one tensor", None, ["all_gather", "reduce_scatter"], {}),
+        pytest.param("one tensor by rows", None, ["all_gather", "reduce_scatter"], {}, marks=pytest.mark.slow),
     ],
 )
-def test_one_real_collective(ranks, group, ops, copies):
-    """One all-gather forward and one exchange backward; no cat for a list of one, and else one for each buffer (and
-    one for each interleaved dim)."""
+def test_one_real_collective(ranks, group, little, ops, copies):
+    """One all-gather forward and one exchange backward; no cat for a list of one or of large tensors, and else one for
+    each buffer (and one for each interleaved dim)."""
     mesh = Mesh(a=2, b=1)
     problem = Problem(mesh, group)
-    for rank, (found, collectives, names) in enumerate(ranks.run(compiled_on_rank, mesh, group, ranks=2)):
+    for rank, (found, collectives, names) in enumerate(ranks.run(compiled_on_rank, mesh, group, little, ranks=2)):
         own = {name: [x.to(dtype) for x, dtype in xs] for name, xs in found.items()}
         assert_same(own, {name: xs for name, xs in wanted(problem, rank).items() if name in own}, rank)
         assert collectives == ops

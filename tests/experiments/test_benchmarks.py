@@ -27,7 +27,7 @@ def lines_of(capsys) -> dict[str, dict]:
     "forms",
     [
         ["zero3_mincut"],
-        pytest.param(["zero3_inputs", "replicated", "zero1", "zero3_muon", "zero3_overlap"], marks=pytest.mark.slow),
+        pytest.param(["zero3_inputs", "replicated", "zero1", "zero3_muon", "overlap_mincut"], marks=pytest.mark.slow),
     ],
 )
 def test_parallel(forms, benchmark, ranks, capsys):
@@ -43,8 +43,8 @@ def test_parallel(forms, benchmark, ranks, capsys):
         assert lines[f"{form}_bytes_sent"]["value"] == 1.0
         if form.startswith("zero3"):
             assert all(lines[f"{form}_{op}_calls"]["holds"] for op in ("all_gather", "reduce_scatter", "psum"))
-        if form == "zero3_overlap":
-            assert lines["zero3_overlap_gathers_ahead"]["holds"]
+        if form == "overlap_mincut":
+            assert lines["overlap_mincut_gathers_ahead"]["holds"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile

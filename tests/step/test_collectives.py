@@ -17,6 +17,7 @@ from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
 from fmegatron.step import entry_of, init_state, jit
 from fmegatron.step.jit import Compiled
+from fmegatron.step.overlap import launched
 from tests.step import tiny
 
 KINDS = {
@@ -80,11 +81,14 @@ def _collectives(code: str) -> Counter:
     return Counter(KINDS[name.removesuffix("_out")] for name in found if name != "wait_tensor")
 
 
-def events(code: str) -> str:
-    """The order of things in generated code: G gather, R reduce-scatter, F and B a layer's forward and backward."""
-    found = re.findall(r"(all_gather_into_tensor|reduce_scatter_tensor|_fwd_|_bwd_)\w*\.(?:default|out)\(", code)
-    letters = {"all_gather_into_tensor": "G", "reduce_scatter_tensor": "R", "_fwd_": "F", "_bwd_": "B"}
-    return "".join(letters[name] for name in found)
+def events(code: str, exchanges: str) -> str:
+    """The order of things in generated code: G gather, R reduce-scatter, F and B a layer's forward and backward.
+
+    exchanges: what the exchanges are that gloo makes of gathers and reduce-scatters, in their order: "GGR...".
+    """
+    found = re.findall(r"(all_to_all_single|_fwd_|_bwd_)\w*\.(?:default|out)\(", code)
+    which = iter(exchanges)
+    return "".join(next(which) if name == "all_to_all_single" else name[1].upper() for name in found)
 
 
 # ---- lowered graphs --------------------------------------------------------------------------------------------------
@@ -93,8 +97,8 @@ def lowered_on_rank(rank, mesh, save):
     with connect(mesh) as world:
         args = (tiny.decoder_state(mesh=mesh, rank=rank), tiny.decoder_batch(mesh=mesh, rank=rank))
         step = Compiled(tiny.decoder_step(save=save, mesh=mesh), args, (0,), world, "inductor", {}, {})
-        graphs = [stage.graph for stage in step.stages.values()]
-        return in_graph(graphs[-1]), "\n".join(map(str, graphs))
+        graphs = {name: stage.graph for name, stage in step.stages.items()}
+        return in_graph(graphs["overlap"]), "\n".join(map(str, graphs.values()))
 
 
 @pytest.mark.parametrize(
@@ -119,14 +123,15 @@ def test_lowered_graph(ranks, mesh, save):
 
 # ---- generated code --------------------------------------------------------------------------------------------------
 def compiled_on_rank(rank, mesh, save):
-    """(generated code of every graph, text of the lowered graph, losses)."""
+    """(generated code of every graph, text of the lowered graph, its gathers and reduce-scatters, losses)."""
     with connect(mesh) as world:
         step = jit(tiny.decoder_step(save=save, mesh=mesh), donate=0, world=world)
         state = tiny.decoder_state(mesh=mesh, rank=rank)
         batches = [tiny.decoder_batch(mesh=mesh, rank=rank, seed=i) for i in range(3)]
         (first, state), codes = run_and_get_code(tiny.run_steps, step, state, batches[:1])
         losses, _ = tiny.run_steps(step, state, batches[1:])
-        return codes, str(step.graph("donate")), first + losses
+        exchanges = "".join(name[0] for name in launched(step.graph("donate")) if name[0] in "GR")
+        return codes, str(step.graph("donate")), exchanges, first + losses
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(Mesh(fsdp=2), marks=pytest.mark.slow), Mesh(fsdp=2, tp=2)], ids=str)
@@ -135,13 +140,15 @@ def test_generated_code(ranks, mesh):
     wanted, _ = tiny.run_steps(
         tiny.decoder_step(), tiny.decoder_state(), [tiny.decoder_batch(seed=i) for i in range(3)]
     )
-    for codes, graph, losses in found:
+    for codes, graph, exchanges, losses in found:
         count, calls = in_code(codes)
-        assert count == implied(tiny.CONFIG, mesh, True)
+        wanted_count = implied(tiny.CONFIG, mesh, True)
+        wanted_count["all_to_all"] = wanted_count.pop("all_gather") + wanted_count.pop("reduce_scatter")  # on gloo
+        assert count == wanted_count
         assert set(calls.values()) == {tiny.CONFIG.layers} and len(calls) == 2
         assert graph == found[0][1]
         assert losses == pytest.approx(wanted, rel=1e-10)
-        order = events(codes[-1])
+        order = events(codes[-1], exchanges)
         backward = order[order.rindex("F") + 1 :]
         head = 1  # gathered where the blocks end
         assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's

@@ -45,7 +45,7 @@ def on_rank(rank, mesh):
     with connect(mesh) as world:
         args = (tiny.decoder_state(mesh=mesh, rank=rank), tiny.decoder_batch(mesh=mesh, rank=rank))
         step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), world, "inductor", {}, {})
-        return [collectives_of(step.stages[stage].graph, mesh) for stage in ("trace", "donate")]
+        return [collectives_of(step.stages[stage].graph, mesh) for stage in ("trace", "overlap")]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, tp=2)], ids=str)

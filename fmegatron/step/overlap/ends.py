@@ -15,7 +15,7 @@ from fmegatron.step.overlap.roles import behind, is_layer, is_start, is_view, is
 __all__ = ["join_ends"]
 
 _GATHER, _SCATTER, _EXCHANGE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
-_VIEW = torch.ops.aten.view.dtype
+_VIEW, _LIST = torch.ops.aten.view.dtype, "_coalesced"
 
 
 def join_ends(graph: fx.Graph, backward: bool = True) -> None:
@@ -59,36 +59,50 @@ def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
         name, group = start.target._opname, start.args[-1]
         if name in (_SCATTER, _EXCHANGE) and group in exchanged:
             alike.setdefault((_EXCHANGE, group), []).append(start)
-        elif name in (_GATHER, _SCATTER):
-            dtype = start.meta["val"].dtype if name == _SCATTER else None
-            alike.setdefault((name, start.args[1:], dtype), []).append(start)
+        elif (base := name.removesuffix(_LIST)) in (_GATHER, _SCATTER):
+            dtype = _parts(start)[0][1].meta["val"].dtype if base == _SCATTER else None
+            alike.setdefault((base, start.args[1:], dtype), []).append(start)
     for (name, *_), together in alike.items():
         if len(together) > 1:
             (_exchanged if name == _EXCHANGE else _coalesced)(graph, together, together[at])
             sort_by(graph, topological(graph))
 
 
+def _parts(start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(buffer that is sent, node of what arrives) of a start, or of each in its list."""
+    if not start.target._opname.endswith(_LIST):
+        return [(start.args[0], start)]
+    return [(start.args[0][piece.args[1]], piece) for piece in start.users]
+
+
 def _coalesced(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
     """One start for a list of buffers; several dtypes are viewed as bytes on the way."""
-    as_bytes = len({s.meta["val"].dtype for s in starts}) > 1
+    parts = [part for start in starts for part in _parts(start)]
+    as_bytes = len({old.meta["val"].dtype for _, old in parts}) > 1
+    like = next(wait for _, old in parts for wait in old.users if is_wait(wait))
     with graph.inserting_before(at):
-        given = [s.args[0] for s in starts]
+        given = [x for x, _ in parts]
         if as_bytes:
-            given = [add_call(graph, _VIEW, (x, torch.uint8), at) for x in given]
-        target = getattr(torch.ops._c10d_functional, f"{starts[0].target._opname}_coalesced").default
-        whole = add_call(graph, target, (given, *starts[0].args[1:]), at)
-        for i, old in enumerate(starts):
-            piece = graph.call_function(operator.getitem, (whole, i))
-            piece.meta |= {"val": whole.meta["val"][i], "at": old.meta.get("at", "?")}
-            if not as_bytes:
-                old.replace_all_uses_with(piece)
-                continue
-            for wait in waits_of(old):
-                arrived = add_call(graph, wait.target, (piece,), old)
-                wait.replace_all_uses_with(add_call(graph, _VIEW, (arrived, old.meta["val"].dtype), old))
-                graph.erase_node(wait)
-    for old in starts:
-        graph.erase_node(old)
+            given = [add_call(graph, _VIEW, (x, torch.uint8), like) for x in given]
+        target = getattr(torch.ops._c10d_functional, starts[0].target._opname.removesuffix(_LIST) + _LIST).default
+        whole = add_call(graph, target, (given, *starts[0].args[1:]), like)
+        pieces = [graph.call_function(operator.getitem, (whole, i)) for i in range(len(parts))]
+    for i, (piece, (_, old)) in enumerate(zip(pieces, parts, strict=True)):
+        piece.meta |= {"val": whole.meta["val"][i], "at": old.meta.get("at", "?")}
+        if not as_bytes:
+            old.replace_all_uses_with(piece)
+            continue
+        for wait in [user for user in old.users if is_wait(user)]:
+            with graph.inserting_before(wait):
+                arrived = add_call(graph, wait.target, (piece,), wait)
+                viewed = add_call(graph, _VIEW, (arrived, old.meta["val"].dtype), wait)
+            wait.replace_all_uses_with(viewed)
+            graph.erase_node(wait)
+    for _, old in parts:
+        if old not in starts:
+            graph.erase_node(old)
+    for start in starts:
+        graph.erase_node(start)
 
 
 # ---- exchanges -------------------------------------------------------------------------------------------------------

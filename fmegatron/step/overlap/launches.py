@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
 from fmegatron.step.overlap.roles import is_layer, is_start, is_wait, kind
 
-__all__ = ["launches", "named"]
+__all__ = ["launched", "launches", "named"]
 
 _LETTERS = (("gather", "G"), ("scatter", "R"), ("reduce", "A"), ("exchange", "X"))
 
@@ -18,6 +18,7 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     backward, C another compiled graph; "w:G0" the wait for G0."""
     names: dict[fx.Node, str] = {}
     counts: dict[str, int] = {}
+    wholes: dict[str, str] = {}
     for node in nodes:
         if node.op != "call_function":
             continue
@@ -26,15 +27,44 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
             names[node] = "w:" + (names.get(source) or names.get(source.args[0], "?"))
             continue
         if is_start(node):
-            letter = dict(_LETTERS)[kind(node)]
+            letter = letter_of(node)
         elif is_layer(node):
             called = node.target.entry.op.name()
             letter = "F" if "_fwd_" in called else "B" if "_bwd_" in called else "C"
         else:
             continue
-        names[node] = f"{letter}{counts.get(letter, 0)}"
-        counts[letter] = counts.get(letter, 0) + 1
+        whole = node.meta.get("part_of", node.name)  # a coalesced collective may run in parts (`step.exchange`)
+        if whole not in wholes:
+            wholes[whole] = f"{letter}{counts.get(letter, 0)}"
+            counts[letter] = counts.get(letter, 0) + 1
+        names[node] = wholes[whole]
     return names
+
+
+def letter_of(start: fx.Node) -> str:
+    """G, R, A or X for a node that starts a collective."""
+    return dict(_LETTERS)[kind(start)]
+
+
+def launched(graph: fx.Graph) -> list[str]:
+    """The names of all collectives that a lowered graph starts, one after the other, those in its layers too."""
+
+    def starts(graph: fx.Graph) -> Iterator[fx.Node]:
+        for node in graph.nodes:
+            if is_layer(node):
+                yield from starts(node.target.entry.graph_module.graph)
+            elif is_start(node):
+                yield node
+
+    counts: dict[str, int] = {}
+    found, last = [], None
+    for node in starts(graph):
+        letter, whole = letter_of(node), node.meta.get("part_of")
+        if whole is None or whole != last:
+            counts[letter] = counts.get(letter, 0) + 1
+        last = whole
+        found.append(f"{letter}{counts[letter] - 1}")
+    return found
 
 
 def launches(graph: fx.Graph) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,16 @@ __all__ = ["measured"]
 
 _WAIT = "_c10d_functional::wait_tensor"
 _CALLS = "fmegatron_compiled::"
-_STARTS = (("all_gather", "G"), ("reduce_scatter", "R"), ("all_reduce", "A"), ("all_to_all", "X"))
-_LANES = (("gather", "gather"), ("reduce", "reduce"), ("all_to_all", "exchange"))
+_LANES = {"G": "gather", "R": "reduce", "A": "reduce", "X": "exchange"}  # by the first letter of a name
 
 
-def measured(call: Callable[[], Any], title: str = "measured") -> tuple[Any, Timeline]:
+def measured(call: Callable[[], Any], launched: Sequence[str], title: str = "measured") -> tuple[Any, Timeline]:
     """Run `call()` once under torch.profiler -> (its result, the timeline of what it did here).
 
+    launched: the names of the collectives that the call starts, in their order (`launches.launched`).
+
     Lanes: "compute" holds compiled layers, matrix products outside of them and waits; the others what the library
-    communicated (gloo on its threads, where a reduce-scatter is an all-reduce; NCCL on its streams).
+    communicated (gloo on its threads, gathers and reduce-scatters as exchanges; NCCL on its streams).
     On CUDA "compute" is what the host launches, and each stream has a lane of its kernels.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -32,10 +33,10 @@ def measured(call: Callable[[], Any], title: str = "measured") -> tuple[Any, Tim
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     found = profile.profiler.kineto_results.events()
-    return result, Timeline(tuple(_events(sorted(found, key=lambda e: e.start_ns()))), title)
+    return result, Timeline(tuple(_events(sorted(found, key=lambda e: e.start_ns()), launched)), title)
 
 
-def _events(found) -> list[Event]:
+def _events(found, launched) -> list[Event]:
     counts: dict[str, int] = {}
     events, inside = [], 0  # inside: when the last layer ends; what is in a layer is not shown again
     begin = found[0].start_ns() if found else 0
@@ -51,8 +52,7 @@ def _events(found) -> list[Event]:
             lane = "gather" if "AllGather" in name else "reduce" if "Reduce" in name and "nccl" in name else "stream"
             events.append(Event(name[:40], f"{lane} {e.device_resource_id()}", start, end))
         elif name.startswith("gloo:"):
-            lane = next((lane for word, lane in _LANES if word in name), "other")
-            events.append(Event(name, lane, start, end))
+            events.append(Event(name, "other", start, end))
         elif name == _WAIT:
             events.append(Event("collective", COMPUTE, start, end, waits=True))
         elif name.startswith(_CALLS) and start >= inside:
@@ -61,17 +61,16 @@ def _events(found) -> list[Event]:
             inside = end
         elif name in ("aten::mm", "aten::bmm", "aten::addmm") and start >= inside:
             events.append(Event("mm", COMPUTE, start, end))
-    return _by_launch(events, found, begin)
+    return _by_launch(events, launched)
 
 
-def _by_launch(events: list[Event], found, begin: int) -> list[Event]:
+def _by_launch(events: list[Event], launched: Sequence[str]) -> list[Event]:
     """Name what gloo ran after the calls that launched it: its threads take work in the order of the launches."""
-    started = []
-    for e in found:
-        short = e.name().removeprefix("_c10d_functional::")
-        if short != e.name() and e.name() != _WAIT:
-            letter = next((letter for word, letter in _STARTS if short.startswith(word)), "X")
-            started.append(f"{letter}{sum(s[0] == letter for s in started)}")
-    names = iter(started)
-    ran = {id(e): next(names, e.name) for e in events if e.name.startswith("gloo:")}
-    return [Event(ran.get(id(e), e.name), e.lane, e.start, e.end, e.waits, e.detail or e.name) for e in events]
+    names, found = iter(launched), []
+    for e in events:
+        name, lane = e.name, e.lane
+        if name.startswith("gloo:"):
+            name = next(names, name)
+            lane = _LANES.get(name[0], lane)
+        found.append(Event(name, lane, e.start, e.end, e.waits, e.detail or e.name))
+    return found
