@@ -32,7 +32,7 @@ def reduced(graph) -> Counter:
     return +found
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_travels(name, microbatches):
     """Each reduction has all vectors in fp32 and all matrices in bf16, in their proportion."""

@@ -33,7 +33,8 @@ def slow_but(kept, cases):
 @pytest.mark.parametrize(
     ("strategy", "policy"),
     slow_but(
-        [*(("zero3", policy) for policy in POLICIES), ("hsdp", "bf16 wire")], itertools.product(STRATEGIES, POLICIES)
+        [*(("zero3", policy) for policy in ("fp32", "bf16", "bf16 wire", "fp8")), ("hsdp", "bf16 wire")],
+        itertools.product(STRATEGIES, POLICIES),
     ),
 )
 def test_counts(strategy, policy):

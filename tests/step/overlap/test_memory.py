@@ -113,7 +113,7 @@ def test_where_it_is_highest_at_the_end_the_ends_part():
 
 
 @pytest.mark.parametrize("save", ["mincut", "inputs"])
-@pytest.mark.parametrize("vocab", [64, 1024])
+@pytest.mark.parametrize("vocab", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_the_limit_is_kept(save, vocab):
     """Of depth 1, wherever the peak is: at the loss, in the backward, at the stack of gradients."""
     lowered = compiled(None, config(4, vocab_size=vocab, **WIDE), save=save).stages["lower"]
