@@ -15,6 +15,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step.cut import Cut, Policy, cut_joint, joint_graph
+from fmegatron.step.host import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.trace import meta_of
@@ -31,7 +32,7 @@ class _Halves:
     backward: Entry
 
 
-def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callable:
+def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: int | None = None) -> Callable:
     """A transformer of layers: `layer(fn, prepare=None) -> g(x, shards, *rest)`, differentiable in x and shards.
 
     fn(x, weights, *rest) -> y: a pure function; x and y tensors, weights and rest trees of tensors (no gradient flows
@@ -46,8 +47,13 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callabl
       "all"       every value that the backward reads
       0.0 to 1.0  min-cut under that share of the activation memory
       callable    node -> bool, picks among "all"
+    offload: what is kept besides weights goes to host memory and comes back for the backward, each value of at least
+    so many bytes (`step.host`); 0: all, so that a layer keeps nothing on its device. None: nothing is moved.
     Equal layers share one compiled pair, however many there are.
     """
+
+    if offload is not None and (isinstance(offload, bool) or not isinstance(offload, int) or offload < 0):
+        raise ValueError(f"compiled_layer: got offload={offload!r}, wanted bytes, such as 1 << 20, or None")
 
     def transform(fn: Callable, prepare: Callable | None = None) -> Callable:
         halves: dict[Any, _Halves] = {}
@@ -88,16 +94,22 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None) -> Callabl
                 pair = halves_for(x, weights, rest)
                 y, *residuals = pair.forward.op([x, *tree.leaves(weights), *leaves[n:]])
                 ctx.pair, ctx.specs, ctx.needs_x = pair, specs, 0 in pair.cut.kept_inputs
-                ctx.save_for_backward(*([x] if ctx.needs_x else []), *leaves, *residuals)
+                kept = [x, *residuals] if ctx.needs_x else residuals
+                ctx.moved = [offload is not None and is_worth_moving(t, offload) for t in kept]
+                there, y = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], y)
+                there = iter(there)
+                ctx.save_for_backward(
+                    *leaves, *[next(there) if moved else t for t, moved in zip(kept, ctx.moved, strict=True)]
+                )
                 return y
 
             @staticmethod
             def backward(ctx, g):
                 shard_spec, rest_spec, n = ctx.specs
-                saved = list(ctx.saved_tensors)
-                x = saved.pop(0) if ctx.needs_x else None
                 count = n + rest_spec.num_leaves
-                leaves, residuals = saved[:count], saved[count:]
+                leaves, residuals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+                residuals = [from_host(t, g) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)]
+                x = residuals.pop(0) if ctx.needs_x else None
                 shard_leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves[:n]]
                 with torch.enable_grad():
                     shards = tree.unflatten(shard_spec, shard_leaves)

@@ -136,7 +136,9 @@ def same_bits(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
 
 
 RULES: Rules = MappingProxyType(
-    dict.fromkeys("neg clone contiguous alias detach lift_fresh_copy conj positive barrier".split(), same)
+    dict.fromkeys(
+        "neg clone contiguous alias detach lift_fresh_copy conj positive barrier to_host from_host".split(), same
+    )
     | dict.fromkeys(("_to_copy", "to"), cast)
     | dict.fromkeys(("add", "sub", "rsub"), sums)
     | {
