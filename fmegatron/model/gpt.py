@@ -18,13 +18,15 @@ DATA_AXES = ("dp", "fsdp")  # the batch is split over these; weights may be shar
 MODEL_AXES = (*DATA_AXES, "tp")
 GROUPS = ("blocks", "embed", "head")  # whose gathered weights can be freed after use: each block, the table, the head
 
+# Where tp splits the rows of a matrix, data axes split them further: their pieces follow each other in memory, so that
+# gathers and reduce-scatters copy nothing.
 RULES = Rules(
     [
-        (r"embed/table", ("tp", "fsdp")),
+        (r"embed/table", (("tp", "fsdp"),)),
         (r"blocks/attention/wqkv", (None, "fsdp", "tp")),
-        (r"blocks/attention/wo", (None, "tp", "fsdp")),
+        (r"blocks/attention/wo", (None, ("tp", "fsdp"))),
         (r"blocks/mlp/w_gate_up", (None, "fsdp", "tp")),
-        (r"blocks/mlp/w_down", (None, "tp", "fsdp")),
+        (r"blocks/mlp/w_down", (None, ("tp", "fsdp"))),
         (r"head/w", ("fsdp", "tp")),
         (r"blocks/\w+_norm|final_norm", ()),
     ]
@@ -36,7 +38,8 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
     """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
 
     strategy: over which data axes parameters are sharded at rest; every leaf is, vectors too, on the dim where the
-    rules name a data axis, else on another one. None: just as the rules say (fsdp shards matrices, dp nothing).
+    rules name a data axis, else on another one. None: just as the rules say (fsdp shards matrices, dp nothing), except
+    that a data axis that does not divide its dim goes to one that it divides.
 
     `rules` gives the axes of each leaf; axes of MODEL_AXES that the mesh lacks count as size 1. Dims that hold several
     matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis.
@@ -53,8 +56,11 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
         if parts and len(spec) == len(shape) and spec[-1]:
             spec = (*spec[:-1], Split(spec[-1], parts))
         layout = Layout(shape, config.param_dtype, mesh, spec)
+        stack = (0,) if path.startswith("blocks/") else ()
         if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
-            layout = strategy.params_layout(layout, whole=(0,) if path.startswith("blocks/") else ())
+            layout = strategy.params_layout(layout, whole=stack)
+        elif not layout.is_even:
+            layout = _moved_data_axes(layout, stack)
         for dim, (size, entry) in enumerate(zip(shape, layout.spec, strict=True)):
             pieces, ways = entry.sizes(size) if isinstance(entry, Split) else (size,), mesh.extent(layout.axes(dim))
             if any(piece % ways for piece in pieces):
@@ -84,6 +90,13 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
     out = out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
     _check_every_axis_works(out, mesh)
     return out
+
+
+def _moved_data_axes(layout: Layout, whole: tuple[int, ...]) -> Layout:
+    """The layout with its data axes on a dim that they divide, where they do not divide that of the rule."""
+    axes = tuple(name for name in DATA_AXES if name in layout.sharded)
+    moved = DataParallel(axes, axes, axes, axes).params_layout(layout, whole) if axes else layout
+    return moved if set(moved.sharded) == set(layout.sharded) and not moved.flat else layout
 
 
 def _check_every_axis_works(specs: dict, mesh: Mesh) -> None:
