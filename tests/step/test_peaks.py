@@ -113,9 +113,11 @@ def test_peak(name, mesh, microbatches, run_on):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["replicated", "zero1", "zero3"])
 def test_peak_when_compiled(name, run_on):
-    """Inductor orders and fuses, and needs no more: one more layer would be a tenth."""
-    expected = formula(STRATEGIES[name], MESHES[1], 1)
-    assert 0.9 * expected <= peak(*run_on(STRATEGIES[name], MESHES[1], backend="inductor")) <= 1.02 * expected
+    """Inductor orders and fuses, and needs no more than one leaf of a layer, whole, while it is laid out."""
+    setting = STRATEGIES[name], MESHES[1], 1
+    whole = model.layouts(CONFIG, MESHES[1], strategy=STRATEGIES["replicated"])
+    leaf = of_params(whole, in_blocks)[1] // LAYERS
+    assert 0.9 * formula(*setting) <= peak(*run_on(*setting, backend="inductor")) <= limit(*setting) + leaf
 
 
 @pytest.mark.parametrize("overlap", [None, Overlap(depth=1)], ids=["in order", "depth 1"])
