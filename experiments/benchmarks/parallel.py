@@ -12,9 +12,9 @@ Expected on 2 quiet cores: time ratios 0.8 to 1.0, counts as the bars say.
 """
 
 import argparse
+import contextlib
 import functools
 import statistics
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ OURS = {
     "zero3_mincut": Ours("fsdp", ZERO3, overlap=AHEAD),
     "zero3_inputs": Ours("fsdp", ZERO3, save="inputs", overlap=AHEAD),
     "replicated": Ours("dp", DataParallel.replicated("dp")),
-    "zero1": Ours("dp", DataParallel.zero1("dp")),
+    "zero1": Ours("dp", DataParallel.zero1("dp"), overlap=AHEAD),
     "zero3_muon": Ours("fsdp", ZERO3, optimizer="muon", overlap=AHEAD),
     "overlap_mincut": Ours("fsdp", ZERO3, overlap=AHEAD),
     "overlap_inputs": Ours("fsdp", ZERO3, save="inputs", overlap=AHEAD),
@@ -213,15 +213,13 @@ def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> No
     flags.bars = flags.ranks == 2 and not flags.quick and flags.backend == "inductor"
     dtype = str(flags.sizes.dtype).removeprefix("torch.")
     where = f"{flags.ranks} gloo ranks, 1 thread each, model {flags.sizes.size}, {dtype}, torch {torch.__version__}"
-    with counted_in_children() if pool is None else nullcontext():
-        own = RankPool(flags.ranks) if pool is None else None
-    try:
+    with contextlib.ExitStack() as stack:
+        if pool is None:
+            stack.enter_context(counted_in_children())
+            pool = stack.enter_context(contextlib.closing(RankPool(flags.ranks)))
         for race_of in RACES:
             if race_of[0] in flags.only:
-                run_race(pool or own, flags, where, *race_of)
-    finally:
-        if own is not None:
-            own.close()
+                run_race(pool, flags, where, *race_of)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, exchange, donate, compile."""
+"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, donate, exchange, compile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import World
+from fmegatron.step.arrive import forget, gather_in_place
 from fmegatron.step.check import Declared, check_call, declared_by
 from fmegatron.step.compile import compile_graph, usable_backend
 from fmegatron.step.exchange import exchanged
@@ -28,7 +29,7 @@ class Compiled:
     """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
-    stages: name -> graph module, in order "trace", "lower", "overlap", "exchange", "donate".
+    stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
     """
 
     def __init__(self, fn, args, donate, world, backend, patches, options, check=None, overlap=None):
@@ -41,17 +42,19 @@ class Compiled:
         lowered, self.fakes, self.rank_inputs = lower(bound, self.traced.fakes, world, self.traced.fake_mode)
         self.stages = {"trace": self.traced.graph_module, "lower": lowered}
         self.stages["overlap"] = overlapped(lowered, overlap, world)
-        self.stages["exchange"] = exchanged(self.stages["overlap"], world)
-        self.stages["donate"] = _donation_pass(self.stages["exchange"], self.traced, self.donated)
+        self.stages["donate"] = _donation_pass(self.stages["overlap"], self.traced, self.donated)
+        self.stages["exchange"] = exchanged(self.stages["donate"], world)
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run = self.artifact = None
 
     def compile(self) -> None:
         """Compile the layers inside, then the graph around them."""
-        for entry in opaque_entries(self.stages["donate"].graph):
+        for entry in opaque_entries(self.stages["exchange"].graph):
             entry.compile()
-        self.artifact = compile_graph(self.stages["donate"], self.fakes, self.backend, {**self.patches, **self.options})
+        self.artifact = compile_graph(
+            self.stages["exchange"], self.fakes, self.backend, {**self.patches, **self.options}
+        )
         rank_inputs = tuple(self.rank_inputs.tensors)
         self.run = (lambda *t: self.artifact(*t, *rank_inputs)) if rank_inputs else self.artifact
 
@@ -140,7 +143,7 @@ class Jitted:
         return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
-        """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "exchange" or "donate"."""
+        """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
         entries = list(self.cache.values())
         if not entries:
             raise ValueError("nothing is compiled yet; call the function once")
@@ -261,7 +264,8 @@ def _words(meta) -> str:
 
 
 def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> torch.fx.GraphModule:
-    """Write new values into the old leaves at the end of the graph; the copy folds into the kernel that makes it.
+    """Write new values into the old leaves at the end of the graph; the copy folds into the kernel that makes it, or
+    into the gather that brings it.
 
     Every output that is or may become a copy of an input (`copied_inputs`) is first copied by an opaque op, else a step
     that swaps two leaves would leave both equal.
@@ -271,7 +275,7 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
     output = graph.output_node()
     outs = list(output.args[0])
     inputs = graph.find_nodes(op="placeholder")
-    safe = []
+    safe, gathered = [], []
     with graph.inserting_before(output):
         for i, node in enumerate(outs):
             unchanged = i in donated and _behind_aliases(node) is inputs[donated[i]]
@@ -284,9 +288,12 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
                 node.meta["val"] = value
             safe.append(inputs[donated[i]] if unchanged else node)
         for i, position in donated.items():
-            if safe[i] is not inputs[position]:
+            if gather_in_place(graph, inputs[position], safe[i]):
+                gathered.append(safe[i])
+            elif safe[i] is not inputs[position]:
                 graph.call_function(torch.ops.aten.copy_.default, (inputs[position], safe[i]))
     output.args = ([node for i, node in enumerate(safe) if i not in donated],)
+    forget(graph, gathered)
     graph.lint()
     copy.recompile()
     return copy

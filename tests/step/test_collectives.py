@@ -130,8 +130,8 @@ def compiled_on_rank(rank, mesh, save):
         batches = [tiny.decoder_batch(mesh=mesh, rank=rank, seed=i) for i in range(3)]
         (first, state), codes = run_and_get_code(tiny.run_steps, step, state, batches[:1])
         losses, _ = tiny.run_steps(step, state, batches[1:])
-        exchanges = "".join(name[0] for name in launched(step.graph("donate")) if name[0] in "GR")
-        return codes, str(step.graph("donate")), exchanges, first + losses
+        exchanges = "".join(name[0] for name in launched(step.graph("exchange")) if name[0] in "GR")
+        return codes, str(step.graph("exchange")), exchanges, first + losses
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(Mesh(fsdp=2), marks=pytest.mark.slow), Mesh(fsdp=2, tp=2)], ids=str)

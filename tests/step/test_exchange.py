@@ -47,7 +47,7 @@ def sums_and_wholes(rank, dtype):
 
         x = (torch.arange(24).reshape(8, 3) * (rank + 1)).to(dtype)
         step = jit(both, world=world, backend="eager")
-        return [y.float() for y in step(x)], str(step.graph("donate"))
+        return [y.float() for y in step(x)], str(step.graph("exchange"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

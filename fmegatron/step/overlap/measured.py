@@ -69,7 +69,7 @@ def _by_launch(events: list[Event], launched: Sequence[str]) -> list[Event]:
     names, found = iter(launched), []
     for e in events:
         name, lane = e.name, e.lane
-        if name.startswith("gloo:"):
+        if name.startswith("gloo:") and name not in ("gloo:send", "gloo:recv"):  # a gather in place has no start
             name = next(names, name)
             lane = _LANES.get(name[0], lane)
         found.append(Event(name, lane, e.start, e.end, e.waits, e.detail or e.name))

@@ -67,7 +67,7 @@ def test_nothing_is_changed_without_overlap(stages):
 
 
 def test_the_stages_of_a_step(stages):
-    assert list(stages) == ["trace", "lower", "overlap", "exchange", "donate"]
+    assert list(stages) == ["trace", "lower", "overlap", "donate", "exchange"]
     orders = {name: launches(stages[name].graph) for name in ("lower", "overlap", "donate")}
     assert orders["lower"] == ORDERS[PLAIN] and orders["overlap"] == orders["donate"] == ORDERS[Overlap()]
 
@@ -171,5 +171,5 @@ def test_negative_settings_are_refused():
 def test_graph_names_the_stages():
     step = jit(tiny.mlp_step(), backend="eager")
     step(init_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
-    with pytest.raises(ValueError, match="choose one of trace, lower, overlap, exchange, donate"):
+    with pytest.raises(ValueError, match="choose one of trace, lower, overlap, donate, exchange"):
         step.graph("schedule")

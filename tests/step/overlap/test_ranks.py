@@ -116,7 +116,7 @@ def generated(rank, overlap):
         (step, seen, after), codes = run_and_get_code(some_steps, rank, world, overlap, "inductor")
         equal = torch.equal(seen, wanted) and same_bits(after, state)
         batch = tiny.decoder_batch(config(2), mesh=FSDP, rank=rank)
-        graph = step.graph("donate")
+        graph = step.graph("exchange")
         return launches(graph), in_code(codes[-1], launched(graph)), equal, timeline(step, after, batch)
 
 
