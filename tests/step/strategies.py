@@ -30,14 +30,16 @@ def make_config(dtype=torch.float64, precision: Precision | None = None) -> mode
     )  # fmt: skip
 
 
-def make_step(config, mesh, strategy, microbatches=1, clip_norm=None, optimizer=OPTIMIZER, layer=model.plain_layer):
-    """The usual train step of the decoder under a strategy."""
+def make_step(
+    config, mesh, strategy, microbatches=1, clip_norm=None, optimizer=OPTIMIZER, layer=model.plain_layer, **options
+):
+    """The usual train step of the decoder under a strategy; options: others of `build_train_step`."""
     layouts, axes = model.layouts(config, mesh, strategy=strategy), Axes(mesh)
 
     def loss_fn(params, batch):
         return model.loss(params, batch, config, layouts, axes, layer)
 
-    options = {"strategy": strategy, "precision": config.precision, "microbatches": microbatches}
+    options |= {"strategy": strategy, "precision": config.precision, "microbatches": microbatches}
     return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, **options)
 
 
