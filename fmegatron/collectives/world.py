@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -25,7 +26,9 @@ class World:
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, control=None, owns_process_group: bool = False):
         self.mesh, self.rank, self.size, self.device = mesh, rank, mesh.size, device
-        self._control, self._owns, self._groups, self._device_mesh = control, owns_process_group, {}, None
+        self._control, self._owns, self._device_mesh = control, owns_process_group, None
+        self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # axes and use -> (name at torch, group)
+        self._registered: list[str] = []
 
     def __repr__(self) -> str:
         return f"World({self.mesh}, rank {self.rank} of {self.size}, {self.device})"
@@ -47,10 +50,23 @@ class World:
 
         use: a word for a group of its own ("gather"): the same ranks, another communicator, "fmegatron:fsdp#gather".
         """
-        name = "fmegatron:" + "+".join(axes) + (f"#{use}" if use else "")
-        if name not in self._groups:
-            self._groups[name] = self._make_group(name, axes, own=bool(use))
-        return name
+        key = "fmegatron:" + "+".join(axes) + (f"#{use}" if use else "")
+        if key not in self._groups:
+            self._groups[key] = self._open(key, axes, own=bool(use))
+        return self._groups[key][0]
+
+    def _open(self, key: str, axes: tuple[str, ...], own: bool) -> tuple[str, dist.ProcessGroup]:
+        """The group under the first name that is free, or that another open world has for the same ranks: a cell of a
+        notebook that connects is run again, and runs of two meshes may follow each other in one process."""
+        for number in itertools.count():
+            name = f"{key}#{number}" if number else key
+            known = _known_group(name)
+            if known is None:
+                group = self._make_group(name, axes, own)
+                self._registered.append(name)
+                return name, group
+            if set(dist.get_process_group_ranks(known)) == set(self.mesh.group(self.rank, axes)):
+                return name, known
 
     @staticmethod
     def axes_of(name: str) -> tuple[str, ...]:
@@ -59,7 +75,8 @@ class World:
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """This rank's process group over `axes`."""
-        return self._groups[self.group_name(axes)]
+        self.group_name(axes)
+        return self._groups["fmegatron:" + "+".join(axes)][1]
 
     def order(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Position in the group over `axes` of each index along them, None where they are the same.
@@ -197,8 +214,9 @@ class World:
     # ---- life ------------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Leave the groups; destroys torch's process group if `connect` started it."""
-        for name in self._groups:
+        for name in self._registered:
             torch._C._distributed_c10d._unregister_process_group(name)
+        self._registered.clear()
         self._groups.clear()
         if self._owns and dist.is_initialized():
             self._control = self._device_mesh = None  # the threads of a group are joined with its last reference
@@ -250,6 +268,14 @@ def connect(
         # down, asking for it aborts the process. Closing joins those threads while Python still lives.
         atexit.register(world.close)
     return world
+
+
+def _known_group(name: str) -> dist.ProcessGroup | None:
+    """The group that torch knows under a name."""
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(name)
+    except RuntimeError:
+        return None
 
 
 def _bytes(count: int) -> torch.Tensor:

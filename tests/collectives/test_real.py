@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, connect
+from fmegatron.collectives import Axes, connect, psum
 from fmegatron.collectives.real import by_index, by_position
 from fmegatron.layout import Mesh
 from fmegatron.testing import Ranks, simulate
@@ -95,3 +95,22 @@ def test_host_exchange(ranks):
         assert rows == [[r, r * r] for r in range(4)] and text == "from 2"
         assert least == [0, -3]
         assert got == [[before] * 3, [before + 10] * 5, [7, 7]]
+
+
+def open_beside_each_other(rank):
+    """Sums over the axis x of three open worlds: a cell that connects is run twice, then another mesh is tried."""
+    x, found, names = torch.tensor([float(rank)]), [], []
+    for mesh in (Mesh(x=2, y=2), Mesh(x=2, y=2), Mesh(y=2, x=2)):
+        world = connect(mesh)
+        found.append(psum(x, Axes(mesh, world)["x"]).item())
+        names.append(world.group_name(("x",)))
+    world.close()
+    closed_last = psum(x, Axes(Mesh(x=2, y=2), connect(Mesh(x=2, y=2)))["x"]).item()
+    return found, names, closed_last
+
+
+def test_worlds_that_are_open_beside_each_other(ranks):
+    for rank, (found, names, after) in enumerate(ranks.run(open_beside_each_other, ranks=4)):
+        across, along = float(2 * (rank % 2) + 2), float(4 * (rank // 2) + 1)
+        assert found == [across, across, along] and after == across
+        assert names == ["fmegatron:x", "fmegatron:x", "fmegatron:x#1"]
