@@ -1,6 +1,8 @@
 """Donated leaves that a gather brings are gathered in place: no buffer for the whole, and no copy out of it.
 
-ZeRO-1 and ZeRO-2 end a step with a gather of every updated parameter into memory that it has already.
+ZeRO-1 and ZeRO-2 end a step with a gather of every updated parameter into memory that it has already. The old value is
+overwritten while the step still runs, so all that reads it must come before the gather by dependence: no order of the
+graph would do, because a compiler computes what it fuses where the last of its readers stands.
 """
 
 from __future__ import annotations
@@ -11,21 +13,61 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fmegatron.step.overlap.roles import is_view, is_wait
+from fmegatron.step.overlap.merge import ancestors
+from fmegatron.step.overlap.roles import is_layer, is_start, is_view, is_wait, memory_of
 
 __all__ = ["forget", "gather_in_place"]
 
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # computed where they stand, like layers and collectives
 
-def gather_in_place(graph: fx.Graph, leaf: fx.Node, value: fx.Node) -> bool:
-    """Write `value` into the placeholder `leaf` by the gather that makes it, if it is one: views of what arrived, for
-    nothing else. Inserted where the graph inserts; `forget` removes the gather that stood before.
+
+def gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) -> list[int]:
+    """Write outputs of the graph into placeholders by the gathers that make them, where that may be: which it did.
+
+    new: key -> (placeholder, output). It may if the output is nothing but views of what arrived, made for this leaf
+    alone; if what is sent has memory of its own; and if all that reads the leaf, or is fused with what does, is needed
+    to compute what these gathers send. Inserted where the graph inserts; `forget` removes the gathers before it.
     """
-    start = _gather_behind(value)
-    if start is None or not leaf.meta["val"].is_contiguous():
-        return False
-    x, _, group = start.args
-    graph.call_function(torch.ops.fmegatron_step.gather_into.default, (leaf, x, group))
+    outputs, inputs = list(graph.output_node().args[0]), {n: n.all_input_nodes for n in graph.nodes}
+    found: dict[int, tuple[fx.Node, fx.Node, str]] = {}
+    for key, (leaf, value) in new.items():
+        start = _gather_behind(value)
+        if start is None or not leaf.meta["val"].is_contiguous() or len(value.users) + outputs.count(value) != 2:
+            continue
+        if memory_of([start.args[0]])[start.args[0]].op != "placeholder":
+            found[key] = leaf, start.args[0], start.args[2]
+    while True:  # without one that may not, others may not either
+        sent = [x for _, x, _ in found.values()]
+        needed = set(sent).union(*(ancestors(x, inputs) for x in sent))
+        late = [key for key, (leaf, *_) in found.items() if not _read_before(leaf, needed, sent)]
+        if not late:
+            break
+        for key in late:
+            del found[key]
+    if found:
+        # One node: what is sent is computed for it, and a compiler computes some of it again for every other reader.
+        leaves, sent, groups = (list(column) for column in zip(*found.values(), strict=True))
+        graph.call_function(torch.ops.fmegatron_step.gather_into.default, (leaves, sent, groups))
+    return list(found)
+
+
+def _read_before(leaf: fx.Node, needed: set[fx.Node], sent: list[fx.Node]) -> bool:
+    """Whether all nodes that read a leaf, or are computed together with one that does, are needed for what is sent."""
+    todo, seen = [leaf], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if any(user not in needed for user in node.users):
+            return False
+        todo += [user for user in node.users if user not in sent and not _stands(user)]
     return True
+
+
+def _stands(node: fx.Node) -> bool:
+    """Whether a node is computed where it stands: no compiler puts it off to fuse it with its readers."""
+    return is_layer(node) or is_start(node) or getattr(node.target, "_opname", "") in _PRODUCTS
 
 
 def forget(graph: fx.Graph, values: list[fx.Node]) -> None:
@@ -47,7 +89,7 @@ def _gather_behind(value: fx.Node) -> fx.Node | None:
         return None
     while not is_wait(node):
         taken = node.target is operator.getitem  # one of a split: the only one, if it has all elements
-        if not (is_view(node) or (taken and is_view(node.args[0]))) or not _lies_alike(node, made):
+        if not (_only_views(node) or (taken and _only_views(node.args[0]))) or not _lies_alike(node, made):
             return None
         node = node.args[0].args[0] if taken else node.args[0]
         if len(node.users) != 1:
@@ -57,19 +99,27 @@ def _gather_behind(value: fx.Node) -> fx.Node | None:
     return start if fits and getattr(start.target, "_opname", "") == "all_gather_into_tensor" else None
 
 
+def _only_views(node: fx.Node) -> bool:
+    """Whether a node is a view and changes nothing; an op that writes in place returns its argument too."""
+    return is_view(node) and not node.target._schema.is_mutable
+
+
 def _lies_alike(node: fx.Node, like: torch.Tensor) -> bool:
     return node.meta["val"].is_contiguous() and node.meta["val"].numel() == like.numel()
 
 
 # ---- the op ----------------------------------------------------------------------------------------------------------
-def _gather_into(whole: torch.Tensor, mine: torch.Tensor, group_name: str) -> None:
-    group = torch._C._distributed_c10d._resolve_process_group(group_name)
-    flat, mine = whole.view(-1), mine.reshape(-1)
+def _gather_into(wholes: list[torch.Tensor], mine: list[torch.Tensor], groups: list[str]) -> None:
+    for whole, x, name in zip(wholes, mine, groups, strict=True):
+        _gather_one(whole.view(-1), x.reshape(-1), torch._C._distributed_c10d._resolve_process_group(name))
+
+
+def _gather_one(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
     if whole.device.type != "cpu":
-        dist.all_gather_into_tensor(flat, mine, group=group)
+        dist.all_gather_into_tensor(whole, mine, group=group)
         return
     # gloo copies what it gathers twice; from peer to peer it lands where it belongs.
-    parts, rank = flat.chunk(group.size()), group.rank()
+    parts, rank = whole.chunk(group.size()), group.rank()
     others = [r for r in range(group.size()) if r != rank]
     works = [dist.irecv(parts[r], dist.get_global_rank(group, r), group) for r in others]
     works += [dist.isend(mine, dist.get_global_rank(group, r), group) for r in others]
@@ -80,9 +130,9 @@ def _gather_into(whole: torch.Tensor, mine: torch.Tensor, group_name: str) -> No
 
 def _define_ops() -> torch.library.Library:
     library = torch.library.Library("fmegatron_step", "FRAGMENT")
-    library.define("gather_into(Tensor(a!) whole, Tensor mine, str group) -> ()")
+    library.define("gather_into(Tensor(a!)[] wholes, Tensor[] mine, str[] groups) -> ()")
     library.impl("gather_into", _gather_into, "CompositeExplicitAutograd")
-    library.impl("gather_into", lambda whole, mine, group: None, "Meta")
+    library.impl("gather_into", lambda wholes, mine, groups: None, "Meta")
     return library
 
 

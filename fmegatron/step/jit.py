@@ -275,7 +275,7 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
     output = graph.output_node()
     outs = list(output.args[0])
     inputs = graph.find_nodes(op="placeholder")
-    safe, gathered = [], []
+    safe = []
     with graph.inserting_before(output):
         for i, node in enumerate(outs):
             unchanged = i in donated and _behind_aliases(node) is inputs[donated[i]]
@@ -287,13 +287,13 @@ def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> tor
                 node = graph.call_function(torch.ops.fmegatron_step.barrier.default, (node, node))
                 node.meta["val"] = value
             safe.append(inputs[donated[i]] if unchanged else node)
-        for i, position in donated.items():
-            if gather_in_place(graph, inputs[position], safe[i]):
-                gathered.append(safe[i])
-            elif safe[i] is not inputs[position]:
+        written = {i: position for i, position in donated.items() if safe[i] is not inputs[position]}
+        gathered = gather_in_place(graph, {i: (inputs[position], outs[i]) for i, position in written.items()})
+        for i, position in written.items():
+            if i not in gathered:
                 graph.call_function(torch.ops.aten.copy_.default, (inputs[position], safe[i]))
     output.args = ([node for i, node in enumerate(safe) if i not in donated],)
-    forget(graph, gathered)
+    forget(graph, [outs[i] for i in gathered])
     graph.lint()
     copy.recompile()
     return copy
