@@ -81,10 +81,9 @@ def _packed(rows: list[Tensor]) -> Tensor:
 
 def _opened(buffer: Tensor, n: int, like: list[Tensor], shapes: list, order: Order) -> list[Tensor]:
     """The inverse of `_packed`: [n, *shape] of each tensor, the rows in the order of the index."""
-    if len(like) == 1:
-        buffer = buffer.view(like[0].dtype)
-    rows = _ordered(buffer.view(n, -1), order, by_index)
-    if len(like) > 1 and _as_bytes(like):
+    packed = len(like) > 1 and _as_bytes(like)
+    rows = _ordered((buffer if packed else buffer.view(like[0].dtype)).view(n, -1), order, by_index)
+    if packed:
         return _unpacked(rows, like, shapes)
     found = rows.split([math.prod(shape) for shape in shapes], 1)
     return [row.unflatten(1, shape) for row, shape in zip(found, shapes, strict=True)]
@@ -104,10 +103,8 @@ def _gathered_rows(xs: list[Tensor], group: str, n: int, order: Order) -> list[T
     found: list = [None] * len(xs)
     for members, whole in zip(together, wholes, strict=True):
         like = [xs[i] for i in members]
-        whole = ops.wait_tensor(whole)
-        if whole.dtype == torch.uint8 and not _as_bytes(like):
-            whole = whole.view(like[0].dtype)
-        for i, rows in zip(members, _opened(whole, n, like, [x.shape for x in like], order), strict=True):
+        opened = _opened(ops.wait_tensor(whole), n, like, [x.shape for x in like], order)
+        for i, rows in zip(members, opened, strict=True):
             found[i] = rows
     return found
 

@@ -37,8 +37,8 @@ def gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) ->
         if memory_of([start.args[0]])[start.args[0]].op != "placeholder":
             found[key] = leaf, start.args[0], start.args[2]
     while True:  # without one that may not, others may not either
-        sent = [x for _, x, _ in found.values()]
-        needed = set(sent).union(*(ancestors(x, inputs) for x in sent))
+        sent = {x for _, x, _ in found.values()}
+        needed = sent | ancestors(sent, inputs)
         late = [key for key, (leaf, *_) in found.items() if not _read_before(leaf, needed, sent)]
         if not late:
             break
@@ -46,12 +46,12 @@ def gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) ->
             del found[key]
     if found:
         # One node: what is sent is computed for it, and a compiler computes some of it again for every other reader.
-        leaves, sent, groups = (list(column) for column in zip(*found.values(), strict=True))
-        graph.call_function(torch.ops.fmegatron_step.gather_into.default, (leaves, sent, groups))
+        leaves, mine, groups = (list(column) for column in zip(*found.values(), strict=True))
+        graph.call_function(torch.ops.fmegatron_step.gather_into.default, (leaves, mine, groups))
     return list(found)
 
 
-def _read_before(leaf: fx.Node, needed: set[fx.Node], sent: list[fx.Node]) -> bool:
+def _read_before(leaf: fx.Node, needed: set[fx.Node], sent: set[fx.Node]) -> bool:
     """Whether all nodes that read a leaf, or are computed together with one that does, are needed for what is sent."""
     todo, seen = [leaf], set()
     while todo:

@@ -44,7 +44,7 @@ def _last_scatters(graph: fx.Graph) -> list[fx.Node]:
     if len(by_layer) < 2 or None in by_layer[-2:] or not is_layer(by_layer[-2]) or is_layer(by_layer[-1]):
         return []
     last = [s for s in scatters if layer[s] in by_layer[-2:]]
-    return [s for s in last if not ancestors(s, directly) & set(last)]
+    return [s for s in last if not ancestors([s], directly) & set(last)]
 
 
 def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ def merge_reductions(graph: fx.Graph, bucket_bytes: int) -> None:
         value = node.meta["val"]
         if value.numel() * value.element_size() > bucket_bytes:
             continue
-        before, key = ancestors(node, directly), (node.args[1:], value.dtype, value.device)
+        before, key = ancestors([node], directly), (node.args[1:], value.dtype, value.device)
         for bucket in buckets.setdefault(key, []):
             size = sum(n.meta["val"].numel() for n in [*bucket, node]) * value.element_size()
             if size <= bucket_bytes and not before & set(bucket):
@@ -36,9 +37,9 @@ def merge_reductions(graph: fx.Graph, bucket_bytes: int) -> None:
         sort_by(graph, topological(graph))
 
 
-def ancestors(node: fx.Node, directly: dict[fx.Node, list[fx.Node]]) -> set[fx.Node]:
-    """All nodes that must come before a node; directly: as `behind` gives them."""
-    found, todo = set(), list(directly[node])
+def ancestors(nodes: Iterable[fx.Node], directly: dict[fx.Node, list[fx.Node]]) -> set[fx.Node]:
+    """All nodes that must come before one of these; directly: as `behind` gives them."""
+    found, todo = set(), [before for node in nodes for before in directly[node]]
     while todo:
         n = todo.pop()
         if n not in found:
