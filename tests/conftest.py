@@ -4,6 +4,12 @@ import pytest
 import torch
 
 from fmegatron.testing import RankPool
+from tests import sampling
+
+
+def pytest_configure():
+    """Fix the day of the sampled campaigns before worker processes and tests start, so that all draw the same cases."""
+    sampling.today()
 
 
 @pytest.fixture(autouse=True)
