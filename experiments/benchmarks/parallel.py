@@ -95,7 +95,7 @@ class Form:
         )
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
         self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
-        self.state = step.initial_state(specs, optimizer, 0, world.rank, strategy)
+        self.state = tree.init(step.state_specs(specs, optimizer, strategy), 0, world.rank)
         self.formula = step.state_bytes(specs, optimizer, strategy, world.rank)
         least = step.least_traffic(layouts, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
         numbers = 2 if strategy.optim else 1  # the loss, and the norm where no rank has all gradients

@@ -35,13 +35,14 @@ PEAK_BARS = {"mincut": 1.00, "inputs": 0.60}
 def our_step(config, params, save, **jit_options):
     """(step(batch) -> loss, holder): the project's own train step, state donated."""
     mesh = Mesh(dp=1)
-    axes, layouts = Axes(mesh), model.layouts(config, mesh)
+    axes, specs = Axes(mesh), model.specs(config, mesh)
+    layouts = tree.layouts(specs)
     loss = functools.partial(
         model.loss, config=config, layouts=layouts, axes=axes, layer=step.compiled_layer(save=save)
     )
     optimizer = optim.adamw(3e-4)
     train = step.jit(step.build_train_step(loss, optimizer, layouts, axes, data_axes=("dp",)), donate=0, **jit_options)
-    holder = [step.init_state(tree.map(torch.clone, params), optimizer)]
+    holder = [tree.init(step.state_specs(specs, optimizer), 0, rank=0, given=tree.map(torch.clone, params))]
 
     def run(batch):
         holder[0], metrics = train(holder[0], batch)

@@ -64,9 +64,9 @@ def optimizer(**transforms: Transform) -> Optimizer:
             raise ValueError(
                 "optimizer: got parameters without a single tensor or ArraySpec, so there is nothing to update"
             )
-        working = tree.map(_working_copy, params)
-        state = {"count": _count_like(leaves[0]), **inner.init(working)}
-        master = tree.map(lambda p, w: None if p.dtype == w.dtype else w, params, working)
+        narrow = tree.map(lambda p: None if p.dtype == working_dtype(p.dtype) else p, params)
+        master = tree.copies(narrow, working_dtype)
+        state = {"count": _count_like(leaves[0]), **inner.init(fill_absent(master, params))}
         return state | {"master": master} if tree.leaves(master) else state
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -90,13 +90,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float64)
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _working_copy(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:
-    dtype = working_dtype(leaf.dtype)
-    if isinstance(leaf, ArraySpec):
-        return leaf.replace(dtype=dtype)
-    return leaf.detach().to(dtype)
 
 
 def _count_like(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:

@@ -14,7 +14,7 @@ from fmegatron.step.overlap import Event, Overlap, PaperWorld, Rates, Timeline, 
 from fmegatron.step.timeline import timeline
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
 from fmegatron.step.traffic import Collective, bytes_sent, collectives_of
-from fmegatron.step.train_step import State, build_train_step, init_state, initial_state, placements, state_specs
+from fmegatron.step.train_step import State, build_train_step, placements, state_specs
 
 __all__ = [
     "BACKENDS",
@@ -44,8 +44,6 @@ __all__ = [
     "compile_graph",
     "compiled_layer",
     "entry_of",
-    "init_state",
-    "initial_state",
     "inline_layers",
     "jit",
     "launches",

@@ -14,7 +14,7 @@ from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.check import Declared
 from fmegatron.step.grad import accumulate, reduce_gradients, value_and_grad
 
-__all__ = ["State", "build_train_step", "init_state", "initial_state", "placements", "state_specs"]
+__all__ = ["State", "build_train_step", "placements", "state_specs"]
 
 
 class State(NamedTuple):
@@ -37,11 +37,15 @@ def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
 def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
     """Specs of the whole state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
+    `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
+    `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is
+    the state at step 0 of parameters that are known already.
     strategy: how the optimizer's state is sharded beyond the parameters; None: exactly as they are.
     """
     mesh = tree.leaves(param_specs)[0].mesh
     step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
-    return State(step, param_specs, optimizer.init(_seen(param_specs, strategy)))
+    params = tree.named(param_specs)
+    return State(step, params, optimizer.init(_seen(params, strategy)))
 
 
 def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
@@ -49,37 +53,6 @@ def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
     if strategy is None:
         return param_specs
     return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
-
-
-def init_state(params: Any, optimizer: Any, seen: Any = None) -> State:
-    """The state at step 0 for given parameters (local shards).
-
-    seen: the same parameters laid out as the optimizer sees them, where a strategy shards its state further.
-    """
-    device = tree.leaves(params)[0].device
-    opt = optimizer.init(params if seen is None else seen)
-    return State(torch.zeros((), dtype=torch.int64, device=device), params, opt)
-
-
-def initial_state(
-    param_specs: Any,
-    optimizer: Any,
-    key: int,
-    rank: int,
-    strategy: DataParallel | None = None,
-    device: torch.device | str | None = None,
-) -> State:
-    """This rank's part of the state at step 0, drawn straight into its shards: no rank ever holds a whole array.
-
-    Every parameter has the values that `key`, its path and the global index give it (`tree.init`), on every mesh and
-    under every strategy; master copies equal the parameters.
-    """
-
-    def draw(specs):
-        return tree.init(State(None, specs, None), key, rank, device).params
-
-    params, seen = draw(param_specs), _seen(param_specs, strategy)
-    return init_state(params, optimizer, params if seen == param_specs else draw(seen))
 
 
 def build_train_step(

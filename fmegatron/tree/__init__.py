@@ -5,7 +5,19 @@ from fmegatron.tree.check import check
 from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
-from fmegatron.tree.spec import ArraySpec, Constant, Init, Normal, Uniform, layouts, ones, zeros, zeros_like
+from fmegatron.tree.spec import (
+    ArraySpec,
+    Constant,
+    Init,
+    Normal,
+    Uniform,
+    copies,
+    layouts,
+    named,
+    ones,
+    zeros,
+    zeros_like,
+)
 from fmegatron.tree.structure import (
     did_you_mean,
     flatten,
@@ -26,6 +38,7 @@ __all__ = [
     "add",
     "cast",
     "check",
+    "copies",
     "count",
     "did_you_mean",
     "dot",
@@ -37,6 +50,7 @@ __all__ = [
     "leaves",
     "map",
     "map_with_path",
+    "named",
     "neither_norm_nor_bias",
     "ones",
     "paths",

@@ -10,28 +10,47 @@ import numpy as np
 import torch
 
 from fmegatron.layout import Box, row_major_strides
+from fmegatron.tree.check import check
 from fmegatron.tree.keys import fold_in
 from fmegatron.tree.random import Scratch, normal_values, pair_words, round_keys, scratch, uniform_values
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform
-from fmegatron.tree.structure import flatten, unflatten
+from fmegatron.tree.structure import did_you_mean, flatten, unflatten
 
 
-def init(specs: Any, key: int, rank: int, device: torch.device | str | None = None) -> Any:
-    """The tree of this rank's local tensors of a tree of ArraySpecs.
+def init(specs: Any, key: int, rank: int, device: torch.device | str | None = None, given: Any | None = None) -> Any:
+    """The tree of this rank's local tensors of a tree of ArraySpecs, drawn straight into their shards.
 
-    The value of an element depends on the key, the path of its leaf and its global index only, so every mesh gives the
-    same global arrays bit for bit, and a leaf keeps its values when others come or go. Values are drawn in float32 and
-    rounded to the leaf's dtype.  key: see `fold_in`.  device: where the tensors end; they are drawn on the CPU.
+    The value of an element depends on the key, the name of its leaf (`ArraySpec.drawn_as`, else its path) and its
+    global index only, so every mesh gives the same global arrays bit for bit, a leaf keeps its values when others come
+    or go, and copies of a leaf (master weights, averages) equal it. Values are drawn in float32 and rounded to the
+    leaf's dtype.  key: see `fold_in`.  device: where the tensors end; random values are drawn on the CPU.
+    given: a tree of local tensors that are known already (weights from elsewhere), under the names of their leaves:
+    they are taken as they are, and copies are made of them. For a state of `step.state_specs`: parameters, or some.
+    Raises ValueError for a spec that cannot be drawn; for leaves of one name that are not one array (other shapes or
+    initial values); for a copy whose original was not named before the tree was put together (`tree.named`); and for
+    given tensors that no leaf takes, or that are not what their leaf's layout says.
     """
     paths, leaves, spec = flatten(specs)
-    space = scratch()
-    return unflatten(
-        spec, [_leaf(s, fold_in(key, p), rank, p, space, device) for p, s in zip(paths, leaves, strict=True)]
-    )
+    for path, leaf in zip(paths, leaves, strict=True):
+        _require_spec(path, leaf)
+    originals = _originals(paths, leaves)
+    known = _known(given, originals, rank)
+    space, out = scratch(), []
+    for path, leaf in zip(paths, leaves, strict=True):
+        name = leaf.drawn_as or path
+        if name not in known:
+            local = _drawn(path, leaf, fold_in(key, name), rank, space, device)
+        elif leaf.is_copy:
+            local = _copied(path, leaf, originals[name][1], known[name], rank)
+        else:
+            local = known[name]
+        out.append(local if device is None else local.to(device))
+    return unflatten(spec, out)
 
 
 def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scratch | None = None) -> None:
-    """Write the initial values of a rank's part of one array into `local`, a contiguous CPU tensor of its local size.
+    """Write the initial values of a rank's part of one array into `local`, a contiguous tensor of its local size,
+    on the CPU where they are random.
 
     key: of this leaf, its path folded in. Raises ValueError for an init that the dtype cannot hold.
     """
@@ -47,17 +66,88 @@ def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scrat
         _fill_box(box.view(local), box, spec.shape, keys, spec.init, space)
 
 
-def _leaf(spec: ArraySpec, key: int, rank: int, path: str, space: Scratch, device) -> torch.Tensor:
+def _require_spec(path: str, spec: Any) -> None:
     if not isinstance(spec, ArraySpec):
         raise ValueError(f"{path}: got {type(spec).__name__}, wanted an ArraySpec(layout, init)")
     if spec.layout.unreduced:
         raise ValueError(f"{path}: got {spec.layout}, wanted no unreduced axes: a pending sum has no initial value")
-    local = torch.empty(spec.layout.local_shape(rank), dtype=spec.dtype)
+
+
+def _originals(paths: list[str], specs: list[ArraySpec]) -> dict[str, tuple[str, ArraySpec]]:
+    """Name -> (path, spec) of the leaves that are no copies; ValueError where leaves of one name are not one array."""
+    found: dict[str, tuple[str, ArraySpec]] = {}
+    for path, spec in zip(paths, specs, strict=True):
+        if not spec.is_copy:
+            found.setdefault(spec.drawn_as or path, (path, spec))
+    for path, spec in zip(paths, specs, strict=True):
+        name = spec.drawn_as or path
+        if name in found:
+            at, original = found[name]
+            if (spec.shape, spec.init) != (original.shape, original.init):
+                raise ValueError(
+                    f"{path}: got shape {spec.shape} and {spec.init} under the name {name!r}, wanted shape "
+                    f"{original.shape} and {original.init} as {at!r} has, which is drawn under the same name; make the "
+                    "copy of the final spec, or give one of them another name"
+                )
+        elif spec.is_copy and not isinstance(spec.init, Constant):
+            same = [at for at, other in found.values() if (other.shape, other.init) == (spec.shape, spec.init)]
+            if near := [at for at in same if at.endswith("/" + name)]:
+                raise ValueError(
+                    f"{path}: got a copy of {name!r}, which is not in this tree; {near[0]!r} is drawn under another "
+                    "name, so the copy would begin as other numbers. Name the specs first (specs = tree.named(specs)), "
+                    "then make copies and optimizer states of them, then put the tree together"
+                )
+    return found
+
+
+def _known(given: Any, originals: dict[str, tuple[str, ArraySpec]], rank: int) -> dict[str, torch.Tensor]:
+    """Name -> tensor of what is given, each checked against the layout of the leaf that takes it."""
+    if given is None:
+        return {}
+    paths, tensors, _ = flatten(given)
+    for path, x in zip(paths, tensors, strict=True):
+        if path not in originals:
+            raise ValueError(
+                f"given {path!r}: got a tensor that no leaf takes{did_you_mean(path, list(originals))}; name it as the "
+                "parameters are named in their own tree"
+            )
+        check({path: x}, {path: originals[path][1]}, rank)
+    return dict(zip(paths, tensors, strict=True))
+
+
+def _drawn(path: str, spec: ArraySpec, key: int, rank: int, space: Scratch, device: Any) -> torch.Tensor:
+    place = device if isinstance(spec.init, Constant) else None  # nothing to draw: most of an optimizer's state
+    local = torch.empty(spec.layout.local_shape(rank), dtype=(*spec.rounded_to, spec.dtype)[0], device=place)
     try:
         fill(local, spec, key, rank, space)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return local if device is None else local.to(device)
+    return _rounded(local, spec)
+
+
+def _copied(path: str, spec: ArraySpec, original: ArraySpec, source: torch.Tensor, rank: int) -> torch.Tensor:
+    """The copy of a given tensor, cut to the boxes of the copy, which lie inside of those of the original."""
+    source = source.detach()
+    local = torch.empty(spec.layout.local_shape(rank), dtype=source.dtype, device=source.device)
+    missing = local.numel()
+    for box in spec.layout.boxes(rank):
+        for held in original.layout.boxes(rank):
+            inside = held.intersect(box.start, box.stop)
+            if inside is not None:
+                box.intersect(inside.start, inside.stop).view(local).copy_(inside.view(source.contiguous()))
+                missing -= inside.size
+    if missing:
+        raise ValueError(
+            f"{path}: got given values laid out as {original.layout}, of which rank {rank} lacks {missing} elements of "
+            f"{spec.layout}; give parameters of a layout that holds them"
+        )
+    return _rounded(local, spec)
+
+
+def _rounded(local: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+    for dtype in (*spec.rounded_to, spec.dtype):
+        local = local.to(dtype)
+    return local
 
 
 def _fill_box(view: torch.Tensor, box: Box, shape: tuple[int, ...], keys, distribution, space: Scratch) -> None:

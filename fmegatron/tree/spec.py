@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from fmegatron.layout import Layout, Mesh
 from fmegatron.tree.structure import map as tree_map
+from fmegatron.tree.structure import map_with_path
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,19 @@ ones = Constant(1.0)
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array that does not exist yet: its layout and its initial values. A leaf in trees of specs."""
+    """An array that does not exist yet: its layout and its initial values. A leaf in trees of specs.
+
+    drawn_as: the name that, with the key, decides the random values; None: its path in the tree that `init` is given.
+    Specs with one name have the values of one array, wherever they stand and however they are laid out: a parameter in
+    a state, its master copy, an average of it. `named` and `copies` fill it in.
+    rounded_to: dtypes to which the values are rounded before the array's own, in order: the float32 master of a
+    bfloat16 parameter begins as the parameter, not as the number that was rounded to it. Empty but in copies.
+    """
 
     layout: Layout
     init: Init = zeros
+    drawn_as: str | None = None
+    rounded_to: tuple[torch.dtype, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,14 +72,60 @@ class ArraySpec:
         return self.layout.mesh
 
     def replace(self, init: Init | None = None, **changes) -> ArraySpec:
-        """This spec with another init and/or with fields of its layout changed (`Layout.replace`)."""
+        """This spec with another init and/or with fields of its layout changed (`Layout.replace`).
+
+        One that becomes constant, or of another shape, is another array: it loses `drawn_as` and `rounded_to`.
+        """
         layout = self.layout.replace(**changes) if changes else self.layout
-        return replace(self, layout=layout, init=self.init if init is None else init)
+        init = self.init if init is None else init
+        other = layout.shape != self.shape or (isinstance(init, Constant) and init != self.init)
+        return ArraySpec(layout, init) if other else replace(self, layout=layout, init=init)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it begins as another array does (made by `copies`)."""
+        return bool(self.rounded_to)
 
 
 def layouts(specs: Any) -> Any:
     """The tree of layouts of a tree of ArraySpecs (Layouts stay as they are)."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, Layout) else leaf.layout, specs)
+
+
+def named(specs: Any) -> Any:
+    """The specs of a tree, each drawn under its path in this tree (`drawn_as`), unless it has a name already.
+
+    Specs that are named keep their values wherever the tree is put: `init({"params": named(specs)}, key, rank)` draws
+    what `init(specs, key, rank)` draws.
+    """
+    return map_with_path(lambda path, spec: replace(spec, drawn_as=path) if spec.drawn_as is None else spec, specs)
+
+
+def copies(x: Any, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | None = None) -> Any:
+    """Copies of every leaf of a tree, in memory of their own: tensors of tensors, ArraySpecs of ArraySpecs.
+
+    The copy of a spec is drawn as its original is (by name: the path in this tree, if it has none), so that master
+    weights and averages of parameters begin as the parameters, bit for bit. Where the originals stand deeper in the
+    tree that is initialised, name them first (`named`); `init` raises ValueError where that was forgotten.
+
+    dtype: of the copies, or a function from an original's dtype to its copy's; None: the same.
+
+    >>> from fmegatron.layout import Mesh
+    >>> specs = {"w": ArraySpec(Layout((2,), torch.bfloat16, Mesh()), Normal())}
+    >>> copies(specs, torch.float32)["w"].drawn_as, copies(specs, torch.float32)["w"].rounded_to
+    ('w', (torch.bfloat16,))
+    """
+
+    def one(path, leaf):
+        wanted = leaf.dtype if dtype is None else dtype if isinstance(dtype, torch.dtype) else dtype(leaf.dtype)
+        if isinstance(leaf, Layout):
+            return leaf.replace(dtype=wanted)
+        if not isinstance(leaf, ArraySpec):
+            return leaf.detach().to(wanted, copy=True)
+        name = path if leaf.drawn_as is None else leaf.drawn_as
+        return replace(leaf.replace(dtype=wanted), drawn_as=name, rounded_to=(*leaf.rounded_to, leaf.dtype))
+
+    return map_with_path(one, x)
 
 
 def zeros_like(x: Any, dtype: torch.dtype | None = None) -> Any:
@@ -80,7 +137,7 @@ def zeros_like(x: Any, dtype: torch.dtype | None = None) -> Any:
 
     def one(leaf):
         if isinstance(leaf, ArraySpec):
-            return leaf.replace(zeros, **({} if dtype is None else {"dtype": dtype}))
+            return ArraySpec((leaf if dtype is None else leaf.replace(dtype=dtype)).layout)
         if isinstance(leaf, Layout):
             return leaf if dtype is None else leaf.replace(dtype=dtype)
         return torch.zeros_like(leaf, dtype=dtype)

@@ -10,8 +10,9 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
-from fmegatron.step import build_train_step, compiled_layer, init_state, state_specs
+from fmegatron.step import build_train_step, compiled_layer, state_specs
 from fmegatron.testing import assert_parity
+from tests.fresh_state import fresh_state
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, MESHES, batch_layouts
 
@@ -27,7 +28,7 @@ def check(config, mesh, clip_norm, layer=model.plain_layer, microbatches=1):
 
         return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, microbatches=microbatches)
 
-    state = init_state(leaves_that_differ(model.init(config, Mesh(), key=3)), optimizer)
+    state = fresh_state(leaves_that_differ(model.init(config, Mesh(), key=3)), optimizer)
     specs = state_specs(model.specs(config, mesh), optimizer)
     layouts = (tree.layouts(specs), batch_layouts(make_batch(config, batch_size=8), mesh))
     result = assert_parity(

@@ -10,8 +10,9 @@ from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.optim import Group
-from fmegatron.step import build_train_step, init_state, jit, placements, state_specs, trace
+from fmegatron.step import build_train_step, jit, placements, state_specs, trace
 from fmegatron.testing import assert_parity
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 ONE = Mesh(dp=1, fsdp=1, tp=1)
@@ -69,7 +70,7 @@ def test_awkward_leaves_are_trained_alike_on_ranks(make, strategy):
     params = tree.init(awkward_specs(ONE, strategy), key=0, rank=0)
     _, opt, _ = awkward_step(make, strategy, ONE, guard=True)
     result = assert_parity(
-        lambda m: awkward_step(make, strategy, m, guard=True)[0], mesh, init_state(params, opt),
+        lambda m: awkward_step(make, strategy, m, guard=True)[0], mesh, fresh_state(params, opt),
         lambda i: (torch.arange(8) * 5 + i) % 6,
         layouts=(awkward_step(make, strategy, mesh, guard=True)[2], Layout((8,), torch.int64, mesh, (("dp", "fsdp"),))),
         steps=3, tolerance=1e-7 if make is MAKE["soap"] else 1e-10,
@@ -87,7 +88,7 @@ def test_a_step_with_awkward_leaves_is_torchs():
     params = tree.init(awkward_specs(ONE, strategy), key=0, rank=0)
     leaves = tree.map(lambda x: x.clone().requires_grad_(), params)
     reference = torch.optim.AdamW(tree.leaves(leaves), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    state, compiled = init_state(params, opt), jit(step, donate=0, backend="eager")
+    state, compiled = fresh_state(params, opt), jit(step, donate=0, backend="eager")
     layouts = tree.layouts(awkward_specs(ONE, strategy))
     for i in range(4):
         batch = (torch.arange(8) * 5 + i) % 6
@@ -125,7 +126,7 @@ def decoder_step(config, opt):
 def trained(config, opt, steps=3):
     """(first parameters, last state) of a jitted decoder."""
     params = model.init(config, ONE, key=0)
-    compiled, state = jit(decoder_step(config, opt), backend="eager"), init_state(params, opt)
+    compiled, state = jit(decoder_step(config, opt), backend="eager"), fresh_state(params, opt)
     for i in range(steps):
         state, _ = compiled(state, tiny.decoder_batch(config, rows=4, seed=i))
     return params, state
@@ -165,7 +166,7 @@ def test_a_frozen_matrix_of_the_decoder_costs_no_product():
 
     def products(rules):
         opt = optim.grouped(1e-2, rules, adam=optim.scale_by_adam())
-        state = init_state(model.init(tiny.CONFIG, ONE, key=0), opt)
+        state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), opt)
         graph = trace(decoder_step(tiny.CONFIG, opt), (state, tiny.decoder_batch(rows=4))).graph_module.graph
         return sum("mm" in str(node.target) for node in graph.nodes)
 

@@ -5,8 +5,9 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, init_state, jit, state_specs
+from fmegatron.step import build_train_step, check, compiled_layer, jit, state_specs
 from fmegatron.testing import assert_parity
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 ONE = Mesh(dp=1, fsdp=1, tp=1)
@@ -46,7 +47,7 @@ def layouts_on(mesh):
     ids=str,
 )
 def test_a_mesh_trains_as_one_rank(mesh, share):
-    state = init_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer(ONE))
+    state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer(ONE))
     assert_parity(
         lambda m: make_step(m, share=share), mesh, state, lambda i: tiny.decoder_batch(rows=8, seed=i),
         layouts=layouts_on(mesh), steps=3,
@@ -64,7 +65,7 @@ def trained(rank, mesh, backend):
     """Losses of three donated steps, and what is in the state for metrics, on a real rank."""
     with connect(mesh) as world:
         step = jit(make_step(mesh, share=("dp",)), donate=0, world=world, backend=backend)
-        state = init_state(model.init(tiny.CONFIG, mesh, key=0, rank=rank), make_optimizer(mesh))
+        state = fresh_state(model.init(tiny.CONFIG, mesh, key=0, rank=rank), make_optimizer(mesh))
         losses = []
         for i in range(3):
             state, metrics = step(state, tiny.decoder_batch(rows=8, seed=i, mesh=mesh, rank=rank))

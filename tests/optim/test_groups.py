@@ -7,8 +7,9 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import Group, grouped, merge, partition, scale_by_adam, scale_by_lion
-from fmegatron.step import State, build_train_step, init_state, jit, state_specs, trace
+from fmegatron.step import State, build_train_step, jit, state_specs, trace
 from fmegatron.tree import ArraySpec, Constant, Normal
+from tests.fresh_state import fresh_state
 
 
 def draw(seed=0, dtype=torch.float64):
@@ -102,7 +103,7 @@ def test_no_gradient_of_a_frozen_leaf_is_computed(microbatches):
 
     def products(opt, params=None):
         step = build_train_step(linear_loss, opt, layouts, Axes(mesh), microbatches=microbatches, clip_norm=1.0)
-        state = init_state(draw(), opt)
+        state = fresh_state(draw(), opt)
         graph = trace(step, (state, batch)).graph_module.graph
         return step, state, sum("embedding_dense_backward" in str(n.target) or "index_put" in str(n.target)
                                 for n in graph.nodes), sum("mm" in str(n.target) for n in graph.nodes)  # fmt: skip
@@ -131,7 +132,7 @@ def test_a_donated_step_keeps_frozen_leaves():
     opt = frozen_optimizer()
     layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh), draw())
     step = jit(build_train_step(linear_loss, opt, layouts, Axes(mesh), data_axes=("dp",)), donate=0, backend="eager")
-    state = init_state(draw(), opt)
+    state = fresh_state(draw(), opt)
     for _ in range(3):
         state, _ = step(state, torch.arange(6))
     assert torch.equal(state.params["embed"]["table"], draw()["embed"]["table"])

@@ -7,8 +7,9 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import LossScale, Spike, skip_nonfinite
-from fmegatron.step import build_train_step, init_state, jit, symbolic_nodes, trace
+from fmegatron.step import build_train_step, jit, symbolic_nodes, trace
 from fmegatron.testing import assert_parity, simulate
+from tests.fresh_state import fresh_state
 from tests.optim.table import DTYPES, ONE, assert_same, grads_of, make_params, make_specs
 
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -178,7 +179,7 @@ def train(loss_scale, dtype, start=1.0):
     layouts = {"w": Layout((4, 4), dtype, ONE)}
     opt = skip_nonfinite(optim.sgd(0.1), layouts, Axes(ONE), clip_norm=1.0, loss_scale=loss_scale)
     step = build_train_step(quadratic, opt, layouts, Axes(ONE), clip_norm=None)
-    state = init_state({"w": torch.full((4, 4), start, dtype=dtype)}, opt)
+    state = fresh_state({"w": torch.full((4, 4), start, dtype=dtype)}, opt)
     compiled, metrics = jit(step, backend="eager"), []
     for _ in range(6):
         state, found = compiled(state, torch.ones(2, dtype=dtype))
@@ -213,7 +214,7 @@ def test_a_scale_is_taken_out_in_fp32():
     layouts = {"w": Layout((4,), torch.float16, ONE)}
     opt = skip_nonfinite(optim.sgd(0.1), layouts, Axes(ONE), loss_scale=LossScale(initial=2.0**16))
     step = build_train_step(loss, opt, layouts, Axes(ONE), clip_norm=None)
-    _, metrics = step(init_state({"w": torch.ones(4, dtype=torch.float16)}, opt), torch.full((4,), 1e-6))
+    _, metrics = step(fresh_state({"w": torch.ones(4, dtype=torch.float16)}, opt), torch.full((4,), 1e-6))
     assert metrics["grad_norm"].item() == pytest.approx(2e-6, rel=2**-11)
 
 

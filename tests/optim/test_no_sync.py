@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import State, build_train_step, init_state, jit, state_specs, trace
+from fmegatron.step import State, build_train_step, jit, state_specs, trace
+from tests.fresh_state import fresh_state
 from tests.optim.table import DTYPES, ONE, TABLE, make_params, make_specs
 
 # Ops whose result, or its size, is on the host: with an accelerator each waits until all that was launched is done.
@@ -82,7 +83,7 @@ def test_no_op_that_runs_asks_the_host(make, clip_norm):
     """The step that jit made, called a second time: what the trace saw is what runs."""
     step, opt = make_step(make, clip_norm, ONE)
     compiled = jit(step, donate=0, backend="eager")
-    state, _ = compiled(init_state(make_params(DTYPES["fp32"]), opt), torch.ones(4))
+    state, _ = compiled(fresh_state(make_params(DTYPES["fp32"]), opt), torch.ones(4))
     with Ops() as ops:
         compiled(state, torch.ones(4))
     assert "mul" in ops.seen and not SYNC & ops.seen
@@ -102,7 +103,7 @@ def test_no_compiled_step_asks_the_host(name):
     """Ops that Inductor leaves to torch, and what the compiled code calls, as the profiler sees them."""
     step, opt = make_step(guarded(TABLE[name].make), 1.0, ONE)
     compiled = jit(step, donate=0)
-    state, _ = compiled(init_state(make_params(DTYPES["fp32"]), opt), torch.ones(4))
+    state, _ = compiled(fresh_state(make_params(DTYPES["fp32"]), opt), torch.ones(4))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         compiled(state, torch.ones(4))
     names = {event.name.partition("::")[2] for event in profile.events()}

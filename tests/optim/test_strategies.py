@@ -7,8 +7,9 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, check, init_state, placements, state_specs
+from fmegatron.step import build_train_step, check, placements, state_specs
 from fmegatron.testing import assert_parity
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.strategies import STRATEGIES
 
@@ -64,7 +65,7 @@ def test_check_proves_it(make, strategy):
 
 @quick(("muon", "zero3"), ("muon-heads-shared", "zero1"), ("adafactor", "hybrid"), ("soap", "zero3"))
 def test_ranks_train_as_one(make, strategy):
-    state = init_state(model.init(tiny.CONFIG, ONE, key=0), make_step(make, strategy, ONE)[2])
+    state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_step(make, strategy, ONE)[2])
     assert_parity(
         lambda mesh: make_step(make, strategy, mesh)[0], MESH, state, lambda i: tiny.decoder_batch(rows=8, seed=i),
         layouts=(make_step(make, strategy, MESH)[1], batch_on(MESH)), steps=3, tolerance=TOLERANCE.get(make, 1e-10),

@@ -5,7 +5,7 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import build_train_step, initial_state, state_specs
+from fmegatron.step import build_train_step, state_specs
 from fmegatron.testing import Ranks, simulate
 from tests.model import plain_llama
 
@@ -70,8 +70,7 @@ def batch_layouts(mesh) -> dict:
 def simulated(config, mesh, strategy, steps, layer=model.plain_layer, **options):
     """(losses, gradient norms, global state) after so many steps on simulated ranks."""
     specs = specs_of(config, mesh, strategy)
-    state = Ranks(initial_state(model.specs(config, mesh, strategy=strategy), OPTIMIZER, 0, rank, strategy)
-                  for rank in range(mesh.size))  # fmt: skip
+    state = Ranks(tree.init(specs, 0, rank) for rank in range(mesh.size))
     sim, losses, norms = None, [], []
     for i in range(steps):
         batch = batch_at(config, i)
@@ -88,9 +87,7 @@ def simulated(config, mesh, strategy, steps, layer=model.plain_layer, **options)
 
 def by_torch(config, steps, clip_norm=None):
     """(losses, gradient norms, parameters) of torch.optim.AdamW on whole parameters and a Llama in plain torch."""
-    specs = model.specs(config, Mesh())
-    params = initial_state(specs, OPTIMIZER, 0, 0).params
-    params = tree.map(lambda x: x.clone().requires_grad_(), params)
+    params = tree.map(torch.Tensor.requires_grad_, model.init(config, Mesh(), key=0))
     leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
     decayed = [x for path, x in leaves.items() if optim.neither_norm_nor_bias(path)]
     others = [x for path, x in leaves.items() if not optim.neither_norm_nor_bias(path)]

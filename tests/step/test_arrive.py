@@ -8,7 +8,7 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, all_gather, connect, shard
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import initial_state, jit
+from fmegatron.step import jit, state_specs
 from tests.step import strategies
 
 MESH = Mesh(dp=2)
@@ -30,7 +30,7 @@ def zero1(rank, backend):
         batch = {key: x.chunk(2)[rank] for key, x in strategies.batch_at(config, 0).items()}
         results = []
         for donate in (0, None):
-            state = initial_state(specs, strategies.OPTIMIZER, 0, rank, STRATEGY)
+            state = tree.init(state_specs(specs, strategies.OPTIMIZER, STRATEGY), 0, rank)
             where = [x.data_ptr() for x in tree.leaves(state.params)]
             step = jit(update, donate=donate, world=world, backend=backend)
             for _ in range(3):

@@ -9,7 +9,8 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Declared, build_train_step, check_traced, compiled_layer, init_state, jit
+from fmegatron.step import Declared, build_train_step, check_traced, compiled_layer, jit
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.graph_mutants import problem, traced_problem
 
@@ -29,7 +30,7 @@ def step_with(loss_psum: bool, own=lambda x: x):
 
 
 def arguments():
-    state = init_state({"w": torch.ones(4, dtype=torch.float64)}, optim.sgd(1e-2))
+    state = fresh_state({"w": torch.ones(4, dtype=torch.float64)}, optim.sgd(1e-2))
     return state, {"x": torch.ones(3, 4, dtype=torch.float64)}
 
 
@@ -92,6 +93,6 @@ def test_a_compiled_layer_is_checked_once():
 
 def test_one_rank_is_not_checked():
     step = jit(tiny.mlp_step(), backend="eager")
-    state = init_state(tiny.mlp_params(), tiny.OPTIMIZER)
+    state = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER)
     step(state, tiny.mlp_batch())
     assert next(iter(step.cache.values())).report is None and tree.leaves(state)

@@ -15,9 +15,10 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import model, tree
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
-from fmegatron.step import entry_of, init_state, jit
+from fmegatron.step import entry_of, jit
 from fmegatron.step.jit import Compiled
 from fmegatron.step.overlap import launched
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 KINDS = {
@@ -165,7 +166,7 @@ def count_compilations(rank, cache):
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
         counters.clear()
         step = jit(tiny.mlp_step("mincut"), donate=0, world=world)
-        tiny.run_steps(step, init_state(tiny.mlp_params(), tiny.OPTIMIZER), [tiny.mlp_batch()])
+        tiny.run_steps(step, fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), [tiny.mlp_batch()])
         return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 

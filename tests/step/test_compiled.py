@@ -9,8 +9,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from fmegatron import tree
-from fmegatron.step import init_state, jit
+from fmegatron.step import jit
 from fmegatron.testing import assert_pure, relative_error
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 CALLS = 10
@@ -95,9 +96,9 @@ def test_lower_precision(compute, tolerance):
 )
 def test_policies(save, microbatches):
     """With microbatches the layers are opaque nodes inside of an opaque node."""
-    wanted = tiny.run_steps(tiny.mlp_step(), init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+    wanted = tiny.run_steps(tiny.mlp_step(), fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
     step = jit(tiny.mlp_step(save, microbatches=microbatches), donate=0)
-    losses, state = tiny.run_steps(step, init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+    losses, state = tiny.run_steps(step, fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
     assert losses == pytest.approx(wanted[0], rel=1e-10)
     assert_equal_states(state, wanted[1])
 
@@ -107,8 +108,8 @@ def test_losses_in_fp32():
         tiny.mlp_params(dtype=torch.float32),
         [tiny.mlp_batch(dtype=torch.float32, seed=i) for i in range(5)],
     )
-    wanted, _ = tiny.run_steps(tiny.mlp_step(params=params), init_state(params, tiny.OPTIMIZER), batches)
-    losses, _ = tiny.run_steps(jit(tiny.mlp_step("mincut", params)), init_state(params, tiny.OPTIMIZER), batches)
+    wanted, _ = tiny.run_steps(tiny.mlp_step(params=params), fresh_state(params, tiny.OPTIMIZER), batches)
+    losses, _ = tiny.run_steps(jit(tiny.mlp_step("mincut", params)), fresh_state(params, tiny.OPTIMIZER), batches)
     assert losses == pytest.approx(wanted, rel=1e-5)
 
 
@@ -169,9 +170,9 @@ def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr("fmegatron.step.compile.has_cpp_compiler", lambda: False)
     step = jit(tiny.mlp_step("mincut"), donate=0)
     with pytest.warns(UserWarning) as warnings:
-        losses, _ = tiny.run_steps(step, init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+        losses, _ = tiny.run_steps(step, fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
     assert len(warnings) == 1 and "g++" in str(warnings[0].message) and "aot_eager" in str(warnings[0].message)
     assert "\n" not in str(warnings[0].message)
-    wanted, _ = tiny.run_steps(tiny.mlp_step(), init_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
+    wanted, _ = tiny.run_steps(tiny.mlp_step(), fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
     assert losses == pytest.approx(wanted, rel=1e-10)
     assert {c.backend for c in step.cache.values()} == {"aot_eager"}

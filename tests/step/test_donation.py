@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.step import init_state, jit
+from fmegatron.step import jit
 from fmegatron.testing import assert_pure, peak_bytes
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 BACKENDS = ["inductor", "compile", "aot_eager"]
@@ -20,7 +21,7 @@ def pointers(t):
 def wide():
     """(state, batch) whose weights are far larger than its activations."""
     params = tiny.mlp_params(width=256, hidden=256, dtype=torch.float32)
-    return init_state(params, tiny.OPTIMIZER), tiny.mlp_batch(rows=8, width=256, dtype=torch.float32)
+    return fresh_state(params, tiny.OPTIMIZER), tiny.mlp_batch(rows=8, width=256, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,6 @@ from fmegatron.step import (
     accumulate,
     build_train_step,
     collectives_of,
-    init_state,
-    initial_state,
     jit,
     raw_gradient_layout,
     reduce_gradients,
@@ -23,6 +21,7 @@ from fmegatron.step import (
     value_and_grad,
 )
 from fmegatron.testing import Ranks, assert_pure, relative_error, simulate, split
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 
@@ -162,7 +161,7 @@ def test_microbatches_are_reduced_narrow_and_added_up_wide(param, precision, sen
 
     step = build_train_step(loss, optimizer, layouts, axes, strategy=strategy, precision=precision, microbatches=2)
     batch = {"x": torch.ones(2, 8, dtype=summed if precision else param)}
-    graph = trace(step, (initial_state(specs, optimizer, 0, 0, strategy), batch)).graph_module.graph
+    graph = trace(step, (tree.init(state_specs(specs, optimizer, strategy), 0, 0), batch)).graph_module.graph
     scatters = [c for c in collectives_of(graph, mesh) if c.op.startswith("reduce_scatter")]
     assert [c.dtype for c in scatters] == [sent, sent]
     sums = [n.meta["val"] for n in graph.nodes if n.target is torch.ops.aten.add.Tensor]
@@ -180,7 +179,7 @@ def test_fp64_sums_of_microbatches_lose_nothing_of_fp32_gradients():
         lambda p, b: (p["w"] * b["x"]).sum(), optimizer, layouts, Axes(tiny.ONE), microbatches=2, clip_norm=None,
         precision=Precision(accumulate=F64),
     )  # fmt: skip
-    state, metrics = step(init_state({"w": torch.ones(1)}, optimizer), {"x": x})
+    state, metrics = step(fresh_state({"w": torch.ones(1)}, optimizer), {"x": x})
     assert metrics["grad_norm"].item() == pytest.approx(x.double().mean().item(), rel=1e-12)
     assert state.params["w"].dtype == F32
 
@@ -223,7 +222,7 @@ def test_specs_of_the_state_are_its_twin(optimizer, dtype):
     specs = state_specs(model.specs(config, mesh), optimizer)
     assert isinstance(specs, State) and specs.step.shape == () and specs.step.dtype == torch.int64
     for rank in range(mesh.size):
-        state = init_state(model.init(config, mesh, key=0, rank=rank), optimizer)
+        state = fresh_state(model.init(config, mesh, key=0, rank=rank), optimizer)
         assert tree.paths(state) == tree.paths(specs) and state.step == 0
         tree.check(state, tree.layouts(specs), rank)
 

@@ -13,9 +13,9 @@ from fmegatron.step import (
     collectives_of,
     compiled_layer,
     entry_of,
-    initial_state,
     least_traffic,
     state_bytes,
+    state_specs,
     trace,
 )
 from tests.step.strategies import STRATEGIES
@@ -35,7 +35,7 @@ def traced(strategy, mesh, microbatches, config=CONFIG):
         return model.loss(params, batch, config, layouts, axes, layer)
 
     step = build_train_step(loss, OPTIMIZER, layouts, axes, strategy=strategy, microbatches=microbatches)
-    state = initial_state(specs, OPTIMIZER, 0, 0, strategy)
+    state = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, 0)
     tokens = torch.zeros(2 * microbatches, config.max_seq, dtype=torch.int64)
     return trace(step, (state, {"tokens": tokens, "labels": tokens})).graph_module.graph
 
@@ -75,7 +75,7 @@ def test_state(name, mesh):
     assert formula.grads == G // over(strategy.grads)
     assert formula.optim == S // over(strategy.optim) + 8  # the count
     for rank in (0, mesh.size - 1):
-        state = initial_state(specs, OPTIMIZER, 0, rank, strategy)
+        state = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, rank)
         held = [sum(x.numel() * x.element_size() for x in tree.leaves(kind)) for kind in (state.params, state.opt)]
         assert held == [formula.params, formula.optim]
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, build_train_step, compiled_layer, initial_state, jit, state_bytes
+from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, state_bytes, state_specs
 from fmegatron.step.overlap.alive import gathered_bytes
 from fmegatron.testing import peak_bytes
 from tests.step.strategies import STRATEGIES
@@ -88,7 +88,7 @@ def run_on():
         run = jit(step, donate=0, world=worlds[-1], backend=backend, overlap=overlap)
         tokens = torch.zeros(microbatches, TOKENS, dtype=torch.int64)
         batch = {"tokens": tokens, "labels": tokens}
-        state, _ = run(initial_state(specs, OPTIMIZER, 0, 0, strategy), batch)
+        state, _ = run(tree.init(state_specs(specs, OPTIMIZER, strategy), 0, 0), batch)
         return run, state, batch
 
     yield make

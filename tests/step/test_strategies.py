@@ -9,7 +9,7 @@ import torch
 from fmegatron import checkpoint, model, optim, tree
 from fmegatron.collectives import Axes, Precision, connect, reshard, reshard_moves
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, initial_state, jit, placements, state_specs
+from fmegatron.step import build_train_step, check, compiled_layer, jit, placements, state_specs
 from fmegatron.testing import Ranks, relative_error, simulate, split
 from tests.checkpoint.fake_world import assert_same_bits, run, save_all, small_sizes
 from tests.step import strategies
@@ -121,7 +121,7 @@ def on_rank(rank, mesh, name, microbatches):
         step = make_step(config, mesh, strategy, microbatches, 0.05, layer=compiled_layer("inputs"))
         step = jit(step, donate=0, world=world, backend="aot_eager")
         specs = model.specs(config, mesh, strategy=strategy)
-        state, metrics = initial_state(specs, OPTIMIZER, 0, rank, strategy), []
+        state, metrics = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, rank), []
         pointers = [x.data_ptr() for x in tree.leaves(state)]
         for i in range(3):
             local = split(strategies.batch_at(config, i), strategies.batch_layouts(mesh))[rank]
@@ -188,7 +188,7 @@ def test_awkward_arrays(name):
         return awkward_loss(whole, batch)
 
     step = build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy, clip_norm=None)
-    state = Ranks(initial_state(specs, optimizer, 0, rank, strategy) for rank in range(mesh.size))
+    state = Ranks(tree.init(state_specs(specs, optimizer, strategy), 0, rank) for rank in range(mesh.size))
     x = torch.randn(8, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows = Layout((8, 7), x.dtype, mesh, (("dp", "fsdp"),))
     ins = tree.layouts(state_specs(specs, optimizer, strategy)), {"x": rows}
@@ -196,7 +196,7 @@ def test_awkward_arrays(name):
     sim = simulate(step, mesh, state, {"x": x}, layouts=ins, out_layouts=(ins[0], None))
     sim = sim.again(Ranks(out[0] for out in sim.outputs), {"x": x})
 
-    start = initial_state(specs_on(Mesh()), optimizer, 0, 0).params
+    start = tree.init(specs_on(Mesh()), 0, 0)
     params = {path: value.clone().requires_grad_(path != "frozen") for path, value in start.items()}
     adamw = torch.optim.AdamW([p for p in params.values() if p.requires_grad], LR, (0.9, 0.95), 1e-3, 0.1)
     for _ in range(2):

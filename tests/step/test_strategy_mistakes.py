@@ -6,16 +6,9 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
-from fmegatron.step import (
-    build_train_step,
-    collectives_of,
-    init_state,
-    initial_state,
-    least_traffic,
-    placements,
-    trace,
-)
+from fmegatron.step import build_train_step, collectives_of, least_traffic, placements, state_specs, trace
 from fmegatron.testing import split
+from tests.fresh_state import fresh_state
 from tests.step import strategies
 from tests.step.strategies import OPTIMIZER, STRATEGIES, make_config, make_step
 
@@ -23,7 +16,7 @@ NUMBERS = 16  # bytes: losses, norms and counts
 
 
 def first_state(config, mesh, strategy, optimizer=OPTIMIZER):
-    return initial_state(model.specs(config, mesh, strategy=strategy), optimizer, 0, 0, strategy)
+    return tree.init(state_specs(model.specs(config, mesh, strategy=strategy), optimizer, strategy), 0, 0)
 
 
 def sent(step, config, mesh, strategy, optimizer=OPTIMIZER):
@@ -72,7 +65,7 @@ def test_frozen_parameters_stay_where_they_are(name):
 def test_a_state_of_another_strategy():
     """The optimizer's state is that of the parameters: the leaf is named before anything is computed."""
     config, mesh, strategy = make_config(), Mesh(dp=2), STRATEGIES["zero1"]
-    state = init_state(first_state(config, mesh, strategy).params, OPTIMIZER)
+    state = fresh_state(first_state(config, mesh, strategy).params, OPTIMIZER)
     batch = split(strategies.batch_at(config, 0), strategies.batch_layouts(mesh))[0]
     with pytest.raises(ValueError, match="adam/m/blocks/attention"):
         make_step(config, mesh, strategy)(state, batch)

@@ -9,8 +9,9 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, compiled_layer, init_state, state_specs
+from fmegatron.step import build_train_step, compiled_layer, state_specs
 from fmegatron.testing import split
+from tests.fresh_state import fresh_state
 
 ONE = Mesh(dp=1)
 CONFIG = model.Config(
@@ -40,7 +41,7 @@ def decoder_step(config: model.Config = CONFIG, save=None, mesh: Mesh = ONE, **o
 
 def decoder_state(config: model.Config = CONFIG, mesh: Mesh = ONE, rank: int = 0):
     """This rank's state at step 0."""
-    return init_state(model.init(config, mesh, key=0, rank=rank), OPTIMIZER)
+    return fresh_state(model.init(config, mesh, key=0, rank=rank), OPTIMIZER)
 
 
 def decoder_batch(config: model.Config = CONFIG, rows: int = 4, seed: int = 0, mesh: Mesh = ONE, rank: int = 0) -> dict:

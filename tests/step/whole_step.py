@@ -5,7 +5,8 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, init_state, state_specs
+from fmegatron.step import build_train_step, state_specs
+from tests.fresh_state import fresh_state
 
 MESHES = [
     Mesh(),
@@ -45,7 +46,7 @@ def whole_state(config):
     def move(x):
         return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
 
-    return init_state(tree.map(move, model.init(config, Mesh(), key=3)), OPTIMIZER)
+    return fresh_state(tree.map(move, model.init(config, Mesh(), key=3)), OPTIMIZER)
 
 
 def whole_batch(config, step):

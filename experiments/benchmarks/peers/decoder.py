@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmegatron import model, optim, step
+from fmegatron import model
 from fmegatron.layout import Mesh
 
 SIZES = {
@@ -45,7 +45,7 @@ class Sizes:
         fields, batch_size = SIZES[self.size]
         fields = {**fields, "layers": self.layers or fields["layers"]}
         config = model.Config(**fields, vocab_multiple=1, tied=False, param_dtype=self.dtype, compute_dtype=self.dtype)
-        params = step.initial_state(model.specs(config, Mesh(dp=1)), optim.adamw(0.0), key=0, rank=0).params
+        params = model.init(config, Mesh(dp=1), key=0)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, config.vocab_size, (batch_size, config.max_seq + 1), generator=generator)
         return config, params, {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}

@@ -4,10 +4,10 @@ import functools
 
 import torch
 
-from fmegatron import model
+from fmegatron import model, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import PaperWorld, build_train_step, compiled_layer, initial_state
+from fmegatron.step import PaperWorld, build_train_step, compiled_layer, state_specs
 from fmegatron.step.jit import Compiled
 from tests.step import tiny
 
@@ -47,7 +47,7 @@ def state(of: model.Config, mesh: Mesh, strategy: DataParallel | None = None, ra
     """This rank's state at step 0."""
     if strategy is None:
         return tiny.decoder_state(of, mesh, rank)
-    return initial_state(model.specs(of, mesh, strategy=strategy), tiny.OPTIMIZER, 0, rank, strategy)
+    return tree.init(state_specs(model.specs(of, mesh, strategy=strategy), tiny.OPTIMIZER, strategy), 0, rank)
 
 
 def compiled(overlap=None, of: model.Config | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> Compiled:

@@ -7,16 +7,9 @@ import torch
 
 from fmegatron.collectives import Axes, all_gather, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import (
-    Overlap,
-    PaperWorld,
-    entry_of,
-    init_state,
-    jit,
-    launches,
-    overlapped,
-)
+from fmegatron.step import Overlap, PaperWorld, entry_of, jit, launches, overlapped
 from fmegatron.step.jit import Compiled
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import compiled
 
@@ -170,6 +163,6 @@ def test_negative_settings_are_refused():
 
 def test_graph_names_the_stages():
     step = jit(tiny.mlp_step(), backend="eager")
-    step(init_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
+    step(fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
     with pytest.raises(ValueError, match="choose one of trace, lower, overlap, donate, exchange"):
         step.graph("schedule")

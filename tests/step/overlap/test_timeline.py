@@ -5,8 +5,9 @@ import json
 import pytest
 
 from fmegatron.layout import Mesh
-from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, init_state, jit, overlapped, timeline
+from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, jit, overlapped, timeline
 from fmegatron.step.overlap import planned
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, compiled, config, train_step
 
@@ -101,7 +102,7 @@ def test_of_a_compiled_step_and_of_a_call():
     step = jit(tiny.mlp_step("inputs"), donate=0, backend="eager")
     with pytest.raises(ValueError, match="nothing is compiled yet"):
         timeline(step)
-    state, batch = init_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch()
+    state, batch = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch()
     called = timeline(step, state, batch)
     assert [e.name for e in called.events if e.name[0] in "FB"] == ["F0", "F1", "B0", "B1"]
     assert called.waiting == 0 < called.duration and "measured" in str(called)
