@@ -21,7 +21,7 @@ from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.reshard import Move, reshard, reshard_moves, whole_parts
 from fmegatron.collectives.reshard_many import reshard_many
-from fmegatron.collectives.symbolic import is_symbolic
+from fmegatron.collectives.symbolic import is_symbolic, require_mesh_of_graph
 from fmegatron.collectives.wire import Wire, largest_of
 from fmegatron.collectives.world import World, connect
 
@@ -48,6 +48,7 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_many",
+    "require_mesh_of_graph",
     "reduce_scatter",
     "reduce_scatter_many",
     "reshard",

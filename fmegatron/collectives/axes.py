@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fmegatron.layout import Mesh
+from fmegatron.tree import require_mesh
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World
@@ -19,18 +20,24 @@ class Axis:
     """One axis, or several joined (major first), without the axes of size 1. Made by `Axes`.
 
     names: the axes of size > 1 that it stands for; empty when every collective over it is the identity.
-    size: number of ranks along it. world: None for the symbolic binding. sizes: number of ranks along each of `names`.
+    size: number of ranks along it. mesh: that it belongs to; symbolic collectives carry its fingerprint into the graph.
+    world: None for the symbolic binding. sizes: number of ranks along each of `names`.
     """
 
     names: tuple[str, ...]
     size: int
+    mesh: Mesh
     world: World | None = None
     sizes: tuple[int, ...] = ()
 
     def only(self, names: tuple[str, ...]) -> Axis:
         """The axis of some of its names, in the order given."""
         sizes = tuple(self.sizes[self.names.index(name)] for name in names)
-        return Axis(tuple(names), math.prod(sizes), self.world, sizes)
+        return replace(self, names=tuple(names), size=math.prod(sizes), sizes=sizes)
+
+    def require(self, layouts: Any, who: str) -> None:
+        """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of this axis."""
+        require_mesh(layouts, self.mesh, who, "the axis")
 
     def __str__(self) -> str:
         return "+".join(self.names) or "(size 1)"
@@ -48,10 +55,8 @@ class Axes:
     world: World | None = None
 
     def __post_init__(self):
-        if self.world is not None and self.world.mesh != self.mesh:
-            raise ValueError(
-                f"the world was connected for mesh {self.world.mesh}, these axes are of {self.mesh}; use one mesh"
-            )
+        if self.world is not None:
+            self.world.mesh.require_same(self.mesh, "Axes", "the world", "axes")
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         names = (names,) if isinstance(names, str) else tuple(names)
@@ -59,4 +64,8 @@ class Axes:
             raise ValueError(f"axis named twice in {names}; name each axis once")
         kept = tuple(name for name in names if self.mesh[name] > 1)
         sizes = tuple(self.mesh[name] for name in kept)
-        return Axis(kept, math.prod(sizes), self.world, sizes)
+        return Axis(kept, math.prod(sizes), self.mesh, self.world, sizes)
+
+    def require(self, layouts: Any, who: str) -> None:
+        """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of these axes."""
+        require_mesh(layouts, self.mesh, who, "the axes")

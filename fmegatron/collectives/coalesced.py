@@ -23,7 +23,7 @@ def _emit(name: str, xs: list[Tensor], axis: Axis, *arguments) -> list[Tensor]:
     if not xs:
         return []
     if axis.world is None:
-        return getattr(torch.ops.fmegatron, name)(xs, axis.names, *arguments)
+        return getattr(torch.ops.fmegatron, name)(xs, axis.names, *arguments, mesh=axis.mesh.fingerprint)
     return real_coalesced.emit(name, xs, axis.world, axis.names, *arguments)
 
 

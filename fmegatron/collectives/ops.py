@@ -30,37 +30,39 @@ __all__ = [
 # ---- what a call emits: a symbolic node, or functional collectives on a process group --------------------------------
 def _emit_all_gather(x, axis, dim):
     if axis.world is None:
-        return torch.ops.fmegatron.all_gather(x, axis.names, axis.size, dim)
+        return torch.ops.fmegatron.all_gather(x, axis.names, axis.size, dim, mesh=axis.mesh.fingerprint)
     return real.emit("all_gather", x, axis.world, axis.names, axis.size, dim)
 
 
 def _emit_reduce_scatter(x, axis, dim):
     if axis.world is None:
-        return torch.ops.fmegatron.reduce_scatter(x, axis.names, axis.size, dim)
+        return torch.ops.fmegatron.reduce_scatter(x, axis.names, axis.size, dim, mesh=axis.mesh.fingerprint)
     return real.emit("reduce_scatter", x, axis.world, axis.names, axis.size, dim)
 
 
 def _emit_psum(x, axis):
     if axis.world is None:
-        return torch.ops.fmegatron.psum(x, axis.names)
+        return torch.ops.fmegatron.psum(x, axis.names, mesh=axis.mesh.fingerprint)
     return real.emit("psum", x, axis.world, axis.names)
 
 
 def _emit_pmax(x, axis):
     if axis.world is None:
-        return torch.ops.fmegatron.pmax(x, axis.names)
+        return torch.ops.fmegatron.pmax(x, axis.names, mesh=axis.mesh.fingerprint)
     return real.emit("pmax", x, axis.world, axis.names)
 
 
 def _emit_all_to_all(x, axis, split_dim, concat_dim):
     if axis.world is None:
-        return torch.ops.fmegatron.all_to_all(x, axis.names, axis.size, split_dim, concat_dim)
+        return torch.ops.fmegatron.all_to_all(
+            x, axis.names, axis.size, split_dim, concat_dim, mesh=axis.mesh.fingerprint
+        )
     return real.emit("all_to_all", x, axis.world, axis.names, axis.size, split_dim, concat_dim)
 
 
 def _emit_ppermute(x, axis, shift):
     if axis.world is None:
-        return torch.ops.fmegatron.ppermute(x, axis.names, axis.size, shift)
+        return torch.ops.fmegatron.ppermute(x, axis.names, axis.size, shift, mesh=axis.mesh.fingerprint)
     return real.emit("ppermute", x, axis.world, axis.names, axis.size, shift)
 
 
@@ -72,7 +74,7 @@ def _emit_shard(x, axis, dim):
 
 def _emit_declare(x, axis, kind):
     name, dim = (kind, -1) if isinstance(kind, str) else kind
-    return torch.ops.fmegatron.declare(x, axis.names, name, dim)
+    return torch.ops.fmegatron.declare(x, axis.names, name, dim, mesh=axis.mesh.fingerprint)
 
 
 # ---- the pairs of an op and its transpose ----------------------------------------------------------------------------
@@ -255,7 +257,8 @@ def axis_index(axis: Axis, like: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64, device=device)
     if axis.world is not None:
         return torch.full((), axis.world.index(axis.names), dtype=torch.int64, device=device)
-    return torch.ops.fmegatron.axis_index(torch.zeros(()) if like is None else like.detach(), axis.names)
+    like = torch.zeros(()) if like is None else like.detach()
+    return torch.ops.fmegatron.axis_index(like, axis.names, mesh=axis.mesh.fingerprint)
 
 
 def shard(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tens
     even; uneven ones are moved by `layout.plan_reshard` outside of graphs.
     Raises ValueError when shapes or meshes differ, a layout is uneven, or dst has a pending sum that src has not.
     """
+    axes.require(src, "reshard")
     for move in reshard_moves(src, dst):
         x = moved(x, move, src, dst, axes)
     return x

@@ -32,6 +32,7 @@ def reshard_many(
     own); each of several reductions of one value is made so. Sums that are not exact are shared by values of one wire.
     Transposes as in `reshard`, in the dtypes of the arguments.
     """
+    axes.require(list(srcs), "reshard_many: srcs")
     wires = [wire] * len(xs) if isinstance(wire, Wire) else list(wire)
     xs, todo = list(xs), [reshard_moves(src, dst) for src, dst in zip(srcs, dsts, strict=True)]
     while any(todo):

@@ -8,8 +8,9 @@ import torch
 
 from fmegatron.collectives.place import Place
 from fmegatron.collectives.wire import wide
+from fmegatron.layout import Mesh
 
-__all__ = ["NAMESPACE", "SYMBOLIC_OPS", "is_symbolic"]
+__all__ = ["NAMESPACE", "SYMBOLIC_OPS", "is_symbolic", "require_mesh_of_graph"]
 
 NAMESPACE = "fmegatron"
 
@@ -58,7 +59,8 @@ def _all_exchanged(xs, axes, n, split_dims, concat_dims):
     return [_exchanged(x, axes, n, split, concat) for x, split, concat in zip(xs, split_dims, concat_dims, strict=True)]
 
 
-# name, arguments after the tensor (of the coalesced ops: the list of tensors), shape rule
+# name, arguments after the tensor (of the coalesced ops: the list of tensors), shape rule. All have one argument more,
+# by name: `mesh`, the fingerprint of the mesh of their axes, so that no graph is used on another one.
 _SCHEMAS = (
     ("all_gather", "str[] axes, int n, int dim", _grown),
     ("reduce_scatter", "str[] axes, int n, int dim", _shrunk),
@@ -77,7 +79,7 @@ SYMBOLIC_OPS = tuple(name for name, _, _ in _SCHEMAS)
 
 
 def _refuse(name):
-    def run(x, axes, *_):
+    def run(x, axes, *_, mesh):
         shape = tuple((x[0] if isinstance(x, list) else x).shape)
         raise RuntimeError(
             f"{name} over {'+'.join(axes)} met a real tensor {shape}, but these axes are symbolic: they "
@@ -88,14 +90,18 @@ def _refuse(name):
     return run
 
 
+def _without_mesh(shape_rule):
+    return lambda *args, mesh: shape_rule(*args)
+
+
 def _define_ops():
     """Register the ops with torch's dispatcher, the way a C extension would when it is loaded."""
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, arguments, shape_rule in _SCHEMAS:
         many = name.endswith("_many")
         first = "Tensor[] xs" if many else "Tensor like" if name == "axis_index" else "Tensor x"
-        library.define(f"{name}({first}, {arguments}) -> Tensor{'[]' * many}")
-        library.impl(name, shape_rule, "Meta")
+        library.define(f"{name}({first}, {arguments}, *, str mesh) -> Tensor{'[]' * many}")
+        library.impl(name, _without_mesh(shape_rule), "Meta")
         for key in ("CPU", "CUDA"):
             library.impl(name, _refuse(name), key)
     return library
@@ -111,3 +117,17 @@ def is_symbolic(target) -> str | None:
         return None
     namespace, _, name = schema.name.partition("::")
     return name if namespace == NAMESPACE and name in SYMBOLIC_OPS else None
+
+
+def require_mesh_of_graph(graph: torch.fx.Graph, mesh: Mesh, who: str, whose: str) -> None:
+    """ValueError, naming op and line, unless all symbolic collectives of a graph are over axes of `mesh`.
+
+    who: what was called; whose: what was given to it that has this mesh.
+    """
+    for node in graph.nodes:
+        name = is_symbolic(node.target) if node.op == "call_function" else None
+        if name and node.kwargs["mesh"] != mesh.fingerprint:
+            raise ValueError(
+                f"{who}: {name} over {'+'.join(node.args[1])} at {node.meta.get('at', '?')}: got axes of "
+                f"{node.kwargs['mesh']}, wanted {mesh.fingerprint}, the mesh of {whose}; make both of one Mesh"
+            )

@@ -196,6 +196,24 @@ class Mesh:
         view._set(view.names, view.sizes, digits)
         return view
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """The axes of more than one rank, and the order of the ranks along them: "Mesh(dp=2, tp=2)".
+
+        Two meshes give every rank the same place exactly where these are equal; axes of size 1 make no difference.
+        """
+        large = {name: size for name, size in self._size_of.items() if size > 1}
+        return repr(_rebuild(tuple(large), tuple(large.values()), self.digits))
+
+    def require_same(self, other: Mesh, who: str, mine: str, others: str) -> None:
+        """ValueError unless `other` gives every rank the same place, else ranks would use other shards than they
+        hold. who: what was called; mine, others: what is on the two meshes.
+        """
+        if self.fingerprint != other.fingerprint:
+            raise ValueError(
+                f"{who}: got {others} of the mesh {other}, wanted {self}, the mesh of {mine}; make both of one Mesh"
+            )
+
     def __str__(self) -> str:
         return "·".join(f"{name}{size}" for name, size in self._size_of.items()) or "one rank"
 

@@ -24,6 +24,7 @@ def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> An
     Raises ValueError naming the leaf when a layout is uneven, or when another axis splits the same dim below this one
     (the minor axis must be gathered first).
     """
+    axis.require(layouts, "gather_tree")
     paths, layouts, spec = tree.flatten(layouts)
     leaves = spec.flatten_up_to(shards)
     scales = [leaf.scale if isinstance(leaf, Scaled) else None for leaf in leaves]

@@ -28,6 +28,7 @@ def with_scales(shards: Any, layouts: Any, axes: Axes, dtype: torch.dtype, stack
     all arrays that are sharded over the same axes. stacked: whether the first dim of an array is one of layers that get
     a scale each, a bool or a tree of them. No gradient flows through a scale. All-zero arrays have scale 1.
     """
+    axes.require(layouts, "with_scales")
     _, layout_leaves, spec = tree.flatten(layouts)
     leaves = spec.flatten_up_to(shards)
     stack = [stacked] * len(leaves) if isinstance(stacked, bool) else tree.leaves(stacked)

@@ -95,6 +95,8 @@ def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes
 
 
 def _split_axes(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]:
+    if axes is not None:
+        axes.require({path: layout}, "global_norm")
     pending = [axis for axis in layout.unreduced if layout.mesh[axis] > 1]
     if pending:
         raise ValueError(

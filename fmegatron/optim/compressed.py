@@ -83,6 +83,8 @@ def compressed(
     table = [(whole_segments(pattern), form) for pattern, form in rules]
     known: dict[str, Layout] = {}
     if layouts is not None:
+        if axes is not None:
+            axes.require(layouts, "compressed: layouts")
         specs = opt.init(tree.map(lambda layout: ArraySpec(layout), tree.layouts(layouts)))
         known = dict(zip(tree.paths(specs), tree.leaves(tree.layouts(specs)), strict=True))
 

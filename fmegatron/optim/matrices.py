@@ -304,6 +304,8 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
                 )
 
         return whole
+    if axes is not None:
+        axes.require(layouts, f"{who}: layouts")
     known = dict(zip(tree.paths(layouts), tree.leaves(tree.layouts(layouts)), strict=True))
 
     def layout_of(path: str, leaf: Any) -> Layout:

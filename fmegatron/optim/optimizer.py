@@ -50,7 +50,7 @@ def optimizer(**transforms: Transform) -> Optimizer:
 
     All arithmetic is in working precision: float64 for float64 parameters, float32 for all others, whose float32 master
     copy the state keeps and whose parameters are the rounded master. ValueError for a transform named "count" or
-    "master".
+    "master"; `init` raises it for complex parameters, naming the path.
     """
     if taken := sorted(set(_RESERVED) & set(transforms)):
         raise ValueError(
@@ -64,6 +64,13 @@ def optimizer(**transforms: Transform) -> Optimizer:
             raise ValueError(
                 "optimizer: got parameters without a single tensor or ArraySpec, so there is nothing to update"
             )
+        for path, leaf in zip(tree.paths(params), leaves, strict=True):
+            if leaf.dtype.is_complex:
+                raise ValueError(
+                    f"optimizer: {path}: got {leaf.dtype}, wanted a real floating-point dtype: moments, masters and "
+                    "decay are defined for real numbers; keep real and imaginary part as a last dim of 2 "
+                    "(torch.view_as_real) and join them in the loss (torch.view_as_complex)"
+                )
         narrow = tree.map(lambda p: None if p.dtype == working_dtype(p.dtype) else p, params)
         master = tree.copies(narrow, working_dtype)
         state = {"count": _count_like(leaves[0]), **inner.init(fill_absent(master, params))}

@@ -161,6 +161,7 @@ def reduce_gradients(
     wire, together: in which dtype sums are made and arrive (a `Wire`, or a tree of them: `Precision.wires`), and up to
     which size leaves share a collective (`reshard_many`); 0 bytes: each leaf travels alone.
     """
+    axes.require(layouts, "reduce_gradients: layouts")
     data_axes = tuple(a for a in data_axes if a in axes.mesh)
     _, leaves, spec = tree.flatten(grads)
     targets = tree.leaves(layouts if to is None else to)

@@ -116,6 +116,8 @@ class Jitted:
         return compiled
 
     def _check(self, traced):
+        if self.declared:
+            tree.require_mesh(self.declared.state, self.world.mesh, f"jit: the state of {self.name}", "the world")
         return check_call(traced, self.declared, self.name, self.allow) if self.declared else None
 
     def _call_inside(self, args, leaves, key):

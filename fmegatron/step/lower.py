@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.collectives import World, is_symbolic, real, real_coalesced
+from fmegatron.collectives import World, is_symbolic, real, real_coalesced, require_mesh_of_graph
 from fmegatron.step.torch_private import make_fx, outside_of_tracing
 from fmegatron.step.trace import meta_of, symbolic_nodes
 
@@ -30,7 +30,7 @@ def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, 
     """(new graph module, fakes, RankInputs) with every symbolic collective replaced by real ones of `world`.
 
     `declare` disappears; `axis_index` becomes a placeholder after the others, so the graph is the same on all ranks.
-    Raises ValueError when the graph communicates and there is no world.
+    Raises ValueError when the graph communicates and there is no world, or a world of another mesh.
     """
     found = symbolic_nodes(graph_module.graph)
     if found and world is None:
@@ -40,6 +40,8 @@ def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, 
             f"communicates, and jit got no world. Give jit(..., world=connect(mesh)), or look at the step with "
             "fmegatron.testing.simulate"
         )
+    if found:
+        require_mesh_of_graph(graph_module.graph, world.mesh, "jit", "the world")
     module = copy_module(graph_module)
     graph = module.graph
     snippets, index_inputs = {}, {}

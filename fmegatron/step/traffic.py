@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fmegatron.collectives import is_symbolic
+from fmegatron.collectives import is_symbolic, require_mesh_of_graph
 from fmegatron.layout import Mesh
 from fmegatron.step.opaque import entry_of
 
@@ -59,8 +59,9 @@ def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
     """All collectives of a graph in its order, those inside of opaque layers once for each call.
 
     graph: as traced (`Jitted.graph("trace")`, `trace(...).graph_module.graph`) or lowered (`Jitted.graph("lower")` and
-    what passes made of it). mesh: the mesh that its axes belong to.
+    what passes made of it). mesh: the mesh that its axes belong to (ValueError where a traced graph has another).
     """
+    require_mesh_of_graph(graph, mesh, "collectives_of", "the argument")
     found = []
     for node in graph.nodes:
         if node.op != "call_function":

@@ -83,8 +83,9 @@ def build_train_step(
     together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
-    not what `layouts` and `strategy` say (structure, local shape, dtype). ValueError at once for a mesh with an axis
-    that neither the strategy nor any layout knows, and for both a strategy and data_axes.
+    not what `layouts` and `strategy` say (structure, local shape, dtype). ValueError at once for layouts of another
+    mesh than that of `axes`, for a mesh with an axis that neither the strategy nor any layout knows, and for both a
+    strategy and data_axes.
 
     No gradient is computed for parameters that the optimizer does not train (`Optimizer.trains`). A loss scale in the
     optimizer's state (`optim.skip_nonfinite`) multiplies the loss and is taken out of the reduced gradients, in fp32.
@@ -98,6 +99,7 @@ def build_train_step(
 
     if strategy is not None and data_axes is not None:
         raise ValueError(f"got data_axes={data_axes} and a strategy, whose axes are {strategy.axes}; give one of them")
+    axes.require(layouts, "build_train_step: layouts")
     strategy = strategy or DataParallel(data_axes or ("dp", "fsdp"))
     _require_known_axes(axes, strategy, layouts)
     trains = getattr(optimizer, "trains", optim.every_path)

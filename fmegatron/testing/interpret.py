@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from fmegatron.collectives import Place, is_symbolic
+from fmegatron.collectives import Place, is_symbolic, require_mesh_of_graph
 from fmegatron.collectives.wire import wide
 from fmegatron.layout import Mesh
 
@@ -67,6 +67,7 @@ def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names[1:], node.args[1:], strict=False)) | node.kwargs
     axes = tuple(given.pop("axes"))
+    del given["mesh"]
     if name == "declare":
         return values
     if name == "axis_index":
@@ -131,8 +132,9 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
 
     inputs: per placeholder the list of its values, one per rank. -> (per output such a list, and the same for every
     node if `keep`, else an empty dict). The inputs are not changed, whatever the graph writes in place. Nodes that draw
-    random numbers draw once for all ranks.
+    random numbers draw once for all ranks. Raises ValueError for a graph over axes of another mesh.
     """
+    require_mesh_of_graph(graph, mesh, "simulate", "the ranks")
     values: dict[fx.Node, list] = {}
     given, written = iter(inputs), _written(graph)
     last_use = {source: node for node in graph.nodes for source in node.all_input_nodes}

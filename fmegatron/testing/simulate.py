@@ -241,6 +241,9 @@ def simulate(
         raise ValueError(
             f"{len(args)} arguments and {len(layouts)} layout trees; give one per argument, None = replicated"
         )
+    for i, one in enumerate((*layouts, out_layouts)):
+        of = f"simulate: {f'layouts[{i}]' if i < len(layouts) else 'out_layouts'}"
+        tree.require_mesh([x for x in tree.leaves(one) if x is not None], mesh, of, "the ranks")
     ranks = _per_rank(args, layouts, mesh)
     traced = trace(step, tuple(arg[0] for arg in ranks))
     return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts)

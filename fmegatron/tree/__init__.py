@@ -1,7 +1,7 @@
 """Nested dicts of arrays over optree: map, paths, check, arithmetic, keys of randomness, init from specs."""
 
 from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, subtract
-from fmegatron.tree.check import check
+from fmegatron.tree.check import check, require_mesh
 from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
@@ -54,6 +54,7 @@ __all__ = [
     "neither_norm_nor_bias",
     "ones",
     "paths",
+    "require_mesh",
     "scale",
     "squared_norm",
     "subtract",

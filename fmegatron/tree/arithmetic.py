@@ -32,12 +32,15 @@ def cast(a: Any, dtype: torch.dtype) -> Any:
 
 
 def dot(a: Any, b: Any) -> torch.Tensor:
-    """Sum over all leaves of Σ a·b, a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only."""
+    """Sum over all leaves of Σ a·b, a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only.
+
+    Complex leaves count as their real and imaginary parts: Re Σ a·conj(b).
+    """
     return _total([(_wide(x) * _wide(y)).sum() for x, y in zip(leaves(a), leaves(b), strict=True)])
 
 
 def squared_norm(a: Any) -> torch.Tensor:
-    """Sum over all leaves of Σ a², a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only."""
+    """Sum over all leaves of Σ |a|², a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only."""
     return _total([_wide(x).square().sum() for x in leaves(a)])
 
 
@@ -47,6 +50,7 @@ def count(a: Any) -> int:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
+    x = torch.view_as_real(x) if x.is_complex() else x
     return x if x.dtype is torch.float64 else x.to(torch.float32)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.layout import Layout, dtype_name
+from fmegatron.layout import Layout, Mesh, dtype_name
 from fmegatron.tree.structure import flatten, structure_difference
 
 
@@ -43,3 +43,13 @@ def check(params: Any, layouts: Any, rank: int) -> None:
         raise ValueError(
             f"{len(problems)} of {len(paths)} leaves disagree with their layouts:\n" + "\n".join(problems[:10]) + more
         )
+
+
+def require_mesh(layouts: Any, mesh: Mesh, who: str, whose: str) -> None:
+    """ValueError, naming the leaf, unless all layouts of a tree are on a mesh that gives every rank the same place.
+
+    layouts: a tree of Layouts or ArraySpecs.  who: what was called; whose: what else was given, with the mesh `mesh`.
+    """
+    paths, leaves, _ = flatten(layouts)
+    for path, leaf in zip(paths, leaves, strict=True):
+        mesh.require_same(leaf.mesh, who, whose, f"a layout of {path!r}" if path else "a layout")

@@ -137,7 +137,7 @@ def zeros_like(x: Any, dtype: torch.dtype | None = None) -> Any:
 
     def one(leaf):
         if isinstance(leaf, ArraySpec):
-            return ArraySpec((leaf if dtype is None else leaf.replace(dtype=dtype)).layout)
+            return ArraySpec(leaf.layout if dtype is None else leaf.layout.replace(dtype=dtype))
         if isinstance(leaf, Layout):
             return leaf if dtype is None else leaf.replace(dtype=dtype)
         return torch.zeros_like(leaf, dtype=dtype)

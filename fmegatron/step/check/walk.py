@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.collectives import require_mesh_of_graph
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step.check.findings import Report
 from fmegatron.step.check.rules import value_after
@@ -37,6 +38,8 @@ def check(
     one.
     What it cannot see: constants (a wrong loss scale), a false `declare`; `testing.simulate` sees those.
     """
+    for name, given in (("state_layouts", state_layouts), ("batch_layouts", batch_layouts)):
+        tree.require_mesh(given, mesh, f"check: {name}", "the argument")
     arguments = tree.map(_empty, (state_layouts, batch_layouts))
     traced = trace(step, arguments)
     layouts = [x if isinstance(x, Layout) else x.layout for x in tree.leaves((state_layouts, batch_layouts))]
@@ -89,6 +92,7 @@ def _empty(leaf: Any) -> torch.Tensor:
 def _walk(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> list[Value]:
     """The Values that a graph returns. A value is dropped after its last use: many live objects would make Python's
     garbage collector go through all memory of the process."""
+    require_mesh_of_graph(graph, scope.mesh, "check", "the layouts")
     values, arguments, uses = scope.values, iter(arguments), Counter()
     for node in graph.nodes:
         uses.update(node.all_input_nodes)
