@@ -83,7 +83,7 @@ def _break(graph, node, fault: str) -> None:
         for result, x in zip(results, given, strict=True):
             result.replace_all_uses_with(x)
     elif fault == "double":
-        again = graph.call_function(node.target, (node, *node.args[1:]))
+        again = graph.call_function(node.target, (node, *node.args[1:]), node.kwargs)
         node.replace_all_uses_with(again)
         again.args, again.meta = (node, *node.args[1:]), dict(node.meta)
     elif fault == "slice":
