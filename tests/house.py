@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +35,12 @@ def sources(*folders: str) -> list[Path]:
 def syntax(path: Path) -> ast.Module:
     """The parsed source of a file named relative to the root."""
     return ast.parse((ROOT / path).read_text(), str(path))
+
+
+def none(offences: Iterable[str]) -> None:
+    """Fail with all offences at once, one a line, if there are any."""
+    found = list(offences)
+    assert not found, f"{len(found)} found:\n" + "\n".join(found)
 
 
 def module(path: Path) -> ModuleType:

@@ -3,9 +3,7 @@
 import importlib
 import inspect
 
-import pytest
-
-from tests.house import module, rooms, sources
+from tests.house import module, none, rooms, sources
 
 
 def missing(name: str, thing) -> list[str]:
@@ -25,15 +23,20 @@ def missing(name: str, thing) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_public_symbols(room):
-    package = importlib.import_module(f"fmegatron.{room}")
-    assert package.__all__, f"fmegatron.{room} names nothing in __all__"
-    assert len(set(package.__all__)) == len(package.__all__)
-    found = [gap for name in package.__all__ for gap in missing(f"{room}.{name}", getattr(package, name))]
-    assert not found, f"no docstring: {', '.join(found)}"
+def test_public_symbols():
+    packages = {room: importlib.import_module(f"fmegatron.{room}") for room in rooms()}
+    none(f"fmegatron.{room} names nothing in __all__" for room, package in packages.items() if not package.__all__)
+    twice = {room: {name for name in p.__all__ if p.__all__.count(name) > 1} for room, p in packages.items()}
+    none(f"__all__ of fmegatron.{room} names {', '.join(names)} twice" for room, names in twice.items() if names)
+    none(
+        f"{gap} has no docstring"
+        for room, package in packages.items()
+        for name in package.__all__
+        for gap in missing(f"{room}.{name}", getattr(package, name))
+    )
 
 
-@pytest.mark.parametrize("path", sources("fmegatron"), ids=str)
-def test_files(path):
-    assert (module(path).__doc__ or "").strip(), f"{path} begins with no docstring"
+def test_files():
+    none(
+        f"{path} begins with no docstring" for path in sources("fmegatron") if not (module(path).__doc__ or "").strip()
+    )

@@ -1,6 +1,7 @@
 """Modules hold code and constants only: whatever changes while a program runs is a value that somebody was handed."""
 
 import ast
+import collections
 import dataclasses
 import enum
 import logging
@@ -8,10 +9,9 @@ import re
 import types
 import typing
 
-import pytest
 import torch
 
-from tests.house import module, sources, syntax
+from tests.house import module, none, sources, syntax
 
 CONSTANT = (
     *(int, float, complex, str, bytes, bool, type(None), frozenset, range, enum.Enum, re.Pattern),
@@ -19,6 +19,7 @@ CONSTANT = (
     *(type, typing.TypeVar, typing.ParamSpec, types.ModuleType, types.GenericAlias, types.UnionType),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
+MUTABLE = (list, dict, set, bytearray, collections.deque)
 # Machinery that Python and torch want at module level, which holds nothing of a run: operators that a file registers,
 # loggers, numpy-like C functions, annotations.
 MACHINERY = (torch.library.Library, torch._ops.OpOverload, torch._ops.OpOverloadPacket, logging.Logger)
@@ -35,13 +36,15 @@ def is_constant(value) -> bool:
         return type(value).__dataclass_params__.frozen and all(map(is_constant, fields))
     if isinstance(value, CONSTANT + MACHINERY):
         return True
+    if isinstance(value, MUTABLE):
+        return False
     # Written in C or by functools: decorated functions, operators of torch, typing's own objects, builtins.
     wrapped = hasattr(value, "__wrapped__") or callable(value) and type(value).__module__.startswith("torch._library")
     return wrapped or type(value).__module__ in ("typing", "builtins", "functools", "numpy", "__future__")
 
 
-@pytest.mark.parametrize("path", sources("fmegatron"), ids=str)
-def test_no_mutable_state(path):
+def mutable(path) -> dict[str, str]:
+    """{name: type} of the values at a module's level that could be changed."""
     own = {
         target.id
         for node in syntax(path).body
@@ -50,11 +53,22 @@ def test_no_mutable_state(path):
         if isinstance(target, ast.Name) and target.id != "__all__"
     }
     held = vars(module(path))
-    found = {name: type(held[name]).__name__ for name in own if name in held and not is_constant(held[name])}
-    assert not found, f"{path}: {found} can be changed; use a tuple, frozenset, MappingProxyType or frozen dataclass"
+    return {name: type(held[name]).__name__ for name in own if name in held and not is_constant(held[name])}
 
 
-@pytest.mark.parametrize("path", sources("fmegatron", "experiments"), ids=str)
-def test_no_globals(path):
-    for node in ast.walk(syntax(path)):
-        assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: `global`; pass the value"
+def test_no_mutable_state():
+    found = {path: mutable(path) for path in sources("fmegatron")}
+    none(
+        f"{path}: {names} can be changed; use a tuple, frozenset, MappingProxyType or frozen dataclass"
+        for path, names in found.items()
+        if names
+    )
+
+
+def test_no_globals():
+    none(
+        f"{path}:{node.lineno}: `global`; pass the value"
+        for path in sources("fmegatron", "experiments")
+        for node in ast.walk(syntax(path))
+        if isinstance(node, ast.Global)
+    )

@@ -1,10 +1,10 @@
 """The order of the rooms: imports go upwards only, stand at the top of files, and no drawer takes what has no place."""
 
 import ast
+from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
-
-from tests.house import LEVELS, ROOT, rooms, sources, syntax
+from tests.house import LEVELS, ROOT, none, rooms, sources, syntax
 
 # Optional packages: a user without them must be able to import the room.
 OPTIONAL = {"matplotlib", "wandb", "IPython", "ipyparallel", "safetensors", "tokenizers", "spmd_types", "zarr"}
@@ -21,9 +21,29 @@ def imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"line {node.lineno}: a relative import; write the room's full name"
-        return [f"{node.module}.{alias.name}" for alias in node.names]
+        return ["." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names]
     return []
+
+
+def imports(*folders: str) -> Iterator[tuple[Path, int, str]]:
+    """(file, line, dotted name) of every import in the files of these folders."""
+    for path in sources(*folders):
+        for node in ast.walk(syntax(path)):
+            for name in imported(node):
+                yield path, node.lineno, name
+
+
+def room_of(path: Path) -> str | None:
+    """The room of a file, None of one beside the rooms."""
+    return path.parts[1] if len(path.parts) > 2 else None
+
+
+def goes_up(room: str | None, name: str) -> bool:
+    """Whether a file of this room may import `name`."""
+    parts = name.split(".")
+    if parts[0] != "fmegatron" or len(parts) < 2 or parts[1] == room:
+        return True
+    return room is not None and LEVELS[parts[1]] < LEVELS[room]
 
 
 def test_beside_the_rooms_are_programs_only():
@@ -31,9 +51,7 @@ def test_beside_the_rooms_are_programs_only():
     assert beside == PROGRAMS | {"fmegatron/__init__.py"}
     for program in PROGRAMS:
         assert (ROOT / program).read_text().endswith('if __name__ == "__main__":\n    sys.exit(main())\n')
-    names = {
-        name for path in sources("fmegatron", "experiments") for n in ast.walk(syntax(path)) for name in imported(n)
-    }
+    names = {name for _, _, name in imports("fmegatron", "experiments")}
     assert not [name for name in names if name.startswith("fmegatron.check.") or name == "fmegatron.check"]
 
 
@@ -41,37 +59,42 @@ def test_every_room_has_a_level():
     assert set(rooms()) <= set(LEVELS)
 
 
-@pytest.mark.parametrize("path", sources("fmegatron"), ids=str)
-def test_imports_go_up(path):
-    room = path.parts[1] if len(path.parts) > 2 else None
-    if path.as_posix() in PROGRAMS:
-        return
-    for node in ast.walk(syntax(path)):
-        for name in imported(node):
-            parts = name.split(".")
-            if parts[0] in ("tests", "experiments"):
-                raise AssertionError(f"{path}:{node.lineno}: the package imports {parts[0]}")
-            if parts[0] != "fmegatron" or len(parts) < 2 or parts[1] == room:
-                continue
-            assert room is not None and LEVELS[parts[1]] < LEVELS[room], (
-                f"{path}:{node.lineno}: room {room!r} imports {name!r}; a room imports only from rooms above it"
-            )
+def test_imports_name_rooms_in_full():
+    none(
+        f"{path}:{line}: {name!r} is a relative import; write the room's full name"
+        for path, line, name in imports("fmegatron", "experiments")
+        if name.startswith(".")
+    )
 
 
-@pytest.mark.parametrize("path", sources("fmegatron", "experiments"), ids=str)
-def test_no_imports_inside_functions(path):
-    for function in ast.walk(syntax(path)):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            for node in ast.walk(function):
-                for name in imported(node):
-                    optional = name.split(".")[0] in OPTIONAL | PEERS or name.rpartition(".")[0] in OPTIONAL_MODULES
-                    assert optional, f"{path}:{node.lineno}: import of {name!r} inside a function; it is not optional"
+def test_imports_go_up():
+    found = [(path, line, name) for path, line, name in imports("fmegatron") if path.as_posix() not in PROGRAMS]
+    none(
+        f"{path}:{line}: the package imports {name}"
+        for path, line, name in found
+        if name.split(".")[0] in ("tests", "experiments")
+    )
+    none(
+        f"{path}:{line}: room {room_of(path)!r} imports {name!r}; a room imports only from rooms above it"
+        for path, line, name in found
+        if not goes_up(room_of(path), name)
+    )
 
 
-@pytest.mark.parametrize("path", sources("experiments"), ids=str)
-def test_experiments_never_import_each_other(path):
-    names = [name for node in ast.walk(syntax(path)) for name in imported(node)]
-    assert not [name for name in names if name.split(".")[0] == "experiments"]
+def test_no_imports_inside_functions():
+    none(
+        f"{path}:{node.lineno}: import of {name!r} inside a function; it is not optional"
+        for path in sources("fmegatron", "experiments")
+        for function in ast.walk(syntax(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+        for name in imported(node)
+        if name.split(".")[0] not in OPTIONAL | PEERS and name.rpartition(".")[0] not in OPTIONAL_MODULES
+    )
+
+
+def test_experiments_never_import_each_other():
+    none(f"{path}:{line}: {name}" for path, line, name in imports("experiments") if name.split(".")[0] == "experiments")
 
 
 def test_no_drawers():

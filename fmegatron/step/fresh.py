@@ -15,10 +15,11 @@ from fmegatron.step.trace import written_by
 
 __all__ = ["barrier", "copied_inputs", "with_fresh_outputs"]
 
-_SAME_PLACE = {"alias", "detach", "clone", "lift_fresh", "_to_copy", "convert_element_type", "device_put", "pow"}
-_SAME_PLACE |= {"ceil", "floor", "round", "trunc"}
-_MOVES = {"cat", "stack", "copy", "slice_scatter", "select_scatter", "repeat", "constant_pad_nd", "_unsafe_view"}
-_NEUTRAL = {"add", "sub", "mul", "div"}  # with 0 or 1, or with a constant tensor
+_SAME_PLACE = frozenset(
+    "alias detach clone lift_fresh _to_copy convert_element_type device_put pow ceil floor round trunc".split()
+)
+_MOVES = frozenset("cat stack copy slice_scatter select_scatter repeat constant_pad_nd _unsafe_view".split())
+_NEUTRAL = frozenset(("add", "sub", "mul", "div"))  # with 0 or 1, or with a constant tensor
 
 
 def copied_inputs(node: torch.fx.Node) -> dict[torch.fx.Node, bool]:

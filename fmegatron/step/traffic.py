@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -16,13 +17,15 @@ from fmegatron.step.opaque import entry_of
 __all__ = ["Collective", "bytes_sent", "collectives_of"]
 
 # real op (without the endings of its variants) -> (name of the symbolic op, position of the group's name)
-_REAL = {
-    "all_gather_into_tensor": ("all_gather", 2),
-    "reduce_scatter_tensor": ("reduce_scatter", 3),
-    "all_reduce": ("psum", 2),
-    "all_to_all_single": ("all_to_all", 3),
-    "ppermute": ("ppermute", 1),
-}
+_REAL = MappingProxyType(
+    {
+        "all_gather_into_tensor": ("all_gather", 2),
+        "reduce_scatter_tensor": ("reduce_scatter", 3),
+        "all_reduce": ("psum", 2),
+        "all_to_all_single": ("all_to_all", 3),
+        "ppermute": ("ppermute", 1),
+    }
+)
 _ENDINGS = ("_out", "_coalesced", "_")
 _LOCAL = ("axis_index", "declare")  # symbolic ops that send nothing
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from fmegatron.checkpoint.writing.write import write_part
 
 _BEAT_S = 0.5
 _COMMIT_GRACE_S = 10.0  # a commit that has begun when the trainer dies may end; it is right either way
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_SET = MappingProxyType({"x86_64": 251, "aarch64": 30})
 _IOPRIO_IDLE = 3 << 13
 
 

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import tensorstore as ts
@@ -26,13 +27,18 @@ from fmegatron.checkpoint.files.ocdbt import Database
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
 _INDEX, _NOTES = ".checkpoints/", ".notes/"
-_DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}
-_CONTEXT = {
-    "cache_pool": {"total_bytes_limit": 32 << 20},  # for the nodes of OCDBT databases; nothing else is cached
-    # The defaults try 32 times, for a quarter of an hour.
-    "s3_request_retries": {"max_retries": 8, "initial_delay": "100ms", "max_delay": "10s"},
-    "gcs_request_retries": {"max_retries": 8, "initial_delay": "100ms", "max_delay": "10s"},
-}
+_DRIVERS = MappingProxyType({"s3": "s3", "gs": "gcs", "memory": "memory"})
+
+
+def _context() -> ts.Context:
+    limits = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "10s"}  # by default 32, for a quarter of an hour
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 32 << 20},  # for the nodes of OCDBT databases; nothing else is cached
+            "s3_request_retries": limits,
+            "gcs_request_retries": limits,
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class ObjectStore:
 
     url: str
     options: dict[str, Any] = field(default_factory=dict)
-    context: ts.Context = field(default_factory=lambda: ts.Context(_CONTEXT), compare=False, repr=False)
+    context: ts.Context = field(default_factory=_context, compare=False, repr=False)
 
     def __post_init__(self):
         match = re.fullmatch(r"([a-z0-9]+)://([^/?#]*)((?:/[^?#]*)?)", self.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ __all__ = ["measured"]
 
 _WAIT = "_c10d_functional::wait_tensor"
 _CALLS = "fmegatron_compiled::"
-_LANES = {"G": "gather", "R": "reduce", "A": "reduce", "X": "exchange"}  # by the first letter of a name
+_LANES = MappingProxyType({"G": "gather", "R": "reduce", "A": "reduce", "X": "exchange"})  # by a name's first letter
 
 
 def measured(call: Callable[[], Any], launched: Sequence[str], title: str = "measured") -> tuple[Any, Timeline]:
