@@ -10,7 +10,10 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= dev,interop
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-PYTEST := $(PY) -m pytest
+# Over all cores; a worker that has nothing left takes tests from another. One file or one test is quicker without:
+# `.venv/bin/python -m pytest tests/layout -k boxes`. Bytecode is kept, whatever the environment says: the tests start
+# some hundred processes.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all lint format readme notebooks bench-peers-env clean
@@ -38,11 +41,11 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample, plot: under 10 minutes on 2 cores
 	@$(PY) experiments/demo.py
 
-test: $(STAMP)  ## the quick tests, doctests included
-	@$(PYTEST)
+test: $(STAMP)  ## the default tests, doctests included, over all cores: at most 10 minutes on 2
+	@$(PYTEST) $(ARGS)
 
-test-all: $(STAMP)  ## the quick tests and the full sweeps
-	@$(PYTEST) -m 'slow or not slow'
+test-all: $(STAMP)  ## the same and the full sweeps
+	@$(PYTEST) -m 'slow or not slow' $(ARGS)
 
 lint: $(STAMP)  ## ruff: lint and format, nothing is changed
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

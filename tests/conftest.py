@@ -1,15 +1,64 @@
 """What every test may count on: deterministic torch, one thread, and default dtypes as they were."""
 
+import gc
+import os
+import shutil
+import tempfile
+
 import pytest
 import torch
 
 from fmegatron.testing import RankPool
 from tests import sampling
 
+FOLDER = pytest.StashKey[str]()
+WORKERS = 8  # each may start a pool of 4 ranks
 
-def pytest_configure():
-    """Fix the day of the sampled campaigns before worker processes and tests start, so that all draw the same cases."""
+
+def pytest_xdist_auto_num_workers():
+    """As many workers as this process has cores."""
+    return min(len(os.sched_getaffinity(0)), WORKERS)
+
+
+def pytest_configure(config):
+    """Before worker processes and tests start: the day of the sampled campaigns, so that all draw the same cases.
+
+    A run over workers compiles into a folder of its own, which they share: a graph is compiled once, and nothing that
+    an earlier run left has a part in it.
+    """
     sampling.today()
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.stash[FOLDER] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fmegatron-tests-")
+
+
+def pytest_unconfigure(config):
+    """Remove the folder of the run."""
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+def pytest_collection_finish():
+    """Modules and test items stay to the end; the collector of garbage need not walk them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Tests of modules that draw samples carry the day whose samples they were."""
+    report = yield
+    names = vars(item.module).values() if hasattr(item, "module") else ()  # a doctest has none
+    if sampling in names or sampling.seeds in names:
+        report.user_properties.append(("day", sampling.today()))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How to repeat the failed tests of sampled campaigns on another day."""
+    failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    again = {report.nodeid: day for report in failed for name, day in report.user_properties if name == "day"}
+    for test, day in again.items():
+        terminalreporter.line(f"sampled; repeat it with: {sampling.VARIABLE}={day} .venv/bin/python -m pytest '{test}'")
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import time
 
 from fmegatron.tree import fold_in
 
-__all__ = ["seeds", "today"]
+__all__ = ["VARIABLE", "seeds", "today"]
 
-_VARIABLE = "FMEGATRON_TEST_DAY"  # a day number; set it to run the cases of another day again
+VARIABLE = "FMEGATRON_TEST_DAY"  # a day number; set it to run the cases of another day again
 
 
 def today() -> int:
@@ -19,7 +19,7 @@ def today() -> int:
 
     The number is kept in the environment, so that worker processes and a run over midnight agree on it.
     """
-    return int(os.environ.setdefault(_VARIABLE, str(int(time.time() // 86400))))
+    return int(os.environ.setdefault(VARIABLE, str(int(time.time() // 86400))))
 
 
 def seeds(campaign: str, fixed: int, rotating: int) -> list[int]:
