@@ -73,5 +73,5 @@ def _same_torch_for_every_test():
 @pytest.fixture(scope="session")
 def ranks():
     """A pool of 4 gloo ranks, started once: `ranks.run(function, *args, ranks=2)` (see fmegatron.testing.RankPool)."""
-    with RankPool(4) as pool:
+    with RankPool(4, timeout_s=600) as pool:  # for ranks that hang; a busy machine is none
         yield pool

@@ -2,6 +2,7 @@
 
 from fmegatron.step import inline_layers
 from fmegatron.testing.blame import Finding, align, blame, relate
+from fmegatron.testing.forkserver import Fork, Forkserver
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.measure import paired_seconds, peak_bytes, report, seconds
 from fmegatron.testing.parity import Parity, assert_parity, parity, relative_error
@@ -11,6 +12,8 @@ from fmegatron.testing.simulate import Ranks, Simulation, join, simulate, split
 
 __all__ = [
     "Finding",
+    "Fork",
+    "Forkserver",
     "Parity",
     "RankError",
     "RankPool",

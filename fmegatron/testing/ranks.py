@@ -1,8 +1,8 @@
 """A pool of rank processes that is started once and then runs functions on real gloo groups in milliseconds.
 
-Starting processes and importing torch costs seconds; joining a fresh process group in a running process costs little.
-So every call gets a process group of its own, of the size that it asks for: calls cannot disturb each other, and one
-pool of 4 serves tests of 1, 2 and 4 ranks.
+Importing torch costs seconds, so the processes are forks of one that has imported it; joining a fresh process group in
+a running process costs little, so every call gets a process group of its own, of the size that it asks for: calls
+cannot disturb each other, and one pool of 4 serves tests of 1, 2 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import subprocess
 import sys
 import time
 import traceback
@@ -24,10 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fmegatron.testing.forkserver import Forkserver
+
 __all__ = ["RankError", "RankPool"]
-
-
-_START_S = 300
 
 
 class RankError(RuntimeError):
@@ -55,19 +53,17 @@ class RankPool:
             raise ValueError(f"a pool of {size} ranks; give at least 1")
         self.size, self.timeout_s = size, timeout_s
         self._workers: list[_Worker | None] = [None] * size
-        self._store, self._calls = None, 0
+        self._store, self._server, self._calls = None, None, 0
 
     def start(self) -> None:
         """Start the processes that are not running; `run` does it when needed."""
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        new = [i for i, w in enumerate(self._workers) if w is None or w.process.poll() is not None]
-        for i in new:
-            self._workers[i] = _start_worker()
-        for i in new:  # the time limits of calls begin when all processes have imported torch
-            if not self._workers[i].pipe.poll(_START_S):
-                raise TimeoutError(f"process {i} of the pool did not start within {_START_S} s")
-            self._workers[i].pipe.recv_bytes()
+        if self._server is None:
+            self._server = Forkserver(__name__)
+        for i, worker in enumerate(self._workers):
+            if worker is None or worker.process.poll() is not None:
+                self._workers[i] = _Worker(self._server)
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout_s: float | None = None
@@ -128,7 +124,9 @@ class RankPool:
         for i, worker in enumerate(self._workers):
             if worker is not None:
                 self._stop_worker(i)
-        self._store = None
+        if self._server is not None:
+            self._server.close()
+        self._store = self._server = None
 
     def __enter__(self) -> RankPool:
         return self
@@ -138,19 +136,11 @@ class RankPool:
 
 
 class _Worker:
-    def __init__(self, process, pipe):
-        self.process, self.pipe = process, pipe
-
-
-def _start_worker():
-    # Not multiprocessing.Process: its spawn imports the caller's main script again, guarded or not.
-    ours, theirs = multiprocessing.Pipe()
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from fmegatron.testing.ranks import _serve; _serve({theirs.fileno()})"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
-    return _Worker(process, ours)
+    def __init__(self, server):
+        # Not multiprocessing.Process: its spawn imports the caller's main script again, guarded or not.
+        self.pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.process = server.start(__name__, "_serve", files=[theirs.fileno()])
 
 
 def _serve(descriptor):
@@ -158,7 +148,6 @@ def _serve(descriptor):
     pipe = multiprocessing.connection.Connection(descriptor)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    pipe.send_bytes(b"ready")
     stores = {}  # port -> client; opened once, as every dozenth connection to a store took 5 s
     while True:
         try:
