@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -24,9 +25,10 @@ def pytest_configure(config):
     """Before worker processes and tests start: the day of the sampled campaigns, so that all draw the same cases.
 
     A run over workers compiles into a folder of its own, which they share: a graph is compiled once, and nothing that
-    an earlier run left has a part in it.
+    an earlier run left has a part in it. Ctrl-C works, also in a run that a shell started in the background.
     """
     sampling.today()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         config.stash[FOLDER] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fmegatron-tests-")
 
