@@ -25,11 +25,11 @@ from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.staging import Portion, portions, stage
 from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
-from fmegatron.checkpoint.calls.interrupt import held_interrupt
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import check_layouts
+from fmegatron.collectives.interrupt import held_interrupt
 from fmegatron.layout import Layout
 
 
