@@ -63,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--like", metavar="PATH", help="take the layouts of another checkpoint of the same leaves")
     p.add_argument("--chunks", action="append", default=[], metavar="PATTERN=SHAPE", help="e.g. blocks/.*=1x256x1024")
     p.add_argument("--memory", type=_bytes, help="elements held at a time (default 256MiB)")
-    p.add_argument("--ocdbt", action="store_true", help="the arrays in one database, far fewer files")
     p.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
 
     p = add("export", help="write the leaves as files of weights for other programs")

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.foreign import recognized
+from fmegatron.checkpoint.files.storage import locate
 from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
 from fmegatron.layout import Box, row_major_strides
@@ -94,7 +96,9 @@ def open_dcp(path: str | os.PathLike) -> Directory:
         with open(where, "rb") as f:
             data = f.read()
     except OSError as error:
-        raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {_hint(root)}") from None
+        hint = recognized(locate(root)) if isinstance(error, FileNotFoundError) else None
+        hint = hint or "wanted a directory that torch.distributed.checkpoint has written to its end"
+        raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {hint}") from None
     try:
         value = load(data, lambda name: name in ALLOWED or dtype_from_global(name) is not None, where)
         return _parse(root, value, where)
@@ -122,16 +126,6 @@ def open_file(root: str, place: Place, where: str) -> int:
             f"{where}: its file {at} has {found.st_size} bytes, wanted at least {place.offset + place.length}"
         )
     return fd
-
-
-def _hint(root: str) -> str:
-    names = os.listdir(root) if os.path.isdir(root) else []
-    if "latest_checkpointed_iteration.txt" in names:
-        steps = sorted(n for n in names if n.startswith("iter_") or n == "release")
-        return f"name one of its steps: {', '.join(steps[-3:])}"
-    if "COMPLETE" in names:
-        return "this is a checkpoint of fmegatron: use fmegatron.checkpoint.restore"
-    return "wanted a directory that torch.distributed.checkpoint has written to its end"
 
 
 # ---- records -> our own values

@@ -27,7 +27,7 @@ def s3_endpoint():
         server.stop()
 
 
-def s3_store(endpoint, name, ocdbt=False):
+def s3_store(endpoint, name):
     """The Store s3://ckpt/NAME of such a server."""
     options = {"endpoint": endpoint, "aws_region": "us-east-1", "aws_credentials": {"type": "environment"}}
-    return open_store(f"s3://ckpt/{name}", options, ocdbt=ocdbt)
+    return open_store(f"s3://ckpt/{name}", options)

@@ -1,4 +1,4 @@
-"""Asynchronous saves to object stores and OCDBT databases: the writer process builds the same Store from its JSON."""
+"""Asynchronous saves to object stores: the writer process builds the same Store from its JSON."""
 
 import os
 import signal
@@ -21,12 +21,9 @@ def endpoint():
         yield url
 
 
-@pytest.fixture(params=["folder-ocdbt", "s3", "s3-ocdbt"])
-def store(request, tmp_path):
-    kind, _, ocdbt = request.param.partition("-")
-    if kind == "folder":
-        return open_store(tmp_path / "a", ocdbt=True)
-    return s3_store(request.getfixturevalue("endpoint"), f"{tmp_path.name}/a", bool(ocdbt))
+@pytest.fixture
+def store(endpoint, tmp_path):
+    return s3_store(endpoint, f"{tmp_path.name}/a")
 
 
 def save_twice(world, store, first, second):

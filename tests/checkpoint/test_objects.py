@@ -35,12 +35,11 @@ def _tiny():
         yield
 
 
-@pytest.fixture(params=["memory", "s3", "memory-ocdbt", "s3-ocdbt"])
+@pytest.fixture(params=["memory", "s3"])
 def store(request, tmp_path):
-    kind, _, ocdbt = request.param.partition("-")
-    if kind == "memory":
-        return open_store("memory://runs/a", {}, ocdbt=bool(ocdbt))
-    return s3_store(request.getfixturevalue("endpoint"), f"{tmp_path.name}/a", bool(ocdbt))
+    if request.param == "memory":
+        return open_store("memory://runs/a", {})
+    return s3_store(request.getfixturevalue("endpoint"), f"{tmp_path.name}/a")
 
 
 @pytest.fixture
@@ -151,12 +150,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
-@pytest.mark.parametrize("ocdbt", [False, True], ids=["plain", "ocdbt"])
-def test_killed_at_every_moment(monkeypatch, existing, ocdbt):
+def test_killed_at_every_moment(monkeypatch, existing):
     """Old or new, bit for bit, whatever the last request was; the next save works and leaves nothing behind."""
     seen = set()
     for moment in range(1, 400):
-        store, done = open_store("memory://runs/a", {}, ocdbt=ocdbt), [0]
+        store, done = open_store("memory://runs/a", {}), [0]
         if existing:
             checkpoint.save(store, state(0), ONE)
 
@@ -189,7 +187,7 @@ def test_killed_at_every_moment(monkeypatch, existing, ocdbt):
         assert len(tokens(store)) == 2
         if done[0] < moment:
             break
-    assert seen == {0, 1} and moment > (5 if ocdbt else 20)
+    assert seen == {0, 1} and moment > 20
 
 
 def test_an_error_on_one_rank_ends_all(store):
@@ -277,7 +275,7 @@ def test_a_manager(store):
 
 
 def test_another_process_makes_the_same_store(endpoint, tmp_path):
-    for store in (s3_store(endpoint, "j/a"), s3_store(endpoint, "j/b", ocdbt=True), open_store(tmp_path / "c")):
+    for store in (s3_store(endpoint, "j/a"), open_store(tmp_path / "c")):
         again = store_from_json(json.loads(json.dumps(store.to_json())))
         assert again == store and type(again) is type(store)
         checkpoint.save(store, state(), ONE)

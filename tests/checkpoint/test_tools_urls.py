@@ -1,4 +1,4 @@
-"""The tools where checkpoints are not plain files: object stores in memory, an S3 server, OCDBT databases."""
+"""The tools where checkpoints are not plain files: object stores in memory, an S3 server, file:// URLs."""
 
 import io
 import json
@@ -33,14 +33,10 @@ def call(*argv):
     return status, out.getvalue(), err.getvalue()
 
 
-@pytest.fixture(params=["memory", "memory-ocdbt", "folder-ocdbt", "file"])
+@pytest.fixture(params=["memory", "file"])
 def run(request, tmp_path):
     """A directory of checkpoints: steps 1 and 2."""
-    kind, _, ocdbt = request.param.partition("-")
-    if kind == "memory":
-        store = open_store("memory://runs/a", {}, ocdbt=bool(ocdbt))
-    else:
-        store = open_store(f"file://{tmp_path}/a" if kind == "file" else tmp_path / "a", ocdbt=bool(ocdbt))
+    store = open_store("memory://runs/a", {}) if request.param == "memory" else open_store(f"file://{tmp_path}/a")
     with small_sizes():
         for step in (1, 2):
             place = store.child(f"step_{step:08d}")
@@ -77,17 +73,15 @@ def test_retention(run):
     assert [c.name for c in listing(run).checkpoints] == ["step_00000002"]
 
 
-@pytest.mark.parametrize("ocdbt", [False, True])
-def test_damage_of_objects(ocdbt):
+def test_damage_of_objects():
     """Lost, altered, cut and foreign objects are named."""
-    store = open_store("memory://runs/a", {}, ocdbt=ocdbt)
+    store = open_store("memory://runs/a", {})
     with small_sizes():
         assert save_all(store, state(), layouts_on(), step=1) == [None] * 4
         storage = store.locate()
         names = sorted(n for n in storage.names() if n.rpartition("/")[2].startswith("c."))
         storage.write("arrays/foreign", [b"x"])
-        storage.sync()  # of a database: refers to all that was written, once more
-        values = storage._read_from if ocdbt else storage.values
+        values = storage.values
         values.remove(names[0])
         data = bytearray(values.read(names[1]))
         data[3] ^= 1
@@ -111,7 +105,7 @@ def test_s3_by_command():
         assert call("ls", "s3://ckpt/run", *more)[1].count("complete") == 1
         status, out, err = call("verify", "s3://ckpt/run", *more)
         assert (status, err) == (0, "") and ": good (" in out
-        argv = ("reshard", "s3://ckpt/run/step_00000001", "s3://ckpt/run/step_00000002", "--mesh", "tp=2", "--ocdbt")
+        argv = ("reshard", "s3://ckpt/run/step_00000001", "s3://ckpt/run/step_00000002", "--mesh", "tp=2")
         assert call(*argv, *more)[0] == 0
         assert call("diff", *argv[1:3], "--ignore", "layouts", *more)[0] == 0
         assert call("show", argv[1], "--stats", *more)[0] == 0

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk, and the directories, object stores and databases that hold it."""
+"""What a checkpoint is on disk, and the directories and object stores that hold it."""

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MARKER
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.ocdbt import Database
 
 _FSYNCS = 8  # a disk takes many at a time
 _SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
@@ -100,9 +98,6 @@ class Folder:
             with suppress(FileExistsError):
                 os.mkdir(at)
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def remove(self, name: str) -> None:
         """Remove a file."""
         os.remove(self.at(name))
@@ -120,14 +115,6 @@ class Folder:
     def delete(self) -> None:
         """Remove the directory, its marker first."""
         commit.remove(self.root)
-
-    def kvstore(self, name: str = "") -> dict[str, Any]:
-        """The tensorstore kvstore spec of a directory."""
-        return {"driver": "file", "path": os.path.join(self.at(name), "")}
-
-    def context(self) -> ts.Context:
-        """Enough cache for the nodes of an OCDBT database."""
-        return ts.Context({"cache_pool": {"total_bytes_limit": 32 << 20}})
 
 
 @dataclass(frozen=True)
@@ -149,9 +136,9 @@ class FolderStore:
         """The path."""
         return self.path
 
-    def locate(self) -> Folder | Database:
+    def locate(self) -> Folder:
         """The directory of the complete checkpoint: of this name, or after a crash in `publish` a hidden one."""
-        return Database.if_marked(Folder(commit.resolve(self.path)))
+        return Folder(commit.resolve(self.path))
 
     def is_complete(self) -> bool:
         """Whether there is a marker."""

@@ -105,7 +105,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint except the elements."""
+    """Everything about a checkpoint except the elements.
+
+    digest: xxh3_64 of manifest.json as it was read. The digests of all elements are in that file, so saves with the
+    same digest hold the same.
+    """
 
     step: int | None
     metadata: dict[str, Any]
@@ -113,6 +117,7 @@ class Manifest:
     leaves: dict[str, Leaf]
     arrays: dict[str, Array]
     digest_count: int
+    digest: str = ""
 
 
 # ---- names, types, bits

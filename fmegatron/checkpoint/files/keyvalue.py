@@ -69,9 +69,9 @@ class KeyValues:
         """Remove a value; one that is not there is none."""
         done(self.kv.write(name, None))
 
-    def names(self, start: str = "", stop: str = "") -> list[str]:
-        """The keys in [start, stop), sorted; an empty bound is none."""
-        return sorted(key.decode() for key in done(self.kv.list(ts.KvStore.KeyRange(start, stop))))
+    def names(self) -> list[str]:
+        """All keys, sorted."""
+        return sorted(key.decode() for key in done(self.kv.list()))
 
     def delete(self) -> None:
         """Remove all values."""

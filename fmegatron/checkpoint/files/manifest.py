@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
+from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import (
     FORMAT,
     MANIFEST,
     MARKER,
-    MARKER_VERSION,
     VERSION,
     CheckpointError,
     Leaf,
@@ -107,28 +108,21 @@ def load_json(data: bytes, where: str) -> dict[str, Any]:
         ) from None
 
 
+_MARKER_BYTES = 4096  # most of a marker that are read
+_WITHOUT_OCDBT = (
+    "commit 147eaa7 of fmegatron is the last that reads it, and rewrites it as plain files:"
+    " `python -m fmegatron.checkpoint reshard OLD NEW --like OLD`"
+)
 RESTORE_ANOTHER = "restore another step (Manager.restore_latest finds the newest good one)"
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The checked manifest of a complete checkpoint. Raises CheckpointError."""
-    root, marker_at, manifest_at = storage.text, storage.at(MARKER), storage.at(MANIFEST)
-    try:
-        marker = load_json(storage.read(MARKER, 0, 4096), marker_at)
-    except FileNotFoundError:
-        what = "is a directory, but holds no complete checkpoint" if os.path.isdir(root) else "does not exist"
-        raise CheckpointError(
-            f"{root}: got no {MARKER} file ({root} {what}), wanted a checkpoint that was saved to its end;"
-            " check the path, or restore another step"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{marker_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
-    known = [(FORMAT, VERSION, None), (FORMAT, MARKER_VERSION, "ocdbt")]
-    if (marker.get("format"), marker.get("version"), marker.get("store")) not in known:
-        got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
-        raise CheckpointError(
-            f"{marker_at}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
-        )
+    """The checked manifest of a complete checkpoint. Raises CheckpointError.
+
+    One of another system, or in a format that is no longer read, is named in the error, with what reads it.
+    """
+    marker_at, manifest_at = storage.at(MARKER), storage.at(MANIFEST)
+    marker = _read_marker(storage)
     want = (marker.get("manifest_bytes"), marker.get("manifest_xxh3_64"))
     for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
         if found is None:
@@ -146,11 +140,37 @@ def read_manifest(storage: Storage) -> Manifest:
             f" {want[1]!r:.20} as {marker_at} says; one of them was altered after the save; {RESTORE_ANOTHER}"
         )
     try:
-        return parse_manifest(load_json(data, manifest_at))
+        return replace(parse_manifest(load_json(data, manifest_at)), digest=want[1])
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{manifest_at}: {error}; {RESTORE_ANOTHER}") from None
+
+
+def _read_marker(storage: Storage) -> dict[str, Any]:
+    """The marker of a complete checkpoint in the format that this version reads. Raises CheckpointError."""
+    root, at = storage.text, storage.at(MARKER)
+    try:
+        marker = load_json(storage.read(MARKER, 0, _MARKER_BYTES), at)
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is a directory, but holds no complete checkpoint" if os.path.isdir(root) else "does not exist"
+        what = "is a file" if os.path.isfile(root) else what
+        hint = recognized(storage) or "check the path, or restore another step"
+        raise CheckpointError(
+            f"{root}: got no {MARKER} file ({root} {what}), wanted a checkpoint that was saved to its end; {hint}"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
+    if (marker.get("format"), marker.get("store")) == (FORMAT, "ocdbt"):
+        raise CheckpointError(
+            f"{at}: got a checkpoint whose arrays lie in an OCDBT database, wanted plain files; {_WITHOUT_OCDBT}"
+        )
+    if (marker.get("format"), marker.get("version")) != (FORMAT, VERSION):
+        got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
+        raise CheckpointError(
+            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
+        )
+    return marker
 
 
 def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:

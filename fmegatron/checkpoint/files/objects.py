@@ -23,7 +23,6 @@ import tensorstore as ts
 
 from fmegatron.checkpoint.files.format import MARKER, MARKER_VERSION, CheckpointError
 from fmegatron.checkpoint.files.keyvalue import KeyNotes, KeyValues
-from fmegatron.checkpoint.files.ocdbt import Database
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
 _INDEX, _NOTES = ".checkpoints/", ".notes/"
@@ -34,7 +33,7 @@ def _context() -> ts.Context:
     limits = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "10s"}  # by default 32, for a quarter of an hour
     return ts.Context(
         {
-            "cache_pool": {"total_bytes_limit": 32 << 20},  # for the nodes of OCDBT databases; nothing else is cached
+            "cache_pool": {"total_bytes_limit": 0},
             "s3_request_retries": limits,
             "gcs_request_retries": limits,
         }
@@ -67,6 +66,10 @@ class Objects:
         """Ranges of an object."""
         return self.values.open(name, size, ranges)
 
+    def identity(self) -> str:
+        """The URL: every save has a token of its own there."""
+        return self.text
+
     def inside(self, name: str) -> bool:
         """There are no links."""
         return True
@@ -74,9 +77,6 @@ class Objects:
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         """Put an object."""
         self.values.write(name, blocks)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
 
     def remove(self, name: str) -> None:
         """Remove an object."""
@@ -95,14 +95,6 @@ class Objects:
         self.values.delete()
         if self.index is not None:
             self.index[0].remove(self.index[1])
-
-    def kvstore(self, name: str = "") -> dict[str, Any]:
-        """The tensorstore kvstore spec of a directory."""
-        return self.values.below(f"{name}/" if name else "").spec
-
-    def context(self) -> ts.Context:
-        """That of the store."""
-        return self.values.context
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,7 @@ class ObjectStore:
         path = values.spec["path"].removesuffix(f"{name}/")
         return KeyValues({**values.spec, "path": path + _INDEX}, self.context), name
 
-    def locate(self) -> Objects | Database:
+    def locate(self) -> Objects:
         """The objects that the pointer names, or those at the URL itself (a directory that was copied there)."""
         storage = Objects(self.values, self.text)
         pointer = self._pointer()
@@ -164,7 +156,7 @@ class ObjectStore:
                     f" hex digits in version {MARKER_VERSION}; restore another step"
                 )
             storage = self._draft(root)
-        return Database.if_marked(storage)
+        return storage
 
     def is_complete(self) -> bool:
         """Whether there is a marker."""

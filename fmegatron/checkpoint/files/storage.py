@@ -19,14 +19,12 @@ from typing import Any, Protocol
 from urllib.parse import unquote
 
 import numpy as np
-import tensorstore as ts
 
 from fmegatron.checkpoint.calls.arguments import check_path
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.objects import ObjectStore
-from fmegatron.checkpoint.files.ocdbt import DatabaseStore
 
 
 class Reader(Protocol):
@@ -66,9 +64,6 @@ class Storage(Protocol):
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         """Make a new file of these buffers, which may be made while they are written. Raises OSError."""
 
-    def flush(self) -> None:
-        """Everything that was written through this value can be read by others on return. Raises OSError."""
-
     def remove(self, name: str) -> None:
         """Remove a file."""
 
@@ -80,12 +75,6 @@ class Storage(Protocol):
 
     def delete(self) -> None:
         """Remove all of it."""
-
-    def kvstore(self, name: str = "") -> dict[str, Any]:
-        """The tensorstore kvstore spec of a directory, for any other reader of its arrays."""
-
-    def context(self) -> ts.Context:
-        """The tensorstore context to open `kvstore` with (needed for memory://)."""
 
 
 class Store(Protocol):
@@ -136,27 +125,23 @@ class Store(Protocol):
         """JSON from which `store_from_json` makes the same Store in another process."""
 
 
-def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None = None, *, ocdbt: bool = False) -> Store:
+def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None = None) -> Store:
     """The Store of a path or URL; a Store is returned as it is. Wherever the room takes a path, it takes a Store.
 
     path: a directory (also file:///...), s3://bucket/prefix/name, gs://... or memory://... (as a Store only: each has
     a memory of its own).  options: more members of the tensorstore kvstore spec of a URL, e.g. {"endpoint":
     "http://127.0.0.1:9000", "aws_region": "us-east-1", "aws_credentials": {"type": "environment"}}.
-    ocdbt: new checkpoints keep their arrays in an OCDBT database: far fewer files. Old ones are read as they are.
 
     >>> open_store("/tmp/run/../run/last").text, open_store("s3://bucket/run").child("step_00000001").text
     ('/tmp/run/last', 's3://bucket/run/step_00000001')
     """
     check_path(path)
     if not isinstance(path, str | os.PathLike):
-        store = path
-    else:
-        store = _store_at(os.fspath(path), options)
-        if options is None and store.text.startswith("memory://"):
-            raise ValueError(
-                f"{path}: got a path, but each memory:// has its own; make a Store: open_store(path, {{}})"
-            )
-    return DatabaseStore(store) if ocdbt and not isinstance(store, DatabaseStore) else store
+        return path
+    store = _store_at(os.fspath(path), options)
+    if options is None and store.text.startswith("memory://"):
+        raise ValueError(f"{path}: got a path, but each memory:// has its own; make a Store: open_store(path, {{}})")
+    return store
 
 
 def _store_at(path: str, options: dict[str, Any] | None) -> Store:
@@ -177,7 +162,7 @@ def url_path(rest: str) -> str:
 
 def store_from_json(value: dict[str, Any]) -> Store:
     """The Store that `to_json` described."""
-    return open_store(value.get("path") or value["url"], value.get("options"), ocdbt=value.get("ocdbt", False))
+    return open_store(value.get("path") or value["url"], value.get("options"))
 
 
 def locate(path: str | os.PathLike | Store) -> Storage:

@@ -107,8 +107,8 @@ def _reshard(options: argparse.Namespace) -> Result:
     like = _source(options, options.like) if options.like else None
     layouts = target_layouts(source, tuple(map(parse_mesh, options.mesh)), rules, like)
     plans = plan_of(layouts, parse_chunks(options.chunks))
-    to = open_store(_place(options, options.dst), ocdbt=options.ocdbt)
-    done = reshard(source, to, plans, bound=options.memory or BOUND_BYTES, overwrite=options.overwrite)
+    to, bound = _place(options, options.dst), options.memory or BOUND_BYTES
+    done = reshard(source, to, plans, bound=bound, overwrite=options.overwrite)
     value = {**vars(done), "layouts": {path: str(layout) for path, layout in layouts.items()}}
     return GOOD, value, lambda out: printed.resharded(out, done, layouts)
 

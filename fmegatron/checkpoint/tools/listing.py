@@ -10,6 +10,7 @@ from typing import Any
 
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.storage import Store, open_store
@@ -98,7 +99,10 @@ def listing(path: str | os.PathLike | Store) -> Listing:
     checkpoints = tuple(sorted((_checkpoint(p, os.path.relpath(p, store.path)) for p in paths), key=_order))
     left = tuple(leftover for folder in folders for leftover in _leftovers(folder))
     if not checkpoints and not left and os.listdir(store.path):
-        raise ValueError(f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some")
+        hint = recognized(store.locate()) or "check the path"
+        raise ValueError(
+            f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some; {hint}"
+        )
     return Listing(store.path, True, checkpoints, left)
 
 
@@ -173,7 +177,8 @@ def _listing_of_store(store: Store) -> Listing:
         return Listing(store.text, False, (_stored(store, store.text.rstrip("/").rsplit("/", 1)[-1]),), ())
     names = [name for name in store.children() if store.child(name).is_complete()]
     if not names:
-        raise ValueError(f"{store.text}: got no complete checkpoint there or below, wanted one")
+        hint = recognized(store.locate()) or "check the URL"
+        raise ValueError(f"{store.text}: got no complete checkpoint there or below, wanted one; {hint}")
     return Listing(store.text, True, tuple(sorted((_stored(store.child(n), n) for n in names), key=_order)), ())
 
 

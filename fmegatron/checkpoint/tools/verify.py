@@ -27,7 +27,6 @@ from fmegatron.checkpoint.files.format import (
     zarr_metadata,
 )
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, read_manifest, to_json_text
-from fmegatron.checkpoint.files.ocdbt import Database, database_marker
 from fmegatron.checkpoint.files.storage import Reader, Storage, Store, open_store
 from fmegatron.checkpoint.tools.files import UNKNOWN, Entry, walk
 from fmegatron.checkpoint.tools.outfiles import band_sizes
@@ -108,8 +107,7 @@ class _Check:
     def metadata(self) -> None:
         """The small files, whose content the manifest implies; and what the manifest itself does not guarantee."""
         text = self.storage.read(MANIFEST)
-        marker = marker_to_json(text)
-        self._same(MARKER, database_marker(marker) if isinstance(self.storage, Database) else marker, "")
+        self._same(MARKER, marker_to_json(text), "")
         self._same(MANIFEST, text, "")
         group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
         for name in _above(self.manifest.arrays):

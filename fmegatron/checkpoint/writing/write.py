@@ -94,7 +94,6 @@ class _Writer:
             if error is None:
                 while self.pending:
                     self._wait_for_oldest()
-                self.storage.flush()
         finally:
             self.failed = True  # for what is still in the queue; the hidden directory is about to be removed
             self.pool.shutdown(cancel_futures=True)

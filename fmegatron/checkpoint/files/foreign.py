@@ -1,0 +1,82 @@
+"""Folders that are no checkpoint of ours: which system wrote them, told by the names in them, and what reads them."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from fmegatron.checkpoint.files.storage import Storage
+
+_DCP = (
+    "interop.restore_dcp(path, layouts) restores it, and `python -m fmegatron.interop dcp-to-fmegatron SRC DST`"
+    " writes it as a checkpoint of fmegatron"
+)
+_HUGGING_FACE = (
+    "nothing in fmegatron reads it yet; load its tensors with the safetensors package, and save them with"
+    " interop.save_state_dict(path, {'model': tensors})"
+)
+_TORCH_FILES = (
+    "nothing in fmegatron reads files of torch.save, which are programs; load them with torch.load(weights_only=True),"
+    " and save the tensors with interop.save_state_dict(path, {'model': tensors})"
+)
+_ORBAX = "nothing in fmegatron reads it; load it with what wrote it, and save with fmegatron.checkpoint.save"
+_MEGATRON = "nothing in fmegatron reads it; Megatron's own --ckpt-convert-format torch_dist makes of it what we read"
+_MP_RANK = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
+_SAFETENSORS = ("model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors")
+_BINARIES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_LOOK_BYTES = 1 << 16
+
+_RUN = "the folder of a run of Megatron"
+# (files that are there, with a word that the first bytes of each hold; what the folder is; what reads it). The first
+# kind that fits counts.
+_KINDS = (
+    ((("COMPLETE", "fmegatron.checkpoint"),), "a checkpoint of fmegatron", "fmegatron.checkpoint.restore reads it"),
+    (((".metadata", ""), ("metadata.json", "torch_dist")), "a torch_dist checkpoint of Megatron", _DCP),
+    (((".metadata", ""),), "a directory of torch.distributed.checkpoint", _DCP),
+    ((("metadata.json", "sharded_backend"),), "a checkpoint of Megatron in a format of its own", _MEGATRON),
+    *(
+        (((f"{n}/model_optim_rng.pt", ""),), "a checkpoint of Megatron in its format `torch`", _MEGATRON)
+        for n in _MP_RANK
+    ),
+    ((("latest_checkpointed_iteration.txt", ""),), _RUN, "name one of its steps"),
+    *((((name, ""),), "a folder of Hugging Face", _HUGGING_FACE) for name in _SAFETENSORS),
+    *((((name, ""),), "a folder of Hugging Face with weights of torch.save", _TORCH_FILES) for name in _BINARIES),
+    *((((name, ""),), "a checkpoint of Orbax", _ORBAX) for name in ("_CHECKPOINT_METADATA", "_METADATA")),
+    ((("manifest.ocdbt", ""),), "an OCDBT database of tensorstore", _ORBAX),
+    ((("config.json", "model_type"),), "a folder of Hugging Face without weights", _HUGGING_FACE),
+)
+_STEP = re.compile(r"step_\d{8,}|iter_\d{7,}|release")
+
+
+def recognized(storage: Storage) -> str | None:
+    """What these files are, and the call that reads them, in words for an error; None for what nobody here knows.
+
+    A few names are looked for, and in small files of JSON for a word; nothing else is read.
+    """
+    for files, what, how in _KINDS:
+        if all(_holds(storage, name, word) for name, word in files):
+            steps = _steps(storage.text) if what == _RUN else []
+            return f"this is {what}: {how}{f', e.g. {steps[-1]}' if steps else ''}"
+    if steps := [name for name in _steps(storage.text) if name.startswith("step_")]:
+        return (
+            f"this is a directory of checkpoints: name one of them, e.g. {steps[-1]}, or use"
+            " checkpoint.Manager(path).restore_latest"
+        )
+    if os.path.isfile(storage.text):
+        return f"this is a file: {_HUGGING_FACE if storage.text.endswith('.safetensors') else 'wanted a directory'}"
+    return None
+
+
+def _holds(storage: Storage, name: str, word: str) -> bool:
+    """Whether a file is there whose first bytes hold a word."""
+    try:
+        return word.encode() in storage.read(name, 0, _LOOK_BYTES if word else 1)
+    except OSError:
+        return False
+
+
+def _steps(folder: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if _STEP.fullmatch(name))
+    except OSError:
+        return []
