@@ -5,6 +5,7 @@ from fmegatron.checkpoint.background.async_save import AsyncSaver, save_async
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.files.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.snapshot import Snapshot, open_snapshot
 from fmegatron.checkpoint.files.storage import open_store
 from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.checkpoint.manage.manager import Manager
@@ -41,6 +42,7 @@ __all__ = [
     "Read",
     "Report",
     "Rule",
+    "Snapshot",
     "copy",
     "describe",
     "drop",
@@ -49,6 +51,7 @@ __all__ = [
     "fuse",
     "layouts",
     "metadata",
+    "open_snapshot",
     "open_store",
     "pad",
     "per_rank",

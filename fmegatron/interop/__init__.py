@@ -1,7 +1,7 @@
 """Other people's states: DTensor state dicts, torch.distributed.checkpoint and Megatron torch_dist directories.
 
-save_state_dict(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})   # FSDP2, TP, plain
-load_state_dict(path, state_dict)                                   # in place, on any mesh
+save_state_dict(path, {"model": net, "optimizer": optimizer})       # or their state dicts; FSDP2, TP, plain
+load_state_dict(path, {"model": net, "optimizer": optimizer})       # in place, on any mesh; both may be fresh
 state = restore_dcp("iter_0000100", layouts, world=world)           # torch's and Megatron's files; nothing executed
 save_dcp(path, state, layouts, world)                               # torch.distributed.checkpoint.load reads it
 dcp.save(state_dict, storage_writer=FmegatronWriter(path))          # torch plans, our files

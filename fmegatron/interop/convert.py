@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, Manifest, dtype_of
-from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.storage import Storage, Store, locate, open_store
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, dtype_of
+from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, plan
 from fmegatron.checkpoint.writing.write import write_part
-from fmegatron.interop.dcp_directory import Directory, open_dcp
+from fmegatron.interop.dcp_directory import Directory, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
 from fmegatron.interop.dcp_write import Shard, ShardPlanner, write_dcp
 from fmegatron.interop.flat import flat_items
@@ -42,6 +42,7 @@ def dcp_to_fmegatron(
     ValueError that names them, or left out with skip_objects; returns the paths that were left out.
     """
     directory = open_dcp(source)
+    check_files(directory, [(t.path, place) for t in directory.tensors.values() for place in t.places])
     extra, values, left = _objects(directory, skip_objects)
     metadata = {}
     if _NOTE in directory.objects:
@@ -78,14 +79,14 @@ def dcp_to_fmegatron(
     return left
 
 
-def fmegatron_to_dcp(source: str | os.PathLike | Store, target: str | os.PathLike) -> None:
+def fmegatron_to_dcp(source: str | os.PathLike | Store | Snapshot, target: str | os.PathLike) -> None:
     """Write a checkpoint of fmegatron as a new DCP directory, which torch.distributed.checkpoint.load reads.
 
     Values (saved by interop.save_state_dict) become objects; step and metadata the object "fmegatron".
     """
-    storage = locate(source)
-    manifest = read_manifest(storage)
-    values = stored_values(manifest.metadata, storage.text)
+    snapshot = snapshot_of(source)
+    manifest = snapshot.manifest
+    values = stored_values(manifest.metadata, snapshot.text)
     own = {key: value for key, value in manifest.metadata.items() if key != VALUES}
     if manifest.step is not None or own:
         values[_NOTE] = {"step": manifest.step, "metadata": own}
@@ -94,14 +95,14 @@ def fmegatron_to_dcp(source: str | os.PathLike | Store, target: str | os.PathLik
         layout = Layout(leaf.shape, dtype_of(leaf.dtype), Mesh())
         chunk = manifest.arrays[leaf.array].chunk if leaf.array is not None else leaf.shape
         shards += [Shard(leaf.path, layout, box) for box in _boxes(leaf.shape, chunk, layout.dtype.itemsize)]
-    write_dcp(target, ShardPlanner(shards, lambda shard: _read(storage, manifest, shard), values, True), alone=True)
+    write_dcp(target, ShardPlanner(shards, lambda shard: _read(snapshot, shard), values, True), alone=True)
 
 
-def _read(storage: Storage, manifest: Manifest, shard: Shard) -> torch.Tensor:
+def _read(snapshot: Snapshot, shard: Shard) -> torch.Tensor:
     x = torch.empty(shard.box.shape, dtype=shard.layout.dtype)
     if x.numel():
-        with Fetch(storage, manifest, verify=True) as fetch:
-            fetch.add(manifest.leaves[shard.path], [Target(shard.path, shard.box, x, x.dtype)])
+        with Fetch(snapshot, verify=True) as fetch:
+            fetch.add(snapshot.manifest.leaves[shard.path], [Target(shard.path, shard.box, x, x.dtype)])
     return x
 
 

@@ -36,9 +36,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fmegatron.checkpoint.files.format import Manifest, dtype_of
-from fmegatron.checkpoint.files.manifest import read_manifest, to_json_text
-from fmegatron.checkpoint.files.storage import Storage, Store, locate, open_store
+from fmegatron.checkpoint.files.format import dtype_of
+from fmegatron.checkpoint.files.manifest import to_json_text
+from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan
@@ -173,10 +174,9 @@ class FmegatronWriter(StorageWriter):
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint whose manifest is read. paths, values: by torch's name."""
+    """One save, opened. paths, values: by torch's name."""
 
-    storage: Storage
-    manifest: Manifest
+    snapshot: Snapshot
     paths: dict[str, str]
     values: dict[str, Any]
 
@@ -202,15 +202,15 @@ class FmegatronReader(StorageReader):
 
         Raises CheckpointError as `checkpoint.restore`.
         """
-        storage = locate(self.checkpoint_id)
-        manifest = read_manifest(storage)
-        values = stored_values(manifest.metadata, storage.text)
+        snapshot = snapshot_of(self.checkpoint_id)
+        manifest = snapshot.manifest
+        values = stored_values(manifest.metadata, snapshot.text)
         paths = {name_of(path): path for path in manifest.leaves}
         named = {name_of(path): value for path, value in values.items()}
         seen = Counter(map(name_of, [*manifest.leaves, *values]))
         if twice := next((name for name, count in seen.items() if count > 1), None):
-            raise ValueError(f"{storage.text}: torch's name {twice} stands for several leaves; use checkpoint.restore")
-        self._open = _Opened(storage, manifest, paths, named)
+            raise ValueError(f"{snapshot.text}: torch's name {twice} stands for several leaves; use checkpoint.restore")
+        self._open = _Opened(snapshot, paths, named)
         found: dict[str, Any] = {name: BytesStorageMetadata() for name in named}
         for path, leaf in manifest.leaves.items():
             shape = torch.Size(leaf.shape)
@@ -225,16 +225,23 @@ class FmegatronReader(StorageReader):
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
+        """The plan, with the digest of the save that this rank has opened, for the coordinator."""
+        return replace(plan, storage_data=self._open.snapshot.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are. Raises RuntimeError when the ranks have opened different saves of the checkpoint."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            first = plans[0].storage_data
+            other = next(rank for rank, plan in enumerate(plans) if plan.storage_data != first)
+            raise RuntimeError(
+                f"{self._open.snapshot.text}: ranks 0 and {other} see different saves of it (another job saves there,"
+                " or the file system shows some nodes what was there before): load again when that is over"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the boxes of the plan into the planner's tensors. Raises CheckpointError for damage, naming the leaf."""
-        storage, manifest, paths = self._open.storage, self._open.manifest, self._open.paths
+        snapshot, paths = self._open.snapshot, self._open.paths
         wanted: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
         for item in plan.items:
             name = item.storage_index.fqn
@@ -246,9 +253,9 @@ class FmegatronReader(StorageReader):
             else:
                 wanted.setdefault(name, []).append((item, planner.resolve_tensor(item).detach()))
         staged = []
-        with Fetch(storage, manifest, self._verify) as fetch:
+        with Fetch(snapshot, self._verify) as fetch:
             for name, items in wanted.items():
-                leaf, targets = manifest.leaves[paths[name]], []
+                leaf, targets = snapshot.manifest.leaves[paths[name]], []
                 for item, x in items:
                     host = x if x.device.type == "cpu" else torch.empty(x.shape, dtype=x.dtype)
                     staged += [] if host is x else [(x, host)]

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.foreign import recognized
-from fmegatron.checkpoint.files.storage import locate
+from fmegatron.checkpoint.files.format import digest
 from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
 from fmegatron.layout import Box, row_major_strides
@@ -43,6 +45,7 @@ ALLOWED = frozenset(
     }
 )
 COMMON = "common"  # Megatron's common.pt, as an object
+_NAME, _MOST_METADATA_BYTES = ".metadata", 1 << 30
 
 
 @dataclass(frozen=True)
@@ -80,34 +83,57 @@ class Directory:
     """A DCP directory: its tensors and objects by path.
 
     A path joins the keys under which the state dict held a tensor by '/', where the directory tells them
-    (torch's default planner); else it is torch's flat name.
+    (torch's default planner); else it is torch's flat name.  digest: 63 bits of the xxh3_64 of `.metadata`.
     """
 
     root: str
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredObject]
+    digest: int = 0
 
 
 def open_dcp(path: str | os.PathLike) -> Directory:
     """Read and check the metadata of a directory. Raises CheckpointError, naming what is missing or wrong."""
     root = os.path.realpath(os.fspath(path))
-    where = os.path.join(root, ".metadata")
-    try:
-        with open(where, "rb") as f:
-            data = f.read()
-    except OSError as error:
-        hint = recognized(locate(root)) if isinstance(error, FileNotFoundError) else None
-        hint = hint or "wanted a directory that torch.distributed.checkpoint has written to its end"
-        raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {hint}") from None
+    where = os.path.join(root, _NAME)
+    data = _metadata(root, where)
     try:
         value = load(data, lambda name: name in ALLOWED or dtype_from_global(name) is not None, where)
-        return _parse(root, value, where)
+        return replace(_parse(root, value, where), digest=digest(data) >> 1)
     except UnsafePickle as error:
         raise CheckpointError(str(error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{where}: not torch's metadata: {error!s:.300}") from None
+
+
+def _metadata(root: str, where: str) -> bytes:
+    """The bytes of `.metadata`. Raises CheckpointError: nobody waits for a pipe, and a hole takes no memory."""
+    folder = Folder(root)
+    try:
+        size = os.stat(where, follow_symlinks=False).st_size
+        if size > _MOST_METADATA_BYTES or (size and folder.read(_NAME, size - 1) != b"."):  # how pickles end
+            raise CheckpointError(f"{where}: got {size} bytes that are no pickle, wanted torch's metadata")
+        return folder.read(_NAME, 0, size)
+    except OSError as error:
+        hint = recognized(folder) if isinstance(error, FileNotFoundError) else None
+        hint = hint or "wanted a directory that torch.distributed.checkpoint has written to its end"
+        raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {hint}") from None
+
+
+def check_files(directory: Directory, wanted: Iterable[tuple[str, Place]]) -> None:
+    """Raise CheckpointError unless these places, each with whose it is, are in files that are large enough for all.
+
+    Nothing is read; so nothing is allocated for elements that are not there.
+    """
+    ends: dict[str, tuple[int, str]] = {}
+    sums: dict[str, int] = {}
+    for whose, place in wanted:
+        ends[place.file] = max(ends.get(place.file, (0, "")), (place.offset + place.length, whose))
+        sums[place.file] = sums.get(place.file, 0) + place.length
+    for file, (end, whose) in ends.items():
+        os.close(open_file(directory.root, Place(file, 0, max(end, sums[file])), whose))
 
 
 def open_file(root: str, place: Place, where: str) -> int:
@@ -190,6 +216,10 @@ def _tensor(path: str, name: str, fields: dict[str, Any], places: dict) -> Store
         place = places.get((name, start))
         if place is None:
             raise ValueError(f"{name[:80]}: the chunk at {start} is not stored")
+        if place.length < (need := math.prod(sizes) * dtype.itemsize):
+            raise ValueError(
+                f"{name[:80]}: the chunk at {start} has {place.length} stored bytes, wanted {need} or more"
+            )
         boxes.append(Box(start, sizes, 0, row_major_strides(sizes)))
         at.append(place)
     if (held := sum(box.size for box in boxes)) != math.prod(shape):  # that they do not overlap is checked when read

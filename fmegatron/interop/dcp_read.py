@@ -22,14 +22,15 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, compared
 from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw_dtype
 from fmegatron.checkpoint.reading.fetch import Target
 from fmegatron.checkpoint.reading.mapping import Rule
+from fmegatron.checkpoint.reading.once import Want
 from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading, rank_of
 from fmegatron.checkpoint.reading.request import match
 from fmegatron.checkpoint.reading.strict import strictness, warn
-from fmegatron.interop.dcp_directory import Directory, Place, StoredTensor, open_dcp, open_file
+from fmegatron.interop.dcp_directory import Directory, Place, StoredTensor, check_files, open_dcp, open_file
 from fmegatron.interop.flat import nested
 from fmegatron.interop.torch_blob import Blob, open_tensor, read_object
 from fmegatron.layout import Box, Layout, Mesh, check_cover, row_major_strides
@@ -94,24 +95,43 @@ def restore_dcp(
     """
 
     def work() -> Any:
-        directory = open_dcp(path)
         mode, me = strictness(strict), rank_of(target_layouts, world, rank)
+        directory = open_dcp(path)
         has = {"cast": cast, "has_initial": initial is not None}
         request = match(directory.root, _manifest(directory), target_layouts, mode, rules=rules, prefix=prefix, **has)
         if initial is not None:
             tree.check(initial, target_layouts, me)
+        _, wants = destinations(request, me, device="meta")
+        check_files(directory, _places(directory, wants))
         tensors, wants = destinations(request, me, None if initial is None else tree.leaves(initial))
         requests: dict[str, list[Target]] = {}
         for want in wants:
             requests.setdefault(want.leaf.path, []).append(want.target)
         read_tensors(directory, requests, verify)
-        return finish_reading(Started(directory.root, mode, request, tensors, []), Alone(), device), request, mode
+        started = Started(directory.root, mode, request, tensors, [])
+        return finish_reading(started, Alone(), device), request, mode, directory.digest
 
-    ranks = world or Alone()
-    result, request, mode = together(ranks, f"restoring the directory {os.fspath(path)}", work)
+    ranks, what = world or Alone(), f"restoring the directory {os.fspath(path)}"
+    (result, request, mode, _), (same,) = compared(ranks, what, work, lambda found: found[3:], 1)
+    if not same:
+        raise RuntimeError(
+            f"{what} failed: the ranks have read different files {os.fspath(path)}/.metadata; another job saves there,"
+            " or the file system shows some nodes what was there before: restore again when that is over"
+        )
     if ranks.rank == 0:
         warn(request.difference, mode, os.fspath(path), initial is not None)
     return result
+
+
+def _places(directory: Directory, wants: Sequence[Want]) -> list[tuple[str, Place]]:
+    """The shards that are touched, each once, and whose they are."""
+    found: dict[tuple[str, Place], None] = {}
+    for want in wants:
+        tensor, box = directory.tensors[want.leaf.path], want.target.box
+        for stored, place in zip(tensor.boxes, tensor.places, strict=True):
+            if stored.intersect(box.start, box.stop) is not None:
+                found[tensor.path, place] = None
+    return list(found)
 
 
 def _manifest(directory: Directory) -> Manifest:

@@ -1,7 +1,7 @@
 """State dicts of torch modules and optimizers (DTensors, tensors, values) saved and loaded by fmegatron.checkpoint.
 
-    save_state_dict(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, world=world)
-    load_state_dict(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, world=world)   # in place
+    save_state_dict(path, {"model": model, "optimizer": optimizer}, world=world)     # or their state_dict()s
+    load_state_dict(path, {"model": model, "optimizer": optimizer}, world=world)     # in place; either may be fresh
 
 Every tensor becomes a leaf at the path of its keys; DTensors keep how they lie (dtensor.py), other tensors count as
 held alike by all ranks. Everything else goes to the checkpoint's metadata as JSON (values.py) and must be the same on
@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,20 @@ from torch.distributed.tensor import DTensor
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.files.format import Leaf, digest_text
-from fmegatron.checkpoint.files.manifest import read_manifest, to_json_text
-from fmegatron.checkpoint.files.storage import Store, locate, open_store
+from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
+from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
+from fmegatron.checkpoint.files.snapshot import Snapshot
+from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
-from fmegatron.checkpoint.reading.mapping import Rule
+from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
 from fmegatron.checkpoint.reading.read import destinations
-from fmegatron.checkpoint.reading.request import match
+from fmegatron.checkpoint.reading.request import Request, match
 from fmegatron.checkpoint.reading.strict import Difference, complaints, strictness, warn
 from fmegatron.collectives import World, connect
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put
+from fmegatron.interop.stateful import Unmade, give_back, opened
 from fmegatron.interop.values import from_json, to_json
 from fmegatron.layout import Layout, Mesh
 
@@ -46,12 +49,13 @@ def from_state_dict(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Layout], dict[str, Any]]:
     """(tree, layouts, values) of a state dict: flat dicts by path. The tensors are the state dict's own memory.
 
-    mesh: where tensors that are no DTensors are replicas (default: all ranks).  values: everything that is no tensor,
+    Modules and optimizers count as their state dicts.  mesh: where tensors that are no DTensors are replicas (default:
+    all ranks).  values: everything that is no tensor,
     as it stands there. Raises ValueError, naming the path, for what cannot be laid out.
     """
     tree, layouts, values = {}, {}, {}
     replicated = mesh_of(mesh)
-    for path, (_, value) in flat_items(state_dict).items():
+    for path, (_, value) in flat_items(opened(state_dict)[0]).items():
         try:
             if isinstance(value, DTensor):
                 layouts[path], tree[path] = layout_of(value)
@@ -106,14 +110,16 @@ def save_state_dict(
 ) -> None:
     """Save a state dict as a checkpoint of fmegatron: `checkpoint.save` of what `from_state_dict` finds.
 
+    Modules, optimizers and others that have a state dict may stand in it themselves.
     world: of the ranks that save; default: all ranks of the default process group (made anew at every call).
     Raises as `checkpoint.save`; ValueError also for values that are not plain data or that differ between ranks, and
     for tensors that only some ranks have (pipeline stages: use `FmegatronWriter`, which torch plans for).
     """
-    with _world(state_dict, world) as ranks:
+    with _world(world) as ranks:
 
         def prepare():
-            tree, layouts, values = from_state_dict(state_dict, _device_mesh(state_dict) or world)
+            state, _ = opened(state_dict)
+            tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
             if VALUES in (metadata or {}):
                 raise ValueError(f"metadata: the key {VALUES!r} is taken by the state dict's values; rename it")
             return tree, layouts, {path: to_json(value, path) for path, value in values.items()}
@@ -124,7 +130,7 @@ def save_state_dict(
 
 
 def load_state_dict(
-    path: str | os.PathLike | Store,
+    path: str | os.PathLike | Store | Snapshot,
     state_dict: dict[str, Any],
     world: World | None = None,
     *,
@@ -136,51 +142,95 @@ def load_state_dict(
     """Fill a state dict from a checkpoint, in place: tensors keep their memory, values are replaced.
 
     The state dict says what is wanted, and how it lies: any mesh, any parallelism; only what this rank needs is read.
-    strict, rules, cast, verify: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is. For
-    an optimizer, `optimizer.load_state_dict(state_dict["optimizer"])` follows.
+    Modules and optimizers may stand in it, and load their state dicts when these are filled; of an optimizer's state
+    dict, `optimizer.load_state_dict(state_dict["optimizer"])` must follow. An optimizer need not have made a step: its
+    state gets the entries that are stored (stateful.py; on several ranks give the optimizer, not its state dict).
+
+    strict, rules, cast, verify: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is.
 
     Returns the paths of what is stored and was not asked for, and of what was asked for and is not stored. Raises
-    ValueError, before anything is changed, when the request does not fit; CheckpointError for damage: then some tensors
-    may have been filled already.
+    ValueError, before anything is changed, when the request does not fit; CheckpointError for damage, RuntimeError when
+    the ranks go on seeing different saves: then some tensors may have been filled already.
     """
-    mode, name = strictness(strict), open_store(path).text
+    mode, name = strictness(strict), getattr(path, "text", None) or open_store(path).text
+    state, pairs = opened(state_dict)
+    flat_items(state)  # what contains itself is an error
+    unmade, filled = Unmade(state, pairs), set()
 
-    def work() -> Difference:
-        items = flat_items(state_dict)
-        tree, layouts, values = from_state_dict(state_dict, _device_mesh(state_dict) or world)
-        storage = locate(path)
-        manifest = read_manifest(storage)
-        known = stored_values(manifest.metadata, name)
-        request = match(name, manifest, layouts, mode, rules=rules, cast=cast, has_initial=True)
+    def work(snapshot: Snapshot) -> Filled:
+        known = stored_values(snapshot.manifest.metadata, name)
+        unmade.undo()
+        _make(unmade, snapshot, known, rules, ranks)
+        items = flat_items(state)
+        tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
+        request = match(name, snapshot.manifest, layouts, mode, rules=rules, cast=cast, has_initial=True)
         missing = tuple(p for p in known if p not in values)
         unexpected = tuple(p for p in values if p not in known)
         if problems := complaints(Difference(missing, unexpected), mode):
             raise ValueError(f"{name} does not fit the values of the state dict:\n" + "\n".join(problems[:10]))
-        tensors = [tree[p] for p in request.paths]
-        plain = [_is_direct(x) for x in tensors]
-        # What a rule leaves as it is must be in the staged copy, too.
-        into = [x if direct else x.cpu().contiguous() for x, direct in zip(tensors, plain, strict=True)]
-        _, wants = destinations(request, dist.get_rank() if dist.is_initialized() else 0, into, into=into)
-        by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
-        for want in wants:
-            by_leaf.setdefault(want.leaf.path, (want.leaf, []))[1].append(want.target)
-        with Fetch(storage, manifest, verify) as fetch:
-            for leaf, targets in by_leaf.values():
-                fetch.add(leaf, targets)
-        for x, host, direct in zip(tensors, into, plain, strict=True):
-            if not direct:
-                x.copy_(host)
-        for p in values:
-            if p in known:
-                put(state_dict, items[p][0], known[p])
+        fills = set(request.paths) - set(request.difference.unexpected)
+        if lost := filled - fills:
+            raise RuntimeError(f"{name}: was saved again, without {min(lost)}, which has been filled; load all anew")
+        filled.update(fills)
+        _fill([tree[p] for p in request.paths], request, snapshot, verify)
         found = request.difference
-        return Difference(found.missing + missing, found.unexpected + unexpected)
+        difference = Difference(found.missing + missing, found.unexpected + unexpected)
+        return Filled(difference, {items[p][0]: known[p] for p in values if p in known})
 
-    with _world(state_dict, world) as ranks:
-        difference = together(ranks, f"loading the state dict from {name}", work)
+    with _world(world) as ranks:
+        try:
+            _, done = on_one_save(ranks, f"loading the state dict from {name}", path, work)
+        except BaseException:
+            unmade.undo()
+            raise
+        for keys, value in done.values.items():
+            put(state, keys, value)
+        give_back(state, state_dict)
+        for value, inner in pairs:
+            value.load_state_dict(inner)
         if ranks.rank == 0:
-            warn(difference, mode, name, from_initial=True)
-    return difference.missing, difference.unexpected
+            warn(done.difference, mode, name, from_initial=True)
+    return done.difference.missing, done.difference.unexpected
+
+
+class Filled(NamedTuple):
+    """What a load has found: which paths only one side has, and the values, by their keys, that are to be put."""
+
+    difference: Difference
+    values: dict[tuple, Any]
+
+
+def _make(unmade: Unmade, snapshot: Snapshot, known: dict[str, Any], rules: Sequence[Rule], ranks: Ranks) -> None:
+    """The state of optimizers that have not made it themselves, as what is stored has it, by the names that it gets."""
+    leaves = snapshot.manifest.leaves
+    views = apply_rules(rules, {path: leaf.shape for path, leaf in leaves.items()}) if rules else None
+    sources = {path: path for path in leaves} if views is None else {
+        path: min(view.sources) for path, view in views.items() if view.sources
+    }  # fmt: skip
+    shapes = {path: leaves[path].shape if views is None else views[path].shape for path in sources}
+    stored = {path: (shapes[path], dtype_of(leaves[source].dtype)) for path, source in sources.items()}
+
+    def are_sharded(path: str) -> bool:
+        return bool(layout_from_json(leaves[sources[path]], snapshot.manifest.meshes).sharded)
+
+    unmade.make(stored | dict.fromkeys(known), are_sharded, ranks.size)
+
+
+def _fill(tensors: list[torch.Tensor], request: Request, snapshot: Snapshot, verify: bool) -> None:
+    """Read what is asked for into these tensors, in the order of the request."""
+    plain = [_is_direct(x) for x in tensors]
+    # What a rule leaves as it is must be in the staged copy, too.
+    into = [x if direct else x.cpu().contiguous() for x, direct in zip(tensors, plain, strict=True)]
+    _, wants = destinations(request, dist.get_rank() if dist.is_initialized() else 0, into, into=into)
+    by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
+    for want in wants:
+        by_leaf.setdefault(want.leaf.path, (want.leaf, []))[1].append(want.target)
+    with Fetch(snapshot, verify) as fetch:
+        for leaf, targets in by_leaf.values():
+            fetch.add(leaf, targets)
+    for x, host, direct in zip(tensors, into, plain, strict=True):
+        if not direct:
+            x.copy_(host)
 
 
 def _is_direct(x: torch.Tensor) -> bool:
@@ -218,7 +268,7 @@ def _device_mesh(state_dict: dict[str, Any]) -> DeviceMesh | None:
 
 
 @contextlib.contextmanager
-def _world(state_dict: dict[str, Any], world: World | None) -> Iterator[Ranks]:
+def _world(world: World | None) -> Iterator[Ranks]:
     if world is not None:
         yield world
     elif not dist.is_initialized() or dist.get_world_size() == 1:

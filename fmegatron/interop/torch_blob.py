@@ -49,6 +49,8 @@ _TENSOR_GLOBALS = frozenset(
 )
 _OBJECT_GLOBALS = _TENSOR_GLOBALS | {"argparse.Namespace", "torch.device"}
 _MOST_DEPTH = 100
+_MOST_EXPANDED_BYTES = 1 << 20  # of a tensor whose elements share stored bytes, as those of `x.expand(...)` do
+_MOST_PICKLE_BYTES = 256 << 20  # of data.pkl
 Read = Callable[[int, int], bytes]  # (how many bytes, from where) -> the bytes
 
 
@@ -117,7 +119,8 @@ class _Archive:
             raise self.error(f"is no archive of torch.save ({error!s:.100})") from None
         # All members lie in one folder, whose name does not matter.
         self.members = {info.filename.partition("/")[2]: info for info in found}
-        if "byteorder" in self.members and self.member("byteorder") != b"little":
+        order = self.members.get("byteorder")
+        if order is not None and (order.file_size != len(b"little") or self.member("byteorder") != b"little"):
             raise self.error("was written on a machine of another byte order")
 
     def error(self, what: str) -> CheckpointError:
@@ -147,7 +150,10 @@ class _Archive:
 
     def pickle(self) -> bytes:
         """data.pkl, whose checksum must be right."""
-        data, info = self.member("data.pkl"), self.members["data.pkl"]
+        _, info = self.place("data.pkl")
+        if info.file_size > _MOST_PICKLE_BYTES:
+            raise self.error(f"has a data.pkl of {info.file_size} bytes")
+        data = self.member("data.pkl")
         if zipfile.crc32(data) != info.CRC:
             raise self.error("is damaged: the checksum of data.pkl is wrong")
         return data
@@ -174,6 +180,8 @@ class _Archive:
             raise self.error("describes its tensor in a way that is not torch's")
         at, info = self.place(f"data/{key}")
         last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=False))
+        if math.prod(shape) * dtype.itemsize > max(info.file_size, _MOST_EXPANDED_BYTES):  # elements that share bytes
+            raise self.error(f"has {info.file_size} bytes for a tensor of shape {shape}")
         if len(shape) != len(strides) or (0 not in shape and (last + 1) * dtype.itemsize > info.file_size):
             raise self.error(f"has {info.file_size} bytes for a tensor of shape {shape} and strides {strides}")
         return Blob(at, info.file_size, info.CRC, dtype, shape, strides, offset)

@@ -42,14 +42,14 @@ def save(directory, *steps, keep=1):
 @pytest.fixture
 def held(monkeypatch):
     """Restores wait, with everything chosen and nothing read, until `go` is set."""
-    started, go, restore = threading.Event(), threading.Event(), walk.restore
+    started, go, restore = threading.Event(), threading.Event(), walk.restore_save
 
     def slow(*args, **kwargs):
         started.set()
         assert go.wait(30)
         return restore(*args, **kwargs)
 
-    monkeypatch.setattr(walk, "restore", slow)
+    monkeypatch.setattr(walk, "restore_save", slow)
     return started, go
 
 
@@ -146,12 +146,12 @@ def test_a_reader_in_another_process(tmp_path):
         "from fmegatron.checkpoint import Manager\n"
         "from fmegatron.checkpoint.manage import walk\n"
         "from tests.checkpoint.test_leases import LAYOUTS\n"
-        "restore = walk.restore\n"
+        "restore = walk.restore_save\n"
         "def slow(*args, **kwargs):\n"
         "    print('reading', flush=True)\n"
         "    sys.stdin.readline()\n"
         "    return restore(*args, **kwargs)\n"
-        "walk.restore = slow\n"
+        "walk.restore_save = slow\n"
         "got, _ = Manager(sys.argv[1]).restore(1, LAYOUTS)\n"
         "print(torch.equal(got['w'], torch.full((64, 1024), 1.0)), flush=True)\n"
     )

@@ -77,9 +77,10 @@ def watched(inside):
         look(path, set(mode) & set("wax+") or os.path.islink(path))
         return real_open(path, mode, *args, **kwargs)
 
-    def os_open(path, flags, *args, **kwargs):
-        look(path, flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or not flags & os.O_NOFOLLOW)
-        return real_os_open(path, flags, *args, **kwargs)
+    def os_open(path, flags, *args, dir_fd=None):
+        at = path if dir_fd is None else os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+        look(at, flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or not flags & os.O_NOFOLLOW)
+        return real_os_open(path, flags, *args, dir_fd=dir_fd)
 
     def refuse(*args, **kwargs):
         outside.append(args)

@@ -22,8 +22,8 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x))) * self.scale.sum()
 
 
-def build(kind, size, seed=0):
-    """A Net on `size` ranks and its AdamW after one step. kind: "fsdp", "tp" or "fsdp_tp"."""
+def build(kind, size, seed=0, steps=1):
+    """A Net on `size` ranks and its AdamW after so many steps. kind: "fsdp", "tp" or "fsdp_tp"."""
     torch.manual_seed(seed)
     net = Net()
     if kind == "fsdp":
@@ -40,11 +40,18 @@ def build(kind, size, seed=0):
         fully_shard(net.up, mesh=fsdp)
         fully_shard(net, mesh=fsdp)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01 + seed, betas=(0.9, 0.98), foreach=False)
+    for _ in range(steps):
+        train(net, optimizer, seed)
+    return net, optimizer
+
+
+def train(net, optimizer, seed=0):
+    """One step."""
     x = torch.arange(24.0).view(4, 6) / 24 + seed
     net(x).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     net.seen += 1 + seed
-    return net, optimizer
 
 
 def state_of(net, optimizer):

@@ -144,7 +144,7 @@ def test_names_and_sizes_that_lead_elsewhere(directory, tmp_path):
         (on_w(offset=1 << 50), "wanted at least"),
         (on_w(length=1 << 50), "wanted at least"),
         (on_w(offset=-5), "whole numbers"),
-        (on_w(length=10), "no archive"),
+        (on_w(length=10), "has 10 stored bytes, wanted 96"),
         (grow, "hold 24 of"),
         (move, "outside the tensor"),
         (widen, "float64"),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmegatron.checkpoint.files.format import FORMAT, VERSION, dtype_of
-from fmegatron.checkpoint.files.manifest import layout_from_json, mesh_from_json, read_manifest
-from fmegatron.checkpoint.files.storage import Store, locate
+from fmegatron.checkpoint.files.manifest import layout_from_json, mesh_from_json
+from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.layout import Mesh
 
 
@@ -31,20 +32,20 @@ class Description:
     meshes: tuple[Mesh, ...]
 
 
-def describe(path: str | os.PathLike | Store) -> Description:
+def describe(path: str | os.PathLike | Store | Snapshot) -> Description:
     """The description of a complete checkpoint. Raises CheckpointError when it is missing or damaged."""
-    storage = locate(path)
-    manifest = read_manifest(storage)
+    snapshot = snapshot_of(path)
+    manifest = snapshot.manifest
     size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in manifest.leaves.values())
     meshes = tuple(map(mesh_from_json, manifest.meshes))
     return Description(
-        storage.text, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes
+        snapshot.text, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes
     )
 
 
-def layouts(path: str | os.PathLike | Store) -> dict[str, Any]:
+def layouts(path: str | os.PathLike | Store | Snapshot) -> dict[str, Any]:
     """The layouts under which the leaves were written, as nested dicts by path; no tensor data is read."""
-    manifest = read_manifest(locate(path))
+    manifest = snapshot_of(path).manifest
     nested: dict[str, Any] = {}
     for name, leaf in manifest.leaves.items():
         *above, last = name.split("/")
@@ -55,6 +56,6 @@ def layouts(path: str | os.PathLike | Store) -> dict[str, Any]:
     return nested
 
 
-def metadata(path: str | os.PathLike | Store) -> dict[str, Any]:
+def metadata(path: str | os.PathLike | Store | Snapshot) -> dict[str, Any]:
     """The user's metadata that was saved with a checkpoint."""
-    return read_manifest(locate(path)).metadata
+    return snapshot_of(path).manifest.metadata

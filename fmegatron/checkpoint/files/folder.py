@@ -9,7 +9,7 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,37 @@ _FSYNCS = 8  # a disk takes many at a time
 _SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
 
 
+class Held:
+    """A directory that is held open: its files are reached by it whatever has taken its name since.
+
+    So what is read through it is of one save, never of two; files that are gone are errors.
+    """
+
+    def __init__(self, path: str):
+        self._fd, self._error = None, None
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError as error:
+            self._error = error
+
+    @property
+    def fd(self) -> int:
+        """The descriptor. Raises OSError, the same as at the beginning, if the directory could not be opened then."""
+        if self._fd is None:
+            raise OSError(self._error.errno, self._error.strerror, self._error.filename)
+        return self._fd
+
+    def __del__(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
 @dataclass(frozen=True)
 class Folder:
-    """Files below the directory `root`: a Storage."""
+    """Files below the directory `root`: a Storage. held: for reading what is complete; None for what is written."""
 
     root: str
+    held: Held | None = field(default=None, compare=False, repr=False)
     writers = 4
 
     @property
@@ -39,13 +65,18 @@ class Folder:
         """The path."""
         return self.root
 
+    @property
+    def fd(self) -> int | None:
+        """The descriptor of the directory, where it is held open."""
+        return self.held.fd if self.held is not None else None
+
     def at(self, name: str) -> str:
         """Path of a file."""
         return os.path.join(self.root, name)
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         """Bytes of a file."""
-        with os.fdopen(os.open(self.at(name), _SAFE), "rb") as f:
+        with os.fdopen(self._open(name), "rb") as f:
             found = os.fstat(f.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "is no regular file")
@@ -56,7 +87,7 @@ class Folder:
     @contextmanager
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]] = ()) -> Iterator[_FileReader]:
         """A file for positioned reads."""
-        fd = os.open(self.at(name), _SAFE)
+        fd = self._open(name)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != size:
@@ -65,10 +96,25 @@ class Folder:
         finally:
             os.close(fd)
 
+    def _open(self, name: str) -> int:
+        return os.open(self.at(name), _SAFE) if self.held is None else os.open(name, _SAFE, dir_fd=self.fd)
+
+    def identity(self) -> tuple[int, int]:
+        """Device and number of the directory: no other has them while it is held."""
+        found = os.fstat(self.fd) if self.held is not None else os.stat(self.root)
+        return found.st_dev, found.st_ino
+
     def inside(self, name: str) -> bool:
         """Whether no part of the name is a link."""
-        at = self.at(name)
-        return os.path.realpath(at) == at
+        if self.held is None:
+            return os.path.realpath(self.at(name)) == self.at(name)
+        parts = name.split("/")
+        with suppress(OSError):  # what is not there is said by who opens it
+            for i in range(len(parts)):
+                found = os.stat("/".join(parts[: i + 1]), dir_fd=self.fd, follow_symlinks=False)
+                if stat.S_ISLNK(found.st_mode):
+                    return False
+        return True
 
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         """Write a new file, down to the disk if durable."""
@@ -104,8 +150,9 @@ class Folder:
 
     def names(self) -> list[str]:
         """All files, sorted."""
-        found = (os.path.join(folder, f) for folder, _, files in os.walk(self.root) for f in files)
-        return sorted(os.path.relpath(f, self.root) for f in found)
+        walk = os.walk(self.root) if self.held is None else os.fwalk(".", dir_fd=self.fd)
+        top = self.root if self.held is None else "."
+        return sorted(os.path.relpath(os.path.join(at[0], f), top) for at in walk for f in at[2])
 
     def sync(self) -> None:
         """Make the names in all directories durable; the files are."""
@@ -138,7 +185,8 @@ class FolderStore:
 
     def locate(self) -> Folder:
         """The directory of the complete checkpoint: of this name, or after a crash in `publish` a hidden one."""
-        return Folder(commit.resolve(self.path))
+        root = commit.resolve(self.path)
+        return Folder(root, Held(root))
 
     def is_complete(self) -> bool:
         """Whether there is a marker."""

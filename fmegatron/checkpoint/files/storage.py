@@ -13,7 +13,7 @@ a Storage (and a Store that gives it out): everything that the room reads or wri
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -58,6 +58,9 @@ class Storage(Protocol):
         Raises FileNotFoundError, and OSError if it has not exactly `size` bytes, or is no regular file.
         """
 
+    def identity(self) -> Hashable:
+        """What the files of one save have, and those of a later save at the same place have not. Raises OSError."""
+
     def inside(self, name: str) -> bool:
         """Whether the directory `name` is where it says, and not a link to somewhere else."""
 
@@ -83,7 +86,10 @@ class Store(Protocol):
     text: str
 
     def locate(self) -> Storage:
-        """The files of the complete checkpoint; if there is none, those that `read_manifest` will complain about."""
+        """The files of the complete checkpoint; if there is none, those that `read_manifest` will complain about.
+
+        They are of one save, also when another takes its place while they are read: then some may be missing.
+        """
 
     def is_complete(self) -> bool:
         """Whether a checkpoint was saved here to its end (its content is checked when it is read)."""

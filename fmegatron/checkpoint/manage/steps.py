@@ -58,7 +58,7 @@ class Steps:
         if with_metrics and step not in self._metrics:
             try:
                 found = metadata(self.place(step)).get("metrics")
-            except (CheckpointError, OSError):
+            except (CheckpointError, OSError, RuntimeError):  # (RuntimeError: it is saved again and again)
                 found = None
             self._metrics[step] = found if isinstance(found, dict) else {}
         return Saved(step, at, self._metrics.get(step, {}))

@@ -18,11 +18,10 @@ import torch
 from fmegatron.checkpoint.calls.arguments import check_world, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.describe import metadata
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.reading.read import rank_of, restore
+from fmegatron.checkpoint.reading.read import rank_of, restore_save
 
 _LOOKS = 3  # how often the directory is listed again because steps were deleted before they could be read
 _GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # what one rank says of an attempt; the gravest decides
@@ -125,14 +124,14 @@ class Search:
 
     def _attempt(self, step: int, temporary: bool) -> tuple[Found | None, CheckpointError | None]:
         """The step, or, on all ranks, what is damaged. Any other error of any rank is raised on all of them."""
-        ranks, place, kind, error, state, text = self._ranks, self.both[temporary].place(step), _GOOD, None, None, ""
+        ranks, place, kind, error, state = self._ranks, self.both[temporary].place(step), _GOOD, None, None
         size = local_bytes(self.target_layouts, rank_of(self.target_layouts, self.world, self.rank))
         bar = self.progress if ranks.rank == 0 else False
         try:
             with progress(f"restoring step {step}", size, read_from_now(), bar):
-                state = restore(place, self.target_layouts, world=self.world, rank=self.rank, **self.options)
-            if ranks.rank == 0:
-                text = json.dumps(metadata(place))
+                state, manifest = restore_save(
+                    place, self.target_layouts, world=self.world, rank=self.rank, stacklevel=6, **self.options
+                )
         except BaseException as e:  # a rank that is interrupted must tell the others, too
             damaged, unfit = isinstance(e, CheckpointError), isinstance(e, ValueError) or not isinstance(e, Exception)
             kind, error = _DAMAGED if damaged else _UNFIT if unfit else _FAILED, e
@@ -140,7 +139,7 @@ class Search:
         firsts = ranks.minimum(torch.tensor([ranks.rank if kind == k else ranks.size for k in range(_UNFIT + 1)]))
         gravest = max(k for k in range(_UNFIT + 1) if firsts[k] < ranks.size)
         if gravest == _GOOD:
-            return Found(step, temporary, state, json.loads(ranks.broadcast_text(text))), None
+            return Found(step, temporary, state, manifest.metadata), None
         first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.storage import Store, locate
+from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
 from fmegatron.checkpoint.reading.mapping import Rule
 from fmegatron.checkpoint.reading.once import deal
@@ -30,7 +30,7 @@ class Read(NamedTuple):
 
 
 def explain(
-    path: str | os.PathLike | Store,
+    path: str | os.PathLike | Store | Snapshot,
     target_layouts: Any,
     rank: int = 0,
     *,
@@ -44,10 +44,10 @@ def explain(
 
     Raises what `restore` raises when the target does not fit.
     """
-    storage = locate(path)
-    manifest = read_manifest(storage)
+    snapshot = snapshot_of(path)
+    manifest = snapshot.manifest
     has = {"cast": cast, "has_initial": True}
-    request = match(storage.text, manifest, target_layouts, strictness(strict), rules=rules, prefix=prefix, **has)
+    request = match(snapshot.text, manifest, target_layouts, strictness(strict), rules=rules, prefix=prefix, **has)
     _, wants = destinations(request, rank, device="meta")
     mine = [(want.leaf, want.target) for want in wants] if read == "own" else deal(manifest, wants, rank)[0]
     seen: set[Band] = set()

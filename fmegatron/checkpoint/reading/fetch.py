@@ -18,20 +18,19 @@ import torch
 
 from fmegatron.checkpoint.files.format import (
     BAND_BYTES,
-    DIGESTS,
     ZARR,
     Array,
     CheckpointError,
     Leaf,
-    Manifest,
     digest,
-    digest_text,
     raw,
     raw_dtype,
     zarr_metadata,
 )
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json, to_json_text
+from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage
+from fmegatron.checkpoint.reading.digests import stored_digests
 from fmegatron.layout import Box
 
 _JOB_BYTES = 16 << 20  # work is dealt to threads in jobs of about this size
@@ -68,16 +67,17 @@ class Target:
 class Fetch:
     """Reads every needed band once, on a few threads, while the caller is still naming what it wants.
 
-    Use as a context manager: `add` starts to read; when the block is left, all is there. Raises CheckpointError naming
-    leaf and file.
+    Use as a context manager: `add` starts to read; when the block is left, all is there, of one save. Raises
+    CheckpointError naming leaf and file, SavedAgain when the checkpoint was saved again meanwhile.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, verify: bool):
-        self.storage, self.manifest, self.verify = storage, manifest, verify
+    def __init__(self, snapshot: Snapshot, verify: bool):
+        self.snapshot, self.storage, self.manifest = snapshot, snapshot.storage, snapshot.manifest
+        self.verify = verify
         self._ranges: dict[str, list[_Range]] = {}
         self._jobs: queue.SimpleQueue[Callable[[np.ndarray], None] | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(storage.readers)]
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self.storage.readers)]
 
     def add(self, leaf: Leaf, targets: Sequence[Target]) -> None:
         """Want these boxes of a leaf; each leaf is added once."""
@@ -87,7 +87,7 @@ class Fetch:
                 cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
                 for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
                     chunks.setdefault(index, []).append(target)
-            digests = self._digests(array, leaf.path) if self.verify and chunks else None
+            digests = stored_digests(self.snapshot, array, leaf.path) if self.verify and chunks else None
             for index, wanted in chunks.items():
                 for job in _File(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
                     self._jobs.put(job)
@@ -104,26 +104,30 @@ class Fetch:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        found = error
         try:
-            if error is None:
+            if found is None:
                 for name, ranges in self._ranges.items():
                     leaf = ranges[0].target.path
                     array = self._array(name, leaf)
-                    digests = self._digests(array, leaf) if self.verify else None
+                    digests = stored_digests(self.snapshot, array, leaf) if self.verify else None
                     for job in _File(self.storage, array, (0,), digests, leaf).range_jobs(ranges):
                         self._jobs.put(job)
         except BaseException as late:
-            error = late
-            raise
-        finally:
-            if error is not None:
-                self._errors.append(error)  # the threads skip what is left
-            for _ in self._threads:
-                self._jobs.put(None)
-            for thread in self._threads:
-                thread.join()
-        if error is None and self._errors:
-            raise self._errors[0]
+            found = late
+        if found is not None:
+            self._errors.append(found)  # the threads skip what is left
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        found = found or next(iter(self._errors), None)
+        if isinstance(found, CheckpointError):
+            self.snapshot.check(found)
+        elif found is None and not self.verify:
+            self.snapshot.check_unchanged()
+        if found is not error:
+            raise found
 
     def _work(self) -> None:
         scratch = np.empty(BAND_BYTES, np.uint8)
@@ -154,23 +158,6 @@ class Fetch:
             raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
         if data != to_json_text(wanted).encode() and load_json(data, what) != wanted:
             raise CheckpointError(f"{what} does not describe the array that was saved; {RESTORE_ANOTHER}")
-
-    def _digests(self, array: Array, leaf: str) -> np.ndarray:
-        """The array's part of digests.bin, uint64 [chunks, bands], checked against the manifest."""
-        at = self.storage.at(DIGESTS)
-        start, stop, done = 8 * array.first_digest, 8 * (array.first_digest + array.digest_count), 0
-        try:
-            # The file has the size that the arrays need, so that no number in the manifest takes more memory than that.
-            with self.storage.open(DIGESTS, 8 * self.manifest.digest_count, [(start, stop)]) as reader:
-                data = np.empty(stop - start, np.uint8)
-                while done < data.nbytes and (got := reader.read_into(data[done:], start + done)):
-                    done += got
-        except OSError as error:
-            raise CheckpointError(f"{leaf}: {at} cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
-        if done < data.nbytes or digest_text(data) != array.digest:
-            text = f"{leaf}: the digests of {array.name} in {at} were altered after the save"
-            raise CheckpointError(f"{text}; {RESTORE_ANOTHER}")
-        return data.view("<u8").reshape(math.prod(array.grid), -1)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from fmegatron.checkpoint.calls.arguments import check_device, check_world, flat
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.files.leases import holding
-from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.storage import Store, locate, open_store
+from fmegatron.checkpoint.files.snapshot import Snapshot
+from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.mapping import Rule
 from fmegatron.checkpoint.reading.once import Exchange, Want, deal, exchange_all
@@ -35,7 +36,7 @@ from fmegatron.checkpoint.reading.view import Fill, regions
 
 
 def restore(
-    path: str | os.PathLike | Store,
+    path: str | os.PathLike | Store | Snapshot,
     target_layouts: Any,
     *,
     world: Ranks | None = None,
@@ -51,9 +52,9 @@ def restore(
 ) -> Any:
     """The state at `path` as local tensors of a rank under target layouts: a tree of the structure of `target_layouts`.
 
-    target_layouts: tree of Layouts (or ArraySpecs), on any mesh.  world: the ranks that restore together (an error on
-    one is raised on all); or rank: whose tensors to return (needed when the mesh has several ranks and there is no
-    world).
+    path: of a directory, a URL, a Store, or a Snapshot (`open_snapshot`).  target_layouts: tree of Layouts (or
+    ArraySpecs), on any mesh.  world: the ranks that restore together (an error on one is raised on all); or rank: whose
+    tensors to return (needed when the mesh has several ranks and there is no world).
 
     strict: about leaves that are asked for and not stored ("unexpected") or stored and not asked for ("missing").
     "error" (or "raise_all"): the target names exactly the stored leaves.  "subset" ("raise_unexpected",
@@ -69,60 +70,73 @@ def restore(
     exchange the parts through `world`; with one replica nothing is exchanged.  cast: convert to the target's dtype
     where it differs.  device: where the tensors go (default: CPU).  verify: check the digests.
 
+    All ranks return what one save holds. When the checkpoint is saved again meanwhile, or ranks see different saves,
+    they read again; if that does not help they raise RuntimeError, which names the path and what differs.
+
     Raises CheckpointError when the checkpoint is missing, incomplete or damaged (naming leaf and file), ValueError when
     the target does not fit it. Nothing in the files is executed.
     """
+    return restore_save(
+        path, target_layouts, world=world, rank=rank, strict=strict, rules=rules, prefix=prefix, initial=initial,
+        read=read, cast=cast, device=device, verify=verify, stacklevel=3,
+    )[0]  # fmt: skip
+
+
+def restore_save(
+    path: str | os.PathLike | Store | Snapshot,
+    target_layouts: Any,
+    *,
+    world: Ranks | None = None,
+    rank: int | None = None,
+    strict: str = "error",
+    read: str = "own",
+    device: str | torch.device | None = None,
+    stacklevel: int = 2,
+    **options: Any,
+) -> tuple[Any, Manifest]:
+    """`restore`, and the manifest of the one save that it read on all ranks; options: rules, prefix, initial, ..."""
     check_world(world)
     ranks, what = world or Alone(), f"restoring the checkpoint {getattr(path, 'text', path)}"
+    once = read == "once" and ranks.size > 1
 
-    def start() -> Started:
+    def check() -> None:
         if read not in ("own", "once"):
             raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
         check_device(device)
-        me = rank_of(target_layouts, world, rank)
+        rank_of(target_layouts, world, rank)
         if read == "once" and world is None and any(layout.mesh.size > 1 for layout in flat_layouts(target_layouts)[1]):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
-        options = {"rules": rules, "prefix": prefix, "initial": initial, "cast": cast, "verify": verify}
-        return start_reading(path, target_layouts, me, strict, once=read == "once", **options)
 
-    def whole() -> tuple[Started, Any]:
-        started = start()
-        return started, finish_reading(started, ranks, device)
+    def work(snapshot: Snapshot) -> tuple[Started, Any]:
+        me = rank_of(target_layouts, world, rank)
+        started = start_reading(snapshot, target_layouts, me, strict, once=once, **options)
+        return started, None if once else finish_reading(started, ranks, device)
 
     # Rank 0 keeps retention away from the files until all ranks have read.
     with _protected(path) if ranks.rank == 0 else nullcontext():
-        if read == "own" or ranks.size == 1:
-            started, result = together(ranks, what, whole)
-        else:  # an error is agreed upon before ranks wait for bytes of each other
-            started = together(ranks, what, start)
-            result = together(ranks, what, lambda: finish_reading(started, ranks, device))
+        snapshot, (started, state) = on_one_save(ranks, what, path, work, lambda found: found[0].key, check)
+        if once:  # all has been agreed upon before ranks wait for bytes of each other
+            state = together(ranks, what, lambda: finish_reading(started, ranks, device))
     if ranks.rank == 0:
-        warn(started.request.difference, started.mode, started.where, initial is not None, stacklevel=2)
-    return result
+        with_initial = options.get("initial") is not None
+        warn(started.request.difference, started.mode, started.where, with_initial, stacklevel=stacklevel)
+    return state, snapshot.manifest
 
 
-def _protected(path: str | os.PathLike | Store) -> ExitStack:
+def _protected(path: str | os.PathLike | Store | Snapshot) -> ExitStack:
     """`holding` of the checkpoint; nothing where that fails: what is wrong is said by all ranks together, later."""
     stack = ExitStack()
-    with suppress(Exception):
-        stack.enter_context(holding(open_store(path)))
+    if not isinstance(path, Snapshot):  # whoever has opened it holds it
+        with suppress(Exception):
+            stack.enter_context(holding(open_store(path)))
     return stack
-
-
-def read_state(path, target_layouts, rank, strict="error", cast=False, device=None, verify=True, **options) -> Any:
-    """`restore` for one rank, without a word to the others; options: rules, prefix, initial."""
-    started = start_reading(path, target_layouts, rank, strict, cast=cast, verify=verify, **options)
-    state = finish_reading(started, Alone(), device)
-    if rank == 0:
-        warn(started.request.difference, started.mode, started.where, options.get("initial") is not None, stacklevel=2)
-    return state
 
 
 @dataclass(frozen=True)
 class Started:
     """A restore whose files are read: what is left is to exchange (read="once") and to build the tree.
 
-    key: the same on ranks that asked the same of the same checkpoint.
+    key: with exchanges, the same on ranks that have asked for the same.
     """
 
     where: str
@@ -130,11 +144,11 @@ class Started:
     request: Request
     tensors: list[torch.Tensor | None]
     exchanges: list[Exchange]
-    key: int | None = None
+    key: int = 0
 
 
 def start_reading(
-    path: str | os.PathLike | Store,
+    snapshot: Snapshot,
     target_layouts: Any,
     rank: int,
     strict: str = "error",
@@ -147,39 +161,26 @@ def start_reading(
     once: bool = False,
 ) -> Started:
     """All of a restore up to the exchange, for one rank and without a word to the others (see `restore`)."""
-    mode, storage = strictness(strict), locate(path)
-    manifest = read_manifest(storage)
+    mode, manifest = strictness(strict), snapshot.manifest
     has = {"cast": cast, "has_initial": initial is not None}
-    request = match(storage.text, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
+    request = match(snapshot.text, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
     current = _current(initial, target_layouts, rank)
     tensors, wants = destinations(request, rank, current)
-    if once:
-        mine, exchanges = deal(manifest, wants, rank)
-        key = _key(request, manifest)
-    else:
-        mine, exchanges, key = [(want.leaf, want.target) for want in wants], [], None
+    mine, exchanges = deal(manifest, wants, rank) if once else ([(want.leaf, want.target) for want in wants], [])
     by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
     for leaf, target in mine:
         by_leaf.setdefault(leaf.path, (leaf, []))[1].append(target)
     # Leaves with files of their own first: they are read while this thread goes through the many small ones.
-    with Fetch(storage, manifest, verify) as fetch:
+    with Fetch(snapshot, verify) as fetch:
         for leaf, targets in sorted(by_leaf.values(), key=lambda item: item[0].array is None):
             fetch.add(leaf, targets)
-    return Started(storage.text, mode, request, tensors, exchanges, key)
+    return Started(snapshot.text, mode, request, tensors, exchanges, _key(request) if once else 0)
 
 
 def finish_reading(started: Started, world: Ranks, device: str | torch.device | None) -> Any:
     """The restored tree; with exchanges, all ranks of the world call this, by `together`."""
-    if started.key is not None and world.size > 1:
-        keys = world.gather_rows(torch.tensor([started.key])).flatten().tolist()
-        if len(set(keys)) > 1:
-            other = next(i for i, key in enumerate(keys) if key != keys[0])
-            raise ValueError(
-                f"read='once': ranks 0 and {other} asked for different trees, or see different checkpoints;"
-                " give all ranks the same layouts, rules and path, or pass read='own'"
-            )
-        if not exchange_all(started.exchanges, world):
-            return None  # the rank that failed tells why, where the ranks agree
+    if started.exchanges and not exchange_all(started.exchanges, world):
+        return None  # the rank that failed tells why, where the ranks agree
     request, tensors = started.request, started.tensors
     for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
         if x is not None:
@@ -254,12 +255,11 @@ def destinations(
     return tensors, wants
 
 
-def _key(request: Request, manifest: Manifest) -> int:
-    """63 bits that differ between requests for different shards, or of different checkpoints."""
+def _key(request: Request) -> int:
+    """63 bits that differ between requests for different shards."""
     kinds = {layout: i for i, layout in enumerate(dict.fromkeys(request.layouts))}
     asked = [
         f"{path} {kinds[layout]} {view and view.parts}"
         for path, layout, view in zip(request.paths, request.layouts, request.views, strict=True)
     ]
-    arrays = [array.digest for array in manifest.arrays.values()]
-    return digest("\n".join([*map(repr, kinds), *asked, *arrays]).encode()) >> 1
+    return digest("\n".join([*map(repr, kinds), *asked]).encode()) >> 1

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.leases import holding
+from fmegatron.checkpoint.files.snapshot import again
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.collect import LIVE_SECONDS, collect
@@ -34,8 +35,7 @@ def run(name: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> int
     """Run a command and print its result; returns the exit status. No error leaves this function."""
     status = GOOD
     try:
-        with ExitStack() as options.held:  # while a command reads steps of a Manager, nobody deletes them
-            status, value, text = COMMANDS[name](options)
+        status, value, text = again(lambda: _held(name, options))  # with the next save, if it is saved again meanwhile
         if options.json:
             print(json.dumps(plain(value), allow_nan=False), file=out)
         else:
@@ -54,6 +54,12 @@ def run(name: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> int
             print(json.dumps({"error": one_line(error), "damaged": damaged}), file=out)
         print(f"{name}: {one_line(error)}", file=err)
         return FOUND if damaged else FAILED
+
+
+def _held(name: str, options: argparse.Namespace) -> Result:
+    """Run a command; while it reads steps of a Manager, nobody deletes them."""
+    with ExitStack() as options.held:
+        return COMMANDS[name](options)
 
 
 Result = tuple[int, Any, Callable[[TextIO], None]]  # exit status, value for JSON, printer of text

@@ -168,7 +168,9 @@ def _different_chunks(a: Source, x: Leaf, b: Source, y: Leaf) -> list[int] | Non
     p, q = a.manifest.arrays[x.array], b.manifest.arrays[y.array]
     if (p.chunk, p.band) != (q.chunk, q.band):
         return None
-    return [] if p.digest == q.digest else np.flatnonzero((a.digests(p) != b.digests(q)).any(1)).tolist()
+    if p.digest == q.digest:
+        return []
+    return np.flatnonzero((a.digests(p, x.path) != b.digests(q, y.path)).any(1)).tolist()
 
 
 def _compare_chunks(a: Source, b: Source, x: Leaf, y: Leaf, chunks: list[int], into: Comparison, most: int) -> int:

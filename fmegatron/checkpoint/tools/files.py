@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -20,26 +21,40 @@ class Entry:
     changed: float  # seconds since 1970
 
 
-def walk(root: str) -> Iterator[Entry]:
-    """Everything below a directory. What vanishes on the way (another process deletes) is left out."""
+def walk(root: str, fd: int | None = None) -> Iterator[Entry]:
+    """Everything below a directory. What vanishes on the way (another process deletes) is left out.
+
+    fd: of the directory held open; what is below it is told, whatever has taken the name `root` since.
+    """
     waiting = [""]
     while waiting:
         folder = waiting.pop()
         try:
-            with os.scandir(os.path.join(root, folder)) as found:
-                entries = sorted(found, key=lambda e: e.name)
+            found = _inside(os.path.join(root, folder)) if fd is None else _inside_held(fd, folder)
         except FileNotFoundError:
             continue
-        for e in entries:
-            name = f"{folder}/{e.name}" if folder else e.name
-            try:
-                seen = e.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            kind = _kind(seen.st_mode)
+        for name, seen in sorted(found):
+            name, kind = f"{folder}/{name}" if folder else name, _kind(seen.st_mode)
             yield Entry(name, kind, seen.st_size if kind == "file" else 0, seen.st_mtime)
             if kind == "directory":
                 waiting.append(name)
+
+
+def _inside(path: str | int) -> list[tuple[str, os.stat_result]]:
+    found = []
+    with os.scandir(path) as entries:
+        for e in entries:
+            with contextlib.suppress(FileNotFoundError):
+                found.append((e.name, e.stat(follow_symlinks=False)))
+    return found
+
+
+def _inside_held(fd: int, folder: str) -> list[tuple[str, os.stat_result]]:
+    below = os.open(folder or ".", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+    try:
+        return _inside(below)
+    finally:
+        os.close(below)
 
 
 def _kind(mode: int) -> str:

@@ -12,7 +12,7 @@ from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
-from fmegatron.checkpoint.files.manifest import read_manifest
+from fmegatron.checkpoint.files.snapshot import snapshot_of
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.tools.files import walk
 
@@ -138,7 +138,7 @@ def _checkpoint(path: str, name: str) -> Checkpoint:
     nbytes, changed = sum(e.size for e in files), max((e.changed for e in files), default=None)
     number = int(m[1]) if (m := _STEP.fullmatch(os.path.basename(path))) else None
     try:
-        manifest = read_manifest(FolderStore(path).locate())
+        manifest = snapshot_of(FolderStore(path)).manifest
     except CheckpointError as error:
         return Checkpoint(name, path, root, _why(error, root), number, 0, nbytes, len(files), changed, {})
     at = next((e.changed for e in files if e.name == MARKER), changed)
@@ -183,14 +183,13 @@ def _listing_of_store(store: Store) -> Listing:
 
 
 def _stored(store: Store, name: str) -> Checkpoint:
-    storage = store.locate()
     try:
-        m = read_manifest(storage)
+        snapshot = snapshot_of(store)
     except CheckpointError as error:
-        return Checkpoint(name, store.text, storage.text, str(error), None, 0, 0, 0, None, {})
-    count = len(storage.names())
+        return Checkpoint(name, store.text, store.text, str(error), None, 0, 0, 0, None, {})
+    m, count = snapshot.manifest, len(snapshot.storage.names())
     return Checkpoint(
-        name, store.text, storage.text, None, m.step, len(m.leaves), stored_bytes(m), count, None, m.metadata
+        name, store.text, snapshot.text, None, m.step, len(m.leaves), stored_bytes(m), count, None, m.metadata
     )
 
 

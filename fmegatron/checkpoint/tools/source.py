@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.files.format import DIGESTS, Array, CheckpointError, Leaf, Manifest, digest_text, dtype_of
-from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.storage import Storage, Store, locate
+from fmegatron.checkpoint.files.format import Array, CheckpointError, Leaf, Manifest, dtype_of
+from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.reading.digests import stored_digests
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.layout import Box, row_major_strides
@@ -25,10 +26,19 @@ PORTION_BYTES = 64 << 20  # read at a time, by default
 
 @dataclass(frozen=True)
 class Source:
-    """An opened checkpoint: where it lies, and its checked manifest."""
+    """An opened checkpoint: one save of it, whatever is saved there meanwhile."""
 
-    storage: Storage
-    manifest: Manifest
+    snapshot: Snapshot
+
+    @property
+    def storage(self) -> Storage:
+        """Its files."""
+        return self.snapshot.storage
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its checked manifest."""
+        return self.snapshot.manifest
 
     @property
     def text(self) -> str:
@@ -63,20 +73,17 @@ class Source:
         self.fetch(targets.values())
         return tensors
 
-    def digests(self, array: Array) -> np.ndarray:
-        """The digests of an array's bands, uint64 [chunks, bands]. Raises CheckpointError when they were altered."""
-        at = self.storage.at(DIGESTS)
+    def digests(self, array: Array, leaf: str) -> np.ndarray:
+        """The digests of the bands of a leaf's array, uint64 [chunks, bands]. Raises CheckpointError."""
         try:
-            data = self.storage.read(DIGESTS, 8 * array.first_digest, 8 * array.digest_count)
-        except OSError as error:
-            raise CheckpointError(f"{at}: cannot be read ({error.strerror})") from None
-        if digest_text(data) != array.digest:
-            raise CheckpointError(f"{array.name}: its part of {at} was altered after the save")
-        return np.frombuffer(data, "<u8").reshape(math.prod(array.grid), -1)
+            return stored_digests(self.snapshot, array, leaf)
+        except CheckpointError as error:
+            self.snapshot.check(error)
+            raise
 
     def fetch(self, wanted: Iterable[tuple[Leaf, list[Target]]]) -> None:
         """Fill targets, leaf by leaf; each leaf stands once. Raises CheckpointError naming leaf and file."""
-        with Fetch(self.storage, self.manifest, True) as fetch:
+        with Fetch(self.snapshot, True) as fetch:
             for leaf, targets in wanted:
                 fetch.add(leaf, targets)
 
@@ -106,10 +113,12 @@ class Block:
         )
 
 
-def open_source(path: str | os.PathLike | Store) -> Source:
-    """The checkpoint at a path. Raises CheckpointError when there is none, or its manifest is damaged."""
-    storage = locate(path)
-    return Source(storage, read_manifest(storage))
+def open_source(path: str | os.PathLike | Store | Snapshot) -> Source:
+    """The checkpoint at a path. Raises CheckpointError when there is none, or its manifest is damaged.
+
+    What reads it raises SavedAgain, a RuntimeError, when it was saved again meanwhile: then it is to be opened anew.
+    """
+    return Source(snapshot_of(path))
 
 
 def blocks(source: Source, leaf: Leaf, most: int = PORTION_BYTES) -> Iterator[Block]:

@@ -26,13 +26,15 @@ from fmegatron.checkpoint.files.format import (
     dtype_of,
     zarr_metadata,
 )
-from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, read_manifest, to_json_text
+from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, to_json_text
+from fmegatron.checkpoint.files.snapshot import Snapshot, on_snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage, Store, open_store
 from fmegatron.checkpoint.tools.files import UNKNOWN, Entry, walk
 from fmegatron.checkpoint.tools.outfiles import band_sizes
 
 _BANDS_PER_JOB = 16
 _MOST_THREADS = 64
+_MOST_DIGEST_BYTES = 1 << 20  # that are read whatever they are the digests of
 
 
 @dataclass(frozen=True)
@@ -68,29 +70,35 @@ class Report:
         return asdict(self) | {"good": not self.damages}
 
 
-def verify(path: str | os.PathLike | Store, jobs: int | None = None) -> Report:
+def verify(path: str | os.PathLike | Store | Snapshot, jobs: int | None = None) -> Report:
     """Read all of a checkpoint and compare it with its manifest; every damage is in the report, not only the first.
 
-    jobs: threads that read and digest. Nothing outside the directory is opened.
+    jobs: threads that read and digest. Nothing outside the directory is opened. A checkpoint that is saved again
+    meanwhile is no damage: the new one is verified (RuntimeError when that goes on and on).
     """
-    store = open_store(path)
     try:
-        storage = store.locate()
-        manifest = read_manifest(storage)
+        return on_snapshot(path, lambda snapshot: _report(snapshot, jobs))
     except CheckpointError as error:
-        file = MANIFEST if str(error).startswith(f"{store.text}/") and f"/{MANIFEST}: " in str(error) else MARKER
-        return Report(store.text, None, 0, 0, 0, (Damage("metadata", file, str(error)),))
+        where = path.text if isinstance(path, Snapshot) else open_store(path).text
+        file = MANIFEST if str(error).startswith(f"{where}/") and f"/{MANIFEST}: " in str(error) else MARKER
+        return Report(where, None, 0, 0, 0, (Damage("metadata", file, str(error)),))
+
+
+def _report(snapshot: Snapshot, jobs: int | None) -> Report:
+    storage, manifest, found, check = snapshot.storage, snapshot.manifest, [], None
     try:
-        entries = {e.name: e for e in _entries(storage)}
+        check = _Check(storage, manifest, {e.name: e for e in _entries(storage)})
+        check.metadata()
+        check.arrays(jobs or max(4, os.cpu_count() or 1))
+        check.extra()
+        found = check.damages
     except OSError as error:
-        damage = Damage("unreadable", "", f"the names of its files cannot be read ({error})")
-        return Report(storage.text, manifest.step, len(manifest.leaves), 0, 0, (damage,))
-    check = _Check(storage, manifest, entries)
-    check.metadata()
-    check.arrays(jobs or max(4, os.cpu_count() or 1))
-    check.extra()
-    damages = tuple(sorted(_joined(check.damages), key=lambda d: (d.file, d.start)))
-    return Report(storage.text, manifest.step, len(manifest.leaves), check.files, check.nbytes, damages)
+        found = [Damage("unreadable", "", f"its files cannot be read ({error})")]
+    if found:
+        snapshot.check(CheckpointError(str(found[0])))
+    damages = tuple(sorted(_joined(found), key=lambda d: (d.file, d.start)))
+    files, nbytes = (check.files, check.nbytes) if check else (0, 0)
+    return Report(storage.text, manifest.step, len(manifest.leaves), files, nbytes, damages)
 
 
 class _Check:
@@ -189,26 +197,31 @@ class _Check:
         """A small file must hold exactly these bytes."""
         if not self._there(name, len(wanted), leaf):
             return
-        got = self._read(name, leaf)
+        got = self._read(name, leaf, len(wanted) + 1)
         if got is not None and got != wanted:
             self.nbytes += len(got)
             at = [i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b]
             start, stop = (at[0], at[-1] + 1) if at else (0, len(got))
             self.damages.append(Damage("bytes", name, "differs from what the manifest implies", leaf, start, stop))
 
-    def _read(self, name: str, leaf: str) -> bytes | None:
+    def _read(self, name: str, leaf: str, size: int) -> bytes | None:
         try:
-            return self.storage.read(name)
+            return self.storage.read(name, 0, size)
         except OSError as error:
             self.damages.append(Damage("unreadable", name, f"cannot be read ({error.strerror})", leaf))
             return None
 
     def _digests(self) -> np.ndarray:
-        """digests.bin as far as it is there, uint64."""
-        self._there(DIGESTS, 8 * self.manifest.digest_count, "")
-        entry = self.entries.get(DIGESTS)
-        data = self._read(DIGESTS, "") if entry is not None and entry.kind == "file" else b""
-        data = data or b""
+        """digests.bin as far as it is there, uint64; of a file that is too long, what the manifest knows of."""
+        size, entry = 8 * self.manifest.digest_count, self.entries.get(DIGESTS)
+        self._there(DIGESTS, size, "")
+        size = min(size, entry.size if entry and entry.size != UNKNOWN else size)
+        others = sum(max(0, e.size) for e in self.entries.values() if e.name != DIGESTS)
+        if size > max(_MOST_DIGEST_BYTES, others) and all(e.size != UNKNOWN for e in self.entries.values()):
+            text = f"has {size} bytes of digests for {others} bytes of other files"
+            self.damages.append(Damage("size", DIGESTS, text))
+            return np.empty(0, "<u8")
+        data = (self._read(DIGESTS, "", size) if entry is not None and entry.kind == "file" else None) or b""
         self.nbytes += len(data)
         return np.frombuffer(data[: len(data) // 8 * 8], "<u8")
 
@@ -278,7 +291,7 @@ class _Check:
 def _entries(storage: Storage) -> Iterable[Entry]:
     """All that is there; a store of objects has files only, and tells their sizes when they are opened."""
     if isinstance(storage, Folder):
-        return walk(storage.root)
+        return walk(storage.root, storage.fd)
     return (Entry(name, "file", UNKNOWN, 0.0) for name in storage.names())
 
 

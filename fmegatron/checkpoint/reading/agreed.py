@@ -1,0 +1,118 @@
+"""One save on all ranks: the digest of what each has read travels in the agreement that a restore ends with anyway.
+
+Each rank opens the checkpoint by itself. So when it is saved again meanwhile, or a node's view of the file system is
+old, two ranks may have read two saves. Then all look again until they see the same one, and read that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fmegatron.checkpoint.calls.ranks import Ranks, compared
+from fmegatron.checkpoint.files.format import Leaf, Manifest, digest_text
+from fmegatron.checkpoint.files.snapshot import SavedAgain, Snapshot, on_snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.reading.strict import listed
+
+_TRIES = 4  # of reading, because the ranks had read different saves
+_PAUSES_S = (0.0, 0.1, 0.5, 1.5, 3.0)  # before each look for a save that all ranks see
+_MOST_COMPARED = 20_000  # leaves that are compared one by one for the error message
+
+
+def on_one_save(
+    ranks: Ranks,
+    what: str,
+    path: str | os.PathLike | Store | Snapshot,
+    work: Callable[[Snapshot], Any],
+    asked: Callable[[Any], int] = lambda result: 0,
+    before: Callable[[], None] = lambda: None,
+) -> tuple[Snapshot, Any]:
+    """(the save, `work(save)`) on every rank, of the same save on all of them. All ranks call this.
+
+    asked: a number of at most 63 bits, of a rank's result, that must be the same on all ranks.  before: checks of the
+    arguments, made before anything is opened.
+
+    Raises on all ranks: what `work` raises on one; RuntimeError, naming the path and what differs, when the ranks go on
+    seeing different saves; ValueError when `asked` differs.
+    """
+    agreed: Snapshot | None = None
+    for _ in range(_TRIES):
+
+        def read(agreed: Snapshot | None = agreed) -> tuple[Snapshot, Any]:
+            before()
+            return on_snapshot(path, lambda snapshot: (snapshot, work(snapshot)), first=agreed)
+
+        found, (same, alike) = compared(ranks, what, read, lambda found: (found[0].digest, asked(found[1])), 2)
+        if same and not alike:
+            raise ValueError(
+                f"{what}: ranks 0 and {_other(ranks, asked(found[1]))} asked for different trees; give all ranks the"
+                " same layouts, rules and options, or pass read='own'"
+            )
+        if same:
+            return found
+        seen = found[0]
+        del found  # given back before another save is read
+        if not isinstance(path, Snapshot):
+            seen, same = _look(ranks, what, path)
+        if not same:
+            raise RuntimeError(f"{what} failed: {_difference(ranks, seen)}")
+        agreed = seen
+    raise SavedAgain(f"{what} failed: it was saved again {_TRIES} times meanwhile; try when no other job saves there")
+
+
+def _look(ranks: Ranks, what: str, path: str | os.PathLike | Store) -> tuple[Snapshot, bool]:
+    """Look, a bounded number of times, until all ranks see the same save: what this rank saw last, and whether."""
+    for pause in _PAUSES_S:
+        time.sleep(pause)
+        seen, (same,) = compared(ranks, what, lambda: snapshot_of(path), lambda seen: (seen.digest,), 1)
+        if same:
+            break
+    return seen, same
+
+
+def _difference(ranks: Ranks, seen: Snapshot) -> str:
+    """Which ranks see what, in words that are the same on all ranks."""
+    other = _other(ranks, seen.digest)
+    text = json.dumps({"path": seen.text, **_summary(seen.manifest)})
+    a, b = (json.loads(ranks.broadcast_text(text, rank)) for rank in (0, other))
+    found = [] if a["step"] == b["step"] else ["their steps"]
+    for name in ("metadata", "leaves"):
+        if names := [key for key in {**a[name], **b[name]} if a[name].get(key) != b[name].get(key)]:
+            found.append(f"{name} {listed(names, 5)}")
+    return (
+        f"{a['path']}: the ranks see different saves of it: rank 0 has step {a['step']} (manifest.json"
+        f" {a['digest']}), rank {other} step {b['step']} ({b['digest']}); {', '.join(found)} differ; another job saves"
+        " there, or the file system shows some nodes what was there before: restore again when that is over"
+    )
+
+
+def _other(ranks: Ranks, number: int) -> int:
+    """The first rank whose number differs from rank 0's."""
+    numbers = ranks.gather_rows(torch.tensor([number]))[:, 0].tolist()
+    return next(rank for rank, n in enumerate(numbers) if n != numbers[0])
+
+
+def _summary(manifest: Manifest) -> dict[str, Any]:
+    """What a save holds, by digests."""
+    leaves = {path: _leaf_digest(leaf, manifest) for path, leaf in manifest.leaves.items()}
+    if len(leaves) > _MOST_COMPARED:
+        leaves = {f"({len(leaves)} leaves)": _digest(leaves)}
+    metadata = {key: _digest(value) for key, value in manifest.metadata.items()}
+    return {"step": manifest.step, "digest": manifest.digest, "metadata": metadata, "leaves": leaves}
+
+
+def _leaf_digest(leaf: Leaf, manifest: Manifest) -> str:
+    """Of a small leaf that is packed with others, it changes with them."""
+    names = [leaf.array] if leaf.array is not None else [piece.array for piece in leaf.pieces]
+    stored = [manifest.arrays[name].digest for name in names]
+    return _digest([leaf.shape, leaf.dtype, leaf.layout, stored])
+
+
+def _digest(value: Mapping[str, Any] | Any) -> str:
+    return digest_text(json.dumps(value, sort_keys=True).encode())

@@ -1,0 +1,142 @@
+"""Modules and optimizers inside a state dict, and the state that an optimizer has not made yet, before its first step.
+
+torch's optimizers make moments at their first step, so the state dict of a fresh one asks for none of those that a
+checkpoint holds. What is stored says which there are; the parameters say how they lie, as torch makes them: a moment of
+the parameter's shape lies like the parameter. Nothing is stepped, so parameters, gradients and hooks are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fmegatron.interop.flat import put
+
+_STEP_FIRST = "let it take one step, with gradients and a learning rate of 0, and load then"
+Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]  # path -> shape and dtype; None for a value
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a value has a state dict of its own: modules, optimizers, schedulers, whatever torch calls Stateful."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def opened(state: Any, above: frozenset[int] = frozenset()) -> tuple[Any, list[tuple[Any, dict[str, Any]]]]:
+    """The state with the state dicts of stateful values in their places, and the pairs (value, its state dict).
+
+    Dicts, lists and tuples are looked through; what holds no such value is the same object, not a copy.
+    """
+    if is_stateful(state):
+        inner = state.state_dict()
+        return inner, [(state, inner)]
+    if not isinstance(state, dict | list | tuple) or id(state) in above:  # (one that contains itself is refused later)
+        return state, []
+    found = [(key, *opened(value, above | {id(state)})) for key, value in _items(state)]
+    pairs = [pair for _, _, below in found for pair in below]
+    if not pairs:
+        return state, []
+    return ({key: x for key, x, _ in found} if isinstance(state, dict) else [x for _, x, _ in found]), pairs
+
+
+def give_back(state: Any, into: Any) -> None:
+    """Put the values of an opened state into the one that it was made of, in place."""
+    for key, value in _items(into):
+        if is_stateful(value):
+            continue
+        if isinstance(value, dict | list | tuple) and value is not state[key]:
+            give_back(state[key], value)
+        elif value is not state[key]:
+            put(into, (key,), state[key])
+
+
+def _items(state: Any) -> list[tuple[Any, Any]]:
+    return list(state.items() if isinstance(state, dict) else enumerate(state))
+
+
+class Unmade:
+    """The entries of optimizers' state that are stored, and that an optimizer has not made before its first step.
+
+    They are put into the state dicts by `make`, and taken out by `undo`, for another try.
+    """
+
+    def __init__(self, state: Any, pairs: Sequence[tuple[Any, dict[str, Any]]]):
+        self._optimizers = list(_optimizers(state, (), {id(inner): value for value, inner in pairs}))
+        self._has_dtensors = any(isinstance(x, DTensor) for x in _tensors(state))
+        self._made: list[tuple[dict, Any]] = []
+
+    def make(self, stored: Stored, are_sharded: Callable[[str], bool], ranks: int) -> None:
+        """Give each parameter without state the entries that are stored for it, as tensors to be filled.
+
+        are_sharded: whether the ranks that wrote a path held parts of it.  Raises ValueError where nobody can know how
+        they lie: a state dict does not hold the parameters, so on several ranks the optimizer itself must be given.
+        """
+        for keys, state, parameters in self._optimizers:
+            start = "/".join(map(str, (*keys, "state", "")))
+            missing = {str(number): number for number in parameters if number not in state["state"]}
+            for path, kind in stored.items():
+                text, _, name = path.removeprefix(start).partition("/")
+                if not path.startswith(start) or text not in missing:
+                    continue
+                number, like = missing[text], parameters[missing[text]]
+                if like is None and kind and (self._has_dtensors or (ranks > 1 and are_sharded(path))):
+                    raise ValueError(
+                        f"{path}: got the state dict of an optimizer before its first step, which does not say how its"
+                        " tensors lie on the ranks; pass the optimizer itself in its place"
+                    )
+                if "/" in name:
+                    raise ValueError(
+                        f"{path}: a list or dict inside the state of a parameter, which cannot be made before the"
+                        f" optimizer's first step; {_STEP_FIRST}"
+                    )
+                if number not in state["state"]:
+                    state["state"][number] = {}
+                    self._made.append((state["state"], number))
+                if name:
+                    state["state"][number][name] = kind and _empty(path, *kind, like)
+
+    def undo(self) -> None:
+        """Take out what `make` has put in."""
+        while self._made:
+            state, number = self._made.pop()
+            del state[number]
+
+
+def _optimizers(state: Any, keys: tuple, owners: Mapping[int, Any]) -> Iterator[tuple[tuple, dict, dict]]:
+    """(keys, state dict, {number: parameter, or None where it is not known}) of every optimizer's state dict."""
+    if isinstance(state, dict) and isinstance(state.get("state"), dict) and isinstance(state.get("param_groups"), list):
+        owner = owners.get(id(state))
+        numbers = [n for g in state["param_groups"] if isinstance(g, dict) for n in g.get("params", ())]
+        known = [None] * len(numbers)
+        if isinstance(owner, torch.optim.Optimizer):
+            known = [x for group in owner.param_groups for x in group["params"]]
+        if len(known) == len(numbers) and all(type(n) in (int, str) for n in numbers):
+            yield keys, state, dict(zip(numbers, known, strict=True))
+    elif isinstance(state, dict | list | tuple):
+        for key, value in _items(state):
+            yield from _optimizers(value, (*keys, key), owners)
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    for _, value in _items(state) if isinstance(state, dict | list | tuple) else ():
+        yield from _tensors(value)
+
+
+def _empty(path: str, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | None) -> torch.Tensor:
+    """Zeros to be filled: like the parameter where they have its shape, else whole on every rank."""
+    if like is None:
+        return torch.zeros(shape, dtype=dtype)
+    if tuple(like.shape) == shape:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    if isinstance(like, DTensor) and shape:
+        raise ValueError(
+            f"{path}: stored with shape {shape} for a parameter of shape {tuple(like.shape)}, so how it lies on the"
+            f" ranks is not known before the optimizer's first step; {_STEP_FIRST}"
+        )
+    return torch.zeros(shape, dtype=dtype)
