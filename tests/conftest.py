@@ -12,6 +12,15 @@ import torch
 from fmegatron.testing import RankPool
 from tests import sampling
 
+# What torch imports late, when it first traces or compiles: a second or more in every process that does.
+LATE = (
+    "functorch.compile",
+    "torch._dynamo.testing",
+    "torch._inductor.compile_fx",
+    "torch._inductor.scheduler",
+    "torch.export._trace",
+    "torch.utils.cpp_extension",
+)
 FOLDER = pytest.StashKey[str]()
 WORKERS = 8  # each may start a pool of 4 ranks
 
@@ -75,5 +84,5 @@ def _same_torch_for_every_test():
 @pytest.fixture(scope="session")
 def ranks():
     """A pool of 4 gloo ranks, started once: `ranks.run(function, *args, ranks=2)` (see fmegatron.testing.RankPool)."""
-    with RankPool(4, timeout_s=600) as pool:  # for ranks that hang; a busy machine is none
+    with RankPool(4, timeout_s=600, modules=LATE) as pool:  # for ranks that hang; a busy machine is none
         yield pool

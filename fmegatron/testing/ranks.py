@@ -17,7 +17,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,13 +45,14 @@ class RankPool:
     `run` calls `function(rank, *args)` on each of the first `ranks` processes, inside a default process group of that
     size, so `fmegatron.collectives.connect(mesh)` works in it. Functions are found by module and file, arguments and
     results are pickled. The processes start at the first call. A rank that raises gives `RankError`; one that does not
-    answer in time gives `TimeoutError`; in both cases the pool can be used again.
+    answer in time gives `TimeoutError`; in both cases the pool can be used again. modules: names of modules that the
+    ranks need beside torch, imported once for all of them.
     """
 
-    def __init__(self, size: int, timeout_s: float = 60.0):
+    def __init__(self, size: int, timeout_s: float = 60.0, modules: Sequence[str] = ()):
         if size < 1:
             raise ValueError(f"a pool of {size} ranks; give at least 1")
-        self.size, self.timeout_s = size, timeout_s
+        self.size, self.timeout_s, self._modules = size, timeout_s, (__name__, *modules)
         self._workers: list[_Worker | None] = [None] * size
         self._store, self._server, self._calls = None, None, 0
 
@@ -60,7 +61,7 @@ class RankPool:
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if self._server is None:
-            self._server = Forkserver(__name__)
+            self._server = Forkserver(*self._modules)
         for i, worker in enumerate(self._workers):
             if worker is None or worker.process.poll() is not None:
                 self._workers[i] = _Worker(self._server)
