@@ -6,11 +6,13 @@ import atexit
 import datetime
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from fmegatron.collectives.meet import meet
 from fmegatron.layout import Mesh
 
 __all__ = ["World", "connect"]
@@ -116,13 +118,23 @@ class World:
         if self.size > 1:
             dist.barrier(group=self._control)
 
-    def any(self, flag: bool) -> bool:
-        """True on all ranks if it is true on one."""
-        if self.size == 1:
-            return bool(flag)
-        value = torch.tensor([int(bool(flag))])
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._control)
-        return bool(value.item())
+    def ask(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
+        """Begin to ask all ranks; call what is returned for the answer: which of the flags are true on any rank.
+
+        Only the call for the answer waits, for ranks that have not asked yet. All ranks ask in the same order among
+        their other agreements and collectives, and may fetch the answer whenever they like, or never.
+        """
+        values = torch.tensor([int(bool(flag)) for flag in flags])
+        work = None
+        if self.size > 1:
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control, async_op=True)
+
+        def answer() -> tuple[bool, ...]:
+            if work is not None:
+                work.wait()
+            return tuple(map(bool, values.tolist()))
+
+        return answer
 
     def agree(self, error: str | None, what: str) -> None:
         """Wait for all ranks; if one passes an error, raise RuntimeError with the first such rank's message on all."""
@@ -238,8 +250,9 @@ def connect(
 
     device: default cuda:LOCAL_RANK where there is CUDA, else cpu. backend: default nccl with gloo for the CPU on CUDA,
     else gloo. timeout_s: how long a collective may take before it is an error. A process group that this call starts is
-    closed with `World.close`, at the latest when Python exits.
-    Raises ValueError when the mesh and the number of processes disagree.
+    closed with `World.close`, at the latest when Python exits; after that, and after a restart by torchrun, `connect`
+    makes another that knows nothing of the one before.
+    Raises ValueError when the mesh and the number of processes disagree, TimeoutError for ranks that do not come.
     """
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
@@ -260,7 +273,11 @@ def connect(
     owns = not dist.is_initialized()
     timeout = datetime.timedelta(seconds=timeout_s)
     if owns:
-        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
+        # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        store = meet(store, rank, size, "world", timeout_s)
+        backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     world = World(mesh, dist.get_rank(), device, control, owns)
     if owns:

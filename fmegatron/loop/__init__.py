@@ -6,6 +6,7 @@ from fmegatron.loop.flags import UsageError, parse, usage
 from fmegatron.loop.launch import launch, use_threads
 from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
 from fmegatron.loop.metrics import fetch, mean
+from fmegatron.loop.nonfinite import NonFiniteError
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, evaluate, train
@@ -14,6 +15,7 @@ __all__ = [
     "Faults",
     "JsonLines",
     "Log",
+    "NonFiniteError",
     "Place",
     "StepInfo",
     "Stop",

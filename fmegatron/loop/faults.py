@@ -1,23 +1,33 @@
 """When one rank fails, all end, soon, and the first message is the one that is read.
 
-A rank that raises writes its message into the rendezvous store before it dies. A thread on every other rank looks there
-twice a second, so that a rank ends even while its main thread waits in a collective that will never return.
-Ranks that are killed without a word (out of memory) are noticed by torchrun, which then ends the others.
+A rank that raises, or leaves by SystemExit, writes its message into the rendezvous store before it dies. A thread on
+every other rank looks there twice a second, so that a rank ends even while its main thread waits in a collective that
+will never return. Ranks that are killed without a word (out of memory) are noticed by torchrun, which ends the others.
 """
 
 import contextlib
 import datetime
+import math
 import os
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from fmegatron.collectives import meet
+
 POLL_SECONDS = 0.5
+START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
+LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
+# What torch 2.11 to 2.13 say, over gloo and NCCL, when a peer is gone, and when it does not come.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_TIMED_OUT = "Timed out waiting"
+_LATE = "another rank did not come to this collective in time: is it stopped, or does it wait for something else?"
 
 
 @dataclass(frozen=True)
@@ -48,33 +58,70 @@ class Faults:
     """The shared notice board of one run: `report` an own failure, `reason()` of another's. Made by `watch`."""
 
     def __init__(self, place: Place, host: str, port: int):
-        self.place, self.address, self._store = place, (host, port), None
-        # A restart by torchrun is another run: it must not read the failure of the one before.
-        run = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._key = "/".join(("fmegatron", "failed", *run))
+        self.place, self.address, self._store, self._board = place, (host, port), None, None
+        self._open = threading.Event()
 
-    def connect(self) -> bool:
-        """Open an own connection to the store (the main thread's may be blocked). False: not reachable yet."""
-        if self._store is None:
-            host, port = self.address
-            with contextlib.suppress(RuntimeError, OSError):  # DistNetworkError and its kin are RuntimeErrors
-                self._store = TCPStore(
-                    host, port, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=5)
-                )
-        return self._store is not None
+    def open(self, given_up: Callable[[], bool]) -> bool:
+        """Reach the store by an own connection (the main thread's may be blocked) and meet the other ranks there.
+
+        False: not reachable yet, or `given_up()`. A board is of one attempt: what an attempt before a restart by
+        torchrun has reported stands on another.
+        """
+        host, port = self.address
+        with contextlib.suppress(RuntimeError, OSError):  # DistNetworkError and its kin are RuntimeErrors
+            if self._store is None:
+                limit = datetime.timedelta(seconds=5)
+                self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            self._board = meet(self._store, self.place.rank, self.place.size, "faults", math.inf, given_up)
+            if self._board is not None:
+                self._open.set()
+        return self._open.is_set()
 
     def report(self, error: BaseException) -> str:
-        """Say that this rank failed; return the line of the rank that said so first, this one's included."""
-        line = f"rank {self.place.rank}: {type(error).__name__}: {error}"
-        if not self.connect():
+        """Say that this rank failed; return the line of the rank that said so first, this one's included.
+
+        A lost connection is not reported: it is how the end of another rank looks from here, and that rank speaks for
+        itself. This waits some seconds for its word.
+        """
+        line = f"rank {self.place.rank}: {_said(error)}"
+        if not self._reached():
             return line
         with contextlib.suppress(RuntimeError, OSError):
-            return self._store.compare_set(self._key, "", line).decode()
+            if not lost_peer(error):
+                return self._board.compare_set("failed", "", line).decode()
+            until = time.monotonic() + LAST_WORD_SECONDS
+            while (reason := self.reason()) is None and time.monotonic() < until:
+                time.sleep(POLL_SECONDS / 5)
+            return reason or line
         return line
 
     def reason(self) -> str | None:
         """The line of the rank that failed first, None while all are well."""
-        return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+        return self._read("failed")
+
+    def leave(self, how: str) -> None:
+        """Note that this rank ends well, for those that may still wait for it."""
+        if self._open.is_set():
+            with contextlib.suppress(RuntimeError, OSError):
+                self._board.compare_set("left", "", f"rank {self.place.rank} {how}")
+
+    def told(self) -> str | None:
+        """`reason()`, None also where the board cannot be read."""
+        with contextlib.suppress(RuntimeError, OSError):
+            return self.reason() if self._open.is_set() else None
+
+    def left(self) -> str | None:
+        """How the rank that ended well first did so, None while all are there."""
+        with contextlib.suppress(RuntimeError, OSError):
+            return self._read("left") if self._open.is_set() else None
+
+    def _read(self, key: str) -> str | None:
+        return self._board.get(key).decode() if self._board.check([key]) else None
+
+    def _reached(self) -> bool:
+        if self._open.wait(1.0) or self._store is None:  # ranks start seconds apart
+            return self._open.is_set()
+        return self._open.wait(START_SECONDS)
 
 
 @contextlib.contextmanager
@@ -87,12 +134,13 @@ def watch(place: Place) -> Iterator[Faults | None]:
     if place.size == 1 or not (address and port):
         yield None
         return
-    done = threading.Event()
+    done, faults = threading.Event(), Faults(place, address, int(port))
 
-    def look(faults: Faults) -> None:
+    def look() -> None:
+        while not faults.open(done.is_set):
+            if done.wait(POLL_SECONDS):
+                return
         while not done.wait(POLL_SECONDS):
-            if not faults.connect():
-                continue
             try:
                 reason = faults.reason()
             except (RuntimeError, OSError):  # the store is gone: its owner ended, and torchrun decides
@@ -100,14 +148,25 @@ def watch(place: Place) -> Iterator[Faults | None]:
             if reason and not done.is_set():
                 end(f"rank {place.rank} ends because another failed: {reason}")
 
-    thread = threading.Thread(target=look, args=(Faults(place, address, int(port)),), name="faults", daemon=True)
+    thread = threading.Thread(target=look, name="faults", daemon=True)
     thread.start()
     try:
-        yield Faults(place, address, int(port))
+        yield faults
     finally:
         done.set()
         # A thread that is inside the store's C++ while Python shuts down takes the whole process with it.
         thread.join(timeout=10)
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether this error, or one that it came from, says that a connection to another rank was lost."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(words in str(error) for words in _LOST):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def fail(error: BaseException, place: Place, faults: Faults | None, status: int = 1, brief: bool = False) -> None:
@@ -116,7 +175,10 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     The rank that was first prints its traceback (brief: only its last line). The others print one line, as their errors
     are mostly echoes of the first (a closed connection), and nothing when theirs is the same (a bad flag).
     """
-    own = f"rank {place.rank}: {type(error).__name__}: {error}"
+    own, lost = f"rank {place.rank}: {_said(error)}", lost_peer(error)
+    if lost and not (faults and faults.told()):  # at once: torchrun may end this process while it waits for a word
+        how = (faults.left() if faults else None) or "it was killed, ran out of memory, or left without a word"
+        say(f"rank {place.rank} of {place.size} lost its connection to another rank: {how}; torchrun's report names it")
     first = faults.report(error) if faults else own
     if first != own:
         same = first.partition(": ")[2] == own.partition(": ")[2]
@@ -126,13 +188,23 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     with contextlib.suppress(OSError):
         handler.record_exception(error)  # torchrun shows this file as the root cause
     trace = "" if brief else "".join(traceback.format_exception(error))
-    end(f"{trace}rank {place.rank} of {place.size} failed: {type(error).__name__}: {error}", status)
+    late = f"; {_LATE}" if _TIMED_OUT in str(error) else ""
+    end(f"{trace}rank {place.rank} of {place.size} failed: {_said(error)}{late}", status)
 
 
-def end(message: str, status: int = 1) -> None:
-    """Write `message` on stderr and leave at once, without waiting for threads or process groups. Does not return."""
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def say(message: str) -> None:
+    """Write `message` on stderr, after what this process has printed so far."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.write(message + "\n" if message else "")
         sys.stderr.flush()
+
+
+def end(message: str, status: int = 1) -> None:
+    """Say `message` and leave at once, without waiting for threads or process groups. Does not return."""
+    say(message)
     os._exit(status)

@@ -22,7 +22,8 @@ def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None =
     argv: program name and flags; None reads `sys.argv`, or in a notebook takes the defaults.
 
     Under torchrun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one rank
-    ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C).
+    ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C, its own for a
+    SystemExit that is not 0).
     A bad command line is one line on stderr and exit status 2.
 
     >>> from dataclasses import dataclass
@@ -38,17 +39,31 @@ def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None =
     with watch(place) as faults, _only_first_rank_prints(place):
         try:
             use_threads(place)
-            return main(parse(argv, config))
-        except (Exception, KeyboardInterrupt) as error:
+            result = main(parse(argv, config))
+            if faults:
+                faults.leave("returned from main")
+            return result
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
-            status = 2 if usage else 130 if interrupt else 1
-            if place.size > 1:
-                fail(error, place, faults, status, brief=usage or interrupt)
+            leaves = isinstance(error, SystemExit)
+            status = 2 if usage else 130 if interrupt else _status(error) if leaves else 1
+            if place.size > 1 and status:
+                brief = usage or interrupt or leaves and isinstance(error.code, str)
+                fail(error, place, faults, status, brief)
+            if faults and leaves:
+                faults.leave("left by SystemExit(0)")
             if usage or (interrupt and not _in_notebook()):
                 hint = "\nTry --help." if usage else ""
                 print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)
                 raise SystemExit(status) from None
             raise
+
+
+def _status(error: SystemExit) -> int:
+    """The exit status that Python gives a SystemExit; with a text as its code it is 1."""
+    if error.code is None or error.code == 0:
+        return 0
+    return error.code & 0xFF or 1 if isinstance(error.code, int) else 1
 
 
 def use_threads(place: Place) -> int:

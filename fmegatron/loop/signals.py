@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # torchrun hands a Ctrl-C on to ranks that the terminal has signalled already; only a later one is a second Ctrl-C.
@@ -14,28 +14,31 @@ SECOND_CTRL_C_SECONDS = 1.0
 
 @dataclass
 class Stop:
-    """Whether the run was asked to stop. Made by `catch`; `train` asks `agreed` after every step.
+    """Whether the run was asked to stop. Made by `catch`; `train` asks all ranks after every step.
 
     signal: name of the signal that this rank received, None so far.
-    interrupted: after agreement, whether any rank's request was a Ctrl-C.
+    interrupted: after an answer that is yes, whether any rank's request was a Ctrl-C.
     """
 
     signal: str | None = None
     interrupted: bool = False
 
-    def agreed(self, world=None) -> bool:
-        """True on all ranks when any rank was asked to stop. All ranks call it at the same step.
+    def ask(self, world=None, *flags: bool) -> Callable[[], tuple[bool, ...]]:
+        """Ask all ranks whether any was asked to stop; the answer comes by calling what is returned, now or later.
 
-        world: a `collectives.World`, or None for one process. One small CPU all-reduce; no device synchronisation.
+        The answer is (stop, *flags), each true on all ranks when it is on any. A loop by hand asks at the same step on
+        all ranks: `if stop.ask(world)()[0]: break`. It waits for the others only when the answer is read.
+        world: a `collectives.World`, or None for one process. flags: other questions that travel with this one.
         """
-        if world is None or world.size == 1:
-            self.interrupted = self.signal == "SIGINT"
-            return self.signal is not None
-        if not world.any(self.signal is not None):
-            return False
-        # A second question, so that all ranks end in the same way whichever of them got the signal.
-        self.interrupted = world.any(self.signal == "SIGINT")
-        return True
+        asked = (self.signal is not None, self.signal == "SIGINT", *flags)
+        answer = world.ask(*asked) if world is not None else lambda: asked
+
+        def read() -> tuple[bool, ...]:
+            stop, interrupted, *others = answer()
+            self.interrupted = self.interrupted or interrupted
+            return stop, *others
+
+        return read
 
 
 @contextlib.contextmanager
@@ -57,7 +60,10 @@ def catch() -> Iterator[Stop]:
         if stop.signal is None:
             stop.signal, first[0] = signal.Signals(number).name, time.monotonic()
             if os.environ.get("RANK", "0") == "0":  # not print(): the handler may have interrupted one
-                os.write(2, f"\n{stop.signal}: stops after this step and saves (Ctrl-C again: at once)\n".encode())
+                os.write(
+                    2,
+                    f"\n{stop.signal}: stops after this step or the next, and saves (Ctrl-C again: at once)\n".encode(),
+                )
         elif number == signal.SIGINT and time.monotonic() - first[0] >= SECOND_CTRL_C_SECONDS:
             raise KeyboardInterrupt("a second Ctrl-C: stopped at once, nothing saved since the last checkpoint")
 

@@ -10,11 +10,13 @@ for info in train(step, state, batch_at, steps=1000, start=done, tokens_per_step
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fmegatron.loop.metrics import fetch, mean
+from fmegatron.loop.nonfinite import CHOICES, broken, judge
 from fmegatron.loop.signals import Stop
 
 
@@ -26,6 +28,7 @@ class StepInfo:
     metrics: floats at log points, else empty. seconds (per step) and tokens_per_second (all ranks): means since the
     log point before, without the caller's own time; 0.0 between log points.
     state: valid until the next step when the step donates its state, so save or copy it now.
+    tensors: the metrics of every step, as the step returned them, still on the device.
     """
 
     step: int
@@ -35,11 +38,19 @@ class StepInfo:
     tokens_per_second: float = 0.0
     last: bool = False
     stopping: bool = False
+    tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def record(self) -> dict[str, float]:
         """Metrics and speed in one flat dict, as loggers want it."""
         speed = {"tokens_per_second": self.tokens_per_second} if self.tokens_per_second else {}
         return {**self.metrics, "seconds": self.seconds, **speed}
+
+    def finite(self) -> bool:
+        """Whether loss and grad_norm of this very step were finite (all metrics, where neither is there).
+
+        What a save says of itself. Between log points it waits for the device, as a save does.
+        """
+        return not broken(self.metrics or fetch(self.tensors))
 
 
 def train(
@@ -53,32 +64,74 @@ def train(
     tokens_per_step: int = 0,
     stop: Stop | None = None,
     world=None,
+    on_nonfinite: str = "raise",
 ) -> Iterator[StepInfo]:
     """Run updates start + 1 .. steps of `step(state, batch) -> (state, metrics)`, yielding a StepInfo after each.
 
     batch_at: position -> batch; update n reads position n - 1, so a resumed run reads what the first would have read.
     log_every: steps between log points, the only places where the host waits for the device. The first update (it
     compiles) and the last are log points too, so that later means are of steps that only ran.
-    stop, world: the run ends after a step at which any rank was asked to stop (`signals.catch`).
-    Raises ValueError for log_every < 1; yields nothing when start >= steps.
+    stop, world: the run ends soon after any rank was asked to stop (`signals.catch`), all ranks after the same step:
+    the question of step n is answered at step n + 1, so that no rank waits for the others.
+    on_nonfinite: what happens when loss or grad_norm of a log point is not finite, and numbers of the state neither:
+    "raise" NonFiniteError on all ranks, which names step and leaves (on several ranks one step later), or "warn".
+    Where the state is finite (an optimizer skipped the update), rank 0 warns and training goes on.
+    Raises ValueError for settings that make no sense; yields nothing when start >= steps, and warns when it is above.
     """
-    if log_every < 1:
-        raise ValueError(f"log_every: got {log_every}, wanted 1 or more")
-    seconds, counted = 0.0, 0
+    for name, value, least in (("log_every", log_every, 1), ("start", start, 0), ("steps", steps, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"train: {name}: got {value!r}, wanted a whole number of at least {least}")
+    if on_nonfinite not in CHOICES:
+        raise ValueError(f"train: on_nonfinite: got {on_nonfinite!r}, wanted one of {', '.join(CHOICES)}")
+    if start > steps and (world is None or world.rank == 0):
+        text = (
+            f"train: got steps={steps}, but {start} steps are done: nothing is trained; ask for more than {start} steps"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return _updates(
+        step, state, batch_at, steps, start, log_every, tokens_per_step, stop or Stop(), world, on_nonfinite
+    )
+
+
+def _updates(step, state, batch_at, steps, start, log_every, tokens_per_step, stop, world, on_nonfinite):
+    alone = world is None or world.size == 1
+    asked = None  # of the step before: its question, its number, what it showed that is not finite
+    seconds, counted, finite_at = 0.0, 0, None
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
         state, metrics = step(state, batch_at(number - 1))
-        stopping = stop is not None and stop.agreed(world)
+        stopping, unsound = False, []  # unsound: (step, what it showed) of log points with numbers that are not finite
+        if alone:
+            (stopping,) = stop.ask()()
+        elif asked is not None:
+            answer, *about = asked
+            stopping, bad = answer()
+            unsound += [about] * bad
         last = stopping or number == steps
         logs = last or number == start + 1 or number % log_every == 0
         values = fetch(metrics) if logs else {}
+        shown = broken(values)
+        if alone:
+            unsound += [(number, shown)] * bool(shown)
+        else:
+            # Every rank asks after every step, so the order of collectives is the same on all, whatever the caller
+            # does in between. An answer that nobody fetches (the caller leaves the loop, or raises) needs no rank.
+            asked = stop.ask(world, bool(shown)), number, shown
+            if last:
+                late, bad = asked[0]()
+                stopping = stopping or late
+                unsound += [(number, shown)] * bad
+        for when, what in unsound[:1]:
+            judge(state, when, what, finite_at, world, on_nonfinite)
+        if logs and not shown:
+            finite_at = number
         seconds, counted = seconds + time.perf_counter() - began, counted + 1
         if logs:
             each = seconds / counted
-            yield StepInfo(number, state, values, each, tokens_per_step / each, last, stopping)
+            yield StepInfo(number, state, values, each, tokens_per_step / each, last, stopping, metrics)
             seconds, counted = 0.0, 0
         else:
-            yield StepInfo(number, state, values)
+            yield StepInfo(number, state, values, tensors=metrics)
         if stopping:
             return
 

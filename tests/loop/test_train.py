@@ -24,6 +24,8 @@ def test_positions_continue_after_a_resume():
     assert [int(info.state) for info in whole] == [int(info.state) for info in first + second] == [0, 1, 3, 6, 10, 15]
     assert [info.step for info in second] == [4, 5, 6]
     assert run(steps=3, start=3) == []
+    with pytest.warns(RuntimeWarning, match="got steps=3, but 5 steps are done: nothing is trained"):
+        assert run(steps=3, start=5) == []
 
 
 def test_log_points():
@@ -34,8 +36,21 @@ def test_log_points():
     assert infos[9].tokens_per_second == pytest.approx(100 / infos[9].seconds)
     assert set(infos[9].record()) == {"loss", "position", "seconds", "tokens_per_second"}
     assert [info.last for info in infos] == [False] * 24 + [True]
-    with pytest.raises(ValueError, match="log_every: got 0"):
-        run(steps=1, log_every=0)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"log_every": 0}, "log_every: got 0, wanted a whole number of at least 1"),
+        ({"log_every": 2.5}, "log_every: got 2.5"),
+        ({"steps": "10"}, "steps: got '10'"),
+        ({"start": -1}, "start: got -1"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', wanted one of raise, warn"),
+    ],
+)
+def test_settings_are_checked_before_the_first_step(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        train(count, torch.tensor(0), torch.tensor, **{"steps": 1, **wrong})
 
 
 def test_the_time_of_the_caller_is_not_counted():
@@ -67,32 +82,72 @@ def test_no_host_synchronisation_between_log_points():
 
 
 class Ranks:
-    """A world of two ranks, the other of which got a signal at its third step."""
+    """Rank 0 of a world of two; `other` are the answers of rank 1 to one question after another. Notes what happens."""
 
-    size = 2
+    rank, size = 0, 2
 
-    def __init__(self, other):
-        self.other, self.asked = iter(other), []
+    def __init__(self, *other):
+        self.other, self.noted = list(other), []
 
-    def any(self, flag):
-        self.asked.append(flag)
-        return flag or next(self.other)
+    def ask(self, *flags):
+        number = sum(event.startswith("asks") for event in self.noted) + 1
+        self.noted.append(f"asks {number}")
+        others = self.other[number - 1] if number <= len(self.other) else (False,) * len(flags)
+
+        def answer():
+            self.noted.append(f"reads {number}")
+            return tuple(a or b for a, b in zip(flags, others, strict=True))
+
+        return answer
+
+    def minimum(self, row):
+        self.noted.append("minimum")
+        return row
 
 
 def test_stops_when_another_rank_was_asked():
-    world = Ranks([False, False, True, False])
-    infos = run(steps=10, stop=Stop(), world=world)
-    assert [info.step for info in infos] == [1, 2, 3]
-    assert infos[-1].stopping and infos[-1].last and infos[-1].metrics
-    assert world.asked == [False] * 4  # the fourth question: was it a Ctrl-C?
+    world, stop = Ranks((False,) * 3, (False,) * 3, (True, False, False)), Stop()
+    infos = run(steps=10, stop=stop, world=world)
+    assert [info.step for info in infos] == [1, 2, 3, 4]
+    assert infos[-1].stopping and infos[-1].last and infos[-1].metrics and not stop.interrupted
+    assert run(steps=10, stop=Stop(signal="SIGTERM"))[-1].step == 1  # alone there is nobody to wait for
+
+
+def test_the_question_of_a_step_is_answered_a_step_later():
+    """So a rank never waits for one that is slower by less than a step; at the last step all know the same."""
+    world = Ranks()
+    for info in train(lambda state, batch: (world.noted.append(f"step {batch}"), {}), None, int, steps=4, world=world):
+        assert world.noted[-1] == f"asks {info.step}" if not info.last else world.noted[-1] == "reads 4"
+    assert world.noted == [
+        *("step 0", "asks 1", "step 1", "reads 1", "asks 2", "step 2", "reads 2", "asks 3"),
+        *("step 3", "reads 3", "asks 4", "reads 4"),
+    ]
+
+
+def test_a_loop_that_is_left_waits_for_nobody():
+    world = Ranks()
+    infos = train(count, torch.tensor(0), torch.tensor, steps=9, world=world)
+    assert next(infos).step == 1
+    infos.close()
+    assert world.noted == ["asks 1"]
+
+    def batch_at(position):
+        if position == 2:
+            raise ValueError("no such batch")
+        return torch.tensor(position)
+
+    world = Ranks()
+    with pytest.raises(ValueError, match="no such batch"):
+        list(train(count, torch.tensor(0), batch_at, steps=9, world=world))
+    assert world.noted == ["asks 1", "reads 1", "asks 2"]
 
 
 def test_the_kind_of_signal_is_agreed_too():
     stop = Stop(signal="SIGTERM")
-    assert stop.agreed(Ranks([True])) and stop.interrupted
+    assert stop.ask(Ranks((True, True)))() == (True,) and stop.interrupted
     stop = Stop(signal="SIGINT")
-    assert stop.agreed() and stop.interrupted
-    assert not Stop().agreed()
+    assert stop.ask()() == (True,) and stop.interrupted
+    assert Stop().ask(None, True, False)() == (False, True, False)
 
 
 def test_evaluate():
