@@ -11,12 +11,14 @@ Expect   held-out 2.15 at step 100, 1.95 at 200, 1.72 at 500; three minutes on 2
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from fmegatron import checkpoint, data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 
@@ -25,27 +27,35 @@ TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = Mesh()  # axes dp, fsdp, tp; their product is the number of ranks
-    strategy: str = "hsdp"  # of data parallelism: replicated, zero1, zero2, zero3, hsdp (fsdp inside of dp), hybrid
-    run: str = "runs/shakespeare"  # checkpoints and metrics; a run that is there is resumed
-    dim: int = 192
-    layers: int = 4
-    heads: int = 6
-    seq_len: int = 128
-    batch_size: int = 16  # sequences per step, all ranks together
-    steps: int = 500
-    lr: float = 2e-3  # peak learning rate
-    warmup: int = 50  # steps
-    weight_decay: float = 0.1
-    seed: int = 0
-    eval_windows: int = 256  # held-out sequences of each evaluation
-    eval_every: int = 100  # steps
-    save_every: int = 100  # steps
-    async_save: bool = False  # train on while a checkpoint is written (worth its process for states of gigabytes)
-    log_every: int = 10  # steps
-    backend: str = "inductor"
-    prompts: tuple[str, ...] = ("ROMEO:", "QUEEN:")  # equally long beginnings of samples
-    sample: int = 120  # characters of each
+    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp; their product is the number of ranks
+    strategy: str = field("hsdp", resume="named")  # replicated, zero1, zero2, zero3, hsdp (fsdp inside of dp), hybrid
+    run: str = field("runs/shakespeare", resume="free")  # checkpoints and metrics; a run that is there is resumed
+    allow: tuple[str, ...] = field((), resume="free")  # fields that may differ from the run that is resumed
+    dim: int = field(192, resume="refused")
+    layers: int = field(4, resume="refused")
+    heads: int = field(6, resume="refused")
+    seq_len: int = field(128, resume="refused")
+    batch_size: int = field(16, resume="refused", least=1)  # sequences per step, all ranks together
+    steps: int = field(500, resume="named", least=1)
+    lr: float = field(2e-3, resume="named", above=0)  # peak learning rate
+    warmup: int = field(50, resume="named", least=0)  # steps
+    weight_decay: float = field(0.1, resume="named", least=0)
+    seed: int = field(0, resume="refused")
+    eval_windows: int = field(256, resume="named", least=1)  # held-out sequences of each evaluation
+    eval_every: int = field(100, resume="free", least=1)  # steps
+    save_every: int = field(100, resume="free", least=1)  # steps
+    async_save: bool = field(False, resume="free")  # train on while a checkpoint is written (for states of gigabytes)
+    log_every: int = field(10, resume="free", least=1)  # steps
+    backend: Literal["inductor", "compile", "aot_eager", "eager"] = field("inductor", resume="named")
+    prompts: tuple[str, ...] = field(("ROMEO:", "QUEEN:"), resume="free")  # equally long beginnings of samples
+    sample: int = field(120, resume="free", least=0)  # characters of each
+
+    def __post_init__(self):
+        loop.check(self)
+        model_config(self, vocab_size=1), rate(self), DataParallel.named(self.strategy)
+        lengths = sorted({len(prompt) for prompt in self.prompts})
+        if lengths and not (len(lengths) == 1 and 1 <= lengths[0] < self.seq_len):
+            raise ValueError(f"Config.prompts: got lengths {lengths}, wanted one length of 1 to {self.seq_len - 1}")
 
 
 def model_config(config: Config, vocab_size: int) -> model.Config:
@@ -60,13 +70,17 @@ def make_loss(config: Config, of: model.Config):
     return lambda params, batch: model.loss(params, batch, of, *where, layer=step.compiled_layer())
 
 
+def rate(config: Config) -> optim.Schedule:
+    """The learning rate of each step."""
+    return optim.cosine(config.lr, config.steps, config.warmup, end=config.lr / 10)
+
+
 def describe(config: Config):
     """(train_step, specs of its state, layouts of its batch), for `main` and for `python -m fmegatron.check`."""
     of = model_config(config, data.CharTokenizer.from_text(TEXT.read_text()).vocab_size)
     strategy, axes = DataParallel.named(config.strategy), Axes(config.mesh)
     specs = model.specs(of, config.mesh, strategy=strategy)
-    rate = optim.cosine(config.lr, config.steps, config.warmup, end=config.lr / 10)
-    optimizer = optim.adamw(rate, weight_decay=config.weight_decay)
+    optimizer = optim.adamw(rate(config), weight_decay=config.weight_decay)
     train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), axes, strategy=strategy)
     dealt = tuple(axis for axis in model.DATA_AXES if axis in config.mesh)
     rows = Layout((config.batch_size, config.seq_len), torch.int64, config.mesh, (dealt,))
@@ -81,6 +95,7 @@ def main(config: Config) -> dict[str, float]:
     part, parts = data.data_coordinates(config.mesh, world.rank)
     train_range, heldout_range = data.train_and_held_out(ids)
     batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
+    prompts = [torch.from_numpy(tokenizer.encode(text)).long() for text in config.prompts]
     heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
 
     of = model_config(config, tokenizer.vocab_size)
@@ -102,9 +117,18 @@ def main(config: Config) -> dict[str, float]:
         return loop.evaluate(heldout_step, params, batch_at, len(heldout), heldout.real_tokens)
 
     manager = checkpoint.Manager(run / "checkpoints", keep=2)
-    start, state = 0, on_device(tree.init(state_specs, config.seed, world.rank))
-    if manager.latest(world) is not None:
-        start, state, _ = manager.restore_latest(state_specs, world=world, device=world.device)
+    settings = loop.Settings(config, data=data.fingerprint(ids))
+    begun = settings.begin(
+        manager,
+        state_specs,
+        lambda: tree.init(state_specs, config.seed, world.rank, world.device),
+        world,
+        allow=config.allow,
+        device=world.device,
+    )
+    start, state, batches = begun.step, begun.state, batches.after(begun.samples, begun.step)
+    if world.rank == 0:
+        settings.write(run / "config.json")
     flops = model.flops_per_token(of, config.seq_len)["total"]
     print(loop.startup(layouts, config.batch_size, config.seq_len, config.steps, start, parts, flops_per_token=flops))
 
@@ -116,7 +140,7 @@ def main(config: Config) -> dict[str, float]:
         infos = loop.train(
             train_step,
             state,
-            lambda position: on_device(batches.at(position, part, parts)),
+            batches.for_rank(config.mesh, world.rank, device=world.device).at,
             steps=config.steps,
             start=start,
             log_every=config.log_every,
@@ -129,7 +153,8 @@ def main(config: Config) -> dict[str, float]:
             if info.metrics:
                 log(info.step, info.record())
             if info.last or info.step % config.save_every == 0:
-                manager.save(info.step, state, state_specs, world, wait=info.last or not config.async_save)
+                seen = settings.metadata(batches.samples(info.step))
+                manager.save(info.step, state, state_specs, world, seen, wait=info.last or not config.async_save)
             for report in manager.poll():
                 log(report.step, report.record())
             if info.last or info.step % config.eval_every == 0:
@@ -138,13 +163,13 @@ def main(config: Config) -> dict[str, float]:
                 print(f"stopped after step {info.step}; the same command goes on from there")
                 return result
 
-    axes = Axes(config.mesh, world if world.size > 1 else None)
-    prompts = on_device(torch.stack([torch.from_numpy(tokenizer.encode(text)).long() for text in config.prompts]))
-    count = min(config.sample, config.seq_len - prompts.shape[1])
-    settings = {"key": config.seed, "temperature": 0.8, "top_p": 0.95}
-    written = model.generate(state.params, prompts, count, of, layouts, axes, **settings)
-    for prompt, row in zip(config.prompts, written, strict=True):
-        print(f"\n{prompt}{tokenizer.decode(row.tolist())}")
+    if prompts:
+        axes, prompt = Axes(config.mesh, world if world.size > 1 else None), on_device(torch.stack(prompts))
+        count = min(config.sample, config.seq_len - prompt.shape[1])
+        how = {"key": config.seed, "temperature": 0.8, "top_p": 0.95}
+        written = model.generate(state.params, prompt, count, of, layouts, axes, **how)
+        for text, row in zip(config.prompts, written, strict=True):
+            print(f"\n{text}{tokenizer.decode(row.tolist())}")
     return result or evaluate(state.params)
 
 

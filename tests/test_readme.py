@@ -7,7 +7,10 @@ import ast
 import re
 
 import pytest
+import torch
 
+from fmegatron import tree
+from fmegatron.collectives import World
 from tests.house import LEVELS, ROOT, rooms, syntax
 
 BEGIN, END = "<!-- tree: written by `make readme` -->\n```\n", "```\n<!-- end of tree -->"
@@ -100,6 +103,19 @@ def test_data_parallelism_runs(backend, capsys, monkeypatch):
     names = run(second.replace("step.jit(train_step, ", f"step.jit(train_step, backend={backend!r}, "), names)
     assert names["state"].step == 1 and 5 < names["metrics"]["loss"] < 6  # log 256 = 5.55
     assert "planned" in capsys.readouterr().out
+
+
+def test_state_and_batches_lie_where_the_world_computes(monkeypatch):
+    """On a node with GPUs the blocks train there; a device without data stands for one."""
+    device = torch.device("meta")
+    monkeypatch.setattr("fmegatron.collectives.connect", lambda mesh: World(mesh, 0, device))
+    monkeypatch.chdir(ROOT)
+    first, second = blocks()[:2]
+    names = run(first.partition("\nfor info in ")[0], {})
+    for number in range(2):
+        leaves = tree.leaves([names["state"], names["batches"].at(0)])
+        assert len(leaves) > 10 and {x.device for x in leaves} == {device}, f"block {number}"
+        names = run(second.partition("\ntrain_step = step.jit")[0], names)
 
 
 def test_paths_exist():

@@ -11,6 +11,7 @@ from fmegatron.data.batches import (
     evaluation_batches,
     train_and_held_out,
 )
+from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.permutation import permuted
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, smallest_dtype, tokenizer_from
 from fmegatron.data.tokens import TokenArray, write_tokens
@@ -27,6 +28,7 @@ __all__ = [
     "Tokens",
     "data_coordinates",
     "evaluation_batches",
+    "fingerprint",
     "load_tokenizer",
     "permuted",
     "smallest_dtype",

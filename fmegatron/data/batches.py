@@ -7,7 +7,7 @@ gets rows [i*B/n, (i+1)*B/n), which is the layout (("dp", "fsdp"), None).
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -79,9 +79,29 @@ class Batches:
     seq_len: int
     seed: int
     split: tuple[int, int] | None = None
+    offset: int = 0  # see `after`
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+
+    def after(self, samples: int | None, step: int) -> "Batches":
+        """The same data, of which `step` steps have read `samples` samples: the batch of `step` begins behind them.
+
+        For a run that goes on with another batch size. A sample is a row of a batch, a window of the data; None: as
+        many as steps of this batch size read.
+
+        >>> few, many = (Batches(np.arange(1000), size, 8, seed=0) for size in (4, 6))
+        >>> torch.equal(many.after(few.samples(3), 3).at(3)["tokens"][:4], few.at(3)["tokens"])
+        True
+        """
+        samples = step * self.batch_size if samples is None else samples
+        if samples < 0 or step < 0:
+            raise ValueError(f"Batches.after: got {samples} samples and {step} steps, want 0 or more of both")
+        return replace(self, offset=samples - step * self.batch_size)
+
+    def samples(self, step: int) -> int:
+        """How many samples the first `step` steps read: the position of the data, whatever the batch size was."""
+        return self.offset + step * self.batch_size
 
     @property
     def windows(self) -> int:
@@ -99,16 +119,27 @@ class Batches:
 
         ValueError when `batch_size` does not divide by `count`.
         """
-        if step < 0:
-            raise ValueError(f"Batches.at: got step {step}, want 0 or more")
+        if step < 0 or self.samples(step) < 0:
+            more = f", from {-(self.offset // self.batch_size)} on" if self.offset < 0 else ""
+            raise ValueError(f"Batches.at: got step {step}, want 0 or more{more}")
         part = len(_rows(self.batch_size, index, count))
         steps = max(1, min(_TOGETHER // part, self.windows // self.batch_size))
         block, at = divmod(operator.index(step), steps)
-        return _cut(self, _order(self.seed, self.windows, self.batch_size, index, count, steps, block)[at])
+        first = self.samples(block * steps)
+        return _cut(self, _order(self.seed, self.windows, self.batch_size, index, count, steps, first)[at])
 
-    def for_rank(self, mesh: Mesh, rank: int, axes: tuple[str, ...] = DATA_AXES) -> "RankBatches":
-        """The rows of one rank of a mesh: `.at(step)` gives the part at the rank's coordinates on the data axes."""
-        return RankBatches(self, *data_coordinates(mesh, rank, axes))
+    def for_rank(
+        self,
+        mesh: Mesh,
+        rank: int,
+        axes: tuple[str, ...] = DATA_AXES,
+        device: torch.device | str | None = None,
+    ) -> "RankBatches":
+        """The rows of one rank of a mesh: `.at(step)` gives the part at the rank's coordinates on the data axes.
+
+        device: where its tensors are put; None: they stay in host memory.
+        """
+        return RankBatches(self, *data_coordinates(mesh, rank, axes), device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +149,15 @@ class RankBatches:
     batches: Batches
     index: int = 0
     count: int = 1
+    device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
         _rows(self.batches.batch_size, self.index, self.count)
 
     def at(self, step: int) -> Batch:
         """This rank's rows of the batch of `step`."""
-        return self.batches.at(step, self.index, self.count)
+        batch = self.batches.at(step, self.index, self.count)
+        return batch if self.device is None else {name: x.to(self.device) for name, x in batch.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,11 +260,11 @@ def _rows(batch_size: int, index: int, count: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)  # the current block of several readers: ranks of a test, a run and its read-ahead
-def _order(seed: int, windows: int, batch_size: int, index: int, count: int, steps: int, block: int) -> np.ndarray:
-    """Which windows part `index` of `count` shows in the steps of a block: int64 [steps, rows], read-only. Block 0 is
-    steps 0 ... steps-1, block 1 those after them: one permutation of many positions costs little more than of few."""
-    size = steps * batch_size
-    rows = np.arange(block * size, (block + 1) * size, batch_size, dtype=np.int64)[:, None]
+def _order(seed: int, windows: int, batch_size: int, index: int, count: int, steps: int, first: int) -> np.ndarray:
+    """Which windows part `index` of `count` shows in a block of steps that begins with sample `first`: int64 [steps,
+    rows], read-only. One permutation of many positions costs little more than of few. A block may begin before sample 0
+    (`Batches.after`); nobody asks for those rows."""
+    rows = np.arange(first, first + steps * batch_size, batch_size, dtype=np.int64)[:, None]
     rows = rows + _rows(batch_size, index, count)
     epochs, order = rows // windows, np.empty_like(rows)
     for epoch in range(int(epochs[0, 0]), int(epochs[-1, -1]) + 1):

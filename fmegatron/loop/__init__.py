@@ -1,5 +1,6 @@
 """The impure shell around a pure step: launching, the loop, logs, signals, faults."""
 
+from fmegatron.loop.config import check, field
 from fmegatron.loop.curves import plot_loss
 from fmegatron.loop.faults import Faults, Place, fail, watch
 from fmegatron.loop.flags import UsageError, parse, usage
@@ -7,16 +8,20 @@ from fmegatron.loop.launch import launch, use_threads
 from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
+from fmegatron.loop.resume import Begun, Changes, Settings
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, evaluate, train
 
 __all__ = [
+    "Begun",
+    "Changes",
     "Faults",
     "JsonLines",
     "Log",
     "NonFiniteError",
     "Place",
+    "Settings",
     "StepInfo",
     "Stop",
     "Table",
@@ -24,9 +29,11 @@ __all__ = [
     "UsageError",
     "WeightsAndBiases",
     "catch",
+    "check",
     "evaluate",
     "fail",
     "fetch",
+    "field",
     "launch",
     "mean",
     "parse",

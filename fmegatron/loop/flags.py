@@ -10,6 +10,7 @@ from typing import Any, Literal
 from absl import flags
 
 from fmegatron.layout import Mesh
+from fmegatron.loop.config import check, type_name
 
 PREFIX = "config_"
 
@@ -123,9 +124,11 @@ def _collect(instance, prefix, values):
         elif values[name].present:
             changes[field.name] = values[name].value
     try:
-        return dataclasses.replace(instance, **changes)
-    except ValueError as error:  # the Config's own __post_init__ refused the values
+        made = dataclasses.replace(instance, **changes)
+        check(made)  # a Config need not have a __post_init__ that does
+    except ValueError as error:
         raise UsageError(str(error)) from error
+    return made
 
 
 class _Parser(flags.ArgumentParser):
@@ -133,17 +136,13 @@ class _Parser(flags.ArgumentParser):
 
     def __init__(self, hint):
         self.hint = hint
-        self.syntactic_help = _name(hint)
+        self.syntactic_help = type_name(hint)
 
     def parse(self, argument):
         return _value(argument, self.hint) if isinstance(argument, str) else argument
 
     def flag_type(self):
-        return _name(self.hint)
-
-
-def _name(hint) -> str:
-    return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
+        return type_name(self.hint)
 
 
 def _value(text: str, hint) -> Any:
@@ -181,7 +180,7 @@ def _value(text: str, hint) -> Any:
         return int(text.replace("_", ""), 0)
     if hint in (float, str):
         return hint(text)
-    raise ValueError(f"a field of type {_name(hint)} cannot be a flag; change it in a copy of the experiment")
+    raise ValueError(f"a field of type {type_name(hint)} cannot be a flag; change it in a copy of the experiment")
 
 
 def _mesh(text: str) -> Mesh:
@@ -194,7 +193,12 @@ def _mesh(text: str) -> Mesh:
     return Mesh(**axes)
 
 
+def mesh_text(mesh: Mesh) -> str:
+    """A mesh as a flag says it: `fsdp=2,tp=2`, nothing for one rank."""
+    return ",".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
+
+
 def _text(value) -> str:
     if isinstance(value, Mesh):
-        return ",".join(f"{name}={size}" for name, size in zip(value.names, value.sizes, strict=True))
+        return mesh_text(value)
     return ",".join(map(_text, value)) if isinstance(value, tuple) else str(value)

@@ -36,6 +36,8 @@ def startup(
     parameters = sum(math.prod(layout.shape) for layout in leaves)
     rank_bytes = max(sum(layout.local_nbytes(rank) for layout in leaves) for rank in {0, mesh.size - 1})
     tokens = batch_size * seq_len
+    left = max(0, steps - start)
+    done = f" (more than the {steps:,} that were asked for are done)" if start > steps else ""
     flops = (6 * parameters if flops_per_token is None else flops_per_token) * tokens
     return "\n".join(
         (
@@ -43,8 +45,8 @@ def startup(
             f"parameters   {parameters:,} in {len(leaves)} leaves, {_bytes(rank_bytes)} of them on a rank",
             f"batch        {batch_size} x {seq_len} = {tokens:,} tokens per step; {batch_size // parts} x {seq_len} "
             f"per rank and microbatch ({data_ranks} data ranks, {microbatches} microbatches)",
-            f"steps        {start:,} to {steps:,}: {(steps - start) * tokens:,} tokens",
-            f"FLOPs        {flops:.3g} per step, {flops * (steps - start):.3g} in all",
+            f"steps        {start:,} to {max(start, steps):,}: {left * tokens:,} tokens{done}",
+            f"FLOPs        {flops:.3g} per step, {flops * left:.3g} in all",
         )
     )
 

@@ -12,6 +12,7 @@ from fmegatron.data import (
     TokenArray,
     data_coordinates,
     evaluation_batches,
+    fingerprint,
     train_and_held_out,
     write_tokens,
 )
@@ -52,6 +53,59 @@ def test_the_parts_of_any_count_make_up_the_same_batch(count, step, seed, seq_le
         assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
         assert whole[name].shape == (12, seq_len) and whole[name].dtype == torch.int64 and whole[name].is_contiguous()
     assert torch.equal(whole["labels"], whole["tokens"] + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    steps=st.integers(1, 9),
+    seed=st.integers(0, 2**63),
+    length=st.integers(40, 300),
+)
+def test_a_batch_size_may_change_and_no_sample_is_lost_or_shown_twice(sizes, steps, seed, length):
+    """A run whose batch size changes a few times reads what one that reads row by row does."""
+    step, samples, seen = 0, 0, []
+    for size in sizes:
+        batches = Batches(COUNTING[:length], size, 8, seed).after(samples, step)
+        assert batches.samples(step) == samples
+        seen += [batches.at(n)["tokens"][:, 0] for n in range(step, step + steps)]
+        part = [batches.at(step, index, size)["tokens"][:, 0] for index in range(size)]
+        assert torch.equal(torch.cat(part), seen[-steps])
+        step += steps
+        samples = batches.samples(step)
+    one = Batches(COUNTING[:length], 1, 8, seed)
+    assert torch.equal(torch.cat(seen), torch.cat([one.at(n)["tokens"][:, 0] for n in range(samples)]))
+
+
+def test_positions_before_the_data():
+    batches = Batches(COUNTING, 10, 8, 0).after(samples=12, step=3)  # before that it read batches of 4
+    assert batches.at(3)["tokens"].shape == (10, 8) and batches.samples(4) == 22
+    assert batches.after(None, 3).samples(3) == 30
+    with pytest.raises(ValueError, match="got step 1, want 0 or more, from 2 on"):
+        batches.at(1)
+    with pytest.raises(ValueError, match="got -1 samples and 3 steps"):
+        Batches(COUNTING, 10, 8, 0).after(-1, 3)
+
+
+def test_fingerprints():
+    """Of the ids, not of how they are stored; of long data too, in little time, from the first token to the last."""
+    ids = np.random.default_rng(0).integers(0, 250, 3_000_000)
+    prints = {fingerprint(ids.astype(dtype)) for dtype in ("uint8", "uint16", "int64", ">i4")}
+    assert len(prints) == 1 and prints.pop().startswith("3000000 tokens, xxh3 ")
+    assert len({fingerprint(COUNTING), fingerprint(COUNTING[::-1]), fingerprint(COUNTING[1:])}) == 3
+    for at in (0, -1):
+        other = ids.copy()
+        other[at] += 1
+        assert fingerprint(other) != fingerprint(ids)
+    few = COUNTING.copy()
+    few[5_000] += 1
+    assert fingerprint(few) != fingerprint(COUNTING)
+
+
+def test_batches_on_a_device():
+    batches = Batches(COUNTING, 4, 8, seed=0)
+    there = batches.for_rank(Mesh(dp=2), 1, device="meta").at(0)
+    assert {x.device.type for x in there.values()} == {"meta"} and there["tokens"].shape == (2, 8)
 
 
 def test_pure_function_of_seed_and_step():

@@ -1,6 +1,10 @@
 """The experiment of the demo, in small: resuming changes nothing, and bad input ends in one clear line."""
 
+import dataclasses
+import importlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +13,7 @@ import pytest
 import torch
 
 from experiments import shakespeare
-from fmegatron import checkpoint, loop, tree
+from fmegatron import checkpoint, data, loop, tree
 from fmegatron.layout import Mesh
 from tests.house import ROOT
 
@@ -143,18 +147,113 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"mesh": "tp=2"}, "mesh tp2 has 2 ranks, but 1 process run; start 2 processes (torchrun --nproc-per-node=2"),
         ({"heads": 3}, "Config.dim: got 16, wanted a multiple of heads=3"),
-        ({"eval_windows": 0}, "got windows=0"),
+        ({"save_every": 0}, "Config.save_every: got 0, wanted at least 1"),
+        ({"log_every": -1}, "Config.log_every: got -1, wanted at least 1"),
+        ({"batch_size": 0}, "Config.batch_size: got 0, wanted at least 1"),
+        ({"steps": 0}, "Config.steps: got 0, wanted at least 1"),
+        ({"lr": 0}, "Config.lr: got 0.0, wanted a number above 0"),
+        ({"warmup": 6}, "schedule: got warmup=6, start of the decay=6, total=6"),
+        ({"strategy": "zero4"}, "zero4"),
+        ({"backend": "indutcor"}, "got 'indutcor', wanted one of inductor, compile, aot_eager, eager"),
+        ({"prompts": "a,bc"}, "Config.prompts: got lengths [1, 2], wanted one length of 1 to 15"),
+        ({"prompts": "ROMEO ROMEO ROMEO"}, "Config.prompts: got lengths [17], wanted one length of 1 to 15"),
+        ({"steps": "many"}, "steps"),
         ({"stepps": 3}, "Unknown command line flag 'config_stepps'. Did you mean: config_steps"),
+        (
+            {"allow": "haeds"},
+            "allow: got 'haeds', wanted names of the Config's fields or of facts (did you mean heads?)",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_nothing_is_written(tmp_path, changes, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        loop.launch(shakespeare.main, shakespeare.Config, ["shakespeare.py", *flags(tmp_path / "run", **changes)])
+    assert ended.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert words in first and second == "Try --help." and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mesh": "tp=2"}, "mesh tp2 has 2 ranks, but 1 process run; start 2 processes (torchrun --nproc-per-node=2"),
+        ({"eval_windows": 10**6}, "got windows=1000000, the range has 1 to"),
+        ({"prompts": "R0MEO:"}, "'0'"),
         ({"run": "/dev/null/x"}, "/dev/null"),
     ],
 )
-def test_bad_input(tmp_path, changes, words):
-    process = start(*flags(tmp_path, **changes))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert words in errors.splitlines()[-1 if "stepps" not in changes else 0]
+def test_what_only_set_up_can_know_is_refused_there(tmp_path, changes, words):
+    with pytest.raises((ValueError, OSError), match=re.escape(words)):
+        loop.launch(shakespeare.main, shakespeare.Config, ["shakespeare.py", *flags(tmp_path / "run", **changes)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_field_says_what_a_change_of_it_means():
+    for path in sorted((ROOT / "experiments").glob("*.py")):
+        config = getattr(importlib.import_module(f"experiments.{path.stem}"), "Config", None)
+        if config is not None and "allow" in {item.name for item in dataclasses.fields(config)}:
+            silent = [item.name for item in dataclasses.fields(config) if "resume" not in item.metadata]
+            assert not silent, f"{path.name}: {silent}: write loop.field(default, resume=refused, named or free)"
+            assert [item.metadata["resume"] for item in dataclasses.fields(config)].count("refused") >= 5
+            break
+    else:
+        raise AssertionError("no experiment resumes a run")
+
+
+def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monkeypatch):
+    shakespeare.main(config(tmp_path, steps=3))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["config"]["heads"] == 2 and written["facts"]["data"].startswith("1115394 tokens, xxh3 ")
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for change, words in (
+        ({"heads": 4}, "heads 2 -> 4"),
+        ({"batch_size": 8, "seed": 1}, "batch_size 4 -> 8, seed 0 -> 1"),
+        ({"dim": 32}, "dim 16 -> 32"),
+        ({"seq_len": 8, "prompts": ("A",)}, "seq_len 16 -> 8"),
+    ):
+        with pytest.raises(loop.UsageError, match=f"step 3 is of a run with other settings: {words}. These change"):
+            shakespeare.main(config(tmp_path, **change))
+    text = tmp_path / "other.txt"
+    text.write_text(shakespeare.TEXT.read_text().replace("ROMEO", "RAMEO"))
+    with monkeypatch.context() as patched, pytest.raises(loop.UsageError, match='data "1115394 tokens.* -> "1115394'):
+        patched.setattr(shakespeare, "TEXT", text)
+        shakespeare.main(config(tmp_path))
+    text.unlink()
+    assert kept == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}  # nothing was written
+
+    capsys.readouterr()
+    renamed = tmp_path.with_name("renamed")
+    tmp_path.rename(renamed)
+    shown = {}
+    at = data.Batches.at
+    monkeypatch.setattr(
+        data.Batches, "at", lambda self, step, *a: shown.setdefault(step, at(self, step, *a)) and at(self, step, *a)
+    )
+    shakespeare.main(config(renamed, batch_size=2, heads=4, lr=1e-3, save_every=2, allow=("batch_size", "heads")))
+    out = capsys.readouterr().out
+    assert "  allowed    heads 2 -> 4, batch_size 4 -> 2\n  named      steps 3 -> 6, lr 0.01 -> 0.001\n" in out
+    assert "  free       run " in out and "save_every 3 -> 2" in out
+    train = data.train_and_held_out(range(1115394))[0]
+    ids = data.CharTokenizer.from_text(shakespeare.TEXT.read_text()).encode(shakespeare.TEXT.read_text())
+    one = data.Batches(ids, 1, 16, 0, train)
+    for step in (3, 4, 5):  # 12 samples were read before
+        rows = [one.at(12 + 2 * (step - 3) + row)["tokens"] for row in range(2)]
+        assert torch.equal(shown[step]["tokens"], torch.cat(rows))
+    assert checkpoint.metadata(renamed / "checkpoints" / "step_00000006")["samples"] == 18
+    assert json.loads((renamed / "config.json").read_text())["config"]["heads"] == 4
+
+
+def test_fewer_steps_than_are_done(tmp_path, capsys):
+    result = shakespeare.main(config(tmp_path, steps=6))
+    with pytest.warns(RuntimeWarning, match="got steps=4, but 6 steps are done: nothing is trained"):
+        assert shakespeare.main(config(tmp_path, steps=4)) == result
+    assert "6 to 6: 0 tokens (more than the 4 that were asked for are done)" in capsys.readouterr().out
+
+
+def test_no_prompts_no_samples(tmp_path, capsys):
+    shakespeare.main(config(tmp_path, steps=3, prompts=()))
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["3", "heldout_loss"]
 
 
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):

@@ -23,6 +23,10 @@ def test_arithmetic():
     assert lines["FLOPs"] == f"{6 * 56 * 512:.3g} per step, {6 * 56 * 512 * 60:.3g} in all"
     assert "1e+03 per step" in startup(LAYOUTS, 2, 5, steps=1, flops_per_token=100)
 
+    text = startup(LAYOUTS, batch_size=16, seq_len=32, steps=30, start=40)
+    assert "steps        40 to 40: 0 tokens (more than the 30 that were asked for are done)" in text
+    assert "per step, 0 in all" in text
+
 
 def test_a_batch_that_cannot_be_cut():
     with pytest.raises(ValueError, match="batch_size: got 6, wanted a multiple of 4 .* try 8"):
