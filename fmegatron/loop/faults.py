@@ -188,6 +188,8 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     with contextlib.suppress(OSError):
         handler.record_exception(error)  # torchrun shows this file as the root cause
     trace = "" if brief else "".join(traceback.format_exception(error))
+    if isinstance(error, KeyboardInterrupt):
+        end(f"rank {place.rank} of {place.size}: {error or 'interrupted'}", status)
     late = f"; {_LATE}" if _TIMED_OUT in str(error) else ""
     end(f"{trace}rank {place.rank} of {place.size} failed: {_said(error)}{late}", status)
 
