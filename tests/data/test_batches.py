@@ -55,7 +55,7 @@ def test_the_parts_of_any_count_make_up_the_same_batch(count, step, seed, seq_le
     assert torch.equal(whole["labels"], whole["tokens"] + 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     steps=st.integers(1, 9),
