@@ -110,7 +110,11 @@ def test_metadata_survives_json():
     assert json.loads(json.dumps(metadata)) == metadata
     assert metadata["config"]["dtype"] == "torch.bfloat16" and metadata["config"]["sizes"] == ["a", "b"]
     assert " at 0x" not in json.dumps(metadata)
-    assert plain([math.sqrt, torch.nn.functional.gelu, object()]) == ["math.sqrt", "torch._C._nn.gelu", "<object object>"]
+    assert plain([math.sqrt, torch.nn.functional.gelu, object()]) == [
+        "math.sqrt",
+        "torch._C._nn.gelu",
+        "<object object>",
+    ]
 
 
 def save(manager, step, config, **more):
