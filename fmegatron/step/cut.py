@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.step.fresh import copied_inputs
 from fmegatron.step.torch_private import (
     FakeTensorMode,
     extract_subgraph,
@@ -28,7 +29,7 @@ Policy = str | float | Callable
 class Joint:
     """A layer's joint graph: placeholders are its inputs, then the gradient of y; output is [y, *gradients].
 
-    differentiable: positions of the inputs that have a gradient, in the order of the gradients.
+    differentiable: positions of the inputs that have a gradient, in the order of the gradients; none if y has none.
     """
 
     graph_module: torch.fx.GraphModule
@@ -63,17 +64,24 @@ def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name:
     """
     mode = FakeTensorMode()
     fakes = make_fakes(tensors, mode)
-    wanted = [i for i, d in enumerate(differentiable) if d]
-    with explained(name), torch.no_grad(), mode:
-        y = flat(*fakes)
+
+    def with_gradients(tensors):
+        inputs = [t.detach().requires_grad_(d) for t, d in zip(tensors, differentiable, strict=True)]
+        return inputs, flat(*inputs)
+
+    with explained(name), torch.enable_grad(), mode:
+        _, y = with_gradients(fakes)
         if not isinstance(y, torch.Tensor):
             raise ValueError(f"layer {name!r} returned {type(y).__name__}; it must return one tensor")
         tangent = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    # Whole numbers, detached values and constants have no gradient, whatever they are made of
+    wanted = [i for i, d in enumerate(differentiable) if d and y.requires_grad]
 
     def joint(*args):
-        primals, tangents = args[:-1], args[-1]
-        inputs = [t.detach().requires_grad_(d) for t, d in zip(primals, differentiable, strict=True)]
-        y = flat(*inputs)
+        inputs, y = with_gradients(args[:-1])
+        tangents = args[-1]
+        if not wanted:
+            return [y.detach()]
         mark_backward([y.grad_fn])
         grads = torch.autograd.grad(y, [inputs[i] for i in wanted], tangents, allow_unused=True)
         grads = [
@@ -132,8 +140,8 @@ def cut_joint(joint: Joint, policy: Policy, name: str) -> Cut:
     used = {p.name for p in probe.find_nodes(op="placeholder") if p.users}
     kept = [n for n in wanted if n.op == "placeholder" and n.name in used]
     residuals = [n for n in wanted if n.op != "placeholder" and n.name in used]
-    if _base(y) in residuals or _base(y).op == "placeholder":
-        raise ValueError(f"layer {name!r}: its output is a view of an input or of a saved value; return a new tensor")
+    if _may_share_memory(graph, y, [*primals, *residuals]):
+        y = _own_copy(graph, y, joint.fake_mode)
 
     def part(inputs, outputs, which):
         return torch.fx.GraphModule(graph_module, extract_subgraph(graph, inputs, outputs, which))
@@ -161,6 +169,24 @@ def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
     with torch.no_grad(), joint.fake_mode:
         _, backward = min_cut(joint.graph_module, [joint.inputs, [joint.tangent]], budget)
     return {n.name for n in backward.graph.find_nodes(op="placeholder")}
+
+
+def _may_share_memory(graph, y, others) -> bool:
+    """Whether the compiled forward could return y in the memory of an input or of a saved value: it is one of them, a
+    view, or a copy that a compiler drops. The next layer may be given y's memory while the saved value is needed."""
+    if _base(y) in others:
+        return True
+    (alone,) = extract_subgraph(graph, others, [y], "output").output_node().args[0]  # as made of them
+    return bool(copied_inputs(alone))
+
+
+def _own_copy(graph, y, fake_mode):
+    """A node that is y in memory of its own; the compiler keeps it."""
+    with graph.inserting_after(y):
+        copy = graph.call_function(torch.ops.fmegatron_step.barrier.default, (y, y))
+    with fake_mode:
+        copy.meta = {**y.meta, "val": torch.empty_like(y.meta["val"])}  # dense where y is expanded
+    return copy
 
 
 def _read_by_backward(graph, y) -> list:

@@ -33,13 +33,15 @@ class _Halves:
 
 
 def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: int | None = None) -> Callable:
-    """A transformer of layers: `layer(fn, prepare=None) -> g(x, shards, *rest)`, differentiable in x and shards.
+    """A transformer of layers: `layer(fn, prepare=None) -> g(x, shards, *rest, **named)`, differentiable in x, shards.
 
-    fn(x, weights, *rest) -> y: a pure function; x and y tensors, weights and rest trees of tensors (no gradient flows
-    to rest: ValueError for a tensor there that needs one). prepare(shards) -> weights: runs outside of the opaque node,
-    once before the forward and again before the backward, so gathered weights live only while a layer runs (ZeRO-3);
-    its collectives stay visible in the step's graph, and its transpose (the reduce-scatter) is applied to the
-    gradients. None: the shards are the weights.
+    fn(x, weights, *rest, **named) -> y: a pure function; x and y tensors, weights, rest and named trees of tensors (no
+    gradient flows to these: ValueError for a tensor there that needs one). prepare(shards) -> weights: runs outside of
+    the opaque node, once before the forward and again before the backward, so gathered weights live only while a layer
+    runs (ZeRO-3); its collectives stay visible in the step's graph, and its transpose (the reduce-scatter) is applied
+    to the gradients. None: the shards are the weights.
+    y has memory of its own, also where fn returns an argument, a view, or a value that the backward reads (one copy);
+    it has no gradient where fn's has none. Gradients of gradients are refused: ValueError in the second backward.
 
     save: what the forward keeps for the backward.
       "mincut"    what AOTAutograd's min-cut partitioner chooses, as torch.compile would
@@ -66,12 +68,14 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
 
             def flat(*tensors):
                 w = tree.unflatten(weight_spec, list(tensors[1:count]))
-                return fn(tensors[0], w, *tree.unflatten(rest_spec, list(tensors[count:])))
+                others, named = tree.unflatten(rest_spec, list(tensors[count:]))
+                return fn(tensors[0], w, *others, **named)
 
             tensors = [x, *weight_leaves, *rest_leaves]
+            paths = [*tree.paths((x, weights, *rest[0])), *tree.paths(rest[1])]
             with outside_of_tracing():
-                differentiable = [i < count and t.is_floating_point() for i, t in enumerate(tensors)]
-                joint = joint_graph(flat, tensors, differentiable, name, tree.paths((x, weights, *rest)))
+                differentiable = [i < count and _has_gradient(t) for i, t in enumerate(tensors)]
+                joint = joint_graph(flat, tensors, differentiable, name, paths)
                 cut = cut_joint(joint, save, name)
             forward = Entry.make(f"{name}_fwd", cut.forward, cut.forward_fakes, joint.fake_mode)
             backward = Entry.make(f"{name}_bwd", cut.backward, cut.backward_fakes, joint.fake_mode)
@@ -93,6 +97,8 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                     weights = shards if prepare is None else prepare(shards)
                 pair = halves_for(x, weights, rest)
                 y, *residuals = pair.forward.op([x, *tree.leaves(weights), *leaves[n:]])
+                if not pair.cut.differentiable:
+                    ctx.mark_non_differentiable(y)
                 ctx.pair, ctx.specs, ctx.needs_x = pair, specs, 0 in pair.cut.kept_inputs
                 kept = [x, *residuals] if ctx.needs_x else residuals
                 ctx.moved = [offload is not None and is_worth_moving(t, offload) for t in kept]
@@ -110,7 +116,7 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                 leaves, residuals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
                 residuals = [from_host(t, g) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)]
                 x = residuals.pop(0) if ctx.needs_x else None
-                shard_leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves[:n]]
+                shard_leaves = [t.detach().requires_grad_(_has_gradient(t)) for t in leaves[:n]]
                 with torch.enable_grad():
                     shards = tree.unflatten(shard_spec, shard_leaves)
                     weights = tree.leaves(shards if prepare is None else prepare(shards))
@@ -136,24 +142,58 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                     )
                     taken = iter(taken)
                     grad_shards = [next(taken) if t.requires_grad else None for t in shard_leaves]
-                return None, grads.get(0), *grad_shards, *[None] * rest_spec.num_leaves
+                grads = [grads.get(0), *grad_shards]
+                if torch.is_grad_enabled():  # create_graph=True
+                    grads = _NotTwice.apply(name, torch.zeros((), requires_grad=True), *grads)
+                return None, *grads, *[None] * rest_spec.num_leaves
 
-        def apply(x, shards, *rest):
-            shard_leaves, shard_spec = tree.leaves(shards), tree.flatten(shards)[2]
-            rest_leaves, rest_spec = tree.leaves(rest), tree.flatten(rest)[2]
-            for path, t in zip(tree.paths(rest), rest_leaves, strict=True):
-                if not isinstance(t, torch.Tensor) or t.requires_grad:
-                    got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else repr(t)
+        def apply(x, shards, /, *rest, **named):
+            shard_paths, shard_leaves, shard_spec = tree.flatten(shards)
+            rest_paths, rest_leaves, rest_spec = tree.flatten((rest, named))
+            for path, t in [("x", x), *((f"shards {p!r}", t) for p, t in zip(shard_paths, shard_leaves, strict=True))]:
+                if not isinstance(t, torch.Tensor):
                     raise ValueError(
-                        f"layer {name!r}: argument {path!r} after the shards is {got}; no gradient flows there. Make "
-                        "it part of the shards, detach it, or bind a number with functools.partial"
+                        f"layer {name!r}: {path}: got {_words(t)}, wanted a tensor; give fn its constants with "
+                        "functools.partial, and other arrays behind the shards"
+                    )
+            for path, t in zip(rest_paths, rest_leaves, strict=True):
+                if not isinstance(t, torch.Tensor) or t.requires_grad:
+                    got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else _words(t)
+                    raise ValueError(
+                        f"layer {name!r}: argument {path[2:]!r} after the shards: got {got}, wanted a tensor without a "
+                        "gradient; make what needs one part of the shards, or detach it; bind what is no tensor with "
+                        "functools.partial"
                     )
             return Layer.apply((shard_spec, rest_spec, len(shard_leaves)), x, *shard_leaves, *rest_leaves)
 
-        apply.halves = halves
+        apply.__qualname__, apply.halves = f"compiled_layer({name})", halves
         return apply
 
     return transform
+
+
+def _has_gradient(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _words(x: Any) -> str:
+    return f"a {type(x).__name__}" if tree.leaves(x) != [x] or isinstance(x, torch.nn.Module) else repr(x)
+
+
+class _NotTwice(torch.autograd.Function):
+    """Gradients of a layer, which are constants to autograd: another gradient of them would be silently zero."""
+
+    @staticmethod
+    def forward(ctx, name, _, *grads):
+        ctx.name = name
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise ValueError(
+            f"layer {ctx.name!r}: got a gradient of its gradient, wanted first gradients only: its backward is one "
+            "compiled node; call the plain function where second gradients are taken"
+        )
 
 
 def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs") -> Callable:

@@ -180,10 +180,9 @@ def changes_x(x, w, r):
         (changes_rest, f"argument '2' is changed in place by aten.add_.* at {tiny.line_of(__file__, 'rest')}"),
         (changes_x, f"changes_x changes an argument in place at {tiny.line_of(__file__, 'x')}"),
         (lambda x, w, r: (x, w), "returned tuple; it must return one tensor"),
-        (lambda x, w, r: x.view(3, 1), "its output is a view of an input"),
         (lambda x, w, r: x * w if x.sum() > 0 else x, r"reads the value of a tensor at test_layer.py:\d+"),
     ],
-    ids=["rest in place", "x in place", "two outputs", "view", "if"],
+    ids=["rest in place", "x in place", "two outputs", "if"],
 )
 def test_errors_of_the_function(fn, message):
     with pytest.raises(ValueError, match=message):
@@ -204,12 +203,12 @@ def test_a_layer_may_not_close_over_tensors():
 
 def test_gradients_stop_at_nothing_silently():
     layer = compiled_layer("mincut")(lambda x, w, r: x * w + r)
-    with pytest.raises(ValueError, match="argument '0' after the shards is a tensor that needs a gradient"):
+    with pytest.raises(ValueError, match="argument '0' after the shards: got a tensor that needs a gradient"):
         trace(
             value_and_grad(lambda p: layer(p["w"] * 2, p["w"], p["r"]).sum()),
             ({"w": torch.ones(3), "r": torch.ones(3)},),
         )
-    with pytest.raises(ValueError, match="argument '0' after the shards is 3"):
+    with pytest.raises(ValueError, match="argument '0' after the shards: got 3, wanted a tensor"):
         trace(lambda x, w: layer(x, w, 3), (torch.ones(3), torch.ones(3)))
 
 
