@@ -100,7 +100,7 @@ def restore_dcp(
         has = {"cast": cast, "has_initial": initial is not None}
         request = match(directory.root, _manifest(directory), target_layouts, mode, rules=rules, prefix=prefix, **has)
         if initial is not None:
-            tree.check(initial, target_layouts, me)
+            tree.check(initial, target_layouts, me, "initial", "the target layouts")
         _, wants = destinations(request, me, device="meta")
         check_files(directory, _places(directory, wants))
         tensors, wants = destinations(request, me, None if initial is None else tree.leaves(initial))

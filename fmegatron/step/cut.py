@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.step.fresh import copied_inputs
 from fmegatron.step.torch_private import (
     FakeTensorMode,
@@ -18,9 +19,9 @@ from fmegatron.step.torch_private import (
     mark_backward,
     min_cut,
 )
-from fmegatron.step.trace import explained, make_fakes, record, require_pure
+from fmegatron.step.trace import make_fakes, record, require_pure, tried
 
-__all__ = ["Cut", "Joint", "Policy", "cut_joint", "joint_graph"]
+__all__ = ["Cut", "Joint", "Policy", "cut_joint", "joint_graph", "require_policy"]
 
 Policy = str | float | Callable
 
@@ -69,10 +70,13 @@ def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name:
         inputs = [t.detach().requires_grad_(d) for t, d in zip(tensors, differentiable, strict=True)]
         return inputs, flat(*inputs)
 
-    with explained(name), torch.enable_grad(), mode:
-        _, y = with_gradients(fakes)
-        if not isinstance(y, torch.Tensor):
-            raise ValueError(f"layer {name!r} returned {type(y).__name__}; it must return one tensor")
+    y = tried(lambda *tensors: with_gradients(tensors)[1], fakes, mode, name)
+    if not isinstance(y, torch.Tensor):
+        raise ValueError(
+            f"{name}: its result: got {tree.in_words(y)}, wanted one tensor; join several (torch.cat, torch.stack), "
+            "or make a layer of each"
+        )
+    with mode:
         tangent = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     # Whole numbers, detached values and constants have no gradient, whatever they are made of
     wanted = [i for i, d in enumerate(differentiable) if d and y.requires_grad]
@@ -114,8 +118,21 @@ def _functionalize(raw, fakes, tangent, mode) -> torch.fx.GraphModule:
     return graph_module
 
 
-def cut_joint(joint: Joint, policy: Policy, name: str) -> Cut:
-    """Choose what is saved and cut; see `compiled_layer` for the policies. Raises ValueError for an unknown policy."""
+def require_policy(save: Any) -> None:
+    """ValueError for what is no policy of `compiled_layer`."""
+    if isinstance(save, bool) or not (
+        callable(save)
+        or (isinstance(save, int | float) and 0 <= save <= 1)
+        or (isinstance(save, str) and save in ("mincut", "inputs", "all"))
+    ):
+        raise ValueError(
+            f"compiled_layer: got save={save!r}, wanted 'mincut', 'inputs', 'all', a number from 0 to 1, or a function "
+            "of a graph node"
+        )
+
+
+def cut_joint(joint: Joint, policy: Policy) -> Cut:
+    """Choose what is saved and cut; see `compiled_layer` for the policies."""
     graph_module = joint.graph_module
     names_saved = _min_cut_names(joint, policy)  # may replace the graph, so nodes are read afterwards
     graph = graph_module.graph
@@ -130,11 +147,6 @@ def cut_joint(joint: Joint, policy: Policy, name: str) -> Cut:
         wanted = _read_by_backward(graph, y)
         if callable(policy):
             wanted = [n for n in wanted if _base(n).op == "placeholder" or policy(_base(n))] + list(primals)
-        elif policy != "all":
-            raise ValueError(
-                f"layer {name!r}: unknown policy save={policy!r}; choose 'mincut', 'inputs', 'all', a number "
-                "from 0 to 1, or a function of a graph node"
-            )
     wanted = [n for n in _bases(wanted) if n not in tangents]
     probe = extract_subgraph(graph, wanted + tangents, grads, "backward")
     used = {p.name for p in probe.find_nodes(op="placeholder") if p.users}
@@ -161,11 +173,9 @@ def cut_joint(joint: Joint, policy: Policy, name: str) -> Cut:
 
 
 def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
-    if policy != "mincut" and (isinstance(policy, bool) or not isinstance(policy, (int, float))):
+    if policy != "mincut" and not isinstance(policy, int | float):
         return None
     budget = 1.0 if policy == "mincut" else float(policy)
-    if not 0.0 <= budget <= 1.0:
-        raise ValueError(f"save={policy!r} is no share of the activation memory; give a number from 0 to 1")
     with torch.no_grad(), joint.fake_mode:
         _, backward = min_cut(joint.graph_module, [joint.inputs, [joint.tangent]], budget)
     return {n.name for n in backward.graph.find_nodes(op="placeholder")}

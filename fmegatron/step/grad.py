@@ -14,8 +14,9 @@ from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.fresh import barrier
 from fmegatron.step.jit import jit
 from fmegatron.step.torch_private import is_tracing, mark_backward
+from fmegatron.step.trace import described
 
-__all__ = ["accumulate", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
+__all__ = ["accumulate", "loss_and_aux", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
 
 
 def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Callable:
@@ -23,14 +24,29 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
 
     params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
     parameter that the loss does not use). loss: a 0-d tensor. aux: a tree, returned without its gradient history.
-    A loss_fn that returns only the loss gives aux = {}.
+    A loss_fn that returns only the loss gives aux = {}. Keyword arguments go to loss_fn.
+    Raises ValueError, naming loss_fn's line, for a result that is none of these, and for a loss without a gradient.
     dtype: floating parameters that are narrower are cast to it before they are differentiated, so that their gradients
     have it: sums that were reduced in fp32 are not rounded to the 16 bits of a parameter. None: as the parameters are.
     """
 
-    def with_grad(params, *args):
+    if not callable(loss_fn):
+        raise ValueError(f"value_and_grad: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, *args)")
+
+    @functools.wraps(loss_fn)
+    def with_grad(params, *args, **named):
         paths, leaves, spec = tree.flatten(params)
+        if not leaves:
+            raise ValueError(
+                f"{described(loss_fn)}: its parameters: got {tree.in_words(params)}, wanted a tree with a tensor in it"
+            )
         for path, leaf in zip(paths, leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                module = "; of a module: dict(module.named_parameters())" if isinstance(leaf, torch.nn.Module) else ""
+                raise ValueError(
+                    f"parameter {path!r}: got {tree.in_words(leaf)}, wanted a tensor; pass constants as another "
+                    f"argument{module}"
+                )
             if not leaf.is_floating_point() and not leaf.is_complex():
                 raise ValueError(
                     f"parameter {path!r} is {leaf.dtype}, which has no gradient; pass it as another argument, not "
@@ -38,13 +54,8 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
                 )
         leaves = [(leaf if dtype is None else _wide(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
-            out = loss_fn(tree.unflatten(spec, leaves), *args)
-            loss, aux = out if isinstance(out, tuple) else (out, {})
-            if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
-                got = (
-                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                )
-                raise ValueError(f"the loss must be a 0-d tensor that depends on the parameters, got {got}")
+            loss, aux = loss_and_aux(loss_fn, loss_fn(tree.unflatten(spec, leaves), *args, **named))
+            _require_gradient(loss_fn, loss)
             if is_tracing():
                 mark_backward([loss.grad_fn])
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -52,6 +63,40 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
         return (loss.detach(), tree.map(_without_history, aux)), tree.unflatten(spec, [g.detach() for g in grads])
 
     return with_grad
+
+
+def loss_and_aux(loss_fn: Callable, out: Any) -> tuple[Any, Any]:
+    """(loss, aux) of what loss_fn returned: both, or the loss alone. ValueError for other numbers of values."""
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    if isinstance(out, tuple | list):
+        raise ValueError(
+            f"{described(loss_fn)}: its result: got {tree.in_words(out)}, wanted loss or (loss, aux); "
+            "put all else that it returns into aux, a dict"
+        )
+    return out, {}
+
+
+def _require_gradient(loss_fn: Callable, loss: Any) -> None:
+    """ValueError unless a gradient of the loss can be taken."""
+    if not isinstance(loss, torch.Tensor):
+        got, fix = tree.in_words(loss), "keep it a tensor: no .item(), no float()"
+        if loss is None:
+            fix = "return it"
+        elif isinstance(loss, dict):
+            fix = "return the loss first and the rest behind it: return out['loss'], out"
+    elif loss.dim() != 0:
+        got, fix = f"a tensor of shape {tuple(loss.shape)}", "take its .mean() or .sum()"
+    elif not loss.is_floating_point():
+        got, fix = f"a tensor of {loss.dtype}", "counts, argmax and complex numbers have no gradient to follow"
+    elif not loss.requires_grad:
+        got = "a 0-d tensor without a gradient: it depends on no parameter, or it was detached"
+        fix = "look for .detach(), .data, torch.no_grad(), argmax, comparisons and whole numbers on its way"
+    else:
+        return
+    raise ValueError(
+        f"{described(loss_fn)}: the loss: got {got}, wanted a 0-d floating tensor that depends on the parameters; {fix}"
+    )
 
 
 def _without_history(x: Any) -> Any:

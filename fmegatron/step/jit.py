@@ -20,7 +20,7 @@ from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
 from fmegatron.step.overlap import Overlap, overlapped
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
-from fmegatron.step.trace import Traced, meta_of, trace
+from fmegatron.step.trace import Traced, described, meta_of, trace
 
 __all__ = ["Compiled", "Jitted", "jit"]
 
@@ -80,7 +80,12 @@ class Jitted:
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
 
-    def __call__(self, *args):
+    def __call__(self, *args, **named):
+        if named:
+            raise ValueError(
+                f"jit of {described(self.fn)}: got {', '.join(named)} by name, wanted all arguments by position, which "
+                "is how donate and layouts name them"
+            )
         leaves, spec = optree.tree_flatten(args)
         # The signature: everything that the graph is specialised to. Written out and compared with the last one before
         # it is hashed, because this runs at every step for every leaf.
@@ -184,6 +189,11 @@ def jit(
 
     A jitted function that is called while another one is traced becomes one opaque node, compiled once.
     """
+    if not callable(fn) or isinstance(fn, torch.nn.Module) and fn.state_dict():
+        raise ValueError(
+            f"jit: got {tree.in_words(fn)}, wanted a pure function of trees of tensors; of a module: "
+            "lambda params, x: torch.func.functional_call(module, params, (x,))"
+        )
     if overlap is not None and not isinstance(overlap, Overlap):
         raise ValueError(f"jit: got overlap={overlap!r}, wanted None or a setting such as Overlap(depth=1)")
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)

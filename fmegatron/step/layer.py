@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.step.cut import Cut, Policy, cut_joint, joint_graph
+from fmegatron.step.cut import Cut, Policy, cut_joint, joint_graph, require_policy
 from fmegatron.step.host import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
 from fmegatron.step.torch_private import outside_of_tracing
-from fmegatron.step.trace import meta_of
+from fmegatron.step.trace import described, meta_of
 
 __all__ = ["compiled_layer", "remat"]
 
@@ -54,12 +54,16 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
     Equal layers share one compiled pair, however many there are.
     """
 
+    require_policy(save)
     if offload is not None and (isinstance(offload, bool) or not isinstance(offload, int) or offload < 0):
         raise ValueError(f"compiled_layer: got offload={offload!r}, wanted bytes, such as 1 << 20, or None")
 
     def transform(fn: Callable, prepare: Callable | None = None) -> Callable:
         halves: dict[Any, _Halves] = {}
+        if not callable(fn):
+            raise ValueError(f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y")
         name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
+        words = f"layer {described(fn)}"
 
         def build(x, weights, rest) -> _Halves:
             weight_leaves, rest_leaves = tree.leaves(weights), tree.leaves(rest)
@@ -75,8 +79,8 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
             paths = [*tree.paths((x, weights, *rest[0])), *tree.paths(rest[1])]
             with outside_of_tracing():
                 differentiable = [i < count and _has_gradient(t) for i, t in enumerate(tensors)]
-                joint = joint_graph(flat, tensors, differentiable, name, paths)
-                cut = cut_joint(joint, save, name)
+                joint = joint_graph(flat, tensors, differentiable, words, paths)
+                cut = cut_joint(joint, save)
             forward = Entry.make(f"{name}_fwd", cut.forward, cut.forward_fakes, joint.fake_mode)
             backward = Entry.make(f"{name}_bwd", cut.backward, cut.backward_fakes, joint.fake_mode)
             return _Halves(cut, forward, backward)
@@ -144,7 +148,7 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                     grad_shards = [next(taken) if t.requires_grad else None for t in shard_leaves]
                 grads = [grads.get(0), *grad_shards]
                 if torch.is_grad_enabled():  # create_graph=True
-                    grads = _NotTwice.apply(name, torch.zeros((), requires_grad=True), *grads)
+                    grads = _NotTwice.apply(words, torch.zeros((), requires_grad=True), *grads)
                 return None, *grads, *[None] * rest_spec.num_leaves
 
         def apply(x, shards, /, *rest, **named):
@@ -153,14 +157,14 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
             for path, t in [("x", x), *((f"shards {p!r}", t) for p, t in zip(shard_paths, shard_leaves, strict=True))]:
                 if not isinstance(t, torch.Tensor):
                     raise ValueError(
-                        f"layer {name!r}: {path}: got {_words(t)}, wanted a tensor; give fn its constants with "
+                        f"{words}: {path}: got {tree.in_words(t)}, wanted a tensor; give fn its constants with "
                         "functools.partial, and other arrays behind the shards"
                     )
             for path, t in zip(rest_paths, rest_leaves, strict=True):
                 if not isinstance(t, torch.Tensor) or t.requires_grad:
-                    got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else _words(t)
+                    got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else tree.in_words(t)
                     raise ValueError(
-                        f"layer {name!r}: argument {path[2:]!r} after the shards: got {got}, wanted a tensor without a "
+                        f"{words}: argument {path[2:]!r} after the shards: got {got}, wanted a tensor without a "
                         "gradient; make what needs one part of the shards, or detach it; bind what is no tensor with "
                         "functools.partial"
                     )
@@ -176,10 +180,6 @@ def _has_gradient(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _words(x: Any) -> str:
-    return f"a {type(x).__name__}" if tree.leaves(x) != [x] or isinstance(x, torch.nn.Module) else repr(x)
-
-
 class _NotTwice(torch.autograd.Function):
     """Gradients of a layer, which are constants to autograd: another gradient of them would be silently zero."""
 
@@ -191,7 +191,7 @@ class _NotTwice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise ValueError(
-            f"layer {ctx.name!r}: got a gradient of its gradient, wanted first gradients only: its backward is one "
+            f"{ctx.name}: got a gradient of its gradient, wanted first gradients only: its backward is one "
             "compiled node; call the plain function where second gradients are taken"
         )
 

@@ -4,8 +4,10 @@ Nothing else in the room imports from a module with a leading underscore; when t
 """
 
 import contextlib
+import logging
 import shutil
 import sys
+import threading
 
 import torch
 import torch._inductor
@@ -52,6 +54,7 @@ __all__ = [
     "mark_backward",
     "min_cut",
     "outside_of_tracing",
+    "quiet_about_shapes",
 ]
 
 
@@ -63,6 +66,22 @@ def is_tracing() -> bool:
 def outside_of_tracing():
     """Context in which ops run for real although an outer trace is active; for building an inner graph."""
     return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def quiet_about_shapes():
+    """Context without torch's log of an op whose arguments do not fit, a traceback of 20 lines and more for an error
+    that is raised anyway. Only this message, only in this thread; all others of that logger pass."""
+    here, logger = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
+
+    def passes(record):
+        return record.thread != here or not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 def below_autograd(run):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fmegatron import collectives, tree
+from fmegatron.layout import dtype_name
 from fmegatron.step.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,11 +27,12 @@ from fmegatron.step.torch_private import (
     fx_traceback,
     make_fx,
     outside_of_tracing,
+    quiet_about_shapes,
 )
 
 __all__ = [
-    *("Traced", "explained", "make_fakes", "meta_of", "record", "require_pure", "symbolic_nodes", "trace"),
-    "written_by",
+    *("Traced", "described", "make_fakes", "meta_of", "record", "require_pure", "symbolic_nodes", "trace"),
+    *("tried", "written_by"),
 ]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -121,6 +123,12 @@ def make_fakes(tensors, mode) -> list:
         return [torch.empty_strided(*meta_of(t)[:2], dtype=t.dtype, device=t.device) for t in tensors]
 
 
+def tried(flat: Callable, fakes: list, mode, name: str) -> Any:
+    """`flat(*fakes)` without recording it, for what must be known of its result before."""
+    with explained(name), quiet_about_shapes(), torch.enable_grad(), mode, _Lines():
+        return flat(*fakes)
+
+
 def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule:
     """make_fx with source lines on every node; one autograd thread, because dispatch modes are per thread."""
 
@@ -130,6 +138,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
 
     with (
         explained(name),
+        quiet_about_shapes(),
         outside_of_tracing(),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
@@ -147,23 +156,50 @@ def explained(name: str):
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise ValueError(
-            f"{name} reads the value of a tensor at {_raised_at(e)} ({e}): its graph would depend on data. Keep it in "
-            "tensors (torch.where instead of if, no .item(), no nonzero or boolean index)"
+        raise _refused(
+            e,
+            f"{name} reads the value of a tensor at {_raised_at(e)} ({e}): its graph would depend on data. Keep it "
+            "in tensors (torch.where instead of if, no .item(), no nonzero or boolean index)",
         ) from None
     except AssertionError as e:
         if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
             raise
-        raise ValueError(
+        raise _refused(
+            e,
             f"{name} uses a tensor at {_raised_at(e)} that is not among its arguments (from a closure or a global). "
-            f"Pass it as an argument, or make it inside the function from Python numbers. ({e})"
+            f"Pass it as an argument, or make it inside the function from Python numbers. ({e})",
         ) from None
-    except RuntimeError as e:
-        if "leaf Variable that requires grad" not in str(e):
+    except Exception as e:
+        at, text = _raised_at(e), str(e)
+        op = next((note for note in getattr(e, "__notes__", ()) if note.startswith(_FAILED)), None)
+        if "leaf Variable that requires grad" in text:
+            what = f"{name} changes an argument in place at {at}; a step is pure: return the new value instead"
+        elif isinstance(e, RuntimeError) and any(words in text for words in _READS_MEMORY):
+            what = (
+                f"{name} reads the values of a tensor at {at} (.numpy() or its memory): while a step is traced a "
+                "tensor has a shape and no values. Keep it in tensors, or do this before or after the step"
+            )
+        elif op is not None:
+            what = (
+                f"{name}: {at}: {op.removeprefix(_FAILED)}: {text.rstrip('.')}; in a step tensors have the shapes of "
+                "one rank's part"
+            )
+        else:
             raise
-        raise ValueError(
-            f"{name} changes an argument in place at {_raised_at(e)}; a step is pure: return the new value instead"
-        ) from None
+        raise _refused(e, what) from None
+
+
+_FAILED = "in a step that is traced: "  # how the note begins that says with what an op failed
+_READS_MEMORY = (".numpy() is not supported", "numpy() on Tensor that requires grad", "data pointer of Tensor")
+
+
+def _refused(e: BaseException, text: str) -> ValueError:
+    """The error to raise instead of e, with the user's part of the stack as a note; torch's part is 40 frames."""
+    error = ValueError(text)
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_MACHINERY)]
+    if frames:
+        error.add_note("".join(["In the step (most recent call last):\n", *traceback.format_list(frames)]).rstrip())
+    return error
 
 
 def _storage(t: torch.Tensor) -> int:
@@ -185,13 +221,37 @@ class _Lines(TorchDispatchMode):
             while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, _COLLECTIVES, _TREE, "<")):
                 frame = frame.f_back
             fx_traceback.set_stack_trace([_where(frame)] if frame is not None else [])
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as e:
+            if not any(note.startswith(_FAILED) for note in getattr(e, "__notes__", ())):
+                e.add_note(f"{_FAILED}{func.name().partition('::')[2]} got {_words(args, kwargs)}")
+            raise
+
+
+def _words(args, kwargs) -> str:
+    """ "f32[8, 4], f32[3, 4], 1": what an op was given."""
+    given = tree.leaves((args, kwargs or {}))
+    return ", ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in given)
 
 
 def _where(frame) -> str:
+    return _place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _place(path: str, line: int) -> str:
     """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
-    folder, name = os.path.split(frame.f_code.co_filename)
-    return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{frame.f_lineno}"
+    folder, name = os.path.split(path)
+    return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"
+
+
+def described(fn: Callable) -> str:
+    """ "loss_fn (file.py:12)": a function by its name and the line where it begins; what wraps it is looked through."""
+    while inner := getattr(fn, "func", None) or getattr(fn, "__wrapped__", None):
+        fn = inner
+    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return name if code is None else f"{name} ({_place(code.co_filename, code.co_firstlineno)})"
 
 
 def _raised_at(e: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.check import Declared
-from fmegatron.step.grad import accumulate, reduce_gradients, value_and_grad
+from fmegatron.step.grad import accumulate, loss_and_aux, reduce_gradients, value_and_grad
+from fmegatron.step.trace import described
 
 __all__ = ["State", "build_train_step", "placements", "state_specs"]
 
@@ -92,14 +94,19 @@ def build_train_step(
     The step declares its layouts, so that every jit of it on a mesh is checked (`step.check`).
     """
 
+    @functools.wraps(loss_fn)
     def scaled_loss(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
-        out = loss_fn(optim.merge(trained, frozen), batch)
-        loss, metrics = out if isinstance(out, tuple) else (out, {})
+        loss, metrics = loss_and_aux(loss_fn, loss_fn(optim.merge(trained, frozen), batch))
+        if not isinstance(metrics, dict):
+            raise ValueError(
+                f"{described(loss_fn)}: its metrics: got {tree.in_words(metrics)}, wanted a dict of 0-d tensors; "
+                'give each a name: return loss, {"accuracy": accuracy}'
+            )
         return loss if scale is None else loss * scale.to(loss.dtype), metrics
 
     if strategy is not None and data_axes is not None:
         raise ValueError(f"got data_axes={data_axes} and a strategy, whose axes are {strategy.axes}; give one of them")
-    axes.require(layouts, "build_train_step: layouts")
+    _require_arguments(optimizer, layouts, axes)
     strategy = strategy or DataParallel(data_axes or ("dp", "fsdp"))
     _require_known_axes(axes, strategy, layouts)
     trains = getattr(optimizer, "trains", optim.every_path)
@@ -117,8 +124,10 @@ def build_train_step(
     grad_fn = accumulate(grad_fn, microbatches, each=reduce_each, weight=weight, dtype=summed)
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
-        tree.check(state.params, layouts, rank=0)  # while tracing; shapes are alike on all ranks inside a step
-        tree.check(state.opt, opt_layouts, rank=0)
+        _require_state(state)
+        # While tracing; inside a step all ranks have the same shapes.
+        tree.check(state.params, layouts, 0, "state.params", "the layouts of build_train_step")
+        tree.check(state.opt, opt_layouts, 0, "state.opt", "what the optimizer makes of the layouts")
         trained, frozen = optim.partition(state.params, trains)
         scale = optim.loss_scale_of(state.opt)
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
@@ -144,6 +153,38 @@ def build_train_step(
     opt_layouts = tree.layouts(specs.opt)
     train_step.declared = Declared(specs, strategy.axes)
     return train_step
+
+
+def _require_state(state: Any) -> None:
+    """ValueError for what has no step, params and opt, such as a dict of them or the parameters alone."""
+    if all(hasattr(state, name) for name in State._fields):
+        return
+    fix = "draw one: tree.init(step.state_specs(specs, optimizer), key)"
+    if isinstance(state, dict) and set(state) == set(State._fields):
+        fix = "give State(**it)"
+    elif isinstance(state, tuple | list) and len(state) == len(State._fields):
+        fix = "give State(*it)"
+    raise ValueError(
+        f"train_step: its first argument: got {tree.in_words(state)}, wanted a State(step, params, opt); {fix}"
+    )
+
+
+def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
+    """ValueError for what is none of these, and for layouts of another mesh than that of the axes."""
+    if not isinstance(axes, Axes):
+        raise ValueError(f"build_train_step: axes: got {tree.in_words(axes)}, wanted Axes(mesh)")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"build_train_step: optimizer: got {tree.in_words(optimizer)}, wanted a pair of functions init and update, "
+            "such as optim.adamw(1e-3)"
+        )
+    for path, leaf in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
+        if not isinstance(leaf, Layout):
+            raise ValueError(
+                f"build_train_step: layouts: {path}: got {tree.in_words(leaf)}, wanted a Layout; tree.layouts(specs) "
+                "has those of specs"
+            )
+    axes.require(layouts, "build_train_step: layouts")
 
 
 def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> None:

@@ -171,6 +171,9 @@ def _compute(node, values, world, share):
         key = tuple(id(values[s][rank]) for s in sources) if share else rank
         if key not in done:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: values[n][rank])
-            done[key] = node.target(*args, **kwargs)
+            try:
+                done[key] = node.target(*args, **kwargs)
+            except RuntimeError as e:  # what fake tensors let pass, such as products of two dtypes
+                raise ValueError(f"simulate: {node.meta.get('at', '?')}: {node.target} on rank {rank}: {e}") from None
         out.append(done[key])
     return out

@@ -47,9 +47,15 @@ class Parity:
         first, error = self.differences[0]
         lines = [
             f"on {self.mesh}, step {self.step}: {len(self.differences)} of {len(self.sharded.paths)} outputs differ "
-            f"from one rank; first {first} (relative error {error:.1e})"
+            f"from one rank; first {first or 'its result'} (relative error {error:.1e})"
         ]
         lines += [f"  also {path} ({error:.1e})" for path, error in self.differences[1:6]]
+        dtype = self.single.gather(first).dtype
+        if dtype.is_floating_point and error < 1e3 * torch.finfo(dtype).eps:
+            lines.append(
+                f"  {dtype} is rounded at {torch.finfo(dtype).eps:.0e}, which may be all: give arrays of torch.float64 "
+                "(tree.cast), or a tolerance"
+            )
         lines += [
             "meaning is lost at" if self.findings else "no node loses meaning: a factor that depends on the mesh?"
         ]
@@ -104,6 +110,11 @@ def parity(
         for m, (ins, outs) in placed.items():
             if i == 0:
                 sims[m] = simulate(make_step(m), m, *now, layouts=ins, out_layouts=outs)
+            elif not isinstance(sims[m].outputs[0], tuple | list):
+                raise ValueError(
+                    f"parity: got steps={steps} and {tree.in_words(sims[m].outputs[0])} as the step's result, wanted "
+                    "(state, ...): its first item is the first argument of the next call"
+                )
             else:
                 sims[m] = sims[m].again(Ranks(out[0] for out in sims[m].outputs), *now[1:])
         errors = _compare(sims[mesh], sims[one], floor)
@@ -131,7 +142,10 @@ def _compare(sharded: Simulation, single: Simulation, floor):
     errors = []
     if sharded.paths != single.paths:
         missing = sorted(set(sharded.paths) ^ set(single.paths))
-        raise ValueError(f"the steps of {sharded.mesh} and of one rank return different leaves: {missing}")
+        raise ValueError(
+            f"parity: got results without the same leaves from the steps of {sharded.mesh} and of one rank: {missing} "
+            "come from one of them; wanted steps that differ in their mesh only"
+        )
     for path in sharded.paths:
         wanted = single.gather(path)
         try:

@@ -36,12 +36,22 @@ def split(values: Any, layouts: Any, mesh: Mesh | None = None) -> Ranks:
     that hold the same boxes share one tensor. A pending sum is cut into unequal terms that add up to the value.
     Raises ValueError naming the path where the structures or shapes disagree.
     """
+    return _split(values, layouts, mesh, "split: the value")
+
+
+def _split(values, layouts, mesh, name) -> Ranks:
     paths, leaves, spec = tree.flatten(values)
-    layouts = _layouts_of(paths, leaves, layouts, mesh)
+    for path, x in zip(paths, leaves, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(
+                f"{name}: {path or 'its value'}: got {tree.in_words(x)}, wanted a tensor; make it one with "
+                "torch.as_tensor, or bind a constant with functools.partial"
+            )
+    layouts = _layouts_of(paths, leaves, layouts, mesh, name)
     if mesh is None and not layouts:
-        raise ValueError("split of a tree without arrays needs mesh=")
+        raise ValueError("split: got a tree without arrays, wanted mesh= with it")
     mesh = mesh or layouts[0].mesh
-    local = [_split_leaf(*item) for item in zip(paths, leaves, layouts, strict=True)]
+    local = [_split_leaf(f"{name}: {path}", *item) for path, *item in zip(paths, leaves, layouts, strict=True)]
     return Ranks(tree.unflatten(spec, [ranks[r] for ranks in local]) for r in range(mesh.size))
 
 
@@ -54,24 +64,24 @@ def join(ranks: list, layouts: Any, mesh: Mesh | None = None, *, tolerance: floa
     """
     flat = [tree.flatten(local) for local in ranks]
     paths, leaves, spec = flat[0]
-    layouts = _layouts_of(paths, leaves, layouts, mesh, local=len(ranks))
+    layouts = _layouts_of(paths, leaves, layouts, mesh, "join: the value", local=len(ranks))
     out = []
     for i, (path, layout) in enumerate(zip(paths, layouts, strict=True)):
         out.append(_join_leaf(path, [f[1][i] for f in flat], layout, tolerance))
     return tree.unflatten(spec, out)
 
 
-def _layouts_of(paths, leaves, layouts, mesh, local=None):
+def _layouts_of(paths, leaves, layouts, mesh, name, local=None):
     """One Layout per leaf; `None` in place of a tree means replicated."""
     if layouts is None:
         mesh = mesh or Mesh(rank=local or 1)
         return [Layout(tuple(x.shape), x.dtype, mesh) for x in leaves]
     got_paths, got, _ = tree.flatten(layouts)
     if got_paths != paths:
-        missing, extra = sorted(set(paths) - set(got_paths)), sorted(set(got_paths) - set(paths))
+        difference = tree.structure_difference(dict.fromkeys(paths, 0), dict.fromkeys(got_paths, 0))
         raise ValueError(
-            f"values and layouts differ in structure: without a layout {missing or 'none'}, layouts without a value "
-            f"{extra or 'none'}; give a layout tree of the same structure as the values"
+            f"{name} does not have the structure of its layouts:\n{difference}\ngive one layout per array, and None in "
+            "place of a tree that all ranks hold"
         )
     return [getattr(item, "layout", item) for item in got]
 
@@ -79,8 +89,8 @@ def _layouts_of(paths, leaves, layouts, mesh, local=None):
 def _split_leaf(path, x, layout):
     if tuple(x.shape) != tuple(layout.shape):
         raise ValueError(
-            f"{path}: got global shape {tuple(x.shape)}, the layout says {tuple(layout.shape)}; pass the whole array, "
-            "or per-rank trees as testing.Ranks"
+            f"{path}: got global shape {tuple(x.shape)}, wanted {tuple(layout.shape)} of {layout}; pass the whole "
+            "array, or per-rank trees as testing.Ranks"
         )
     weights, made, out = _terms(layout, x), {}, []
     for rank in range(layout.mesh.size):
@@ -181,7 +191,10 @@ class Simulation:
     def gather(self, path: str) -> torch.Tensor:
         """The global array of one leaf of the result. ValueError if replicas differ, or there is no such path."""
         if path not in self.paths:
-            raise ValueError(f"the step returned no {path!r}; it returned {', '.join(self.paths)}")
+            raise ValueError(
+                f"gather: got path {path!r}, wanted one that the step returned: {', '.join(map(repr, self.paths))}"
+                f"{tree.did_you_mean(path, self.paths)}"
+            )
         i = self.paths.index(path)
         return _join_leaf(path, [_tensors(local)[i] for local in self.outputs], self.layouts[i], 0.0)
 
@@ -192,6 +205,11 @@ class Simulation:
     @property
     def metrics(self) -> dict[str, float]:
         """The last item of the step's result as Python numbers (a step returns `(state, metrics)`)."""
+        if not isinstance(self.outputs[0], tuple | list) or not self.outputs[0]:
+            raise ValueError(
+                f"metrics: got {tree.in_words(self.outputs[0])} as the step's result, wanted (state, metrics); "
+                "gather(path) and globals() read any result"
+            )
         last = [out[-1] for out in self.outputs]
         layouts = self.layouts[len(self.layouts) - len(_tensors(last[0])) :]
         paths, leaves, spec = tree.flatten(last[0])
@@ -210,7 +228,9 @@ class Simulation:
         want = [tuple(f.shape) for f in self.traced.fakes]
         got = [tuple(xs[0].shape) for xs in inputs]
         if want != got:
-            raise ValueError(f"the graph was traced for local shapes {want}, got {got}; call simulate again")
+            raise ValueError(
+                f"again: got local shapes {got}, wanted {want}, for which the step was traced; call simulate again"
+            )
         return _run(self.traced, self.mesh, inputs, self.arg_layouts, self.out_layouts, self.layouts)
 
 
@@ -236,10 +256,12 @@ def simulate(
     >>> sim.globals(), len(sim.outputs)
     (tensor(28.), 4)
     """
+    if not (layouts is None or isinstance(layouts, tuple | list)):
+        raise ValueError(f"simulate: layouts: got {tree.in_words(layouts)}, wanted a tuple of one tree per argument")
     layouts = (None,) * len(args) if layouts is None else tuple(layouts)
     if len(layouts) != len(args):
         raise ValueError(
-            f"{len(args)} arguments and {len(layouts)} layout trees; give one per argument, None = replicated"
+            f"simulate: got {len(layouts)} trees of layouts, wanted {len(args)}, one per argument; None: replicated"
         )
     for i, one in enumerate((*layouts, out_layouts)):
         of = f"simulate: {f'layouts[{i}]' if i < len(layouts) else 'out_layouts'}"
@@ -252,9 +274,11 @@ def simulate(
 def _per_rank(args, layouts, mesh):
     out = []
     for i, (arg, wanted) in enumerate(zip(args, layouts, strict=True)):
-        ranks = arg if isinstance(arg, Ranks) else split(arg, wanted, mesh)
+        ranks = arg if isinstance(arg, Ranks) else _split(arg, wanted, mesh, f"simulate: argument {i}")
         if len(ranks) != mesh.size:
-            raise ValueError(f"argument {i} has trees for {len(ranks)} ranks, the mesh {mesh} has {mesh.size}")
+            raise ValueError(
+                f"simulate: argument {i}: got trees for {len(ranks)} ranks, wanted {mesh.size}, one per rank of {mesh}"
+            )
         out.append(ranks)
     return out
 
@@ -271,8 +295,8 @@ def _flat_inputs(ranks, mesh):
         if len({tuple(v.shape) for v in values}) > 1:
             path = tree.paths(tuple(arg[0] for arg in ranks))[i]
             raise ValueError(
-                f"{path}: the ranks' local shapes differ ({sorted({tuple(v.shape) for v in values})}); a simulated "
-                "step has one graph for all ranks, choose sizes that divide evenly"
+                f"simulate: argument {path}: got local shapes {sorted({tuple(v.shape) for v in values})}, wanted one "
+                "shape on all ranks, which have one graph; choose sizes that divide evenly"
             )
     return inputs
 
@@ -295,7 +319,7 @@ def infer_out_layouts(traced: Traced, result: Any, mesh: Mesh, arg_layouts: tupl
     flat = []
     for piece, wanted in pieces:
         tensors = [(p, x) for p, x in zip(*tree.flatten(piece)[:2], strict=True) if isinstance(x, torch.Tensor)]
-        flat += _layouts_of([p for p, _ in tensors], [x for _, x in tensors], wanted, mesh)
+        flat += _layouts_of([p for p, _ in tensors], [x for _, x in tensors], wanted, mesh, "simulate: the result")
     return flat
 
 

@@ -21,11 +21,13 @@ from fmegatron.tree.spec import (
 from fmegatron.tree.structure import (
     did_you_mean,
     flatten,
+    in_words,
     leaves,
     map,
     map_with_path,
     neither_norm_nor_bias,
     paths,
+    structure_difference,
     unflatten,
 )
 
@@ -45,6 +47,7 @@ __all__ = [
     "dump",
     "flatten",
     "fold_in",
+    "in_words",
     "init",
     "layouts",
     "leaves",
@@ -57,6 +60,7 @@ __all__ = [
     "require_mesh",
     "scale",
     "squared_norm",
+    "structure_difference",
     "subtract",
     "unflatten",
     "zeros",

@@ -7,31 +7,44 @@ from typing import Any
 import torch
 
 from fmegatron.layout import Layout, Mesh, dtype_name
-from fmegatron.tree.structure import flatten, structure_difference
+from fmegatron.tree.structure import flatten, in_words, structure_difference
 
 
-def check(params: Any, layouts: Any, rank: int) -> None:
+def check(params: Any, layouts: Any, rank: int, name: str = "the tree", of: str = "its layouts") -> None:
     """Raise ValueError, naming path, got, wanted and fix, unless every leaf of `params` is what its layout says.
 
     params: tree of this rank's local tensors.  layouts: tree of the same structure, of Layouts or ArraySpecs. Compares
     structure, shape and dtype. It cannot see a wrong `unreduced` mark: parity tests do.
+    name, of: what the error calls the two, such as "state.params" and "the layouts of build_train_step".
     """
     paths, wanted, spec = flatten(layouts)
     _, got, got_spec = flatten(params)
     if spec != got_spec:
-        difference = structure_difference(params, layouts) or f"  containers differ: got {got_spec}, wanted {spec}"
-        raise ValueError(f"the tree does not have the structure of its layouts:\n{difference}")
+        lines = structure_difference(params, layouts).splitlines() or [f"  got {got_spec}, wanted {spec}"]
+        more = [f"  ... and {len(lines) - 10} more"] if len(lines) > 10 else []
+        raise ValueError(
+            "\n".join([f"{name} does not have the structure of {of}:", *lines[:10], *more])
+            + "\ngive both the same names and containers"
+        )
     problems = []
-    for path, x, layout in zip(paths, got, wanted, strict=True):
-        layout = layout if isinstance(layout, Layout) else layout.layout
+    for path, x, item in zip(paths, got, wanted, strict=True):
+        layout = item if isinstance(item, Layout) else getattr(item, "layout", None)
+        if not isinstance(layout, Layout):
+            raise ValueError(
+                f"{of}: {path}: got {in_words(item)}, wanted a Layout or an ArraySpec; are the two trees in "
+                "each other's place?"
+            )
         if not isinstance(x, torch.Tensor):
-            problems.append(f"  {path}: got {type(x).__name__}, wanted a local torch.Tensor of {layout}")
+            problems.append(
+                f"  {path}: got {type(x).__name__}, wanted a local torch.Tensor of {layout}; make it one with "
+                "torch.as_tensor"
+            )
             continue
         shape = layout.local_shape(rank)
         if tuple(x.shape) != shape:
-            hint = "; this is the global shape: keep only this rank's part" if tuple(x.shape) == layout.shape else ""
             problems.append(
-                f"  {path}: got local shape {tuple(x.shape)}, wanted {shape} on rank {rank} of {layout}{hint}"
+                f"  {path}: got local shape {tuple(x.shape)}, wanted {shape} on rank {rank} of {layout}; "
+                f"{_fix(tuple(x.shape), shape, layout)}"
             )
         elif x.dtype is not layout.dtype:
             problems.append(
@@ -41,8 +54,16 @@ def check(params: Any, layouts: Any, rank: int) -> None:
     if problems:
         more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError(
-            f"{len(problems)} of {len(paths)} leaves disagree with their layouts:\n" + "\n".join(problems[:10]) + more
+            f"{len(problems)} of {len(paths)} leaves of {name} disagree with {of}:\n" + "\n".join(problems[:10]) + more
         )
+
+
+def _fix(got: tuple[int, ...], wanted: tuple[int, ...], layout: Layout) -> str:
+    if got == layout.shape:
+        return "this is the global shape: keep only this rank's part"
+    if sorted(got) == sorted(wanted):
+        return "its dims are in another order: permute them, or make the layout's those of the array"
+    return "make it with this layout (tree.init, checkpoint.restore), or give the layout the array's global shape"
 
 
 def require_mesh(layouts: Any, mesh: Mesh, who: str, whose: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -54,27 +55,85 @@ def map_with_path(f: Callable, *trees: Any) -> Any:
 
 def _mapped(f: Callable, trees: tuple, with_path: bool | None) -> Any:
     first, spec = optree.tree_flatten(trees[0])
-    try:
-        columns = [first] + [spec.flatten_up_to(other) for other in trees[1:]]
-    except (ValueError, TypeError) as error:
-        for other in trees[1:]:
-            difference = structure_difference(other, trees[0])
-            if difference:
-                raise ValueError(f"tree.map: the trees differ:\n{difference}") from None
-        raise ValueError(f"tree.map: the trees differ in their containers: {error}") from None
+    columns = [first]
+    for i, other in enumerate(trees[1:], 2):
+        try:
+            columns.append(spec.flatten_up_to(other))
+        except (ValueError, TypeError) as error:
+            difference = structure_difference(other, trees[0]) or f"  {error}"
+            raise ValueError(f"tree.map: tree {i} does not have the structure of tree 1:\n{difference}") from None
     if with_path:
         columns.insert(0, list(_paths(spec)))
     return optree.tree_unflatten(spec, [f(*column) for column in zip(*columns, strict=True)])
 
 
 def structure_difference(got: Any, wanted: Any) -> str:
-    """What paths `got` lacks or has too many, one line each with the nearest other name; empty when they agree."""
-    got_paths, wanted_paths = paths(got), paths(wanted)
-    missing = [path for path in wanted_paths if path not in set(got_paths)]
-    extra = [path for path in got_paths if path not in set(wanted_paths)]
-    lines = [f"  {path}: got nothing, wanted a leaf{did_you_mean(path, extra)}" for path in missing]
-    lines += [f"  {path}: got a leaf, wanted nothing there{did_you_mean(path, missing)}" for path in extra]
-    return "\n".join(lines)
+    """Where two trees differ in names or containers, the first place first, one line each; empty when they agree.
+
+    >>> print(structure_difference({"a": 1, "b": [2, 3]}, {"a": 1, "b": {"x": 2}, "c": 3}))
+      c: got nothing, wanted a leaf
+      b: got a list of 2, wanted a dict of x
+    """
+    return "\n".join(_differences(optree.tree_structure(got), optree.tree_structure(wanted), ""))
+
+
+def _differences(got: optree.PyTreeSpec, wanted: optree.PyTreeSpec, path: str) -> list[str]:
+    root = "the tree itself"
+    if got.type is not wanted.type or got.type not in (dict, OrderedDict) and _names(got) != _names(wanted):
+        return [f"  {path or root}: got {_kind(got)}, wanted {_kind(wanted)}"]
+    prefix, theirs, ours = path and f"{path}/", _children(got), _children(wanted)
+    missing = {f"{prefix}{name}": child for name, child in ours.items() if name not in theirs}
+    extra = {f"{prefix}{name}": child for name, child in theirs.items() if name not in ours}
+    lines = [
+        f"  {at or root}: got nothing, wanted {_kind(x)}{did_you_mean(at, list(extra))}" for at, x in missing.items()
+    ]
+    lines += [
+        f"  {at or root}: got {_kind(x)}, wanted nothing{did_you_mean(at, list(missing))}" for at, x in extra.items()
+    ]
+    for name in ours:
+        if name in theirs:
+            lines += _differences(theirs[name], ours[name], f"{prefix}{name}")
+    return lines
+
+
+def _names(spec: optree.PyTreeSpec) -> list:
+    return list(getattr(spec.type, "_fields", spec.entries()))
+
+
+def _children(spec: optree.PyTreeSpec) -> dict[Any, optree.PyTreeSpec]:
+    return dict(zip(_names(spec), spec.children(), strict=True))
+
+
+def _kind(spec: optree.PyTreeSpec) -> str:
+    """ "a leaf", "None", "a dict of a, b", "a list of 3"."""
+    if spec.type is None:
+        return "a leaf"
+    if spec.type is type(None):
+        return "None"
+    names = list(map(str, _names(spec)))
+    if not names:
+        return f"an empty {spec.type.__name__}"
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"{_a(spec.type.__name__)} of {len(names) if spec.type in (list, tuple) else listed}"
+
+
+def in_words(x: Any) -> str:
+    """What something is, for an error: "a dict of a, b", "a tensor of shape (3,)", "2.5", "a Linear".
+
+    >>> in_words({"a": 1}), in_words([1, 2]), in_words("relu"), in_words(None), in_words(range(3))
+    ('a dict of a', 'a list of 2', "'relu'", 'None', 'a range')
+    """
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        kind = "tensor" if hasattr(x, "requires_grad") else type(x).__name__
+        return f"{_a(kind)} of shape {tuple(x.shape)}"
+    if x is None or isinstance(x, bool | int | float | complex | str):
+        return repr(x)
+    spec = optree.tree_structure(x)
+    return _a(type(x).__name__) if spec.type is None else _kind(spec)
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def did_you_mean(name: str, candidates: list[str]) -> str:

@@ -77,14 +77,22 @@ def test_compiled_by_inductor():
     compare(["last: softmax", "view: x, expanded"], "all", None, "inductor")
 
 
+TENS = [list(LAYERS)[i : i + 10] for i in range(0, len(LAYERS), 10)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("offload", [None, 0])
 @pytest.mark.parametrize("save", POLICIES)
-def test_every_layer(save, offload, backend):
-    names = list(LAYERS)
-    for i in range(0, len(names), 10):
-        compare(names[i : i + 10], POLICIES[save], offload, backend)
+def test_every_layer(save, offload):
+    compare(LAYERS, POLICIES[save], offload, None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("names", TENS, ids=lambda names: names[0])
+@pytest.mark.parametrize("save, backend", [("all", "inductor"), ("all", "aot_eager"), ("mincut", "aot_eager")])
+def test_every_layer_compiled(save, backend, names):
+    compare(names, save, None, backend)
 
 
 # ---- what a layer returns --------------------------------------------------------------------------------------------

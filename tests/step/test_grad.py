@@ -64,21 +64,6 @@ def test_a_gradient_of_a_gradient():
     assert loss == 2 * 2 * 12 and grads.tolist() == [12, 12]
 
 
-@pytest.mark.parametrize(
-    ("loss", "got"),
-    [
-        (lambda p: p * 2, r"a tensor of shape \(3,\)"),
-        (lambda p: (p.sum(0, keepdim=True), {}), r"a tensor of shape \(1,\)"),
-        (lambda p: 3.0, "float"),
-        (lambda p: p.detach().sum(), r"a tensor of shape \(\)"),
-        (lambda p: None, "NoneType"),
-    ],
-)
-def test_a_loss_that_is_none(loss, got):
-    with pytest.raises(ValueError, match=f"the loss must be a 0-d tensor that depends on the parameters, got {got}"):
-        value_and_grad(loss)(torch.ones(3))
-
-
 # ---- microbatches ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -38,7 +38,9 @@ def test_map():
     assert tree.map(lambda a, layout: layout.shape, {"w": 0, "v": [0]}, layouts) == {"w": (4,), "v": [(2,)]}
     with pytest.raises(ValueError, match=r"weight: got nothing, wanted a leaf \(did you mean weigth\?\)"):
         tree.map(lambda a, b: a, {"weight": 1}, {"weigth": 1})
-    with pytest.raises(ValueError, match="differ in their containers"):
+    with pytest.raises(
+        ValueError, match="tree 2 does not have the structure of tree 1:\n  w: got a tuple of 1, wanted a list of 1"
+    ):
         tree.map(lambda a, b: a, {"w": [1]}, {"w": (1,)})
 
 
@@ -62,7 +64,7 @@ def test_check():
     with pytest.raises(ValueError) as error:
         tree.check(params, layouts, 3)
     assert str(error.value).splitlines() == [
-        "2 of 3 leaves disagree with their layouts:",
+        "2 of 3 leaves of the tree disagree with its layouts:",
         "  blocks/wo: got local shape (8, 6), wanted (8, 3) on rank 3 of f32[8, 6@tp] on dp2·tp2; this is the global"
         " shape: keep only this rank's part",
         "  scale: got dtype f32, wanted f64 of f64[] on dp2·tp2; cast with x.to(torch.float64) or change the layout",
@@ -72,7 +74,7 @@ def test_check():
         tree.check(params, layouts, 3)
     with pytest.raises(ValueError, match=r"scale: got float, wanted a local torch.Tensor"):
         tree.check({**tree.init(specs(), 0, 0), "scale": 3.5}, layouts, 0)
-    with pytest.raises(ValueError, match=r"containers differ"):
+    with pytest.raises(ValueError, match=r"the tree itself: got a list of 1, wanted a tuple of 1"):
         tree.check([torch.zeros(())], (Layout((), F32, MESH),), 0)
 
 

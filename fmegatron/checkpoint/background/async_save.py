@@ -205,7 +205,7 @@ class AsyncSaver:
             known = self._plan(layouts, world)
             tensors = known.tensors(state, world.rank)
             if tensors is None:
-                tree.check(state, layouts, world.rank)
+                tree.check(state, layouts, world.rank, "the state", "the layouts")
                 tensors = tree.leaves(state)
             check_words(metadata, step)
             what = {"store": store.to_json(), "step": step, "rank": world.rank, "size": world.size}

@@ -209,10 +209,7 @@ def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
 def _current(initial: Any, target_layouts: Any, rank: int) -> list[torch.Tensor] | None:
     if initial is None:
         return None
-    try:
-        tree.check(initial, target_layouts, rank)
-    except ValueError as error:
-        raise ValueError(f"initial: {error}") from None
+    tree.check(initial, target_layouts, rank, "initial", "the target layouts")
     return tree.leaves(initial)
 
 

@@ -96,7 +96,7 @@ def check_request(
     """The leaves and their plan, or ValueError."""
     paths, leaves, _ = flat_layouts(layouts)
     check_layouts(paths, leaves, world.size)
-    tree.check(state, layouts, world.rank)
+    tree.check(state, layouts, world.rank, "the state", "the layouts")
     check_words(metadata, step)
     return tree.leaves(state), plan(paths, leaves)
 
