@@ -161,7 +161,7 @@ def test_bad_arguments():
         split({"w": x}, {"v": lay((4,), "tp")})
     with pytest.raises(ValueError, match="trees for 3 ranks"):
         simulate(lambda x: x, MESH, Ranks([x] * 3))
-    with pytest.raises(ValueError, match="one graph for all ranks"):
+    with pytest.raises(ValueError, match="wanted one shape on all ranks"):
         simulate(lambda x: x * 1, MESH, torch.zeros(3).double(), layouts=(lay((3,), "tp"),))
     sim = simulate(lambda x: {"y": x * 1}, MESH, x)
     with pytest.raises(ValueError, match="gather: got path 'z', wanted one that the step returned: 'y'"):
