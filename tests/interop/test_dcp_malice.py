@@ -6,7 +6,6 @@ import os
 import pickle
 import pickletools
 import random
-import time
 import zipfile
 
 import pytest
@@ -15,7 +14,9 @@ import torch
 from fmegatron import interop
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.interop.inert import Record, UnsafePickle, load
+from fmegatron.layout import Layout, Mesh
 from tests.interop.torch_layout import whole, write
+from tests.work import counted
 
 
 class Runs:
@@ -156,17 +157,141 @@ def test_names_and_sizes_that_lead_elsewhere(directory, tmp_path):
         (directory / ".metadata").write_bytes(keep)
 
 
-def test_bombs_take_no_time(directory):
+def budget(work, size):
+    """Work in proportion to what is there, counted, so that the time of day changes nothing."""
+    assert work.calls < 20_000 + 8 * size and work.read < (1 << 20) + 2 * size and work.memory < 200 << 20, (size, work)
+
+
+@pytest.mark.parametrize("kind", ["layers", "deep", "key", "memo", "long", "bytes"])
+def test_bombs(directory, kind):
     layers = b"\x80\x02)" + b"".join(b"2\x86" for _ in range(200))  # a tuple of itself twice, 200 times over
-    deep = b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999
-    big_key = b"\x80\x02}" + layers[2:] + b"K\x01s"
-    many = b"\x80\x02r\xff\xff\xff\xff"
-    for data in (layers, deep, big_key, many, b"\x80\x02\x8b\xff\xff\xff\x7f", b"\x80\x05\x8e" + b"\xff" * 8):
-        (directory / ".metadata").write_bytes(data + b".")
-        start = time.process_time()
-        with pytest.raises(CheckpointError):
-            interop.dcp_layouts(directory)
-        assert time.process_time() - start < 1
+    data = {
+        "layers": layers,
+        "deep": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999,
+        "key": b"\x80\x02}" + layers[2:] + b"K\x01s",
+        "memo": b"\x80\x02r\xff\xff\xff\xff",
+        "long": b"\x80\x02\x8b\xff\xff\xff\x7f",
+        "bytes": b"\x80\x05\x8e" + b"\xff" * 8,
+    }[kind]
+    (directory / ".metadata").write_bytes(data + b".")
+    with counted() as work, pytest.raises(CheckpointError):
+        interop.dcp_layouts(directory)
+    budget(work, len(data))
+
+
+# ---- shapes that are larger than what is stored
+
+
+def grown(metadata, shape):
+    """The metadata says that the one shard of w has this shape."""
+    entry = metadata.state_dict_metadata["w"]
+    entry.size = entry.chunks[0].sizes = torch.Size(shape)
+    entry.chunks[0].offsets = torch.Size([0] * len(shape))
+    for index in [index for index in metadata.storage_data if index.fqn == "w"]:
+        metadata.storage_data[type(index)("w", entry.chunks[0].offsets)] = metadata.storage_data.pop(index)
+
+
+def strided_blob(shape, strides):
+    """What torch.save writes for a tensor of four elements of storage that is seen with these strides."""
+    buffer = io.BytesIO()
+    torch.save(torch.arange(4.0).as_strided(shape, strides), buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("shape", [(1 << 40,), (1 << 20, 1 << 20), (1 << 14, 1 << 14), (1 << 61, 1)])
+def test_a_shard_that_is_stored_shorter_than_its_shape(directory, shape):
+    """A directory of 5 KiB: refused when it is opened, before anybody allocates what it says."""
+    place(directory, lambda metadata: grown(metadata, shape))
+    for call in (
+        lambda: interop.dcp_layouts(directory),
+        lambda: interop.restore_dcp(directory, {"w": Layout(shape, torch.float32, Mesh())}),
+        lambda: interop.dcp_to_fmegatron(directory, directory / "out"),
+    ):
+        with counted() as work, pytest.raises(CheckpointError, match="w: the chunk at .* stored bytes, wanted"):
+            call()
+        budget(work, 1 << 14)
+    assert not (directory / "out").exists()
+
+
+def fake_length(directory, shape, blob):
+    """The metadata's length fits the shape; what lies there is `blob`."""
+    (directory / "bad").write_bytes(blob)
+    need = torch.Size(shape).numel() * 4
+
+    def change(metadata):
+        grown(metadata, shape)
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "w":
+                info.relative_path, info.offset, info.length = "bad", 0, max(need, len(blob))
+
+    place(directory, change)
+
+
+@pytest.mark.parametrize("shape", [(1 << 40,), (1 << 20, 1 << 20), (1 << 14, 1 << 14)])
+def test_a_file_that_is_shorter_than_its_metadata_says(directory, shape):
+    """Nothing is allocated for it: the file's size is looked at first."""
+    fake_length(directory, shape, strided_blob(shape, (0,) * len(shape)))
+    for call in (
+        lambda: interop.restore_dcp(directory, interop.dcp_layouts(directory)),
+        lambda: interop.dcp_to_fmegatron(directory, directory / "out"),
+    ):
+        with counted() as work, pytest.raises(CheckpointError, match="w: its file .*bad has .* bytes, wanted at least"):
+            call()
+        budget(work, 1 << 14)
+
+
+def test_elements_that_share_bytes(directory):
+    """A sparse file is as long as its metadata says, and holds 4 elements that are seen as 2^20 x 2^8."""
+    shape = (1 << 20, 1 << 8)
+    fake_length(directory, shape, strided_blob(shape, (0, 0)))
+    os.truncate(directory / "bad", 1 << 30)
+    layouts = {"w": Layout(shape, torch.float32, Mesh(dp=1 << 20), ("dp",))}  # a rank wants little of it
+    place(directory, lambda m: [setattr(i, "length", 1 << 30) for k, i in m.storage_data.items() if k.fqn == "w"])
+    # The zip's end is looked for at the end of the place: the blob is moved there.
+    blob = strided_blob(shape, (0, 0))
+    with open(directory / "bad", "r+b") as f:
+        f.seek((1 << 30) - len(blob))
+        f.write(blob)
+    with counted() as work, pytest.raises(CheckpointError, match="has 16 bytes for a tensor of shape"):
+        interop.restore_dcp(directory, layouts, rank=0)
+    budget(work, 1 << 20)
+
+
+def test_shards_that_lie_in_one_place(directory):
+    """Many tensors, each as long as the file, all in the same bytes of it."""
+
+    def change(metadata):
+        (index,) = [index for index in metadata.storage_data if index.fqn == "w"]
+        for i in range(50):
+            metadata.state_dict_metadata[f"w{i}"] = metadata.state_dict_metadata["w"]
+            metadata.storage_data[type(index)(f"w{i}", index.offset)] = metadata.storage_data[index]
+
+    place(directory, change)
+    with pytest.raises(CheckpointError, match="its file .* bytes, wanted at least"):
+        interop.restore_dcp(directory, interop.dcp_layouts(directory))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "hole", "link", "directory"])
+def test_metadata_that_is_no_file(directory, kind):
+    file = directory / ".metadata"
+    file.rename(directory / "kept")
+    {
+        "pipe": lambda: os.mkfifo(file),
+        "hole": lambda: (file.write_bytes(b"\x80"), os.truncate(file, 1 << 40)),
+        "link": lambda: file.symlink_to("/dev/zero"),
+        "directory": file.mkdir,
+    }[kind]()
+    with counted() as work, pytest.raises(CheckpointError, match=".metadata"):
+        interop.dcp_layouts(directory)
+    budget(work, 1 << 14)
+
+
+def test_an_expanded_tensor_in_an_object_is_read(tmp_path):
+    """Small ones are what torch.save makes of `x.expand(...)`: right input."""
+    x = whole((2,), torch.float32)
+    write(tmp_path, {"w": (x, [((0,), (2,))])}, {"o": {"e": torch.tensor([1.5]).expand(100, 3)}})
+    got = interop.read_dcp_object(tmp_path, "o")["e"]
+    assert got.shape == (100, 3) and bool((got == 1.5).all())
 
 
 def fuzz(directory, times, seed):

@@ -1,7 +1,9 @@
 """The manifest's JSON in: nothing in the file is trusted, and no number in it can make a reader work or allocate.
 
-Sizes are bounded by what they describe: a chunk is no larger than its array, a packed array no larger than the leaves
-in it, and the boxes of a leaf cover it exactly once (a gap would be restored as whatever lay in memory before).
+Sizes are bounded by what they describe: a chunk is no larger than its array, a packed array neither larger nor smaller
+than the leaves in it, no two elements of a box lie at one place, and the boxes of a leaf cover it exactly once (a gap
+would be restored as whatever lay in memory before). So a leaf is no larger than the files that hold it. All checks take
+time and memory in proportion to the file's length.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import gc
 import itertools
 import json
 import math
+import random
 import re
 import reprlib
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,9 +28,11 @@ MOST_BYTES = 256 << 20  # of a manifest: room for a million leaves
 _MOST_DIMS = 64  # torch's own bound
 _MOST_SMALL_BANDS = 1 << 16  # of an array whose bands are below _SMALL_BAND_BYTES
 _SMALL_BAND_BYTES = 4 << 10
-_MOST_CORNERS = 1 << 22  # of the boxes of a leaf
+_MOST_ARRAY_BYTES = 1 << 62  # of an array or a leaf: all numbers of a reader fit 64 bits
 MOST_STEP = 1 << 62
 MOST_PATH = 4096  # characters, as file systems have it
+MOST_DEPTH = 64  # parts of a path: each may become a dict
+_PRIME = (1 << 61) - 1
 _MOST_PARTS = 1 << 16  # interleaved parts of a dim
 _PART = r"(?!zarr\.json(?:/|$))[A-Za-z0-9_%\-][A-Za-z0-9_.%\-]*"
 _NAME = re.compile(f"(?:{_PART})(?:/{_PART})+")
@@ -86,7 +92,7 @@ def _no_collection() -> Iterator[None]:
 @_no_collection()
 def parse_manifest(value: dict[str, Any]) -> Manifest:
     """The manifest of parsed JSON, every type and size checked. Raises ValueError naming the leaf or array."""
-    name, arrays, leaves, used = "manifest", {}, {}, {}
+    name, arrays, leaves, used = "manifest", {}, {}, {}  # used: bytes of each array that leaves have, and padding
     try:
         count = _child(value, "digest_count", int)
         for name, row in _child(value, "arrays", dict).items():
@@ -95,12 +101,13 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
         if (total := sum(a.digest_count for a in arrays.values())) != count:
             raise ValueError(f"got digest_count {shown(count)}, wanted {total}, as the arrays have")
         rows = _child(value, "leaves", dict)
+        _check_paths(rows)
         for name, row in rows.items():
-            _check_path(name, rows)
             leaves[name] = _parse_leaf(name, row, arrays, used)
         for name, array in arrays.items():
-            if math.prod(array.shape) * array.itemsize > used.get(name, -1):
-                raise ValueError(f"{array.shape} elements are more than its leaves have")
+            held, padding = used.get(name, (-1, 0))
+            if not held <= math.prod(array.shape) * array.itemsize <= held + padding:
+                raise ValueError(f"{array.shape} elements are more than its leaves have, or fewer")
         name, step = "manifest", value.get("step")
         if step is not None and (type(step) is not int or abs(step) >= MOST_STEP):
             raise ValueError(f"got step {shown(step)}, wanted a whole number or null")
@@ -168,6 +175,8 @@ def _parse_array(name: str, row: Any, count: int) -> Array:
     last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be whole
     width, digests = math.prod(band) * array.itemsize, array.digest_count
     fits = band[last + 1 :] == chunk[last + 1 :] and band[last : last + 1] <= chunk[last : last + 1]
+    if math.prod(shape) * array.itemsize >= _MOST_ARRAY_BYTES:
+        raise ValueError(f"shape {shape} is larger than any array")
     if width > max(BAND_BYTES, 16) or not fits:
         raise ValueError(f"band {band} is not a contiguous part of at most 1 MiB of chunk {chunk}")
     if digests > _MOST_SMALL_BANDS and width < _SMALL_BAND_BYTES:
@@ -177,8 +186,8 @@ def _parse_array(name: str, row: Any, count: int) -> Array:
     return array
 
 
-def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, int]) -> Leaf:
-    """A leaf. `used`: bytes of each array that leaves account for; grows."""
+def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, tuple[int, int]]) -> Leaf:
+    """A leaf. `used`: bytes of each array that are a leaf's, and most bytes of padding between them; grows."""
     shape, dtype, layout = _ints(_child(row, "shape", list)), _child(row, "dtype", str), _child(row, "layout", dict)
     width = _known(dtype)
     if "array" in row:
@@ -187,7 +196,7 @@ def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, i
             raise ValueError("its array is missing, or has another shape or dtype")
         if array.name in used:
             raise ValueError(f"{array.name} is another leaf's array")
-        used[array.name] = math.prod(shape) * width
+        used[array.name] = math.prod(shape) * width, 0
         return Leaf(path, shape, dtype, layout, array.name)
     pieces, everything = [], []
     for piece in _child(row, "pieces", list):
@@ -195,7 +204,8 @@ def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, i
         if array is None or len(array.shape) != 1 or array.shape != array.chunk or offset < 0:
             raise ValueError("a piece is not in an array of one dim and one chunk")
         boxes = _parse_boxes(_child(piece, "boxes", list), shape, array.shape[0] * array.itemsize - offset, width)
-        used[array.name] = used.get(array.name, 0) + sum(box.size for box in boxes) * width + ALIGN_BYTES
+        held, padding = used.get(array.name, (0, 0))
+        used[array.name] = held + sum(box.size for box in boxes) * width, padding + ALIGN_BYTES
         everything += boxes
         pieces.append(Piece(array.name, offset, boxes))
     _check_cover(everything, shape)
@@ -205,16 +215,22 @@ def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, i
 def _parse_boxes(rows: list, shape: tuple[int, ...], size: int, width: int) -> tuple[Box, ...]:
     """Boxes of an array of `shape` whose elements, `width` bytes each, lie within `size` stored bytes."""
     boxes = []
+    if not rows:
+        raise ValueError("a piece without boxes")
     for row in rows:
         if type(row) is not list or len(row) != 4 or type(row[2]) is not int or not 0 <= row[2] < 1 << 62:
             raise ValueError(f"got {shown(row)}, wanted a box [start, shape, offset, strides]")
-        box = Box(_ints(row[0]), _ints(row[1], 1), row[2], _ints(row[3]))
+        box = Box(_ints(row[0]), _ints(row[1], 1), row[2], _ints(row[3], 1))
         if not len(box.start) == len(box.shape) == len(box.strides) == len(shape):
             raise ValueError(f"{box} has other dims than the array")
         if any(a + n > whole for a, n, whole in zip(box.start, box.shape, shape, strict=True)):
             raise ValueError(f"{box} lies outside the array")
-        last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
-        if (last + 1) * width > size:
+        span = 0  # from the first to the last element of the dims with smaller strides
+        for stride, n in sorted(zip(box.strides, box.shape, strict=True)):
+            if n > 1 and stride <= span:
+                raise ValueError(f"{box} has two elements at one place")
+            span += (n - 1) * stride
+        if (box.offset + span + 1) * width > size:
             raise ValueError(f"{box} lies outside the stored bytes")
         boxes.append(box)
     return tuple(boxes)
@@ -223,9 +239,12 @@ def _parse_boxes(rows: list, shape: tuple[int, ...], size: int, width: int) -> t
 def _check_cover(boxes: list[Box], shape: tuple[int, ...]) -> None:
     """ValueError unless the boxes cover the array exactly once.
 
-    How often each element is covered is a sum of boxes, and its differences along every dim are non-zero at corners
-    only, with the sign of the corner. Sums are equal exactly when their differences are: so the corners of all boxes
-    must cancel to those of the whole. Linear in the boxes, no matter how they lie.
+    Give each index x of each dim d an unknown number X(d, x). A box from a to b stands for the product over the dims of
+    X(d, a) - X(d, b), which is the sum of products at its corners with their signs. Boxes that cover the array once add
+    up to the product of the whole, because inner corners cancel; others do not, as how often each element is covered
+    tells such sums apart. So: random numbers in the place of the unknowns, modulo a prime. The sums of other boxes are
+    equal with a probability below 2^-54 (a polynomial of at most 64 factors, Schwartz 1980), and nobody knows the
+    numbers before. It takes one product for each box, no matter how they lie.
     """
     if 0 in shape or (len(boxes) == 1 and boxes[0].shape == shape):
         if 0 in shape and boxes:
@@ -233,29 +252,36 @@ def _check_cover(boxes: list[Box], shape: tuple[int, ...]) -> None:
         return
     if (total := sum(box.size for box in boxes)) != math.prod(shape):
         raise ValueError(f"its {len(boxes)} boxes hold {total} of {math.prod(shape)} elements, not each exactly once")
-    cut = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
-    if len(boxes) << len(cut) > _MOST_CORNERS:
-        raise ValueError(f"{len(boxes)} boxes cut {len(cut)} dims")
-    sums: dict[tuple[int, ...], int] = {}
-    whole = ((0,) * len(shape), shape, -1)
-    for start, stop, weight in itertools.chain([whole], ((box.start, box.stop, 1) for box in boxes)):
-        for ends in itertools.product((False, True), repeat=len(cut)):
-            corner = tuple(stop[d] if end else start[d] for d, end in zip(cut, ends, strict=True))
-            sums[corner] = sums.get(corner, 0) + (-weight if sum(ends) % 2 else weight)
-    if any(sums.values()):
+    draw = random.Random(secrets.randbits(128)).getrandbits
+    numbers: list[dict[int, int]] = [{} for _ in shape]
+
+    def product(start: tuple[int, ...], stop: tuple[int, ...]) -> int:
+        value = 1
+        for known, a, b in zip(numbers, start, stop, strict=True):
+            for x in (a, b):
+                if x not in known:
+                    known[x] = draw(61)
+            value = value * (known[a] - known[b]) % _PRIME
+        return value
+
+    if sum(product(box.start, box.stop) for box in boxes) % _PRIME != product((0,) * len(shape), shape):
         raise ValueError(f"its {len(boxes)} boxes do not cover {shape} exactly once")
 
 
-def _check_path(path: str, leaves: dict[str, Any]) -> None:
-    if len(path) > MOST_PATH:
-        raise ValueError(f"a path of {len(path)} characters, wanted at most {MOST_PATH}")
-    if not path.isascii():
-        path.encode()  # half a surrogate pair is an error (a ValueError)
-    above = path.rfind("/")
-    while above >= 0:
-        if path[:above] in leaves:
-            raise ValueError(f"lies below the leaf {shown(path[:above])}")
-        above = path.rfind("/", 0, above)
+def _check_paths(leaves: dict[str, Any]) -> None:
+    """Raise ValueError for paths that are too long, no text, or below another leaf's."""
+    for path in leaves:
+        if len(path) > MOST_PATH:
+            raise ValueError(f"a path of {len(path)} characters, wanted at most {MOST_PATH}")
+        if path.count("/") >= MOST_DEPTH:
+            raise ValueError(f"a path of {path.count('/') + 1} parts, wanted at most {MOST_DEPTH}")
+        if not path.isascii():
+            path.encode()  # half a surrogate pair is an error (a ValueError)
+    # Sorted as folders, what lies below a leaf follows it.
+    folders = sorted(f"{path}/" for path in leaves)
+    for above, below in itertools.pairwise(folders):
+        if below.startswith(above):
+            raise ValueError(f"{shown(below[:-1])} lies below the leaf {shown(above[:-1])}")
 
 
 @lru_cache(maxsize=64)

@@ -101,7 +101,7 @@ def warn(difference: Difference, mode: Strictness, where: str, from_initial: boo
 def listed(paths: Sequence[str], most: int) -> str:
     """The first paths, and how many more there are."""
     more = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(paths[:most]) + more
+    return ", ".join(path if len(path) <= 100 else f"{path[:80]}...{path[-17:]}" for path in paths[:most]) + more
 
 
 # ---- a tree without some of its leaves

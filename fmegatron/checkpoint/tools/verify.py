@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import os
@@ -34,6 +35,7 @@ from fmegatron.checkpoint.tools.outfiles import band_sizes
 
 _BANDS_PER_JOB = 16
 _MOST_THREADS = 64
+_MOST_OWNERS = 1000  # leaves that are looked at for the names in a message
 _MOST_DIGEST_BYTES = 1 << 20  # that are read whatever they are the digests of
 
 
@@ -234,14 +236,14 @@ class _Check:
         leaf = self._leaf(array, 0, 0)
         self.damages.append(Damage("bytes", DIGESTS, f"the digests of {array.name} were altered", leaf, 8 * lo, 8 * hi))
         # What a missing table would have said is unknown, but not which files there should be.
-        for index in itertools.islice(np.ndindex(array.grid), len(self.entries) + 1000):
+        for index in itertools.islice(_indices(array.grid), len(self.entries) + 1000):
             self._there(array.chunk_file(index), math.prod(array.chunk) * array.itemsize, leaf)
         return None
 
     def _jobs(self, array: Array, table: np.ndarray) -> Iterator[tuple[Array, str, int, np.ndarray, tuple[int, ...]]]:
         """(array, file, first byte, digests, bytes of each band): consecutive bands of a chunk file."""
         sizes, leaf = band_sizes(array), self._leaf(array, 0, 0)
-        for index, row in zip(np.ndindex(array.grid), table, strict=True):
+        for index, row in zip(_indices(array.grid), table, strict=True):
             name = array.chunk_file(index)
             if self._there(name, sum(sizes), leaf):
                 at = 0
@@ -283,7 +285,14 @@ class _Check:
 
     def _leaf(self, array: Array, start: int, stop: int) -> str:
         """The leaves that have something in bytes [start, stop) of an array ([0, 0): anywhere), a few of them."""
-        found = {path for lo, hi, path in self._owners.get(array.name, ()) if not stop or (lo < stop and start < hi)}
+        spans = self._owners.get(array.name, [])
+        end = bisect.bisect_left(spans, (stop,)) if stop else len(spans)
+        looked, found = spans[max(0, end - _MOST_OWNERS) : end], set()
+        for _, until, hi, path in reversed(looked):
+            if until <= start and stop:
+                break  # no span before this one reaches so far
+            if start < hi or not stop:
+                found.add(path)
         found = sorted(found)
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
@@ -295,6 +304,19 @@ def _entries(storage: Storage) -> Iterable[Entry]:
     return (Entry(name, "file", UNKNOWN, 0.0) for name in storage.names())
 
 
+def _indices(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All indices of a grid, row-major, one by one: numpy and itertools would hold every number of each dim."""
+    index, left = [0] * len(grid), math.prod(grid)
+    while left:
+        yield tuple(index)
+        left -= 1
+        for d in reversed(range(len(grid))):
+            index[d] += 1
+            if index[d] < grid[d]:
+                break
+            index[d] = 0
+
+
 def _above(names: Iterable[str]) -> set[str]:
     """The directories above these relative paths."""
     found = set()
@@ -304,8 +326,8 @@ def _above(names: Iterable[str]) -> set[str]:
     return found
 
 
-def _owners(manifest: Manifest) -> dict[str, list[tuple[int, int, str]]]:
-    """By array: (first byte, end, path) of what leaves have there."""
+def _owners(manifest: Manifest) -> dict[str, list[tuple[int, int, int, str]]]:
+    """By array, in rising order, what leaves have there: (first byte, largest end so far, end, path)."""
     owners: dict[str, list[tuple[int, int, str]]] = {}
     for leaf in manifest.leaves.values():
         if leaf.array is not None:
@@ -316,7 +338,12 @@ def _owners(manifest: Manifest) -> dict[str, list[tuple[int, int, str]]]:
                 end = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True)) + 1
                 span = piece.offset + box.offset * width, piece.offset + end * width, leaf.path
                 owners.setdefault(piece.array, []).append(span)
-    return owners
+    return {name: _with_ends(sorted(spans)) for name, spans in owners.items()}
+
+
+def _with_ends(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, int, str]]:
+    ends = itertools.accumulate((hi for _, hi, _ in spans), max)
+    return [(lo, end, hi, path) for (lo, hi, path), end in zip(spans, ends, strict=True)]
 
 
 def _shared_digests(manifest: Manifest) -> set[str]:

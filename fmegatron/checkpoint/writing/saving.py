@@ -18,7 +18,7 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.files.parse import MOST_PATH
+from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
@@ -116,6 +116,8 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
     for path in paths:
         if len(path) > MOST_PATH:
             raise ValueError(f"{path[:60]}...: got a path of {len(path)} characters, wanted at most {MOST_PATH}")
+        if path.count("/") >= MOST_DEPTH:
+            raise ValueError(f"{path[:60]}...: got a path of {path.count('/') + 1} parts, wanted at most {MOST_DEPTH}")
         if not path.isprintable() and any("\ud800" <= c <= "\udfff" for c in path):
             raise ValueError(f"{path!a:.80}: got half a surrogate pair in a key, wanted text; rename the key")
     known = set(paths)

@@ -3,7 +3,6 @@
 import os
 import random
 import struct
-import time
 import tracemalloc
 
 import numpy as np
@@ -14,6 +13,7 @@ from fmegatron.checkpoint.files.format import digest
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.shelf import shard_name
 from tests.checkpoint.local.nodes import RUN, Cluster, tiny_bands
+from tests.work import counted
 
 MAGIC = int.from_bytes(b"fmlocal1", "little")
 
@@ -74,13 +74,10 @@ TEXTS = {
 def test_bad_json_with_right_digests(tmp_path, what):
     path = tmp_path / "x"
     path.write_bytes(signed(TEXTS[what])[1])
-    tracemalloc.start()
-    start = time.process_time()
-    with pytest.raises(CheckpointError, match="/x: "):
+    with counted() as work, pytest.raises(CheckpointError, match="/x: "):
         blob.read_shard(str(path))
-    seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert seconds < 1 and peak < 200 << 20
+    size = path.stat().st_size
+    assert work.calls < 5000 and work.read < 2 * size + (1 << 16) and work.memory < 200 << 20, (size, work)
 
 
 @pytest.mark.parametrize(
