@@ -9,11 +9,14 @@ import tempfile
 import pytest
 import torch
 
-from fmegatron.testing import RankPool
+from fmegatron.testing import Forkserver, RankPool
 from tests import sampling
+from tests.fresh import Python
 
-# What torch imports late, when it first traces or compiles: a second or more in every process that does.
-LATE = (
+# What processes of the tests need: the package, and what torch imports late, when it first traces or compiles.
+MODULES = (
+    "fmegatron.testing.ranks",
+    "fmegatron.loop",
     "functorch.compile",
     "torch._dynamo.testing",
     "torch._inductor.compile_fx",
@@ -82,7 +85,20 @@ def _same_torch_for_every_test():
 
 
 @pytest.fixture(scope="session")
-def ranks():
+def forkserver():
+    """What has imported torch once for all processes that the tests start."""
+    with Forkserver(*MODULES, environment={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def python(forkserver):
+    """Programs as processes of their own, started in milliseconds: `python.run` and `python.popen` (tests/fresh.py)."""
+    return Python(forkserver)
+
+
+@pytest.fixture(scope="session")
+def ranks(forkserver):
     """A pool of 4 gloo ranks, started once: `ranks.run(function, *args, ranks=2)` (see fmegatron.testing.RankPool)."""
-    with RankPool(4, timeout_s=600, modules=LATE) as pool:  # for ranks that hang; a busy machine is none
+    with RankPool(4, timeout_s=600, server=forkserver) as pool:  # for ranks that hang; a busy machine is none
         yield pool

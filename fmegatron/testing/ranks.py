@@ -17,7 +17,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,23 +45,23 @@ class RankPool:
     `run` calls `function(rank, *args)` on each of the first `ranks` processes, inside a default process group of that
     size, so `fmegatron.collectives.connect(mesh)` works in it. Functions are found by module and file, arguments and
     results are pickled. The processes start at the first call. A rank that raises gives `RankError`; one that does not
-    answer in time gives `TimeoutError`; in both cases the pool can be used again. modules: names of modules that the
-    ranks need beside torch, imported once for all of them.
+    answer in time gives `TimeoutError`; in both cases the pool can be used again. server: what starts the processes,
+    so that they have what it has imported; by default one that has imported torch and ends with the pool.
     """
 
-    def __init__(self, size: int, timeout_s: float = 60.0, modules: Sequence[str] = ()):
+    def __init__(self, size: int, timeout_s: float = 60.0, server: Forkserver | None = None):
         if size < 1:
             raise ValueError(f"a pool of {size} ranks; give at least 1")
-        self.size, self.timeout_s, self._modules = size, timeout_s, (__name__, *modules)
+        self.size, self.timeout_s, self._server, self._given = size, timeout_s, server, server is not None
         self._workers: list[_Worker | None] = [None] * size
-        self._store, self._server, self._calls = None, None, 0
+        self._store, self._calls = None, 0
 
     def start(self) -> None:
         """Start the processes that are not running; `run` does it when needed."""
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if self._server is None:
-            self._server = Forkserver(*self._modules)
+            self._server = Forkserver(__name__)
         for i, worker in enumerate(self._workers):
             if worker is None or worker.process.poll() is not None:
                 self._workers[i] = _Worker(self._server)
@@ -125,9 +125,10 @@ class RankPool:
         for i, worker in enumerate(self._workers):
             if worker is not None:
                 self._stop_worker(i)
-        if self._server is not None:
+        if self._server is not None and not self._given:
             self._server.close()
-        self._store = self._server = None
+            self._server = None
+        self._store = None
 
     def __enter__(self) -> RankPool:
         return self

@@ -46,10 +46,10 @@ def saver_of(stop=True):
 class Trainer:
     """A running script. `writer`: process id of its writer."""
 
-    def __init__(self, path, body):
+    def __init__(self, python, path, body):
         script = BEGIN + textwrap.dedent(body)
         command, pipe = [sys.executable, "-c", script, str(path)], subprocess.PIPE
-        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        self.process = python.popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         self.lines, self.writer = [], 0
         while self.wait_for_line() != "ready":
             if self.lines[-1].startswith("writer "):
@@ -68,11 +68,11 @@ class Trainer:
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, python):
     trainers = []
 
     def start(body):
-        trainers.append(Trainer(tmp_path / "c", body))
+        trainers.append(Trainer(python, tmp_path / "c", body))
         return trainers[-1]
 
     yield start

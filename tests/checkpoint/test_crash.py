@@ -4,7 +4,6 @@ import collections
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -12,12 +11,10 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def campaign(directory, trials, seed, name="crash_campaign"):
+def campaign(python, directory, trials, seed, name="crash_campaign"):
     """The results of a campaign, one dict for each kill."""
     command = [sys.executable, "-m", f"tests.checkpoint.{name}", str(directory), str(trials), str(seed)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280
-    )
+    done = python.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=1000)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == trials
@@ -38,25 +35,25 @@ def check_reach(results, phases):
     assert any(0 < got["lost"] < got["ranks"] for got in results)
 
 
-def test_killed_ranks(tmp_path):
-    check_reach(campaign(tmp_path, 40, 1), 5)
+def test_killed_ranks(tmp_path, python):
+    check_reach(campaign(python, tmp_path, 40, 1), 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
-def test_killed_ranks_240_times(tmp_path, seed):
-    results = campaign(tmp_path, 240, seed)
+def test_killed_ranks_240_times(tmp_path, python, seed):
+    results = campaign(python, tmp_path, 240, seed)
     check_reach(results, len(PHASES))
     assert {got["kind"] for got in results} == {"save", "again", "retention"}
 
 
-def test_killed_trainers_and_writers_of_async_saves(tmp_path):
-    assert {got["step"] for got in campaign(tmp_path, 4, 0, "async_campaign")} <= {1, 2}
+def test_killed_trainers_and_writers_of_async_saves(tmp_path, python):
+    assert {got["step"] for got in campaign(python, tmp_path, 4, 0, "async_campaign")} <= {1, 2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_killed_trainers_and_writers_of_async_saves_100_times(tmp_path, seed):
-    results = campaign(tmp_path, 50, seed, "async_campaign")
+def test_killed_trainers_and_writers_of_async_saves_100_times(tmp_path, python, seed):
+    results = campaign(python, tmp_path, 50, seed, "async_campaign")
     assert {got["step"] for got in results} == {1, 2}
     assert {got["victim"] for got in results} == {"trainer", "trainers", "writer"}

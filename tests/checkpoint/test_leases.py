@@ -139,7 +139,7 @@ def test_without_the_lease_it_would_be_lost(tmp_path, held, monkeypatch):
     assert isinstance(result[0], CheckpointError)
 
 
-def test_a_reader_in_another_process(tmp_path):
+def test_a_reader_in_another_process(tmp_path, python):
     save(tmp_path, 1)
     code = (
         "import sys, torch\n"
@@ -157,7 +157,7 @@ def test_a_reader_in_another_process(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    reader = subprocess.Popen(
+    reader = python.popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=pipe, stdout=pipe, text=True, env=environment, cwd=ROOT
     )
     try:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -205,7 +204,7 @@ def test_its_own_saver_is_closed(tmp_path):
         os.kill(pid, 0)
 
 
-def test_a_program_that_forgets_to_close_ends(tmp_path):
+def test_a_program_that_forgets_to_close_ends(tmp_path, python):
     """Even with a writer that stands still; what was pending is given up, with a word about it."""
     code = (
         "import os, signal, sys\n"
@@ -219,7 +218,7 @@ def test_a_program_that_forgets_to_close_ends(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=ROOT)
+    done = python.run(command, timeout=600, env=environment, cwd=ROOT)
     assert done.returncode == 0 and "saves were abandoned" in done.stderr, done.stderr
     end = time.monotonic() + 20
     with pytest.raises(ProcessLookupError):

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -12,11 +11,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 LEAF_BYTES = 6 << 10  # for each of many leaves: its plan, its JSON and its row of the manifest, its target
 
 
-def check(kind, ranks, folder):
+def check(python, kind, ranks, folder):
     """256 MiB for each rank, measured in processes of their own."""
     command = [sys.executable, "-m", "tests.checkpoint.peak_memory", kind, str(ranks), str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    done = python.run(command, cwd=ROOT, env=env, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     for size, saved, restored in zip(found["size"], found["save"], found["restore"], strict=True):
@@ -26,16 +25,16 @@ def check(kind, ranks, folder):
 
 
 @pytest.mark.parametrize("kind", ["small", "transposed"])
-def test_one_rank(tmp_path, kind):
-    check(kind, 1, tmp_path)
+def test_one_rank(tmp_path, python, kind):
+    check(python, kind, 1, tmp_path)
 
 
-def test_two_ranks(tmp_path):
-    check("grid", 2, tmp_path)
+def test_two_ranks(tmp_path, python):
+    check(python, "grid", 2, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["grid", "columns", "small", "pieces", "transposed", "strided"])
-def test_all_kinds(tmp_path, kind, ranks):
-    check(kind, ranks, tmp_path)
+def test_all_kinds(tmp_path, python, kind, ranks):
+    check(python, kind, ranks, tmp_path)

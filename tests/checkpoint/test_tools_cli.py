@@ -4,7 +4,6 @@ import io
 import json
 import os
 import random
-import subprocess
 import sys
 
 import pytest
@@ -126,11 +125,11 @@ def change_first_byte(file):
         f.write(bytes([byte ^ 0xFF]))
 
 
-def test_a_process(saved):
+def test_a_process(saved, python):
     """As a user runs it: the status is the exit status."""
     change_first_byte(os.path.join(saved, "digests.bin"))
     command = [sys.executable, "-m", "fmegatron.checkpoint", "verify", saved]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = python.run(command, timeout=600)
     assert done.returncode == 1 and "digests.bin" in done.stdout and done.stderr == ""
 
 

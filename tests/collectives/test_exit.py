@@ -1,7 +1,6 @@
 """A script that ends while a collective's last reference is still in gloo's hands ends well."""
 
 import os
-import subprocess
 import sys
 
 from tests.house import ROOT
@@ -19,11 +18,11 @@ print("at the end", flush=True)
 """
 
 
-def test_a_script_that_does_not_close_its_world_ends_well(tmp_path):
+def test_a_script_that_does_not_close_its_world_ends_well(tmp_path, python):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = python.run(command, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("at the end") == 2

@@ -44,12 +44,12 @@ def flags(run_, **changes):
     return [f"--config_{name}={value}" for name, value in {**SMALL, "run": run_, **changes}.items()]
 
 
-def start(*flags, ranks=1, **settings):
+def start(python, *flags, ranks=1, **settings):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *torchrun, str(ROOT / "experiments" / "shakespeare.py"), *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT, **settings)
+    return python.popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT, **settings)
 
 
 def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monkeypatch, capsys):
@@ -115,19 +115,19 @@ def test_a_finished_run_only_samples(tmp_path, capsys):
     assert sorted(losses(tmp_path)) == [1, 2, 3]
 
 
-def test_another_mesh_goes_on_with_the_same_numbers(tmp_path):
+def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, python):
     """4 ranks, stopped by a signal to one of them, then one rank: the losses of one rank all the way."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     changes = {"steps": 60, "save_every": 1000, "eval_every": 1000}
     shakespeare.main(config(whole, **changes))
-    process = start(*flags(moved, **changes, mesh="fsdp=2,tp=2"), ranks=4)
+    process = start(python, *flags(moved, **changes, mesh="fsdp=2,tp=2"), ranks=4)
     lines = []
     for line in process.stdout:
         lines.append(line)
         if line.split()[:1] == ["5"]:
             children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
             os.kill(int(children[-1]), signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert "stopped after step" in lines[-1], lines
     stopped = checkpoint.Manager(moved / "checkpoints").latest()
@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):
     assert "steps        3 to 6" in capsys.readouterr().out
 
 
-def test_ctrl_c_twice_while_saving_leaves_the_earlier_checkpoint(tmp_path):
+def test_ctrl_c_twice_while_saving_leaves_the_earlier_checkpoint(tmp_path, python):
     """The second Ctrl-C falls into a save that was made slow; the step before can still be restored."""
     script = tmp_path / "slow.py"
     script.write_text(
@@ -286,7 +286,7 @@ def test_ctrl_c_twice_while_saving_leaves_the_earlier_checkpoint(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *flags(tmp_path / "run", save_every=1)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = python.run(command, env=environment, timeout=600)
     assert done.returncode == 130, done.stderr
     assert "a second Ctrl-C" in done.stderr
     state = stored(tmp_path / "run", 3)

@@ -1,6 +1,5 @@
 """Whole directories from one format to the other and back, by command, some chunks at a time."""
 
-import subprocess
 import sys
 
 import pytest
@@ -106,8 +105,8 @@ def test_a_damaged_source_leaves_nothing(tmp_path):
     assert not (tmp_path / "out" / ".metadata").exists()
 
 
-def test_the_program(tmp_path):
+def test_the_program(tmp_path, python):
     write_megatron(tmp_path / "c")
     command = [sys.executable, "-m", "fmegatron.interop", "show", str(tmp_path / "c")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python.run(command, timeout=600)
     assert done.returncode == 0 and "common  object of" in done.stdout, done

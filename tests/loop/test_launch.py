@@ -74,7 +74,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, python):
     """start(ranks, *flags) -> a running process of the script, under torchrun if ranks > 1; ended with the test."""
     path, running = tmp_path / "script.py", []
     path.write_text(SCRIPT)
@@ -86,7 +86,7 @@ def start(tmp_path):
         command = [sys.executable, *torchrun, str(path), *flags]
         pipe = subprocess.PIPE
         running.append(
-            subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
+            python.popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
         )
         return running[-1]
 
@@ -97,7 +97,7 @@ def start(tmp_path):
             process.communicate()
 
 
-def ended(process, seconds=250):
+def ended(process, seconds=600):
     """(status, stdout, stderr) of a process that must end within so many seconds."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err

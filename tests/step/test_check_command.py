@@ -1,7 +1,6 @@
 """`python -m fmegatron.check`: findings of an experiment's step, and exit statuses."""
 
 import io
-import subprocess
 import sys
 
 import pytest
@@ -77,8 +76,8 @@ def test_wrong_flags(experiment, capsys):
     assert run(experiment)[0] == 2
 
 
-def test_as_a_program():
+def test_as_a_program(python):
     command = [sys.executable, "-m", "fmegatron.check", "experiments/shakespeare.py", "--mesh", "dp=2,fsdp=2,tp=2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python.run(command, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("no findings\n") and "0 unproven ops" in done.stdout

@@ -1,7 +1,6 @@
 """The pool of real ranks: results, sub-pools, a rank that raises, hangs or dies, and time."""
 
 import os
-import subprocess
 import sys
 import time
 
@@ -86,11 +85,11 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_of_a_script(tmp_path):
+def test_functions_of_a_script(tmp_path, python):
     """A rank looks the function up in the script without running it as a script: that would start a pool in each rank,
     and a pool in each of theirs."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=200)
+    done = python.run([sys.executable, script], env=environment, timeout=600)
     assert done.stdout.strip() == "[0, 10]", done.stderr
