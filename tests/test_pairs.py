@@ -1,0 +1,43 @@
+"""The covering sets of tests/pairs.py: every pair, in few cases, and all that is left out is run by `make test-all`."""
+
+import itertools
+
+import pytest
+
+from tests.pairs import covering, product
+
+SIZES = [(1,), (5,), (2, 3), (2, 2, 2), (4, 3, 2), (3, 3, 3, 3), (6, 6, 2, 2), (7, 2, 2, 2, 2), (2,) * 8]
+
+
+def pairs_of(cases):
+    """What each case has: its values, and every two of them."""
+    places = range(len(cases[0]))
+    singles = {(i, case[i]) for case in cases for i in places}
+    return singles | {(i, j, case[i], case[j]) for case in cases for i, j in itertools.combinations(places, 2)}
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_pair_of_values_is_covered(sizes):
+    options = [[f"{place}{value}" for value in range(size)] for place, size in enumerate(sizes)]
+    cases = covering(*options)
+    full = list(itertools.product(*options))
+    assert pairs_of(cases) == pairs_of(full)
+    assert cases == [case for case in full if case in set(cases)]  # in their order, none twice
+    fewest = sorted(sizes)[-1] * (sorted(sizes)[-2] if len(sizes) > 1 else 1)
+    assert fewest <= len(cases) <= 2 * fewest + 2
+
+
+def test_only_what_is_possible():
+    """Of cases that exclude each other, every pair that any of them has."""
+    full = [case for case in itertools.product(range(4), range(4), range(3)) if case[0] <= case[1]]
+    cases = covering(of=full)
+    assert pairs_of(cases) == pairs_of(full) and set(cases) < set(full)
+
+
+def test_the_others_are_slow():
+    found = product("ab", [1, 2, 3], [True, False], ids=[str, {1: "one", 2: "two", 3: "three"}, str])
+    assert [tuple(case.values) for case in found] == list(itertools.product("ab", [1, 2, 3], [True, False]))
+    kept = [tuple(case.values) for case in found if not case.marks]
+    assert kept == covering("ab", [1, 2, 3], [True, False]) and len(kept) == 6
+    assert {mark.name for case in found for mark in case.marks} == {"slow"}
+    assert [case.id for case in found[:2]] == ["a-one-True", "a-one-False"]
