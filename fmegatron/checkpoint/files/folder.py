@@ -19,6 +19,8 @@ from fmegatron.checkpoint.files.format import MARKER
 from fmegatron.checkpoint.files.notes import Notes
 
 _FSYNCS = 8  # a disk takes many at a time
+# Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
+_HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
 _SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
 
 
@@ -31,7 +33,7 @@ class Held:
     def __init__(self, path: str):
         self._fd, self._error = None, None
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+            self._fd = os.open(path, _HOLD)
         except OSError as error:
             self._error = error
 
