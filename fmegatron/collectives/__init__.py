@@ -5,6 +5,7 @@ The only room that calls torch.distributed (start-up and checkpoint agreements i
 
 from fmegatron.collectives.axes import Axes, Axis
 from fmegatron.collectives.coalesced import all_gather_many, all_to_all_many, psum_many, reduce_scatter_many
+from fmegatron.collectives.interrupt import held_interrupt
 from fmegatron.collectives.meet import meet
 from fmegatron.collectives.ops import (
     all_gather,
@@ -43,6 +44,7 @@ __all__ = [
     "connect",
     "declare",
     "enter",
+    "held_interrupt",
     "is_symbolic",
     "largest_of",
     "meet",

@@ -142,22 +142,19 @@ class Offloaded:
         owned = {path for chunk in self.chunks for path in chunk.state}
         self.shared = [path for path in tree.paths(state) if path not in owned]
         self.device = tree.leaves(params)[0].device
-        size = max(chunk.nbytes for chunk in self.chunks)
-        used = min(slots, len(self.chunks))
-        self.slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(used)]
+        self.slots: list[dict[str, torch.Tensor]] = [{} for _ in range(min(slots, len(self.chunks)))]
         self.lanes = {}
         if self.device.type == "cuda":
             self.lanes = {kind: torch.cuda.Stream(self.device) for kind in ("fetch", "store")}
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that the slots take."""
-        return sum(slot.nbytes for slot in self.slots)
+        """Device memory that full slots take."""
+        return len(self.slots) * max(chunk.nbytes for chunk in self.chunks)
 
     def __call__(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """One update of all chunks; see the class."""
         host = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
-        fetched: dict[int, dict[str, torch.Tensor]] = {}
         done: list[Any] = []
         new_params, shared = None, {}
         if self.lanes:  # what was stored last time is fetched now
@@ -165,22 +162,26 @@ class Offloaded:
         for action in self.actions:
             chunk = self.chunks[action.chunk]
             with self._lane(action.kind, [done[i] for i in action.after]):
+                own = self.slots[action.slot]
                 if action.kind == "fetch":
-                    fetched[action.chunk] = _carved(self.slots[action.slot], chunk, host)
-                    for path, x in fetched[action.chunk].items():
-                        x.copy_(host[path], non_blocking=True)
+                    own.clear()  # stored, for the lane: it gives the memory to no other stream
+                    for path in chunk.state:
+                        own[path] = torch.empty_like(host[path], device=self.device)
+                        own[path].copy_(host[path], non_blocking=True)
                 elif action.kind == "update":
-                    own = fetched[action.chunk]
+                    where = {path: x.data_ptr() for path, x in own.items()}
                     part = _part(state, {**own, **{path: host[path].clone() for path in self.shared}})
                     out, new = self.update(_part_of(grads, chunk.params), part, _part_of(params, chunk.params))
                     new_params = out if new_params is None else merge(new_params, out)
                     for path, x in zip(tree.paths(new), tree.leaves(new), strict=True):
                         if path not in own:
                             shared[path] = x
-                        elif x is not own[path]:
+                        elif x.data_ptr() == where[path]:  # an update that donates: the old tensor is dead
+                            own[path] = x
+                        else:
                             own[path].copy_(x)
                 else:
-                    for path, x in fetched.pop(action.chunk).items():
+                    for path, x in own.items():
                         host[path].copy_(x, non_blocking=True)
                 done.append(self._mark())
         for path, x in shared.items():
@@ -223,16 +224,6 @@ def _owner(path: str, params: dict[str, Any], state: set[str]) -> str | None:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _carved(slot: torch.Tensor, chunk: Chunk, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors for the state of a chunk, one after another in a slot."""
-    out, at = {}, 0
-    for path in chunk.state:
-        x = host[path]
-        out[path] = slot[at : at + x.nbytes].view(x.dtype).view(x.shape)
-        at += _aligned(x.nbytes)
-    return out
 
 
 def _part(state: Tree, found: dict[str, torch.Tensor]) -> Tree:

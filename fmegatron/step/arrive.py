@@ -21,8 +21,9 @@ __all__ = ["forget", "gather_in_place"]
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # computed where they stand, like layers and collectives
 
 
-def gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) -> list[int]:
-    """Write outputs of the graph into placeholders by the gathers that make them, where that may be: which it did.
+def gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) -> fx.Node | None:
+    """Write outputs of the graph into placeholders by the gathers that make them, where that may be: the node that does
+    it, whose first argument is the list of these placeholders; None if it may be nowhere.
 
     new: key -> (placeholder, output). It may if the output is nothing but views of what arrived, made for this leaf
     alone; if what is sent has memory of its own; and if all that reads the leaf, or is fused with what does, is needed
@@ -44,11 +45,11 @@ def gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) ->
             break
         for key in late:
             del found[key]
-    if found:
-        # One node: what is sent is computed for it, and a compiler computes some of it again for every other reader.
-        leaves, mine, groups = (list(column) for column in zip(*found.values(), strict=True))
-        graph.call_function(torch.ops.fmegatron_step.gather_into.default, (leaves, mine, groups))
-    return list(found)
+    if not found:
+        return None
+    # One node: what is sent is computed for it, and a compiler computes some of it again for every other reader.
+    leaves, mine, groups = (list(column) for column in zip(*found.values(), strict=True))
+    return graph.call_function(torch.ops.fmegatron_step.gather_into.default, (leaves, mine, groups))
 
 
 def _read_before(leaf: fx.Node, needed: set[fx.Node], sent: set[fx.Node]) -> bool:

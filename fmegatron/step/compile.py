@@ -7,11 +7,18 @@ from collections.abc import Callable
 
 import torch
 
-from fmegatron.step.torch_private import compile_flat_graph, has_cpp_compiler, outside_of_tracing
+from fmegatron.step.torch_private import (
+    compile_flat_graph,
+    functional_graph,
+    has_cpp_compiler,
+    lower_own,
+    outside_of_tracing,
+)
 
-__all__ = ["BACKENDS", "compile_graph", "usable_backend"]
+__all__ = ["BACKENDS", "IN_ORDER", "compile_graph", "usable_backend"]
 
 BACKENDS = ("inductor", "compile", "aot_eager", "eager")
+IN_ORDER = ("aot_eager", "eager")  # those that run the graph op by op
 
 
 def usable_backend(backend: str, device: torch.device) -> str:
@@ -37,15 +44,16 @@ def compile_graph(
     """Compile a flat graph -> callable(*tensors) -> list of tensors.
 
     backend: "inductor" (standalone_compile: no guards, the lowest call overhead), "compile" (torch.compile of the graph
-    module, the public spelling), "aot_eager" (no code generation), "eager" (the graph module itself). patches: values
-    of torch._inductor.config for this graph alone.
+    module, the public spelling), "aot_eager" (AOTAutograd's graph, op by op), "eager" (the graph module itself).
+    patches: values of torch._inductor.config for this graph alone.
     """
     patches = dict(patches or {})
     with outside_of_tracing(), torch.no_grad():
         if backend == "inductor":
             return compile_flat_graph(graph_module, fakes, patches)
         if backend == "compile":
+            lower_own()
             return torch.compile(graph_module, fullgraph=True, dynamic=False, options=patches)
         if backend == "aot_eager":
-            return torch.compile(graph_module, fullgraph=True, dynamic=False, backend="aot_eager")
+            return functional_graph(graph_module, fakes)
         return graph_module

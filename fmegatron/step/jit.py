@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +12,17 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import World
-from fmegatron.step.arrive import forget, gather_in_place
 from fmegatron.step.check import Declared, check_call, declared_by
-from fmegatron.step.compile import compile_graph, usable_backend
+from fmegatron.step.compile import IN_ORDER, compile_graph, usable_backend
+from fmegatron.step.donated import Donation, Leaf, require_own_memory
 from fmegatron.step.exchange import exchanged
-from fmegatron.step.fresh import copied_inputs
-from fmegatron.step.lower import copy_module, lower
+from fmegatron.step.lower import lower
 from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
 from fmegatron.step.overlap import Overlap, overlapped
+from fmegatron.step.signature import differences, require_constants, signature_of
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
-from fmegatron.step.trace import Traced, described, meta_of, trace
+from fmegatron.step.trace import Traced, described, trace
+from fmegatron.step.write_back import donated_leaves, write_back, writes_last
 
 __all__ = ["Compiled", "Jitted", "jit"]
 
@@ -35,36 +37,53 @@ class Compiled:
     def __init__(self, fn, args, donate, world, backend, patches, options, check=None, overlap=None):
         self.traced: Traced = trace(fn, args)
         self.report = check(self.traced) if check is not None and world is not None else None
-        self.donated = _donated_leaves(self.traced, args, donate)
+        self.donated = donated_leaves(self.traced, args, donate)
         self.backend, self.patches = backend, patches
         self.options = {**(overlap.options if overlap else {}), **options}
         bound = bind_inner(self.traced.graph_module, world, backend, patches, overlap)
         lowered, self.fakes, self.rank_inputs = lower(bound, self.traced.fakes, world, self.traced.fake_mode)
         self.stages = {"trace": self.traced.graph_module, "lower": lowered}
         self.stages["overlap"] = overlapped(lowered, overlap, world)
-        self.stages["donate"] = _donation_pass(self.stages["overlap"], self.traced, self.donated)
+        self.in_order = backend in IN_ORDER
+        self.stages["donate"] = write_back(self.stages["overlap"], self.donated, self.in_order)
         self.stages["exchange"] = exchanged(self.stages["donate"], world)
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
-        self.run = self.artifact = None
+        self.run = self.artifact = self.donation = None
+        if self.donated:
+            self.donation = self._donation(_name(fn))
+
+    def _donation(self, name: str) -> Donation:
+        paths, fakes = self.traced.in_paths, self.traced.fakes
+        leaves = [Leaf(position, paths[position], name) for position in self.donated.values()]
+        return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves])
 
     def compile(self) -> None:
         """Compile the layers inside, then the graph around them."""
         for entry in opaque_entries(self.stages["exchange"].graph):
             entry.compile()
-        self.artifact = compile_graph(
-            self.stages["exchange"], self.fakes, self.backend, {**self.patches, **self.options}
-        )
+        graph_module = self.stages["exchange"]
+        if self.in_order and self.donated:
+            graph_module, self.donation.written, self.donation.harmless = writes_last(graph_module)
+        self.artifact = compile_graph(graph_module, self.fakes, self.backend, {**self.patches, **self.options})
         rank_inputs = tuple(self.rank_inputs.tensors)
         self.run = (lambda *t: self.artifact(*t, *rank_inputs)) if rank_inputs else self.artifact
 
-    def finish(self, tensors: list, outs) -> Any:
-        """The result of a call: what the graph returned, and for donated leaves the argument with its new value."""
+    def __call__(self, tensors: list) -> Any:
+        """The result of the step for the tensors among its arguments."""
+        if self.donation is not None:
+            return self.donation.call(self.run, tensors, self._finish)
+        with torch.no_grad():
+            outs = self.run(*tensors)
+        return self._finish((), outs)
+
+    def _finish(self, donated, outs) -> Any:
+        """The result: the memory of the donated leaves, and what the graph returned."""
         results: list[Any] = [None] * len(self.traced.out_paths)
         for i, out in zip(self.kept, outs, strict=True):
             results[i] = out
-        for i, position in self.donated.items():
-            results[i] = tensors[position]
+        for i, x in zip(self.donated, donated, strict=True):
+            results[i] = x
         return self.traced.result(results)
 
 
@@ -77,7 +96,7 @@ class Jitted:
         self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
         self.patches, self.options, self.cache, self._last = patches, options, {}, None
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
-        self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
+        self.name = _name(fn)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
 
     def __call__(self, *args, **named):
@@ -87,25 +106,24 @@ class Jitted:
                 "is how donate and layouts name them"
             )
         leaves, spec = optree.tree_flatten(args)
-        # The signature: everything that the graph is specialised to. Written out and compared with the last one before
-        # it is hashed, because this runs at every step for every leaf.
-        signature = [
-            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves
-        ]
+        signature = signature_of(leaves)
         if is_tracing():
             return self._call_inside(args, leaves, (spec, tuple(signature)))
+        # Compared with the last one before it is hashed, because this runs at every step for every leaf.
         if self._last is None or signature != self._last[0] or spec != self._last[1]:
             key = (spec, tuple(signature))
             if not _known(key, self.cache, args):
+                self._tell_second(spec, signature)
                 self.cache[key] = self._build(args, leaves)
             self._last = (signature, spec, self.cache[key])
         compiled = self._last[2]
-        tensors = leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)]
-        if compiled.donated and len({x.data_ptr() for x in tensors}) < len(tensors):
-            _require_own_memory(tensors, compiled)  # not only at the first call: any state may be handed in later
-        with torch.no_grad():
-            outs = compiled.run(*tensors)
-        return compiled.finish(tensors, outs)
+        return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
+
+    def _tell_second(self, spec, signature) -> None:
+        """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
+        if len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
+            changed = differences((self._last[1], self._last[0]), (spec, signature))
+            warnings.warn(f"{self.name} is compiled again (said once): {changed}", stacklevel=3)
 
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
@@ -113,7 +131,8 @@ class Jitted:
         compiled = Compiled(
             self.fn, args, self.donate, self.world, backend, self.patches, self.options, self._check, self.overlap
         )
-        _require_own_memory([x for x in leaves if isinstance(x, torch.Tensor)], compiled)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        require_own_memory(tensors, compiled.traced.in_paths, compiled.donated.values())
         if self.world is None:
             compiled.compile()
         else:
@@ -174,10 +193,13 @@ def jit(
     """Compile a pure function over trees of tensors.
 
     fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in the
-    arguments is a constant that belongs to the signature (keep step counts and learning rates in 0-d tensors).
+    arguments is a constant that belongs to the signature, with all that it holds (keep step counts and learning rates
+    in 0-d tensors). A second signature is compiled too, with one warning that says what differs.
     donate: position (or positions) of arguments whose memory the result may take. Each must come back in the result, in
     the same place of the result when the result is a tuple (argument 0 as result 0), with the same structure, shapes
-    and dtypes; the returned leaves then are the old tensors with new values. Without donate no argument changes.
+    and dtypes. The given tree is dead after the call: reading one of its leaves, or passing it again, is a ValueError
+    (keep a copy, tree.map(torch.clone, state), of what you need later; memory that a leaf shares with a view of yours
+    or an array of numpy is left to you). Without donate no argument changes.
     world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
     backend: see `compile_graph`. patches: Inductor settings for all graphs; options: for the outer graph alone.
 
@@ -196,9 +218,15 @@ def jit(
         )
     if overlap is not None and not isinstance(overlap, Overlap):
         raise ValueError(f"jit: got overlap={overlap!r}, wanted None or a setting such as Overlap(depth=1)")
-    positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
+    positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)
+    if any(isinstance(at, bool) or not isinstance(at, int) for at in positions):
+        raise ValueError(f"jit: got donate={donate!r}, wanted the position of an argument, such as 0, or several")
     settings = dict(patches or {}), dict(options or {}), check, dict(allow or {}), overlap
     return Jitted(fn, positions, world, backend, *settings)
+
+
+def _name(fn: Callable) -> str:
+    return getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
 
 
 def _known(key, cache: dict, args) -> bool:
@@ -206,113 +234,5 @@ def _known(key, cache: dict, args) -> bool:
     try:
         return key in cache
     except TypeError:
-        paths, leaves, _ = tree.flatten(args)
-        wrong = [(p, type(x)) for p, x in zip(paths, leaves, strict=True) if type(x).__hash__ is None]
-        raise ValueError(
-            f"argument leaf {wrong[0][0]!r} is a {wrong[0][1].__name__}; jit takes tensors (make it one: "
-            "torch.as_tensor) and hashable constants"
-        ) from None
-
-
-# ---- donation --------------------------------------------------------------------------------------------------------
-def _donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
-    """Output index -> input index, for every tensor leaf of the donated arguments; checked before compiling."""
-    donated: dict[int, int] = {}
-    for position in donate:
-        if not 0 <= position < len(args):
-            raise ValueError(f"donate={position}, but the function takes {len(args)} arguments")
-        inputs = {p: i for i, p in enumerate(traced.in_paths) if _under(p, str(position))}
-        outputs = {p: i for i, p in enumerate(traced.out_paths)}
-        if traced.out_tree.type is tuple:
-            outputs = {p: i for p, i in outputs.items() if _under(p, str(position))}
-        elif len(donate) > 1:
-            raise ValueError(f"donate={donate}, but the function returns one result, no tuple with one for each")
-        else:  # the result as a whole stands for the donated argument
-            outputs = {f"{position}/{p}" if p else str(position): i for p, i in outputs.items()}
-        missing, extra = sorted(set(inputs) - set(outputs)), sorted(set(outputs) - set(inputs))
-        if missing or extra:
-            raise ValueError(
-                f"argument {position} is donated, so result {position} must have the same leaves; "
-                f"missing from the result: {missing[:5] or 'none'}; only in the result: {extra[:5] or 'none'}"
-            )
-        for path, i in inputs.items():
-            old, new = meta_of(traced.fakes[i]), meta_of(traced.outputs[outputs[path]].meta["val"])
-            if old[0] != new[0] or old[2:] != new[2:]:
-                raise ValueError(
-                    f"donated leaf {path!r} changes: was {_words(old)}, would become {_words(new)}; "
-                    "cast or reshape the new value, or do not donate"
-                )
-            donated[outputs[path]] = i
-    return donated
-
-
-def _under(path: str, prefix: str) -> bool:
-    return path == prefix or path.startswith(prefix + "/")
-
-
-def _require_own_memory(tensors: list, compiled: Compiled) -> None:
-    """Donated leaves are written while others are still read, so none may share memory with another argument."""
-    paths, donated = compiled.traced.in_paths, set(compiled.donated.values())
-    spans = []
-    for i, t in enumerate(tensors):
-        steps = [(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)]
-        if i in donated and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise ValueError(f"donated leaf {paths[i]!r} is expanded: its elements share memory; donate a .clone()")
-        if t.numel():
-            spans.append((t.data_ptr(), t.data_ptr() + (sum(steps) + 1) * t.element_size(), i))
-    behind, last = -1, -1  # where the memory ends that was seen so far, and whose that end is
-    for start, end, i in sorted(spans):
-        if start < behind and (i in donated or last in donated):
-            raise ValueError(
-                f"leaves {paths[last]!r} and {paths[i]!r} share memory and one is donated: writing it would change the "
-                "other; pass a .clone() of one"
-            )
-        behind, last = max((behind, last), (end, i))
-
-
-def _words(meta) -> str:
-    shape, _, dtype, device = meta
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
-
-
-def _donation_pass(graph_module, traced: Traced, donated: dict[int, int]) -> torch.fx.GraphModule:
-    """Write new values into the old leaves at the end of the graph; the copy folds into the kernel that makes it, or
-    into the gather that brings it.
-
-    Every output that is or may become a copy of an input (`copied_inputs`) is first copied by an opaque op, else a step
-    that swaps two leaves would leave both equal.
-    """
-    copy = copy_module(graph_module)
-    graph = copy.graph
-    output = graph.output_node()
-    outs = list(output.args[0])
-    inputs = graph.find_nodes(op="placeholder")
-    safe = []
-    with graph.inserting_before(output):
-        for i, node in enumerate(outs):
-            unchanged = i in donated and _behind_aliases(node) is inputs[donated[i]]
-            copied = copied_inputs(node)
-            if i in donated and copied.get(inputs[donated[i]]) is False:
-                del copied[inputs[donated[i]]]  # in place, element by element
-            if (copied or traced.aliased[i]) and not unchanged:
-                value = node.meta.get("val")
-                node = graph.call_function(torch.ops.fmegatron_step.barrier.default, (node, node))
-                node.meta["val"] = value
-            safe.append(inputs[donated[i]] if unchanged else node)
-        written = {i: position for i, position in donated.items() if safe[i] is not inputs[position]}
-        gathered = gather_in_place(graph, {i: (inputs[position], outs[i]) for i, position in written.items()})
-        for i, position in written.items():
-            if i not in gathered:
-                graph.call_function(torch.ops.aten.copy_.default, (inputs[position], safe[i]))
-    output.args = ([node for i, node in enumerate(safe) if i not in donated],)
-    forget(graph, [outs[i] for i in gathered])
-    graph.lint()
-    copy.recompile()
-    return copy
-
-
-def _behind_aliases(node: torch.fx.Node) -> torch.fx.Node:
-    """The node of which this one is only another name (detach of a detach ...)."""
-    while node.op == "call_function" and node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
-        node = node.args[0]
-    return node
+        require_constants(args)
+        raise

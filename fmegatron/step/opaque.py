@@ -13,7 +13,7 @@ import re
 import torch
 
 from fmegatron.collectives import World
-from fmegatron.step.compile import compile_graph
+from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.exchange import exchanged
 from fmegatron.step.fresh import with_fresh_outputs
 from fmegatron.step.lower import copy_module, lower
@@ -106,7 +106,8 @@ class Bound:
         self.entry, self.backend, self.run = entry, backend, None
         inner = bind_inner(entry.graph_module, world, backend, patches, overlap)
         lowered, self.fakes, self.rank_inputs = lower(inner, entry.fakes, world, entry.fake_mode)
-        self.graph_module = exchanged(overlapped(lowered, overlap, world), world)
+        self.graph_module = copy_module(exchanged(overlapped(lowered, overlap, world), world))
+        with_fresh_outputs(self.graph_module, in_order=backend in IN_ORDER)
         self.patches = {**patches, **(overlap.options if overlap else {})}
         self.op = _define(_COMPILED, name, self._call, entry.out_meta, self)
 

@@ -4,6 +4,8 @@ Nothing else in the room imports from a module with a leading underscore; when t
 """
 
 import contextlib
+import functools
+import importlib
 import logging
 import shutil
 import sys
@@ -12,6 +14,7 @@ import threading
 import torch
 import torch._inductor
 from torch._functorch import config as _functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import (
     _extract_graph_with_inputs_outputs,
     min_cut_rematerialization_partition,
@@ -46,16 +49,21 @@ __all__ = [
     "below_autograd",
     "compile_flat_graph",
     "extract_subgraph",
+    "functional_graph",
     "fx_traceback",
     "has_cpp_compiler",
     "inductor_decompositions",
     "is_tracing",
+    "lower_own",
     "make_fx",
     "mark_backward",
     "min_cut",
     "outside_of_tracing",
     "quiet_about_shapes",
+    "storage_uses",
 ]
+
+storage_uses = torch._C._storage_Use_Count
 
 
 def is_tracing() -> bool:
@@ -127,8 +135,72 @@ def extract_subgraph(graph, inputs, outputs, name: str):
 
 def compile_flat_graph(graph_module, fakes, config_patches: dict):
     """Inductor on a flat graph of tensors -> callable(*tensors) -> list; no Dynamo, no guards."""
+    lower_own()
     return torch._inductor.standalone_compile(
         graph_module, fakes, dynamic_shapes="from_example_inputs", options={"config_patches": config_patches}
+    )
+
+
+@functools.cache
+def lower_own() -> None:
+    """Teach Inductor the operator `fmegatron_step::own` (`step.fresh`), once, before it compiles a graph with it."""
+    # Loaded when something is compiled: it takes a second, which processes that compile nothing need not wait.
+    lowering = importlib.import_module("torch._inductor.lowering")
+    ir, virtualized = lowering.ir, lowering.V
+
+    def place_of(x):
+        """(the box in which the memory of x lies, what is in it): a buffer, or what is to be computed into one."""
+        box = None
+        while isinstance(x, (ir.MutableBox, ir.BaseView)):
+            box, x = (x if isinstance(x, ir.StorageBox) else box), x.data
+        return box, x
+
+    def is_own(inner) -> bool:
+        """Whether memory is made for this value alone; what is not known is not its own."""
+        if not isinstance(inner, ir.Buffer):
+            return isinstance(inner, ir.Loops)  # not computed yet: a buffer of its own, if one is made
+        plain = type(inner.get_output_spec()) in (ir.FixedLayout, ir.FlexibleLayout)
+        return plain and not isinstance(inner, ir.InputBuffer) and not inner.get_inputs_that_alias_output()
+
+    def written_into(node) -> dict[int, str]:
+        """The values of `own` that are copied into an input next, and into which."""
+        found = {}
+        for item in node.users:
+            for user in item.users:
+                if user.target is torch.ops.aten.copy_.default and user.args[1] is item:
+                    found[item.args[1]] = user.args[0].target
+        return found
+
+    def own(xs):
+        target, taken, values = written_into(virtualized.graph.current_node), set(), []
+        for i, x in enumerate(xs):
+            box, inner = place_of(x)
+            name = inner.get_name() if isinstance(inner, ir.Buffer) else None
+            in_place = i in target and x.data is box and name == target[i]  # a new value that lies there already
+            shared = i not in target and (name or id(box)) in taken
+            if shared or not (in_place or is_own(inner)):
+                x = lowering.clone(x)
+                x.realize()
+            elif i not in target:
+                taken.add(name or id(box))
+            values.append(x)
+        return values
+
+    lowering.register_lowering(torch.ops.fmegatron_step.own.default, type_promotion_kind=None)(own)
+
+
+def functional_graph(graph_module, fakes):
+    """What AOTAutograd makes of a flat graph of tensors, run op by op -> callable(*tensors) -> list; no Dynamo.
+
+    The "aot_eager" of torch.compile goes through Dynamo, which takes a double without dims for a number: it forgets
+    what is written into one, and it keeps every graph for as long as the process lives.
+    """
+
+    def as_it_is(functional, inputs):
+        return make_boxed_func(functional.forward)
+
+    return aot_module_simplified(
+        graph_module, fakes, fw_compiler=as_it_is, decompositions={}, keep_inference_input_mutations=True
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint.calls.ranks import Alone
-from fmegatron.collectives.interrupt import held_interrupt
+from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Layout, Mesh
 
 LAYOUTS = {"w": Layout((64, 48), torch.float32, Mesh())}

@@ -38,10 +38,8 @@ def test_every_leaf_of_the_state_stays_where_it_is(wide, donated):
     state = tiny.copied(wide[0])
     before, where = tiny.copied(state), pointers(state)
     for _ in range(3):
-        old = state
         state, _ = donated(state, wide[1])
         assert pointers(state) == where
-        assert all(a is b for a, b in zip(tree.leaves(state), tree.leaves(old), strict=True))
     unchanged = [p for p, a, b in zip(*tree.flatten(state)[:2], tree.leaves(before), strict=True) if torch.equal(a, b)]
     assert not unchanged
 
@@ -54,10 +52,10 @@ def test_without_donation_no_argument_changes(wide, undonated):
 
 def test_memory(wide, donated, undonated):
     """Above the state: the gradients once, and activations; without donation, the new state too."""
-    state, batch = tiny.copied(wide[0]), wide[1]
-    donated(state, batch), undonated(state, batch)  # compiled before it is measured
-    peaks = [peak_bytes(lambda step=step: step(state, batch)) for step in (donated, undonated)]
+    state, batch = donated(tiny.copied(wide[0]), wide[1])[0], wide[1]
+    undonated(state, batch)  # compiled before it is measured
     gradients = sum(x.nbytes for x in tree.leaves(state.params))
+    peaks = [peak_bytes(lambda step=step: step(state, batch)) for step in (undonated, donated)][::-1]
     activations = 16 * batch["x"].nbytes  # a few [B, D] of each layer, forward and backward
     assert activations < 0.2 * gradients  # else the bounds below would say little
     assert gradients <= peaks[0] <= gradients + activations
@@ -135,16 +133,21 @@ def test_rolling_history():
 def test_state_or_parameters_alone():
     """`train_step(params, batch) -> params` and any other position donate as well."""
     w = torch.ones(3)
-    assert jit(lambda w, x: w - x, donate=0)(w, torch.ones(3)) is w and not w.any()
+    where = w.data_ptr()
+    got = jit(lambda w, x: w - x, donate=0)(w, torch.ones(3))
+    assert got.data_ptr() == where and not got.any()
     a, b = torch.ones(2), torch.ones(2)
+    where = b.data_ptr()
     got = jit(lambda a, b: (a + b, b * 3), donate=1)(a, b)
-    assert got[1] is b and b.tolist() == [3, 3] and a.tolist() == [1, 1] and got[0].tolist() == [2, 2]
+    assert got[1].data_ptr() == where and got[1].tolist() == [3, 3]
+    assert a.tolist() == [1, 1] and got[0].tolist() == [2, 2]
 
 
 def test_a_jit_of_a_jit_has_its_own_options():
     x = torch.ones(2)
-    step = jit(jit(lambda x: x + 1), donate=0, backend="eager")
-    assert step(x) is x and x.tolist() == [2, 2] and step(x).tolist() == [3, 3]
+    where, step = x.data_ptr(), jit(jit(lambda x: x + 1), donate=0, backend="eager")
+    x = step(x)
+    assert x.data_ptr() == where and x.tolist() == [2, 2] and step(x).tolist() == [3, 3]
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, togeth
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import check_layouts
-from fmegatron.collectives.interrupt import held_interrupt
+from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Layout
 
 

@@ -18,7 +18,7 @@ from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.process import WriterProcess
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks
 from fmegatron.checkpoint.files.storage import Storage, Store
-from fmegatron.collectives.interrupt import held_interrupt
+from fmegatron.collectives import held_interrupt
 
 START_S = 120.0  # a fresh Python that imports torch on a busy node
 LOOK_S = 0.05

@@ -18,7 +18,7 @@ from fmegatron.checkpoint.files.format import Leaf, Manifest, bits
 from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
 from fmegatron.checkpoint.reading.fetch import Target
 from fmegatron.checkpoint.reading.rounds import in_rounds
-from fmegatron.collectives.interrupt import held_interrupt
+from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Box, Layout
 
 _ROUND_BYTES = 32 << 20  # of all members in a round (a band of each at least), so most that is staged at a time

@@ -1,0 +1,126 @@
+"""What a compiled graph is specialised to: of tensors shape, stride, dtype and device, of everything else the value."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+
+from fmegatron import tree
+
+__all__ = ["differences", "require_constants", "signature_of"]
+
+_EXACT = (int, bool, str, bytes, type(None))
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)  # as they are called
+_BY_VALUE = (float, complex, np.generic, functools.partial, types.MethodType)
+_OURS = ("torch", "fmegatron", "optree")  # classes of which no object changes what a graph would be
+_SHOWN = 3
+
+
+def signature_of(leaves: list) -> list[tuple]:
+    """One entry per leaf; calls with equal lists (and tree structures) run the same graph."""
+    return [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves]
+
+
+def _constant(x: Any) -> tuple:
+    """A constant and what it holds: an object that has changed is another constant. -0.0 is not 0.0, nan is nan."""
+    if type(x) in _EXACT or isinstance(x, _NAMED):
+        return type(x), x
+    return (_held(x, ()), None) if isinstance(x, _BY_VALUE) else (type(x), x, _held(x, ()))
+
+
+def _held(x: Any, above: tuple) -> Any:
+    """What an object holds, as something that can be hashed and compared. above: the objects that hold it."""
+    kind = type(x)
+    if kind in _EXACT or isinstance(x, (*_NAMED, torch.Tensor)):
+        return x
+    if isinstance(x, float):
+        return kind, x.hex()
+    if isinstance(x, complex):
+        return kind, x.real.hex(), x.imag.hex()
+    if isinstance(x, (np.generic, np.ndarray)):
+        return kind, x.dtype, x.shape, x.tobytes()
+    if any(x is y for y in above):
+        return "itself"
+    above = (*above, x)
+    if isinstance(x, dict):
+        return kind, tuple((_held(key, above), _held(value, above)) for key, value in x.items())
+    if isinstance(x, (list, tuple)):
+        return kind, tuple(_held(y, above) for y in x)
+    if isinstance(x, (set, frozenset)):
+        return kind, frozenset(_held(y, above) for y in x)
+    if isinstance(x, functools.partial):
+        return kind, _held(x.func, above), _held(x.args, above), _held(x.keywords, above)
+    if isinstance(x, types.MethodType):
+        return kind, x.__func__, _held(x.__self__, above)
+    if kind.__module__.split(".")[0] in _OURS and not dataclasses.is_dataclass(x):
+        return x
+    names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+    fields = {name: getattr(x, name) for name in names if hasattr(x, name)} | getattr(x, "__dict__", {})
+    return (kind, tuple((name, _held(value, above)) for name, value in fields.items())) if fields else x
+
+
+def require_constants(args: tuple) -> None:
+    """ValueError for a leaf that is neither a tensor nor can be part of a signature (a numpy array, say)."""
+    paths, leaves, _ = tree.flatten(args)
+    for path, x in zip(paths, leaves, strict=True):
+        if not isinstance(x, torch.Tensor) and type(x).__hash__ is None:
+            raise ValueError(
+                f"argument leaf {path!r} is a {type(x).__name__}; jit takes tensors (make it one: torch.as_tensor) "
+                "and hashable constants"
+            )
+
+
+def differences(before: tuple, now: tuple) -> str:
+    """What differs between two signatures, each (optree structure, list of entries): "'1/x' is ..., was ..."."""
+    old, new = (dict(zip(_paths(spec), entries, strict=True)) for spec, entries in (before, now))
+    found = [f"{path!r} is new" for path in new if path not in old]
+    found += [f"{path!r} is missing" for path in old if path not in new]
+    for path, entry in new.items():
+        if path in old and entry != old[path]:
+            found.append(_change(path, old[path], entry))
+    if not found:
+        found = ["the containers of the tree are of other types"]
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
+
+
+def _paths(spec: Any) -> list[str]:
+    return tree.paths(optree.tree_unflatten(spec, range(spec.num_leaves)))
+
+
+def _change(path: str, old: tuple, new: tuple) -> str:
+    was, becomes = _words(old), _words(new)
+    if was == becomes and _is_tensor(new):
+        was, becomes = f"strides {tuple(old[1])}", f"{becomes} with strides {tuple(new[1])}"
+    elif was == becomes:
+        return f"{path!r}, {becomes}, holds other values than before"
+    advice = " (each value of a number is a graph of its own: make it a 0-d tensor)"
+    return f"{path!r} is {becomes}, was {was}{advice if _is_number(new) and _is_number(old) else ''}"
+
+
+def _is_tensor(entry: tuple) -> bool:
+    return isinstance(entry[0], torch.Size)
+
+
+def _is_number(entry: tuple) -> bool:
+    kind = entry[0][0] if isinstance(entry[0], tuple) and not _is_tensor(entry) else entry[0]
+    return isinstance(kind, type) and issubclass(kind, (int, float, complex, np.number))
+
+
+def _words(entry: tuple) -> str:
+    """A leaf in words."""
+    if _is_tensor(entry):
+        shape, _, dtype, device = entry
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+    if isinstance(entry[0], tuple):  # by value
+        kind, *rest = entry[0]
+        return repr(float.fromhex(rest[0])) if issubclass(kind, float) and isinstance(rest[0], str) else kind.__name__
+    text = repr(entry[1])
+    return text if len(text) <= 60 else f"a {entry[0].__name__}"
