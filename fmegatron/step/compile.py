@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from fmegatron.step.lower import copy_module
 from fmegatron.step.torch_private import (
     compile_flat_graph,
     functional_graph,
@@ -53,7 +54,34 @@ def compile_graph(
             return compile_flat_graph(graph_module, fakes, patches)
         if backend == "compile":
             lower_own()
-            return torch.compile(graph_module, fullgraph=True, dynamic=False, options=patches)
+            run = torch.compile(_of_vectors(graph_module), fullgraph=True, dynamic=False, options=patches)
+            return lambda *tensors: run(*(x if x.dim() else x.view(1) for x in tensors))
         if backend == "aot_eager":
             return functional_graph(graph_module, fakes)
         return graph_module
+
+
+def _of_vectors(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph over tensors of one element where it had tensors without dims.
+
+    Dynamo takes a double without dims for a number: it compiles again for each value, and forgets what is written to
+    it.
+    """
+    copy = copy_module(graph_module)
+    graph = copy.graph
+    view, inputs = torch.ops.aten.view.default, graph.find_nodes(op="placeholder")
+    for node in inputs:
+        if node.meta["val"].dim():
+            continue
+        users = list(node.users)
+        with graph.inserting_after(inputs[-1]):
+            number = graph.call_function(view, (node, []))
+        for user in users:
+            if user.target is torch.ops.aten.copy_.default and user.args[0] is node:
+                with graph.inserting_before(user):
+                    user.args = (node, graph.call_function(view, (user.args[1], [1])))
+            else:
+                user.replace_input_with(node, number)
+    graph.lint()
+    copy.recompile()
+    return copy

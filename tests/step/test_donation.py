@@ -121,6 +121,76 @@ def test_a_result_never_shares_memory_with_an_argument(backend):
         assert got[name].untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), name
 
 
+WRITES = {
+    "index_put": lambda x, i, v: x.index_put((i,), v),
+    "index_put accumulated": lambda x, i, v: x.index_put((i,), v, accumulate=True),
+    "assigned by index": lambda x, i, v: _assigned_at(x.clone(), i, v),
+    "index_copy": lambda x, i, v: x.index_copy(0, i, v),
+    "index_add": lambda x, i, v: x.index_add(0, i, v),
+    "index_fill": lambda x, i, v: x.index_fill(0, i, 7.0),
+    "index_put, a view": lambda x, i, v: x.index_put((i,), v)[1:],
+    "index_put, transposed": lambda x, i, v: x.index_put((i,), v).t(),
+    "put": lambda x, i, v: x.put(i, v[0, :2]),
+    "scatter": lambda x, i, v: x.scatter(0, i[:, None], v),
+    "scatter_add": lambda x, i, v: x.scatter_add(0, i[:, None], v),
+    "scatter_reduce": lambda x, i, v: x.scatter_reduce(0, i[:, None], v, "amax"),
+    "slice_scatter": lambda x, i, v: x.slice_scatter(v, 0, 1, 3),
+    "select_scatter": lambda x, i, v: x.select_scatter(v[0], 0, 1),
+    "diagonal_scatter": lambda x, i, v: x.diagonal_scatter(v[0]),
+    "as_strided_scatter": lambda x, i, v: x.as_strided_scatter(v[0, :2], (2,), (1,), 0),
+    "fill_diagonal_": lambda x, i, v: x.clone().fill_diagonal_(3.0),
+    "flip": lambda x, i, v: x.flip(0),
+    "roll": lambda x, i, v: x.roll(1, 0),
+    "new_empty": lambda x, i, v: x.new_zeros(3, 3).copy_(x),
+}
+
+
+def _assigned_at(to, i, v):
+    to[i] = v
+    return to
+
+
+ALL_BACKENDS = ["inductor", pytest.param("compile", marks=pytest.mark.slow), "aot_eager", "eager"]
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_what_is_written_into_the_old_value_is_not_the_new_value(backend):
+    """Inductor writes at indices in place, in the memory of a leaf that is overwritten later: 10 of 20 were wrong."""
+
+    def f(state, i, v):
+        doubled = {name: {"a": s["a"] * 2, "b": WRITES[name](s["a"], i, v)} for name, s in state.items()}
+        return doubled, {name: WRITES[name](s["a"], i, v) for name, s in state.items()}
+
+    x, i, v = torch.arange(9.0).view(3, 3) - 4, torch.tensor([0, 2]), torch.full((2, 3), 9.0)
+    wanted = {name: write(x, i, v) for name, write in WRITES.items()}
+    state = {name: {"a": x.clone(), "b": torch.empty(y.shape)} for name, y in wanted.items()}
+    new, beside = jit(f, donate=0, backend=backend)(state, i, v)
+    assert [name for name in WRITES if not torch.equal(beside[name], wanted[name])] == []
+    assert [name for name in WRITES if not torch.equal(new[name]["b"], wanted[name])] == []
+    assert [name for name in WRITES if not torch.equal(new[name]["a"], x * 2)] == []
+
+
+def test_a_row_that_is_written_needs_no_second_leaf():
+    """What is safe in place stays in place: a cache of keys takes one more without a copy of all of them."""
+    step = jit(lambda cache, i, v: (cache.index_copy(1, i, v), v.sum()), donate=0)
+    cache, i, v = torch.zeros(4, 512, 16), torch.tensor([3]), torch.ones(4, 1, 16)
+    where, (cache, _) = cache.data_ptr(), step(cache, i, v)
+    assert cache.data_ptr() == where and cache.sum() == 64
+    assert peak_bytes(lambda: step(cache, i, v)) < 0.1 * cache.nbytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leaves_without_dims(backend):
+    """Doubles among them were never written on aot_eager: Dynamo takes them for numbers."""
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool]
+    state = {str(dtype): torch.ones((), dtype=dtype) for dtype in dtypes}
+    step = jit(lambda s: {name: (x + x).to(x.dtype) for name, x in s.items()}, donate=0, backend=backend)
+    for _ in range(3):
+        state = step(state)
+    assert {name: float(x) for name, x in state.items()} == {str(d): 1.0 if d == torch.bool else 8.0 for d in dtypes}
+    assert len(step.cache) == 1
+
+
 def test_rolling_history():
     """Ring buffers: new leaf i is old leaf i - 1."""
     history = [torch.full((4,), float(i)) for i in range(5)]
