@@ -70,7 +70,9 @@ def pytest_runtest_makereport(item):
 def pytest_terminal_summary(terminalreporter):
     """How to repeat the failed tests of sampled campaigns on another day."""
     failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
-    again = {report.nodeid: day for report in failed for name, day in report.user_properties if name == "day"}
+    again = {
+        report.nodeid: day for report in failed for name, day in getattr(report, "user_properties", ()) if name == "day"
+    }
     for test, day in again.items():
         terminalreporter.line(f"sampled; repeat it with: {sampling.VARIABLE}={day} .venv/bin/python -m pytest '{test}'")
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.step.fresh import copied_inputs
 from fmegatron.step.torch_private import (
     FakeTensorMode,
     extract_subgraph,
@@ -152,8 +151,6 @@ def cut_joint(joint: Joint, policy: Policy) -> Cut:
     used = {p.name for p in probe.find_nodes(op="placeholder") if p.users}
     kept = [n for n in wanted if n.op == "placeholder" and n.name in used]
     residuals = [n for n in wanted if n.op != "placeholder" and n.name in used]
-    if _may_share_memory(graph, y, [*primals, *residuals]):
-        y = _own_copy(graph, y, joint.fake_mode)
 
     def part(inputs, outputs, which):
         return torch.fx.GraphModule(graph_module, extract_subgraph(graph, inputs, outputs, which))
@@ -179,24 +176,6 @@ def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
     with torch.no_grad(), joint.fake_mode:
         _, backward = min_cut(joint.graph_module, [joint.inputs, [joint.tangent]], budget)
     return {n.name for n in backward.graph.find_nodes(op="placeholder")}
-
-
-def _may_share_memory(graph, y, others) -> bool:
-    """Whether the compiled forward could return y in the memory of an input or of a saved value: it is one of them, a
-    view, or a copy that a compiler drops. The next layer may be given y's memory while the saved value is needed."""
-    if _base(y) in others:
-        return True
-    (alone,) = extract_subgraph(graph, others, [y], "output").output_node().args[0]  # as made of them
-    return bool(copied_inputs(alone))
-
-
-def _own_copy(graph, y, fake_mode):
-    """A node that is y in memory of its own; the compiler keeps it."""
-    with graph.inserting_after(y):
-        copy = graph.call_function(torch.ops.fmegatron_step.barrier.default, (y, y))
-    with fake_mode:
-        copy.meta = {**y.meta, "val": torch.empty_like(y.meta["val"])}  # dense where y is expanded
-    return copy
 
 
 def _read_by_backward(graph, y) -> list:

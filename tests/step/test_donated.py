@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmegatron import tree
 from fmegatron.collectives import held_interrupt
-from fmegatron.step import init_state, jit
+from fmegatron.step import jit
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 BACKENDS = ["inductor", "compile", "aot_eager", "eager"]
@@ -196,10 +197,12 @@ def test_pieces_of_one_tensor():
     step = twice()
     state = step(step(state))
     assert flat.tolist() == [1] * 6 and all((x == 4).all() for x in state.values())
-    where = pieces = torch.ones(4).split(2)
+
+    pieces = torch.ones(4).split(2)
     state = {"a": pieces[0].detach(), "b": pieces[1].detach()}
     where = [x.data_ptr() for x in state.values()]
     del pieces
+    step = twice()
     state = step(step({**state, "c": torch.ones(1)}))
     assert [x.data_ptr() for x in state.values()][:2] == where and state["b"].tolist() == [4, 4]
 
@@ -383,7 +386,7 @@ def test_other_threads_donate_too():
 def test_ctrl_c_at_any_line_leaves_all_old_or_all_new(backend):
     """At each line of the package that a call goes through: three of 60 tries left a training state torn before."""
     step = jit(tiny.mlp_step(), donate=0, backend=backend)
-    state, batch = step(init_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())[0], tiny.mlp_batch()
+    state, batch = step(fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())[0], tiny.mlp_batch()
     old = tiny.copied(state)
     new = tiny.copied(step(tiny.copied(state), batch)[0])
     ends, at = [], 0
