@@ -3,6 +3,7 @@
 from fmegatron.checkpoint import rank_state
 from fmegatron.checkpoint.background.async_save import AsyncSaver, save_async
 from fmegatron.checkpoint.background.handle import Handle
+from fmegatron.checkpoint.files.claim import Claim, ClaimedError, claim
 from fmegatron.checkpoint.files.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.snapshot import Snapshot, open_snapshot
@@ -34,6 +35,8 @@ from fmegatron.checkpoint.writing.saving import save
 __all__ = [
     "AsyncSaver",
     "CheckpointError",
+    "Claim",
+    "ClaimedError",
     "Description",
     "Handle",
     "Keep",
@@ -43,6 +46,7 @@ __all__ = [
     "Report",
     "Rule",
     "Snapshot",
+    "claim",
     "copy",
     "describe",
     "drop",

@@ -80,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("path", help="a directory of checkpoints")
     p.add_argument("--keep-last", type=_positive, metavar="N", help="remove all but the newest N complete steps, too")
     p.add_argument("--age", type=_seconds, help="leftovers unchanged for so long are garbage, e.g. 90s, 30m, 2h (1h)")
+    p.add_argument("--watch", type=_seconds, help="look for so long whether owners on other machines live, e.g. 5m (0)")
     p.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
 
     for p in below.choices.values():

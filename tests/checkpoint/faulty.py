@@ -1,8 +1,11 @@
 """Stores whose reads and writes go wrong as told: a full disk, a broken one, short files; for any kind of storage."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
+from fmegatron.checkpoint.files import leases, owner
 from fmegatron.checkpoint.files.storage import Storage, Store
 
 
@@ -52,6 +55,18 @@ class FaultyStore:
 
     def draft(self, root):
         return self.wrap(self.real.draft(root))
+
+
+@contextlib.contextmanager
+def lives():
+    """Within this block a process that was killed in pretence stays dead: yields a function that ends its life.
+
+    Notes that it left before are those of another process, which is gone.
+    """
+    life, real = [0], owner._start
+    start = mock.patch.object(owner, "_start", lambda pid: f"{real(pid)}{life[0]}")
+    with start, mock.patch.object(leases._Renewed, "forsake", lambda self: self.done.set()):
+        yield lambda: life.__setitem__(0, life[0] + 1)
 
 
 def full_after(writes):

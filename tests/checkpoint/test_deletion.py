@@ -9,8 +9,7 @@ import pytest
 from fmegatron import checkpoint
 from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.manage import deletion
-from fmegatron.checkpoint.manage.deletion import Deleter, remove_tree
+from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.steps import Steps
 from tests.checkpoint.fake_world import assert_same_bits
 from tests.checkpoint.test_manager import ONE, state
@@ -18,24 +17,27 @@ from tests.checkpoint.test_manager import ONE, state
 
 def test_deletion_is_in_the_background(tmp_path, monkeypatch):
     """The name is gone when `save` returns; the files go meanwhile; `close` waits for them."""
-    go, real = threading.Event(), deletion.remove_tree
+    go, real = threading.Event(), commit.remove
 
-    def slow(path, stop):
-        assert go.wait(30)
+    def slow(path, stop=None):
+        assert stop is None or go.wait(30)
         real(path, stop)
 
-    monkeypatch.setattr("fmegatron.checkpoint.manage.steps.remove_tree", slow)
+    monkeypatch.setattr(commit, "remove", slow)
     manager = Manager(tmp_path, keep=1)
     for step in (1, 2, 3):
         manager.save(step, state(step), ONE)
         assert manager.steps() == [step]
     # Nobody has waited for the disk: not the saves that came after, either.
     assert sum(".gone-" in name for name in os.listdir(tmp_path)) == 2
-    manager.save(2, state(2), ONE)  # a name that is being deleted can be used again
-    assert manager.steps() == [2, 3]
+    with pytest.warns(RuntimeWarning, match="steps 3 were set aside"):
+        manager.rewind(1)
+        manager.save(2, state(2), ONE)  # a name that is being deleted can be used again
+    assert manager.steps() == [2]
     go.set()
     manager.close()
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002", "step_00000003"]
+    names = sorted(os.listdir(tmp_path))
+    assert names[0].startswith(".step_00000003.aside-") and names[1:] == ["latest", "step_00000002"]
 
 
 def test_a_name_that_an_object_store_is_still_deleting(monkeypatch):
@@ -51,8 +53,10 @@ def test_a_name_that_an_object_store_is_still_deleting(monkeypatch):
     for step in (1, 2):
         manager.save(step, state(step), ONE)
     threading.Timer(0.3, go.set).start()
-    manager.save(1, state(9), ONE)
-    assert go.is_set() and manager.steps() == [1, 2]
+    manager.rewind(0)
+    with pytest.warns(RuntimeWarning, match="steps 2 were set aside"):
+        manager.save(1, state(9), ONE)
+    assert go.is_set() and manager.steps() == [1]
     manager.close()
     assert_same_bits(manager.restore(1, ONE)[0], state(9))
 
@@ -60,13 +64,13 @@ def test_a_name_that_an_object_store_is_still_deleting(monkeypatch):
 def test_deletion_that_fails_is_a_warning(tmp_path, monkeypatch):
     """Training goes on; the next save, or the next run, tries again."""
 
-    def refuse(path, stop):
+    def refuse(path, stop=None):
         raise PermissionError(13, "Permission denied")
 
     manager = Manager(tmp_path, keep=1)
     manager.save(1, state(1), ONE)
     with monkeypatch.context() as patch:
-        patch.setattr("fmegatron.checkpoint.manage.steps.remove_tree", refuse)
+        patch.setattr(commit, "remove", refuse)
         with pytest.warns(RuntimeWarning, match="step_00000001: could not be deleted .*Permission denied"):
             manager.save(2, state(2), ONE)
             manager.close()
@@ -137,8 +141,8 @@ def test_removal_stops_when_told(tmp_path):
     (tmp_path / "a" / "link").symlink_to(tmp_path)
     stop = threading.Event()
     stop.set()
-    remove_tree(str(tmp_path / "a"), stop)
+    commit.remove(str(tmp_path / "a"), stop)
     assert (tmp_path / "a" / "b" / "0").exists() and not (tmp_path / "a" / "COMPLETE").exists()
-    remove_tree(str(tmp_path / "a"), threading.Event())
+    commit.remove(str(tmp_path / "a"), threading.Event())
     assert os.listdir(tmp_path) == ["outside"]
-    remove_tree(str(tmp_path / "a"), threading.Event())  # nothing to do
+    commit.remove(str(tmp_path / "a"), threading.Event())  # nothing to do

@@ -11,8 +11,8 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files import commit, format, manifest
-from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.files import format, manifest
+from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.writing import saving
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
@@ -253,14 +253,14 @@ def test_a_file_system_that_refuses(tmp_path):
     """A real error of the system's own: a directory stands where a file must be."""
     layouts = {"w": Layout((4, 4), torch.float32, Mesh())}
 
-    def in_the_way(path):
-        hidden = begin(path)
-        (tmp_path / os.path.basename(hidden) / "arrays/w/c.0.0/x").mkdir(parents=True)
-        return hidden
+    def in_the_way(store):
+        folder = begin(store)
+        (tmp_path / os.path.basename(folder.root) / "arrays/w/c.0.0/x").mkdir(parents=True)
+        return folder
 
-    begin = commit.begin
+    begin = FolderStore.begin
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "begin", in_the_way)
+        patch.setattr(FolderStore, "begin", in_the_way)
         with pytest.raises(RuntimeError, match="OSError: w: a chunk could not be written"):
             checkpoint.save(tmp_path / "a", {"w": torch.ones(4, 4)}, layouts)
     assert os.listdir(tmp_path) == []
@@ -278,80 +278,6 @@ def test_an_interrupt_on_one_rank_ends_all(tmp_path, monkeypatch):
     assert isinstance(got[1], KeyboardInterrupt)
     assert all(isinstance(got[r], RuntimeError) and "KeyboardInterrupt" in str(got[r]) for r in (0, 2, 3))
     assert os.listdir(tmp_path) == []
-
-
-class Killed(BaseException):
-    """The process is gone: after this, nothing that it would have done happens."""
-
-
-def die_at(patch, moment):
-    """Kill the process at the n-th thing that it does to the file system. Returns the count of things done."""
-    done = [0]
-
-    def mortal(function):
-        def call(*args, **kwargs):
-            done[0] += 1
-            if done[0] >= moment:
-                raise Killed
-            return function(*args, **kwargs)
-
-        return call
-
-    for module, name in (
-        (Folder, "write"), (commit, "sync_directory"), (commit, "remove"), (commit, "_exchange"),
-        (commit.os, "rename"), (commit.os, "mkdir"),
-    ):  # fmt: skip
-        patch.setattr(module, name, mortal(getattr(module, name)))
-    return done
-
-
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
-@pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
-def test_killed_at_every_moment(tmp_path, monkeypatch, existing, exchange):
-    """Old or new, bit for bit, at every moment; and the next save works and leaves nothing behind."""
-    one = layouts_on(Mesh(fsdp=1, tp=1))
-    checkpoint.save(tmp_path / "old", state(0), one)
-    monkeypatch.setattr(Folder, "writers", 1)  # the same moments in every save
-    if not exchange:
-        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
-    seen = set()
-    for moment in range(1, 200):
-        at = tmp_path / f"{moment}" / "a"
-        if existing:
-            shutil.copytree(tmp_path / "old", at)
-        with monkeypatch.context() as patch:
-            done = die_at(patch, moment)
-            try:
-                checkpoint.save(at, state(1), one)
-            except Killed:
-                pass
-        if existing:
-            got = read_all(at)
-            version = int(torch.equal(got["w"], state(1)["w"]))
-            assert_same_bits(got, state(version), moment)
-            seen.add(version)
-        elif done[0] >= moment:
-            try:
-                assert_same_bits(read_all(at), state(1))
-                seen.add(1)
-            except CheckpointError as error:
-                assert "COMPLETE" in str(error)
-                seen.add(0)
-        checkpoint.save(at, state(2), one)
-        assert_same_bits(read_all(at), state(2))
-        assert os.listdir(at.parent) == ["a"]
-        if done[0] < moment:
-            break
-    assert seen == {0, 1} and moment > 20
-
-
-def test_leftovers_of_killed_saves_are_removed(tmp_path, saved):
-    for name in (".a.tmp-0123456789ab", ".a.old-0123456789ab"):
-        (saved.parent / name / "w").mkdir(parents=True)
-        (saved.parent / name / "w" / "c.0.0").write_text("half")
-    (saved.parent / ".b.tmp-0123456789ab").mkdir()  # another checkpoint's: not ours to remove
-    assert save_all(saved, state(1), layouts_on()) == [None] * 4
-    assert sorted(os.listdir(saved.parent)) == [".b.tmp-0123456789ab", "a"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path):

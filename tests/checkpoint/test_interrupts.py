@@ -60,8 +60,10 @@ def listen_until(saver, done):
 
 
 def test_what_the_ranks_agreed_upon_in_poll_has_ended(tmp_path, saver):
-    handle = checkpoint.save_async(tmp_path / "a", state(1), LAYOUTS, Pressed("minimum", True), saver=saver)
+    world = Pressed("minimum")
+    handle = checkpoint.save_async(tmp_path / "a", state(1), LAYOUTS, world, saver=saver)
     listen_until(saver, lambda: handle.committed)
+    world.armed = True
     with pytest.raises(KeyboardInterrupt):
         handle.poll()
     assert handle.state == "durable" and saver.pending == ()  # as on the other ranks

@@ -16,7 +16,8 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager, open_store
 from fmegatron.checkpoint.__main__ import main as tool
 from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.notes import Notes, is_dead, owner
+from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.owner import fate, owner
 from fmegatron.checkpoint.manage import walk
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading import read
@@ -114,7 +115,7 @@ def test_tools_hold_what_they_read(tmp_path, monkeypatch):
         real = getattr(commands, name)
 
         def spy(*args, real=real, name=name, **kwargs):
-            seen.append((name, [leases.is_held(Notes(tmp_path), f"step_0000000{step}") for step in (1, 2)]))
+            seen.append((name, [Steps(tmp_path).why_held(step) is not None for step in (1, 2)]))
             return real(*args, **kwargs)
 
         monkeypatch.setattr(commands, name, spy)
@@ -123,14 +124,14 @@ def test_tools_hold_what_they_read(tmp_path, monkeypatch):
         assert tool(argv, io.StringIO(), io.StringIO()) in (0, 1)
     held = {"verify": [True, False], "show": [False, True], "diff": [True, True], "export": [True, False]}
     assert dict(seen) == held
-    assert not Steps(tmp_path).protected()
+    assert [Steps(tmp_path).why_held(step) for step in (1, 2)] == [None, None]
 
 
 def test_without_the_lease_it_would_be_lost(tmp_path, held, monkeypatch):
     """The test above can fail: the same reader whose note cannot be seen."""
     started, go = held
     save(tmp_path, 1)
-    monkeypatch.setattr(leases, "is_held", lambda notes, name: False)
+    monkeypatch.setattr(leases, "why_held", lambda *args: None)
     thread, result = in_a_thread(lambda: Manager(tmp_path).restore(1, LAYOUTS))
     assert started.wait(30)
     assert save(tmp_path, 2).steps() == [2]
@@ -206,22 +207,43 @@ def test_a_reader_that_was_killed_here(tmp_path):
     note = tmp_path / ".step_00000001.reading-0123456789ab"
     where, _, _ = owner().partition("-")
     note.write_text(json.dumps({"time": time.time(), "owner": f"{where}-{dead.pid}"}))
-    for whose in (owner(), f"{where}-1", f"elsewhere-{dead.pid}", f"-{dead.pid}", where, f"{where}-{10**30}"):
-        assert not is_dead(whose)
-    assert is_dead(f"{where}-{dead.pid}")
+    assert fate(owner()) == fate(f"{where}-1") == "lives"
+    for whose in (f"elsewhere-{dead.pid}", f"-{dead.pid}", where, f"{where}-{10**30}"):
+        assert fate(whose) == "unknown"
+    assert fate(f"{where}-{dead.pid}") == "gone"
     (tmp_path / f".new-{where}-{dead.pid}-01234567").write_text("torn")
     assert save(tmp_path, 2).steps() == [2] and sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
 
 
-def test_a_dead_reader_protects_for_a_while_only(tmp_path):
-    notes = Notes(tmp_path)
+@pytest.mark.parametrize("clock", [-1e6, 0.0, 1e6])
+def test_a_reader_of_another_node_protects_while_it_renews_its_note(tmp_path, clock):
+    """Whatever its clock says, or ours: what counts is that we have seen its note change."""
+    now, note = [0.0], tmp_path / ".step_00000001.reading-0123456789ab"
+    wall = time.time() + clock
+
+    def renew(beat):
+        note.write_text(json.dumps({"time": wall + 30 * beat, "owner": "elsewhere-1-1", "host": "n7", "beat": beat}))
+
     save(tmp_path, 1)
-    note = tmp_path / ".step_00000001.reading-0123456789ab"
-    note.write_text(json.dumps({"time": time.time() - leases.LEASE_S + 60}))
-    assert leases.is_held(notes, "step_00000001") and save(tmp_path, 2).steps() == [1, 2]
-    note.write_text(json.dumps({"time": time.time() - leases.LEASE_S - 1}))
-    assert not leases.is_held(notes, "step_00000001") and save(tmp_path, 3).steps() == [3]
-    assert not note.exists()  # and its note goes, too
+    with Manager(tmp_path, keep=1) as manager:
+        manager._both[0].watch = leases.Watch(lambda: now[0])
+        for step in range(2, 30):  # a long run; each save looks once, an hour after the last
+            renew(step)
+            manager.save(step, state(step), LAYOUTS)
+            now[0] += 3600.0
+        assert manager.steps() == [1, 29]
+        for step in range(30, 40):  # the node died: the note stays as it is
+            manager.save(step, state(step), LAYOUTS)
+            now[0] += 60.0
+            assert manager.steps() == ([1, step] if step < 34 else [step])
+        assert not note.exists()  # and its note goes, too
+    note.write_text(json.dumps({"time": wall, "owner": "elsewhere-1-1", "host": "n7", "beat": 0}))
+    with Manager(tmp_path, keep=1) as manager:
+        manager._both[0].watch = leases.Watch(lambda: now[0])
+        manager.save(40, state(40), LAYOUTS)
+        now[0] += 10 * leases.LEASE_S  # the file system was away, for the other node, too: one look proves nothing
+        manager.save(41, state(41), LAYOUTS)
+        assert note.exists()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"time": "now"}', "[" * 100_000, "\0\xff"])
@@ -236,9 +258,9 @@ def test_a_reader_renews_its_note(tmp_path, monkeypatch):
     notes = Notes(tmp_path)
     with leases.reading(notes, "a"):
         (note,) = tmp_path.iterdir()
-        first = json.loads(note.read_text())["time"]
+        first = json.loads(note.read_text())["beat"]
         until = time.monotonic() + 10
-        while json.loads(note.read_text())["time"] == first:
+        while json.loads(note.read_text())["beat"] == first:
             assert time.monotonic() < until
             time.sleep(0.01)
     assert not list(tmp_path.iterdir())
@@ -246,9 +268,9 @@ def test_a_reader_renews_its_note(tmp_path, monkeypatch):
 
 def test_one_of_the_two_always_sees_the_other(tmp_path):
     """The deleter left its note first: the reader waits until it is through, and then finds the step or not."""
-    notes, order = Notes(tmp_path), []
-    with leases.leaving(notes, "a") as free:
-        assert free
+    notes, order, watch = Notes(tmp_path), [], leases.Watch()
+    with leases.leaving(notes, "a", watch) as held:
+        assert held is None
 
         def read():
             with leases.reading(notes, "a"):
@@ -261,16 +283,20 @@ def test_one_of_the_two_always_sees_the_other(tmp_path):
         order.append("renamed")
     thread.join()
     assert order == ["renamed", "reads"]
-    with leases.reading(notes, "a"), leases.leaving(notes, "a") as free, leases.leaving(notes, "b") as other:
-        assert not free and other
+    with leases.reading(notes, "a"), leases.leaving(notes, "a", watch) as a, leases.leaving(notes, "b", watch) as b:
+        assert a.startswith(f"process {os.getpid()} on ") and a.endswith(" reads it") and b is None
 
 
 def test_where_no_note_can_be_left(tmp_path, monkeypatch):
     """A read-only directory can be restored from, and a full disk does not keep old steps from being deleted."""
     save(tmp_path, 1, 2, keep=None)
 
+    real = Notes.write
+
     def full(self, name, data, durable=False):
-        raise OSError(28, "No space left on device")
+        if "saving" not in name:
+            raise OSError(28, "No space left on device")
+        real(self, name, data, durable)
 
     monkeypatch.setattr(Notes, "write", full)
     got, _ = Manager(tmp_path).restore(1, LAYOUTS)

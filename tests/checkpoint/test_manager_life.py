@@ -12,8 +12,7 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager
 from fmegatron.checkpoint.files import folder
-from fmegatron.checkpoint.manage.manager import with_metrics
-from fmegatron.checkpoint.manage.retention import Keep
+from fmegatron.checkpoint.manage.retention import Keep, with_metrics
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 
@@ -226,8 +225,8 @@ def test_a_step_that_goes_while_it_is_chosen(tmp_path, monkeypatch):
     reader = Manager(tmp_path)
     real, once = reader._both[0].complete, []
 
-    def late():
-        found = real()
+    def late(above=-1):
+        found = real(above)
         if not once:
             once.append(1)
             with Manager(tmp_path, keep=1) as writer:

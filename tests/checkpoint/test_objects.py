@@ -12,11 +12,12 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager, open_store, read_latest
 from fmegatron.checkpoint.files import keyvalue
+from fmegatron.checkpoint.files.leases import Watch
 from fmegatron.checkpoint.files.storage import store_from_json
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
-from tests.checkpoint.faulty import FaultyStorage, FaultyStore, full_after
+from tests.checkpoint.faulty import FaultyStorage, FaultyStore, full_after, lives
 from tests.checkpoint.s3_server import s3_endpoint, s3_store
 from tests.checkpoint.test_faults import layouts_on, state
 
@@ -149,8 +150,14 @@ class Killed(BaseException):
     pass
 
 
+@pytest.fixture
+def die():
+    with lives() as end:
+        yield end
+
+
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
-def test_killed_at_every_moment(monkeypatch, existing):
+def test_killed_at_every_moment(monkeypatch, die, existing):
     """Old or new, bit for bit, whatever the last request was; the next save works and leaves nothing behind."""
     seen = set()
     for moment in range(1, 400):
@@ -174,6 +181,7 @@ def test_killed_at_every_moment(monkeypatch, existing):
                 checkpoint.save(store, state(1), ONE)
             except Killed:
                 pass
+        die()
         try:
             got = checkpoint.restore(store, ONE)
             version = int(torch.equal(got["w"], state(1)["w"]))
@@ -246,11 +254,17 @@ def test_children(store):
     assert not store.child("step_00000001").is_complete() and gone.names()
     gone.delete()
     assert store.children() == ["step_00000002"] and not folder.child("step_00000001").values.names()
-    store.child("step_00000003").begin().write("arrays/w/c.0", [b"half"])  # killed
-    store.child("step_00000002").begin().write("arrays/w/c.0", [b"half"])
-    store.clean(r"step_\d+", keep=["step_00000002"])
+    alive = store.child("step_00000004").begin()
+    alive.write("arrays/w/c.0", [b"half"])
+    for name in ("step_00000003", "step_00000002"):
+        store.child(name).begin().write("arrays/w/c.0", [b"half"])  # killed
+    store.clean(r"step_\d+", ["step_00000002"], Watch())
+    assert store.children() == ["step_00000002", "step_00000004"]
+    store.clean(r"step_\d+", (), Watch())
+    assert store.children() == ["step_00000002", "step_00000004"]
+    alive.lease.drop()
+    store.clean(r"step_\d+", (), Watch())
     assert store.children() == ["step_00000002"]
-    store.clean(r"step_\d+")
     assert len(tokens(store.child("step_00000002"))) == 2
     assert_same_bits(checkpoint.restore(store.child("step_00000002"), ONE), state())
 

@@ -28,7 +28,7 @@ from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
-from fmegatron.checkpoint.writing.saving import check_layouts
+from fmegatron.checkpoint.writing.saving import agreed, check_layouts
 from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Layout
 
@@ -41,6 +41,7 @@ def save_async(
     metadata: dict[str, Any] | None = None,
     *,
     step: int | None = None,
+    finite: bool | None = None,
     saver: AsyncSaver | None = None,
 ) -> Handle:
     """Begin a save and return when the state may change again; `handle.result()` means that it is durable.
@@ -54,10 +55,10 @@ def save_async(
     """
     check_saver(saver)
     if saver is not None:
-        return saver.save(path, state, layouts, world, metadata, step=step)
+        return saver.save(path, state, layouts, world, metadata, step=step, finite=finite)
     saver = AsyncSaver()
     try:
-        handle = saver.save(path, state, layouts, world, metadata, step=step)
+        handle = saver.save(path, state, layouts, world, metadata, step=step, finite=finite)
     except BaseException:
         saver.close(wait=False)
         raise
@@ -156,6 +157,7 @@ class AsyncSaver:
         metadata: dict[str, Any] | None = None,
         *,
         step: int | None = None,
+        finite: bool | None = None,
         begun: Callable[[Handle], None] | None = None,
     ) -> Handle:
         """`save_async` with this saver. begun: is told of the handle as soon as the save is pending on all ranks.
@@ -167,7 +169,7 @@ class AsyncSaver:
         check_world(world)
         try:
             with held_interrupt() as pressed:
-                handle, *job = self._begin(path, state, layouts, world or Alone(), metadata, step, pressed)
+                handle, *job = self._begin(path, state, layouts, world or Alone(), metadata, step, finite, pressed)
                 handle.began = began
                 if begun is not None:
                     begun(handle)
@@ -184,7 +186,7 @@ class AsyncSaver:
         return handle
 
     def _begin(
-        self, path, state: Any, layouts: Any, world: Ranks, metadata: Any, step: Any, pressed: list[BaseException]
+        self, path, state, layouts, world: Ranks, metadata: Any, step: Any, finite: Any, pressed: list[BaseException]
     ) -> tuple[Handle, _Known, list[torch.Tensor], dict[str, Any]]:
         """A pending save, on all ranks; or an error on all of them, and nothing is pending."""
         flights, lead, draft, handle = self._flights, world.rank == 0, None, None
@@ -207,7 +209,7 @@ class AsyncSaver:
             if tensors is None:
                 tree.check(state, layouts, world.rank, "the state", "the layouts")
                 tensors = tree.leaves(state)
-            check_words(metadata, step)
+            check_words(metadata, step, finite)
             what = {"store": store.to_json(), "step": step, "rank": world.rank, "size": world.size}
             what["metadata"] = (metadata or {}) if lead else {}
             if lead:
@@ -221,12 +223,13 @@ class AsyncSaver:
             handle = Handle(flights, self._numbers, store, world, step)
             flights.wait(has_room, handle.what, "it was not begun")
             known, tensors, what = together(world, handle.what, prepare)
-            handle.root = world.broadcast_text(draft.root if draft else "")
+            said = agreed(finite, world)
+            handle.draft, handle.root = draft, world.broadcast_text(draft.root if draft else "")
             flights.pending.append(handle)
         finally:
             if draft and handle not in flights.pending:
                 store.end(draft)
-        return handle, known, tensors, {**what, "root": handle.root}
+        return handle, known, tensors, {**what, "root": handle.root, "finite": said}
 
     def reserve(self, layouts: Any, world: Ranks | None = None) -> None:
         """Make the plan, take the memory for a state of these layouts, and wait until the writer is ready.

@@ -17,7 +17,6 @@ from fmegatron.checkpoint.background.arena import SAVE, TICKS, WRITTEN, Arena
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.process import WriterProcess
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks
-from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.collectives import held_interrupt
 
 START_S = 120.0  # a fresh Python that imports torch on a busy node
@@ -198,8 +197,6 @@ class Flights:
             self.closed = True
             for handle in self.pending[:]:
                 self._stop(handle)
-                if handle.world.rank == 0:
-                    _tidy(handle.store, handle.store.draft(handle.root))
                 self._finish(handle, "abandoned")
             if self.process:
                 self.process.close(_CLOSE_S)
@@ -270,12 +267,12 @@ class Flights:
 
     def _clear(self, handle: Handle) -> None:
         """All ranks together, when none writes any more: on return nothing of the save is left."""
-        if handle.world.rank == 0:
-            _tidy(handle.store, handle.store.draft(handle.root))
+        _tidy(handle)
         handle.world.agree(None, handle.what)
 
     def _finish(self, handle: Handle, state: str) -> None:
         self.pending.remove(handle)
+        _tidy(handle)
         handle.state = state
         if state == "durable":
             handle.durable_s = time.perf_counter() - handle.began
@@ -290,12 +287,15 @@ def _busy(handle: Handle) -> bool:
     return not handle.written or (handle.told_to_commit or handle.world.size == 1) and not handle.committed
 
 
-def _tidy(store: Store, storage: Storage) -> None:
-    """Remove what a save has left, without waiting for ever for a file system that does not answer."""
+def _tidy(handle: Handle) -> None:
+    """Rank 0: remove what a save has left, its note last, without waiting for ever for a file system that is away."""
+    draft, handle.draft = handle.draft, None
+    if draft is None:
+        return
 
     def work():
         with contextlib.suppress(Exception):
-            store.end(storage)
+            handle.store.end(draft)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

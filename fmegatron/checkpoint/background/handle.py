@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.storage import Storage, Store
 
 if TYPE_CHECKING:
     from fmegatron.checkpoint.background.flights import Flights
@@ -27,6 +27,7 @@ class Handle:
         self.what = f"saving the checkpoint {store.text}"
         self.began = time.perf_counter()
         self.root = ""  # of the hidden place
+        self.draft: Storage | None = None  # the same on rank 0, with the lease of the save
         self.regions: set[int] = set()  # in the arena
         self.sent = self.written = self.told_to_commit = self.committed = self.stopped = False
         self.error: str | None = None  # of this rank, before all ranks know of it

@@ -47,6 +47,7 @@ class _Save:
     def __init__(self, job: dict[str, Any], plans):
         self.rank, self.size, self.limit = job["rank"], job["size"], job["limit"]
         self.step, self.metadata, self.alone = job["step"], job["metadata"], job["alone"]
+        self.finite = job["finite"]
         self.store = store_from_json(job["store"])
         self.storage = self.store.draft(job["root"])
         self.plans = plans
@@ -168,7 +169,8 @@ class Writer:
             return
         save = self.saves.pop(number)
         others = (Part.load(save.storage, rank) for rank in range(1, save.size))
-        manifest, digests = merge(save.plans, itertools.chain([save.part], others), save.step, save.metadata)
+        parts = itertools.chain([save.part], others)
+        manifest, digests = merge(save.plans, parts, save.step, save.metadata, save.finite)
         self.tick()
         marker = complete(save.storage, manifest, digests)
         self.tick()

@@ -69,10 +69,14 @@ def check_step(step: Any) -> None:
         )
 
 
-def check_words(metadata: Any, step: Any) -> None:
-    """Raise ValueError for metadata or a step that no reader would take back."""
+def check_words(metadata: Any, step: Any, finite: Any = None) -> None:
+    """Raise ValueError for metadata, a step or `finite` that no reader would take back."""
     if step is not None:
         check_step(step)
+    if finite is not None and type(finite) is not bool:
+        raise ValueError(
+            f"finite: got {finite!r:.60} ({type(finite).__name__}), wanted True, False or None; pass bool(...) of it"
+        )
     if metadata is not None and not isinstance(metadata, dict):
         raise ValueError(f"metadata: got {metadata!r:.60}, wanted a dict of JSON values; pass {{'note': ...}}")
     _check_json(metadata or {}, "metadata", 0)

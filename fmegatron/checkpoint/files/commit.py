@@ -1,113 +1,170 @@
 """The file system's side of a save: a directory is a complete checkpoint, or it is hidden and will be removed.
 
-.NAME.tmp-TOKEN   being written, or (after an exchange) the old checkpoint on its way out
-.NAME.old-TOKEN   the old checkpoint while the new one takes its name, where the system cannot exchange two names
-.NAME.gone-TOKEN  a checkpoint that is being deleted
+.NAME.tmp-TOKEN     being written, or (after an exchange) the old checkpoint on its way out
+.NAME.old-TOKEN     the old checkpoint while the new one takes its name, where the system cannot exchange two names
+.NAME.gone-TOKEN    being deleted; what is deleted has this name first, so that nobody takes half of it for something
+.NAME.aside-TOKEN   a checkpoint that a run has left behind when it went on from an older step
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
+import re
 import secrets
-import shutil
+import threading
+from collections.abc import Callable, Collection
 
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
+from fmegatron.checkpoint.files.look import is_file, is_link, is_there, names_in
+
+HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone|aside)-([0-9a-f]+)")
+_TRIES = 100  # of a publication that other savers of the same name come between
 
 
 def is_complete(path: str) -> bool:
-    """Whether a directory was written to its end (its content is checked when it is read)."""
-    return os.path.isfile(os.path.join(path, MARKER))
+    """Whether a directory was written to its end (its content is checked when it is read). Raises OSError."""
+    return is_file(os.path.join(path, MARKER))
 
 
 def checkpoint_around(path: str) -> str | None:
     """The checkpoint in whose directory the path would lie. What is put there goes when that one is saved again."""
     at = os.path.dirname(os.path.realpath(path))
-    while not (is_complete(at) and os.path.isfile(os.path.join(at, MANIFEST))):
+    while not (is_complete(at) and is_file(os.path.join(at, MANIFEST))):
         at, below = os.path.dirname(at), at
         if at == below:
             return None
     return at
 
 
-def hidden_siblings(path: str, kind: str = "") -> list[str]:
-    """The hidden directories that saves of `path` have left behind, or have in use."""
+def hidden_siblings(path: str, *kinds: str) -> list[tuple[str, str]]:
+    """(path, token) of the hidden directories of these kinds that belong to the checkpoint `path`."""
     parent, name = os.path.split(path)
-    starts = tuple(f".{name}.{k}-" for k in ([kind] if kind else ["tmp", "old"]))
-    names = os.listdir(parent) if os.path.isdir(parent) else []
-    return sorted(os.path.join(parent, n) for n in names if n.startswith(starts))
+    found = ((n, HIDDEN.fullmatch(n)) for n in names_in(parent))
+    return [(os.path.join(parent, n), m[3]) for n, m in found if m and m[1] == name and m[2] in kinds]
 
 
-def resolve(path: str | os.PathLike) -> str:
-    """The directory that holds the checkpoint `path`: itself, or after a crash in `publish` the old or new one."""
+def resolve(path: str | os.PathLike, of: Collection[str] | None = None) -> str:
+    """The directory that holds the checkpoint `path`: itself, or after a crash in `publish` the old or new one.
+
+    of: tokens of the saves that count; None: all.  Raises OSError.
+    """
     path = os.path.realpath(os.fspath(path))
-    if not os.path.lexists(path):
+    if not is_there(path):
         # Only such a crash leaves an "old" without the name itself. Both are whole; the new one was decided upon.
-        for old in hidden_siblings(path, "old"):
-            new = _hidden(path, "tmp", old.rsplit("-", 1)[1])
+        for old, token in hidden_siblings(path, "old"):
+            if of is not None and token not in of:
+                continue
+            new = hidden(path, "tmp", token)
             if found := next((p for p in (new, old) if is_complete(p)), None):
                 return found
     return path
 
 
-def begin(path: str) -> str:
-    """Finish or remove what killed saves of this path left, and make a new hidden directory: rank 0 only."""
-    if (around := checkpoint_around(path)) is not None:
-        raise ValueError(f"{path}: lies inside the checkpoint {around}; choose a path beside it")
-    parent = os.path.dirname(path)
-    os.makedirs(parent, exist_ok=True)
-    if os.path.lexists(path):
-        if not os.path.isdir(path) or (
-            os.listdir(path) and not any(os.path.lexists(f"{path}/{n}") for n in (MARKER, MANIFEST))
-        ):
-            raise ValueError(f"{path}: exists and is no checkpoint; choose another path, or remove it")
-    elif (found := resolve(path)) != path:
-        os.rename(found, path)
-    for left in hidden_siblings(path):
-        remove(left)
-    hidden = _hidden(path, "tmp", secrets.token_hex(6))
-    os.mkdir(hidden)
-    return hidden
+def finish(path: str, of: Collection[str]) -> None:
+    """Give a checkpoint its name back that one of these re-saves had when it was killed between two renames."""
+    if not is_there(path) and (found := resolve(path, of)) != path:
+        # Another process may do the same, or save this checkpoint: then one of them has the name, and both are whole.
+        with contextlib.suppress(FileNotFoundError):
+            _rename_unless_there(found, path)
 
 
-def publish(hidden: str, path: str) -> None:
-    """Give the complete hidden directory its name, and remove what had the name before."""
-    parent = os.path.dirname(path)
-    if not os.path.lexists(path):
-        os.rename(hidden, path)
-    elif not _exchange(hidden, path):
-        # Between two renames the name is missing, but `resolve` finds both: there is no moment without a whole one.
-        old = _hidden(path, "old", hidden.rsplit("-", 1)[1])
-        os.rename(path, old)
-        os.rename(hidden, path)
-    sync_directory(parent)
-    for left in hidden_siblings(path):
-        remove(left)
+def take_back(path: str, token: str) -> None:
+    """Give the checkpoint its name back that this save has hidden, if nothing has the name."""
+    old = hidden(path, "old", token)
+    if is_there(old) and not is_there(path):
+        _rename_unless_there(old, path)
 
 
-def end(path: str, hidden: str | None) -> None:
-    """Rank 0, whatever happened: leave nothing hidden behind."""
-    if hidden is not None:
-        remove(hidden)
-        if (found := resolve(path)) != path:  # interrupted between the two renames of `publish`
-            os.rename(found, path)
+def publish(hidden_path: str, path: str) -> None:
+    """Give the complete hidden directory its name, durably, and remove what had the name before.
+
+    Several may save the same name at once: each becomes the checkpoint, the last one stays. Raises OSError when the
+    name, or the last fsync, is refused: then what had the name has it again, and the new one is hidden.
+    """
+    parent, token = os.path.dirname(path), HIDDEN.fullmatch(os.path.basename(hidden_path))[3]
+    undo = _take_name(hidden_path, path, token)
+    try:
+        sync_directory(parent)
+    except OSError as error:
+        try:
+            undo()
+        except OSError as late:
+            text = f"{error.strerror}; the names could not be put back ({late}), so the new checkpoint has its name"
+            raise OSError(error.errno, text, parent) from late
+        with contextlib.suppress(OSError):
+            sync_directory(parent)
+        raise OSError(error.errno, error.strerror, parent) from None
+    for left in (hidden_path, hidden(path, "old", token)):
+        with contextlib.suppress(OSError):  # the new one is the checkpoint; the next save tries again, and says so
+            discard(left, path)
 
 
-def remove(path: str) -> None:
-    """Delete a directory tree; the marker goes first, so that half of it never counts as complete."""
-    if os.path.islink(path):  # what it points to is not ours
-        os.remove(path)
-        return
-    if os.path.lexists(os.path.join(path, MARKER)):
-        os.remove(os.path.join(path, MARKER))
-    shutil.rmtree(path, ignore_errors=True)
+def discard(left: str, path: str) -> None:
+    """Delete a hidden directory of the checkpoint `path`, if it is there: by another name first.
+
+    Whoever still writes there, against all signs, then fails at the next file or the last rename, and nothing that is
+    deleted bit by bit ever takes the name of a checkpoint. Raises OSError.
+    """
+    gone = left
+    if HIDDEN.fullmatch(os.path.basename(left))[2] != "gone" and is_there(left):
+        gone = hidden(path, "gone", new_token())
+        try:
+            os.rename(left, gone)
+        except FileNotFoundError:  # its owner, or another process that cleans, was faster
+            return
+    remove(gone)
 
 
-def renamed_away(path: str) -> str:
-    """Hide a directory that is to be deleted, in one step; returns its new name."""
-    gone = _hidden(path, "gone", secrets.token_hex(6))
+def renamed_away(path: str, kind: str = "gone") -> str:
+    """Hide a directory that is to be deleted, or set aside, in one step; returns its new name."""
+    gone = hidden(path, kind, new_token())
     os.rename(path, gone)
     return gone
+
+
+def remove(path: str, stop: threading.Event | None = None) -> None:
+    """Delete a directory tree, its marker first, file by file until `stop`. Raises its first OSError, at the end."""
+    if is_link(path):  # somebody's link to another place: the link goes, and nothing else
+        os.remove(path)
+        return
+    failed: list[OSError] = []
+
+    def attempt(call: Callable[[str], None], at: str) -> None:
+        try:
+            call(at)
+        except FileNotFoundError:
+            pass  # somebody else removes it, too
+        except OSError as error:
+            failed.append(error)
+
+    attempt(os.remove, os.path.join(path, MARKER))
+    for folder, folders, files in os.walk(path, topdown=False, onerror=failed.append):
+        for name in files:
+            if stop is not None and stop.is_set():
+                return
+            attempt(os.remove, os.path.join(folder, name))
+        for name in folders:  # empty by now; or links, which are not followed
+            at = os.path.join(folder, name)
+            attempt(os.remove if os.path.islink(at) else os.rmdir, at)
+    attempt(os.rmdir, path)
+    if failed := [error for error in failed if not isinstance(error, FileNotFoundError)]:
+        raise failed[0]
+
+
+def make_directories(path: str) -> None:
+    """Make a directory and what is missing above it; a power cut does not lose them. Raises OSError."""
+    missing = []
+    while not is_there(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for at in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another rank or job makes it, too
+            os.mkdir(at)
+        with contextlib.suppress(PermissionError):  # a directory that we may write into and not read
+            sync_directory(os.path.dirname(at))
 
 
 def sync_directory(path: str) -> None:
@@ -119,9 +176,68 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def _hidden(path: str, kind: str, token: str) -> str:
+def hidden(path: str, kind: str, token: str) -> str:
+    """The hidden directory of a checkpoint with this token."""
     parent, name = os.path.split(path)
     return os.path.join(parent, f".{name}.{kind}-{token}")
+
+
+def new_token() -> str:
+    """12 hex digits that nobody else has."""
+    return secrets.token_hex(6)
+
+
+def is_mount_point(path: str) -> bool:
+    """Whether a file system begins at this directory, so that no rename can put another one in its place."""
+    if os.path.ismount(path):
+        return True
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as f:  # of a part of the same file system
+        escaped = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in path)
+        return any(line.split(" ")[4] == escaped for line in f)
+    return False
+
+
+def _take_name(new: str, path: str, token: str) -> Callable[[], None]:
+    """Give `new` the name `path`, and hide what had it; returns what undoes that. Raises OSError: nothing changed."""
+    old = hidden(path, "old", token)
+    for _ in range(_TRIES):
+        if not is_there(path):
+            if _rename_unless_there(new, path):
+                return lambda: os.rename(path, new)
+            continue
+        if _exchange(new, path):
+            return lambda: _exchange(new, path) or _raise_errno(new)
+        if not is_there(new):
+            raise FileNotFoundError(errno.ENOENT, "was taken away by another process before it had its name", new)
+        # Between two renames the name is missing, but `resolve` finds both: there is no moment without a whole one.
+        discard(old, path)  # of a try before
+        try:
+            os.rename(path, old)
+        except FileNotFoundError:
+            continue  # another process deletes it, or saves it
+
+        def undo() -> None:
+            os.rename(path, new)
+            os.rename(old, path)
+
+        try:
+            if _rename_unless_there(new, path):
+                return undo
+        except OSError:
+            _rename_unless_there(old, path)
+            raise
+    raise OSError(errno.EBUSY, "other processes save this checkpoint all the time", path)
+
+
+def _rename_unless_there(source: str, path: str) -> bool:
+    """Rename a directory; False if another one with something in it has the name by now, or the source is gone."""
+    try:
+        os.rename(source, path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def _exchange(a: str, b: str) -> bool:
@@ -132,3 +248,7 @@ def _exchange(a: str, b: str) -> bool:
         return False
     at_cwd, exchange = -100, 2
     return call(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
+
+
+def _raise_errno(path: str) -> None:
+    raise OSError(errno.EIO, "could not be exchanged back", path)

@@ -19,7 +19,8 @@ class Description:
     """A checkpoint at a glance, before any target tree is built.
 
     metadata: the user's JSON object (content flags).  leaves: how many.  total_bytes: of the global arrays, once.
-    meshes: those that the leaves were written on.
+    meshes: those that the leaves were written on.  finite: whether loss and gradient norm of the step were, as the run
+    said; None: it did not say.
     """
 
     path: str
@@ -30,6 +31,7 @@ class Description:
     leaves: int
     total_bytes: int
     meshes: tuple[Mesh, ...]
+    finite: bool | None
 
 
 def describe(path: str | os.PathLike | Store | Snapshot) -> Description:
@@ -39,7 +41,15 @@ def describe(path: str | os.PathLike | Store | Snapshot) -> Description:
     size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in manifest.leaves.values())
     meshes = tuple(map(mesh_from_json, manifest.meshes))
     return Description(
-        snapshot.text, manifest.step, manifest.metadata, FORMAT, VERSION, len(manifest.leaves), size, meshes
+        snapshot.text,
+        manifest.step,
+        manifest.metadata,
+        FORMAT,
+        VERSION,
+        len(manifest.leaves),
+        size,
+        meshes,
+        manifest.finite,
     )
 
 

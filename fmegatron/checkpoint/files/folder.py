@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import stat
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -15,12 +16,15 @@ from typing import Any
 import numpy as np
 
 from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.files.format import MARKER
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, digest_text
+from fmegatron.checkpoint.files.leases import LEASE_S, Lease, Watch, alive, saving_note
+from fmegatron.checkpoint.files.look import is_directory, look, names_in
 from fmegatron.checkpoint.files.notes import Notes
 
 _FSYNCS = 8  # a disk takes many at a time
 # Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
+_LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
 _SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
 
 
@@ -51,10 +55,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Folder:
-    """Files below the directory `root`: a Storage. held: for reading what is complete; None for what is written."""
+    """Files below the directory `root`: a Storage.
+
+    held: for reading what is complete; None for what is written.  lease: that of the save that writes it, where it was
+    begun.
+    """
 
     root: str
     held: Held | None = field(default=None, compare=False, repr=False)
+    lease: Lease | None = field(default=None, compare=False, repr=False)
     writers = 4
 
     @property
@@ -78,20 +87,24 @@ class Folder:
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         """Bytes of a file."""
-        with os.fdopen(self._open(name), "rb") as f:
-            found = os.fstat(f.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "is no regular file")
-            left = max(0, found.st_size - start)  # a size out of a damaged file takes no memory
-            f.seek(start)
-            return f.read(left if size is None else max(0, min(left, size)))
+
+        def read() -> bytes:
+            with os.fdopen(self._open(name), "rb") as f:
+                found = os.fstat(f.fileno())
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError(errno.EINVAL, "is no regular file")
+                left = max(0, found.st_size - start)  # a size out of a damaged file takes no memory
+                f.seek(start)
+                return f.read(left if size is None else max(0, min(left, size)))
+
+        return look(read)
 
     @contextmanager
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]] = ()) -> Iterator[_FileReader]:
         """A file for positioned reads."""
-        fd = self._open(name)
+        fd = look(lambda: self._open(name))
         try:
-            found = os.fstat(fd)
+            found = look(lambda: os.fstat(fd))
             if not stat.S_ISREG(found.st_mode) or found.st_size != size:
                 raise OSError(errno.EINVAL, f"has {found.st_size} bytes, wanted {size}")
             yield _FileReader(fd)
@@ -171,7 +184,7 @@ class _FileReader:
     fd: int
 
     def read_into(self, into: np.ndarray, offset: int) -> int:
-        return os.preadv(self.fd, [into], offset)
+        return look(lambda: os.preadv(self.fd, [into], offset))
 
 
 @dataclass(frozen=True)
@@ -191,12 +204,27 @@ class FolderStore:
         return Folder(root, Held(root))
 
     def is_complete(self) -> bool:
-        """Whether there is a marker."""
+        """Whether there is a marker. Raises OSError if that cannot be seen."""
         return commit.is_complete(commit.resolve(self.path))
 
     def begin(self) -> Folder:
-        """A new hidden directory."""
-        return Folder(commit.begin(self.path))
+        """A new hidden directory, after those of dead saves are gone. Its note is there first, so it has an owner."""
+        self._check_target()
+        commit.make_directories(os.path.dirname(self.path))
+        try:
+            self._clear(os.path.basename(self.path), Watch())
+        except OSError as error:  # what is somebody else's, say; it is in nobody's way
+            text = f"{self.path}: what killed saves have left there could not be removed: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        token = commit.new_token()
+        lease = Lease(self.above().notes(), saving_note(os.path.basename(self.path), token))
+        folder = Folder(commit.hidden(self.path, "tmp", token), lease=lease)
+        try:
+            os.mkdir(folder.root)
+        except BaseException:
+            lease.release()
+            raise
+        return folder
 
     def draft(self, root: str) -> Folder:
         """The hidden directory `root`."""
@@ -209,8 +237,21 @@ class FolderStore:
         commit.publish(storage.root, self.path)
 
     def end(self, storage: Folder | None) -> None:
-        """Remove the hidden directory if it is still there."""
-        commit.end(self.path, storage.root if storage else None)
+        """Remove the hidden directory if it is still there, and with it the note of the save."""
+        if storage is None:
+            return
+        removed = False
+        try:
+            # Interrupted between the two renames of `publish`, the name is still missing.
+            commit.take_back(self.path, commit.HIDDEN.fullmatch(os.path.basename(storage.root))[3])
+            if commit.is_there(storage.root):
+                commit.remove(storage.root)
+            removed = True
+        except OSError:
+            pass  # how the save itself has ended is what counts; the next one tries again, and says so
+        finally:
+            if storage.lease is not None:
+                storage.lease.release() if removed else storage.lease.drop()
 
     def withdraw(self) -> Folder:
         """Hide the directory by a rename."""
@@ -218,26 +259,83 @@ class FolderStore:
         commit.sync_directory(os.path.dirname(self.path))
         return gone
 
+    def set_aside(self) -> str:
+        """Hide the directory by a rename, to stay; returns its new path."""
+        aside = commit.renamed_away(self.path, "aside")
+        commit.sync_directory(os.path.dirname(self.path))
+        return aside
+
+    def asides(self) -> list[tuple[str, Folder]]:
+        """Directories that `set_aside` has hidden here, with the names that they had. Raises OSError."""
+        found = ((name, commit.HIDDEN.fullmatch(name)) for name in names_in(self.path))
+        return [(m[1], Folder(os.path.join(self.path, name))) for name, m in found if m and m[2] == "aside"]
+
+    def delete_aside(self, storage: Folder) -> None:
+        """Remove the files of a checkpoint of this name that was set aside."""
+        commit.discard(storage.root, self.path)
+
     def child(self, name: str) -> FolderStore:
         """The place `name` in this directory."""
         return FolderStore(os.path.join(self.path, name))
 
     def children(self) -> list[str]:
-        """Names of directories, and of such as a crash has left under a hidden name only."""
-        names = os.listdir(self.path) if os.path.isdir(self.path) else []
-        names = {re.sub(r"^\.(.+)\.old-[0-9a-f]+$", r"\1", name) for name in names}
+        """Names of directories, and of such as a crash has left under a hidden name only. Raises OSError."""
+        names = {re.sub(r"^\.(.+)\.old-[0-9a-f]+$", r"\1", name) for name in names_in(self.path)}
         return sorted(name for name in names if not name.startswith("."))
 
-    def clean(self, pattern: str, keep: Collection[str] = ()) -> None:
-        """Remove hidden directories of such children; finish a re-save that was killed between its two renames."""
-        for name in sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []:
-            if (m := re.fullmatch(r"\.(.+)\.(tmp|old|gone)-[0-9a-f]+", name)) and re.fullmatch(pattern, m[1]):
-                if m[1] in keep:
-                    continue
-                path = os.path.join(self.path, m[1])
-                if m[2] != "gone" and (found := commit.resolve(path)) != path:
-                    os.rename(found, path)
-                commit.remove(os.path.join(self.path, name))
+    def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
+        """Remove what dead saves and deletions left of such children; finish a re-save that was killed half-way."""
+        names = {m[1] for name in names_in(self.path) if (m := _LEFT.fullmatch(name)) and re.fullmatch(pattern, m[1])}
+        failed: list[OSError] = []
+        for name in sorted(names.difference(keep)):
+            try:
+                self.child(name)._clear(name, watch)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _check_target(self) -> None:
+        """Raise ValueError for a path that no checkpoint can be put at."""
+        if (around := commit.checkpoint_around(self.path)) is not None:
+            raise ValueError(f"{self.path}: lies inside the checkpoint {around}; choose a path beside it")
+        if not commit.is_there(self.path):
+            return
+        if not is_directory(self.path):
+            raise ValueError(f"{self.path}: exists and is no checkpoint; choose another path, or remove it")
+        if commit.is_mount_point(self.path):
+            raise ValueError(
+                f"{self.path}: got a mount point, which no rename can replace, wanted a path below one; add a name"
+            )
+        names = names_in(self.path)
+        if names and not {MARKER, MANIFEST} & set(names):
+            raise ValueError(f"{self.path}: exists and is no checkpoint; choose another path, or remove it")
+
+    def _clear(self, name: str, watch: Watch) -> None:
+        """Remove what dead saves and deletions have left of this checkpoint. Raises OSError."""
+        notes = self.above().notes()
+        left = {kind: commit.hidden_siblings(self.path, kind) for kind in ("tmp", "old", "gone")}
+        writing = {
+            token for kind in ("tmp", "old") for path, token in left[kind] if not self._is_free(path, token, watch)
+        }
+        commit.finish(self.path, {token for _, token in left["old"]} - writing)
+        for path, _ in left["gone"]:
+            commit.discard(path, self.path)
+        for path, token in left["tmp"] + left["old"]:
+            if token not in writing:
+                commit.discard(path, self.path)
+        # Last, so that no leftover is ever without an owner: also notes of such that died before they made a directory.
+        start = saving_note(name, "")
+        for note in notes.names():
+            if note.startswith(start) and note.removeprefix(start) not in writing and not alive(notes, note, watch):
+                notes.remove(note)
+
+    def _is_free(self, path: str, token: str, watch: Watch) -> bool:
+        """Whether nobody saves into a hidden directory any more. One without a note is of an older version."""
+        notes, note = self.above().notes(), saving_note(os.path.basename(self.path), token)
+        if notes.read(note) is None:
+            return watch.quiet_s(path, _tree_stamp(path)) >= LEASE_S
+        return alive(notes, note, watch) is None
 
     def above(self) -> FolderStore:
         """The directory that it is in."""
@@ -250,3 +348,13 @@ class FolderStore:
     def to_json(self) -> dict[str, Any]:
         """The path."""
         return {"path": self.path}
+
+
+def _tree_stamp(root: str) -> bytes:
+    """Bytes that change when anything below a directory does."""
+    rows = []
+    for folder, _, names in os.walk(root):
+        for at in (folder, *(os.path.join(folder, name) for name in sorted(names))):
+            if (found := look(lambda at=at: os.lstat(at), None)) is not None:
+                rows.append((at, found.st_size, found.st_mtime_ns))
+    return digest_text(repr(rows).encode()).encode()

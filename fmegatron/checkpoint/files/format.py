@@ -109,6 +109,7 @@ class Manifest:
 
     digest: xxh3_64 of manifest.json as it was read. The digests of all elements are in that file, so saves with the
     same digest hold the same.
+    finite: whether loss and gradient norm of its step were finite, as the run said; None: it did not say.
     """
 
     step: int | None
@@ -118,6 +119,7 @@ class Manifest:
     arrays: dict[str, Array]
     digest_count: int
     digest: str = ""
+    finite: bool | None = None
 
 
 # ---- names, types, bits

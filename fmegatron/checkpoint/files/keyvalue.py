@@ -95,9 +95,17 @@ class KeyNotes:
         except FileNotFoundError:
             return None
 
+    def stamp(self, name: str) -> bytes | None:
+        """Bytes that differ after every `renew` with other content, None where there is no such note."""
+        return self.read(name)
+
     def write(self, name: str, data: bytes, durable: bool = False) -> None:
         """Put a note, or replace it."""
         self.values.write(name, [data])
+
+    def renew(self, name: str, data: bytes) -> None:
+        """`write`."""
+        self.write(name, data)
 
     def remove(self, name: str) -> None:
         """Remove a note if it is there."""

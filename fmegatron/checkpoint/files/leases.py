@@ -1,64 +1,193 @@
-"""Leases: a checkpoint that somebody reads is not deleted, whichever process or node reads or deletes.
+"""Leases: notes by which processes of any node see that a checkpoint is read, deleted or written by one that lives.
 
     .NAME.reading-TOKEN   somebody reads the checkpoint NAME; renewed while it lasts
     .NAME.leaving-TOKEN   somebody is about to take it away: there while it looks for readers and renames
+    .NAME.saving-TOKEN    somebody writes the hidden directory .NAME.tmp-TOKEN (or the objects NAME/TOKEN/); renewed
     .NAME.pinned          the user wants it kept
 
-Both sides first leave their note and then look for the other's, so one of the two always sees the other: who wants to
-delete gives way, who wants to read waits until the other has given way or is through. A note is void when its process
-is gone (seen from the same node), or when it was not renewed for LEASE_S, so a reader that was killed holds nobody up
-for ever. Clocks of nodes may differ by minutes: what a reader that was not seen finds is an error (a file is missing),
-never wrong data.
+Reader and deleter first leave their note and then look for the other's, so one of the two always sees the other: who
+wants to delete gives way, who wants to read waits until the other has given way or is through. A saver leaves its note
+before it makes the directory.
+
+A note is void when its process is gone, which is seen at once on the same node. One of another node is void when it was
+not renewed while this process has watched it for LEASE_S by its own clock (`Watch`): no clock is compared with another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
-import socket
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fmegatron.checkpoint.files.notes import Notes, is_dead, owner
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.owner import fate, host, owner
+
+if TYPE_CHECKING:
+    from fmegatron.checkpoint.files.keyvalue import KeyNotes
+    from fmegatron.checkpoint.files.storage import Store
 
 STEP = re.compile(r"step_(\d{8,})")  # what a Manager calls a checkpoint
-LEASE_S = 300.0  # a note is void after this
-BEAT_S = 30.0  # a reader renews its note
+LEASE_S = 300.0  # a note that was watched for so long and not renewed is void
+BEAT_S = 30.0  # who holds a lease renews its note
 _YIELD_S = 10.0  # the longest that a reader waits for somebody who is about to delete (a look and a rename)
 _NOTE = re.compile(r"\.(.+)\.(reading|leaving)-[0-9a-f]{12}")
 
 
+class Watch:
+    """For how long notes were not renewed, as this process has seen it, looking now and then.
+
+    Only time in which a living owner would surely have renewed its note counts: of a long time between two looks, in
+    which the file system may have been away for both, no more than `most_s`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most_s: float = 2.5 * BEAT_S):
+        self._clock, self._most_s = clock, most_s
+        self._seen: dict[str, tuple[bytes, float, float]] = {}  # stamp, last look, quiet until then
+        self.renewed: set[str] = set()  # what was seen to change
+
+    def quiet_s(self, key: str, stamp: bytes) -> float:
+        """Seconds for which what `key` names was watched and had this stamp; 0.0 at the first look."""
+        now = self._clock()
+        before, last, quiet = self._seen.get(key, (stamp, now, 0.0))
+        if stamp != before:
+            self.renewed.add(key)
+        quiet = quiet + min(now - last, self._most_s) if stamp == before else 0.0
+        self._seen[key] = stamp, now, quiet
+        return quiet
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who wrote a note, and when by its own clock. sure: it lives; else it may, and has not renewed the note yet.
+
+    held: for claims (claim.py).
+    """
+
+    host: str
+    owner: str
+    since: float
+    sure: bool
+    held: bool = False
+
+    def __str__(self) -> str:
+        pid = self.owner.partition("-")[2].partition("-")[0] or "?"
+        return f"process {pid} on {self.host or 'an unknown host'}, since {time.ctime(self.since)}"
+
+
+class Lease:
+    """A note of this process, renewed by a thread until `release`. Raises OSError when it cannot be left.
+
+    One that is dropped without `release` says from then on that nobody holds it; one whose process dies has its name.
+
+    exclusive: a note that others have removed is not left again: they took this process for dead, and `lost` is True.
+    fields: more JSON values in the note.
+    """
+
+    def __init__(
+        self,
+        notes: Notes | KeyNotes,
+        note: str,
+        beat_s: float | None = None,
+        exclusive: bool = False,
+        **fields: object,
+    ):
+        self._note = _Renewed(notes, note, exclusive, fields)
+        self._note.write()
+        args = (self._note, BEAT_S if beat_s is None else beat_s)  # not this object, so that it can be dropped
+        self._thread = threading.Thread(target=_Renewed.keep, args=args, daemon=True, name=f"lease {note}")
+        self._thread.start()
+        self._dropped = weakref.finalize(self, self._note.forsake)
+        self._dropped.atexit = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether others have removed an exclusive note."""
+        return self._note.lost
+
+    def change(self, **fields: object) -> None:
+        """Leave the note again with other fields. Raises OSError."""
+        self._note.fields = self._note.fields | fields
+        self._note.write()
+
+    def release(self) -> None:
+        """Take the note back; a second time does nothing. A disk that does not answer is not waited for."""
+        if self._dropped.detach() is None or os.getpid() != self._note.pid:
+            return
+        self._note.done.set()
+        self._thread.join(_YIELD_S)
+        with contextlib.suppress(OSError):
+            self._note.notes.remove(self._note.name)
+
+    def drop(self) -> None:
+        """Leave the note, and say in it that nobody holds it: what it tells the owner of is left to whoever cleans."""
+        self._dropped()
+
+
+class _Renewed:
+    """A note and what renews it."""
+
+    def __init__(self, notes: Notes | KeyNotes, name: str, exclusive: bool, fields: dict[str, object]):
+        self.notes, self.name, self.exclusive, self.fields = notes, name, exclusive, fields
+        self.since, self.beats, self.lost = time.time(), 0, False
+        self.done, self.lock, self.pid = threading.Event(), threading.RLock(), os.getpid()
+        self.own = {"time": self.since, "host": host(), "owner": owner()}
+
+    def text(self) -> bytes:
+        return json.dumps(self.own | {"beat": self.beats} | self.fields).encode()
+
+    def write(self) -> None:
+        with self.lock:
+            self.notes.write(self.name, self.text())
+
+    def keep(self, beat_s: float) -> None:
+        while not self.done.wait(beat_s):
+            with self.lock, contextlib.suppress(OSError):  # a disk that is away for a while; the next beat tries again
+                if self.done.is_set():
+                    return
+                if self.exclusive and self.notes.read(self.name) is None:
+                    self.lost = True
+                    return
+                self.beats += 1
+                self.notes.renew(self.name, self.text())
+                if self.done.is_set():  # `release` has not waited for a disk that was away
+                    self.notes.remove(self.name)
+
+    def forsake(self) -> None:
+        if os.getpid() != self.pid:  # a forked child drops its copy; the note is its parent's
+            return
+        with self.lock, contextlib.suppress(OSError):
+            self.done.set()
+            self.notes.write(self.name, b"{}")
+
+
 @contextlib.contextmanager
-def reading(notes: Notes, name: str) -> Iterator[None]:
+def reading(notes: Notes | KeyNotes, name: str) -> Iterator[None]:
     """Within this block nobody deletes the checkpoint `name` beside these notes, if it was there to begin with.
 
     Where no note can be left (a directory that is read-only for us) there is no protection, and no error.
     """
-    note = f".{name}.reading-{secrets.token_hex(6)}"
     try:
-        notes.write(note, _now())
+        lease = Lease(notes, f".{name}.reading-{secrets.token_hex(6)}")
     except OSError:
         yield
         return
-    done = threading.Event()
-    beat = threading.Thread(target=_renew, args=(notes, note, done), daemon=True)
-    beat.start()
     try:
-        until = time.monotonic() + _YIELD_S
+        until, watch = time.monotonic() + _YIELD_S, Watch()
         with contextlib.suppress(OSError):  # notes that cannot be read protect nobody, and must not stop a reader
-            while _held(notes, name, "leaving") and time.monotonic() < until:
+            while holder(notes, name, "leaving", watch) and time.monotonic() < until:
                 time.sleep(0.01)
         yield
     finally:
-        done.set()
-        beat.join()
-        with contextlib.suppress(OSError):
-            notes.remove(note)
+        lease.release()
 
 
 def holding(store: Store) -> AbstractContextManager[None]:
@@ -68,67 +197,79 @@ def holding(store: Store) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def leaving(notes: Notes, name: str) -> Iterator[bool]:
-    """Whether the checkpoint `name` may be renamed away within this block: nobody reads it, and it is not pinned."""
+def leaving(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True) -> Iterator[str | None]:
+    """None if the checkpoint `name` may be renamed away within this block; else why not: who reads it, or a pin.
+
+    pins: whether a pin counts.
+    """
     note = f".{name}.leaving-{secrets.token_hex(6)}"
     with contextlib.suppress(OSError):  # a full disk must not keep old steps from going
-        notes.write(note, _now())
+        notes.write(note, json.dumps({"time": time.time(), "host": host(), "owner": owner()}).encode())
     try:
-        yield not is_held(notes, name)
+        yield why_held(notes, name, watch, pins)
     finally:
         with contextlib.suppress(OSError):
             notes.remove(note)
 
 
-def is_held(notes: Notes, name: str) -> bool:
-    """Whether the checkpoint `name` is pinned, or somebody reads it now."""
-    return is_pinned(notes, name) or _held(notes, name, "reading")
+def why_held(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True) -> str | None:
+    """Why the checkpoint `name` must stay: it is pinned, or somebody reads it now. None if it need not."""
+    if pins and is_pinned(notes, name):
+        return "it is pinned"
+    reader = holder(notes, name, "reading", watch)
+    return None if reader is None else f"{reader} reads it"
 
 
-def pin(notes: Notes, name: str) -> None:
+def holder(notes: Notes | KeyNotes, name: str, kind: str, watch: Watch) -> Holder | None:
+    """Somebody alive who has left a note of this kind about the checkpoint `name`. Raises OSError."""
+    start = f".{name}.{kind}-"
+    return next(
+        (found for note in notes.names() if note.startswith(start) and (found := alive(notes, note, watch))), None
+    )
+
+
+def saving_note(name: str, token: str) -> str:
+    """The note of who writes `.NAME.tmp-TOKEN`, or the objects NAME/TOKEN/."""
+    return f".{name}.saving-{token}"
+
+
+def alive(notes: Notes | KeyNotes, note: str, watch: Watch, lease_s: float | None = None) -> Holder | None:
+    """Who has left a note, if the note is there and not void. Raises OSError if it cannot be read."""
+    lease_s = LEASE_S if lease_s is None else lease_s
+    data = notes.read(note)
+    if data is None:
+        return None  # gone since it was listed
+    try:
+        value = json.loads(data)
+        whose, where, since = str(value.get("owner")), str(value.get("host", "")), float(value["time"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None  # notes are put in place whole: not one of ours
+    state = fate(whose)
+    if state == "unknown":
+        stamp = notes.stamp(note)
+        quiet = lease_s if stamp is None else watch.quiet_s(note, stamp)
+        state = "unknown" if quiet < lease_s else "gone"
+    sure = state == "lives" or note in watch.renewed
+    return None if state == "gone" else Holder(where, whose, since, sure, value.get("held") is True)
+
+
+def pin(notes: Notes | KeyNotes, name: str) -> None:
     """Keep `name` until `unpin`; durable."""
-    notes.write(f".{name}.pinned", _now(), durable=True)
+    notes.write(f".{name}.pinned", json.dumps({"time": time.time(), "host": host()}).encode(), durable=True)
 
 
-def unpin(notes: Notes, name: str) -> None:
+def unpin(notes: Notes | KeyNotes, name: str) -> None:
     """Take a pin back, if there is one."""
     notes.remove(f".{name}.pinned")
 
 
-def is_pinned(notes: Notes, name: str) -> bool:
+def is_pinned(notes: Notes | KeyNotes, name: str) -> bool:
     """Whether `name` is pinned."""
     return notes.read(f".{name}.pinned") is not None
 
 
-def clean(notes: Notes) -> None:
-    """Remove the notes of the dead."""
+def clean(notes: Notes | KeyNotes, watch: Watch) -> None:
+    """Remove the notes of readers and deleters that are dead; those of savers go with what they have left."""
     for note in notes.names():
-        if _NOTE.fullmatch(note) and not _alive(notes, note):
+        if _NOTE.fullmatch(note) and alive(notes, note, watch) is None:
             notes.remove(note)
-
-
-def _held(notes: Notes, name: str, kind: str) -> bool:
-    start = f".{name}.{kind}-"
-    return any(_alive(notes, note) for note in notes.names() if note.startswith(start))
-
-
-def _alive(notes: Notes, note: str) -> bool:
-    data = notes.read(note)
-    if data is None:
-        return False  # gone since it was listed
-    try:
-        value = json.loads(data)
-        renewed, whose = float(value["time"]), str(value.get("owner"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return False  # notes are put in place whole: not one of ours
-    return abs(time.time() - renewed) < LEASE_S and not is_dead(whose)
-
-
-def _now() -> bytes:
-    return json.dumps({"time": time.time(), "host": socket.gethostname(), "owner": owner()}).encode()
-
-
-def _renew(notes: Notes, note: str, done: threading.Event) -> None:
-    while not done.wait(BEAT_S):
-        with contextlib.suppress(OSError):  # a disk that is full for a while; the next beat tries again
-            notes.write(note, _now())

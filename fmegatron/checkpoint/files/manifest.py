@@ -66,6 +66,7 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         "format": to_json_text(FORMAT),
         "version": to_json_text(VERSION),
         "step": to_json_text(manifest.step),
+        "finite": to_json_text(manifest.finite),
         "metadata": to_json_text(manifest.metadata),
         "meshes": to_json_text(manifest.meshes),
         "digest_count": to_json_text(manifest.digest_count),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
+import stat
+from contextlib import suppress
 
 from fmegatron.checkpoint.files.commit import sync_directory
-from fmegatron.checkpoint.files.format import digest_text
+from fmegatron.checkpoint.files.look import look, names_in
+from fmegatron.checkpoint.files.owner import fate, owner
 
 _BESIDE = ".new-"  # a file before it takes its name
 _LEFT_BEHIND_S = 600.0
+_SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
 
 
 class Notes:
@@ -20,19 +23,18 @@ class Notes:
         self.at = os.path.realpath(os.fspath(directory))
 
     def names(self) -> list[str]:
-        """Names of everything in the directory, hidden ones too; [] if there is no directory."""
-        try:
-            return sorted(os.listdir(self.at))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        """Names of everything in the directory, hidden ones too; [] if there is no directory. Raises OSError."""
+        return names_in(self.at)
 
     def read(self, name: str, most: int = 1 << 20) -> bytes | None:
         """The content of a file, None where there is no such file; OSError if it cannot be read."""
-        try:
-            with open(os.path.join(self.at, name), "rb") as f:
-                return f.read(most)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        found = look(lambda: self._open(name, most), None)
+        return found and found[0]
+
+    def stamp(self, name: str) -> bytes | None:
+        """Bytes that differ after every `write` and `renew` of a note, None where there is no such note."""
+        found = look(lambda: self._open(name, 1 << 20), None)
+        return found and found[0] + repr(found[1]).encode()
 
     def write(self, name: str, data: bytes, durable: bool = False) -> None:
         """Put a file in place in one step, or replace it; durable: when this returns, a power cut does not lose it."""
@@ -50,45 +52,50 @@ class Notes:
         if durable:
             sync_directory(self.at)
 
+    def renew(self, name: str, data: bytes) -> None:
+        """`write`; where a disk is full, only the time of the note changes, which needs no room. Raises OSError."""
+        try:
+            self.write(name, data)
+        except OSError:
+            os.utime(os.path.join(self.at, name))
+
     def remove(self, name: str) -> None:
         """Remove a file if it is there."""
-        try:
+        with suppress(FileNotFoundError):
             os.remove(os.path.join(self.at, name))
-        except FileNotFoundError:
-            pass
 
     def clean(self) -> None:
         """Remove what writers that were killed left behind; what is young may be in use."""
         for name in self.names():
-            if name.startswith(_BESIDE):
-                whose = name.removeprefix(_BESIDE).rpartition("-")[0]
-                try:
-                    age = time.time() - os.stat(os.path.join(self.at, name)).st_mtime
-                except FileNotFoundError:
-                    continue
-                if age > _LEFT_BEHIND_S or is_dead(whose):
-                    self.remove(name)
+            if self.is_left(name):
+                self.remove(name)
 
+    def is_left(self, name: str) -> bool:
+        """Whether this is a file that a writer which was killed has not given its name. Raises OSError."""
+        if not name.startswith(_BESIDE):
+            return False
+        state = fate(name.removeprefix(_BESIDE).rpartition("-")[0])
+        return state == "gone" or (state == "unknown" and self.age_s(name) > _LEFT_BEHIND_S)
 
-def owner() -> str:
-    """This process: where it runs (boot and container; "" where the system does not tell), and its number."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            where = digest_text((f.read() + os.readlink("/proc/self/ns/pid")).encode())
-    except OSError:
-        where = ""
-    return f"{where}-{os.getpid()}"
+    def age_s(self, name: str) -> float:
+        """Seconds since a file changed, by the clock that gave it its time: that of the file system. Raises OSError."""
+        changed = look(lambda: os.lstat(os.path.join(self.at, name)).st_mtime, None)
+        return 0.0 if changed is None else self.now() - changed
 
+    def now(self) -> float:
+        """The time by the clock of the file system, which may be another node's. Raises OSError if it is read-only."""
+        probe = os.path.join(self.at, f"{_BESIDE}{owner()}-{secrets.token_hex(4)}")
+        try:
+            with open(probe, "xb") as f:
+                f.write(b"\n")
+                f.flush()
+                os.fsync(f.fileno())  # a network file system's clients show a time of their own until then
+                return os.fstat(f.fileno()).st_mtime
+        finally:
+            self.remove(os.path.basename(probe))
 
-def is_dead(whose: str) -> bool:
-    """Whether the process that called `owner` is gone for certain; one of another node may be anything."""
-    where, _, pid = whose.partition("-")
-    if not where or where != owner().partition("-")[0] or not pid.isdecimal():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
+    def _open(self, name: str, most: int) -> tuple[bytes, int]:
+        """The content of a regular file, and the time of its last change."""
+        with os.fdopen(os.open(os.path.join(self.at, name), _SAFE), "rb") as f:
+            found = os.fstat(f.fileno())
+            return f.read(most) if stat.S_ISREG(found.st_mode) else b"", found.st_mtime_ns

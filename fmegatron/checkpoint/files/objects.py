@@ -2,10 +2,12 @@
 
     NAME/TOKEN/...          the files of one save, its own marker among them: a checkpoint by itself
     NAME/COMPLETE           a pointer: the marker, and `root`: the TOKEN that is the checkpoint NAME. Put last
+    NAME/ASIDE-TOKEN        the same of a checkpoint that a run has left behind when it went on from an older step
     .checkpoints/NAME       empty; so that the checkpoints of a directory are found without a walk through their chunks
     .notes/...              what a Manager leaves beside its checkpoints: which is newest, who reads which
 
-Tokens that NAME/COMPLETE does not name are leftovers of killed saves (or in the making); the next save removes them.
+Tokens that no pointer names are in the making, which a note of a living owner tells (leases.py), or leftovers of killed
+saves: the next save removes them. What is deleted object by object has a note without an owner meanwhile.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import tensorstore as ts
 
-from fmegatron.checkpoint.files.format import MARKER, MARKER_VERSION, CheckpointError
+from fmegatron.checkpoint.files.format import MARKER, MARKER_VERSION, CheckpointError, digest_text
 from fmegatron.checkpoint.files.keyvalue import KeyNotes, KeyValues
+from fmegatron.checkpoint.files.leases import LEASE_S, Lease, Watch, alive, saving_note
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
+_ASIDE = re.compile(r"ASIDE-([0-9a-f]{12})")
 _INDEX, _NOTES = ".checkpoints/", ".notes/"
 _DRIVERS = MappingProxyType({"s3": "s3", "gs": "gcs", "memory": "memory"})
 
@@ -44,13 +48,13 @@ def _context() -> ts.Context:
 class Objects:
     """Objects whose keys begin with those of `values`: a Storage.
 
-    root: the token of the save.  index: a key of the directory above that is removed last by `delete`.
+    root: the token of the save.  lease: that of the save that writes it, where it was begun.
     """
 
     values: KeyValues
     text: str
     root: str = ""
-    index: tuple[KeyValues, str] | None = None
+    lease: Lease | None = field(default=None, compare=False, repr=False)
     readers = 8  # each has up to 16 MiB in flight
     writers = 8
 
@@ -93,8 +97,6 @@ class Objects:
         """Remove all objects, the marker first."""
         self.values.remove(MARKER)
         self.values.delete()
-        if self.index is not None:
-            self.index[0].remove(self.index[1])
 
 
 @dataclass(frozen=True)
@@ -159,22 +161,22 @@ class ObjectStore:
         return storage
 
     def is_complete(self) -> bool:
-        """Whether there is a marker."""
+        """Whether there is a marker. Raises OSError if that cannot be seen."""
         return self._marker() is not None
 
     def begin(self) -> Objects:
-        """A new token, after the leftovers of killed saves are gone."""
-        keys, current = self.values.names(), (self._pointer() or {}).get("root")
-        if strange := [k for k in keys if k != MARKER and not _TOKEN.fullmatch(k.partition("/")[0])]:
-            if MARKER not in keys:
-                raise ValueError(
-                    f"{self.text}: holds {strange[0]} and is no checkpoint; choose another URL, or empty it"
-                )
-        self._remove_tokens(keys, {current})
+        """A new token, after the leftovers of dead saves are gone. Its note is there first, so it has an owner."""
+        keys = self._keys()
+        strange = [k for k in keys if k != MARKER and not _ASIDE.fullmatch(k) and not _TOKEN.fullmatch(_part(k))]
+        if strange and MARKER not in keys:
+            raise ValueError(f"{self.text}: holds {strange[0]} and is no checkpoint; choose another URL, or empty it")
+        self._clear(Watch())
+        token = secrets.token_hex(6)
+        lease = Lease(self._notes, self._note(token))
         if self._index is not None:
             index, name = self._index
             index.write(name, [b""])
-        return self._draft(secrets.token_hex(6))
+        return replace(self._draft(token), lease=lease)
 
     def draft(self, root: str) -> Objects:
         """The objects of this token."""
@@ -184,23 +186,72 @@ class ObjectStore:
         """Put the marker beside the data, then the pointer; then remove what the pointer named before."""
         storage.write(MARKER, [marker])
         pointer = {**json.loads(marker), "version": MARKER_VERSION, "root": storage.root}
-        self.values.write(MARKER, [json.dumps(pointer).encode()])
-        for name in sorted({k.partition("/")[0] for k in self.values.names()} - {MARKER, storage.root}):
-            self.values.below(f"{name}/").delete()
-            self.values.remove(name)
+        if self._index is not None:  # another process may have removed it with the last of an older checkpoint
+            self._index[0].write(self._index[1], [b""])
+        try:
+            self.values.write(MARKER, [json.dumps(pointer).encode()])
+        except OSError:
+            # The answer may be lost, and not the put. What cannot be told counts as failed.
+            if (self._pointer() or {}).get("root") != storage.root:
+                raise
+        with suppress(OSError):  # the new one is the checkpoint; the next save tries again
+            self._clear(Watch(), (storage.root,))
 
     def end(self, storage: Objects | None) -> None:
-        """Remove the objects of a save that did not become the checkpoint."""
-        if storage is None or (pointer := self._pointer() or {}).get("root") == storage.root:
+        """Remove the objects of a save that did not become the checkpoint, and the note of the save."""
+        if storage is None:
             return
-        storage.delete()
-        if not pointer and self._index is not None and not self.values.names():
-            self._index[0].remove(self._index[1])
+        removed = False
+        try:
+            if superseded := (self._pointer() or {}).get("root") != storage.root:
+                storage.delete()
+            removed = True
+        except OSError:
+            pass  # how the save itself has ended is what counts; the next one tries again, and says so
+        finally:
+            if storage.lease is not None:
+                storage.lease.release() if removed else storage.lease.drop()
+        if removed and superseded:
+            with suppress(OSError):
+                self._forget_if_empty()
 
-    def withdraw(self) -> Objects:
+    def withdraw(self) -> Withdrawn:
         """Remove the marker."""
+        root = (self._pointer() or {}).get("root")
+        if type(root) is not str or not _TOKEN.fullmatch(root):
+            root = None
+        else:
+            self._mark_gone(root)
+            self.values.remove(f"ASIDE-{root}")
         self.values.remove(MARKER)
-        return Objects(self.values, self.text, "", self._index)
+        return Withdrawn(self, root)
+
+    def set_aside(self) -> str:
+        """Put the pointer under another key, to stay; returns the URL of the files."""
+        data, root = self._marker(), (self._pointer() or {}).get("root")
+        if data is None or type(root) is not str or not _TOKEN.fullmatch(root):
+            raise ValueError(
+                f"{self.text}: was copied to this place, so it cannot be set aside here; move or delete it"
+            )
+        self.values.write(f"ASIDE-{root}", [data])
+        self.values.remove(MARKER)
+        return self._draft(root).text
+
+    def asides(self) -> list[tuple[str, Objects]]:
+        """Checkpoints of children that were set aside: (name of the child, its files)."""
+        found = []
+        for name in self.children():
+            child = self.child(name)
+            for key in child.values.names("ASIDE-", "ASIDE."):
+                if m := _ASIDE.fullmatch(key):
+                    found.append((name, child._draft(m[1])))
+        return found
+
+    def delete_aside(self, storage: Objects) -> None:
+        """Remove the files of a checkpoint of this name that was set aside."""
+        self.values.remove(f"ASIDE-{storage.root}")
+        self.delete_token(storage.root)
+        self._forget_if_empty()
 
     def child(self, name: str) -> ObjectStore:
         """The place `name` in this directory."""
@@ -211,15 +262,11 @@ class ObjectStore:
         """Names of which a save has begun."""
         return self.values.below(_INDEX).names()
 
-    def clean(self, pattern: str, keep: Collection[str] = ()) -> None:
-        """Remove tokens that no marker names, of such children."""
+    def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
+        """Remove tokens that no pointer names and nobody writes, of such children."""
         for name in self.children():
             if re.fullmatch(pattern, name) and name not in keep:
-                store = self.child(name)
-                if store.is_complete():
-                    store._remove_others((store._pointer() or {}).get("root"))
-                else:
-                    store.withdraw().delete()
+                self.child(name)._clear(watch)
 
     def above(self) -> ObjectStore:
         """The directory that it is in."""
@@ -256,12 +303,89 @@ class ObjectStore:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def _remove_others(self, current: str | None) -> None:
-        self._remove_tokens(self.values.names(), {current})
+    def _keys(self) -> list[str]:
+        """All that belongs to this checkpoint (a bucket has its notes inside)."""
+        return [key for key in self.values.names() if not key.startswith((_INDEX, _NOTES))]
 
-    def _remove_tokens(self, keys: list[str], keep: set[str | None]) -> None:
-        if None in keep and MARKER in keys:
+    @property
+    def _notes(self) -> KeyNotes:
+        return self.notes() if self._index is None else self.above().notes()
+
+    def _note(self, token: str) -> str:
+        return saving_note(self.text.rpartition("/")[2], token)
+
+    def _clear(self, watch: Watch, keep: Collection[str] = ()) -> None:
+        """Remove what no pointer names and nobody writes."""
+        keys = self._keys()
+        tokens = {_part(k) for k in keys if "/" in k and _TOKEN.fullmatch(_part(k))}
+        free = [token for token in sorted(tokens.difference(keep)) if self._is_free(token, keys, watch)]
+        # Who publishes takes its note back after the pointer is put. So the pointer is read after the notes.
+        pointer = self._pointer()
+        if pointer is not None and type(pointer.get("root")) is not str:
             return  # the checkpoint lies at the URL itself, or its marker is damaged: nothing is a leftover for sure
-        for token in sorted({k.partition("/")[0] for k in keys if "/" in k} - keep):
-            if _TOKEN.fullmatch(token):
-                self._draft(token).delete()
+        named = {m[1] for k in keys if (m := _ASIDE.fullmatch(k))} | {(pointer or {}).get("root")}
+        for token in free:
+            if token not in named:
+                self.delete_token(token)
+        plain = [k for k in keys if k != MARKER and not _ASIDE.fullmatch(k) and _part(k) not in tokens]
+        if plain and (pointer is not None or watch.quiet_s(self.text, repr(plain).encode()) >= LEASE_S):
+            for key in plain:  # of a checkpoint that was copied here, and was saved again or deleted
+                self.values.remove(key)
+        for note in self._savers():  # of such that died before they put an object
+            if note.removeprefix(self._note("")) not in tokens and not alive(self._notes, note, watch):
+                self._notes.remove(note)
+        self._forget_if_empty()
+
+    def _is_free(self, token: str, keys: list[str], watch: Watch) -> bool:
+        """Whether nobody writes the objects of a token. One with a marker and no note was the checkpoint once."""
+        note = self._note(token)
+        if self._notes.read(note) is not None:
+            return alive(self._notes, note, watch) is None
+        if f"{token}/{MARKER}" in keys:
+            return True
+        stamp = digest_text(repr([k for k in keys if k.startswith(token)]).encode()).encode()
+        return watch.quiet_s(f"{self.text}/{token}", stamp) >= LEASE_S
+
+    def _mark_gone(self, token: str) -> None:
+        self._notes.write(self._note(token), b"{}")
+
+    def delete_token(self, token: str) -> None:
+        """Delete the objects of a save; if this is killed half-way, the next save sees that they have no owner."""
+        self._mark_gone(token)
+        self._draft(token).delete()
+        self._notes.remove(self._note(token))
+
+    def _forget_if_empty(self) -> None:
+        if self._index is not None and not self._keys() and not self._savers():
+            self._index[0].remove(self._index[1])
+
+    def _savers(self) -> list[str]:
+        """The notes of those who write, or have died while they wrote, this checkpoint."""
+        return [note for note in self._notes.names() if note.startswith(self._note(""))]
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """What is left of a checkpoint whose marker is gone. token: its objects; None: those at the URL itself."""
+
+    store: ObjectStore
+    token: str | None
+
+    def names(self) -> list[str]:
+        """All objects, sorted."""
+        return self.store._keys() if self.token is None else self.store._draft(self.token).names()
+
+    def delete(self) -> None:
+        """Remove the objects, and the name if nothing else is there."""
+        if self.token is not None:
+            self.store.delete_token(self.token)
+        else:
+            for key in self.names():
+                if not _ASIDE.fullmatch(key) and not _TOKEN.fullmatch(_part(key)):
+                    self.store.values.remove(key)
+        self.store._forget_if_empty()
+
+
+def _part(key: str) -> str:
+    """The first part of a key."""
+    return key.partition("/")[0]

@@ -111,10 +111,12 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
         name, step = "manifest", value.get("step")
         if step is not None and (type(step) is not int or abs(step) >= MOST_STEP):
             raise ValueError(f"got step {shown(step)}, wanted a whole number or null")
+        if (finite := value.get("finite")) not in (None, True, False) or type(finite) in (int, float):
+            raise ValueError(f"got finite {shown(finite)}, wanted true, false or null")
         meshes, metadata = _child(value, "meshes", list), _child(value, "metadata", dict)
     except ValueError as error:
         raise ValueError(f"{shown(name).strip(chr(39))}: {error}") from None
-    return Manifest(step, metadata, tuple(meshes), leaves, arrays, count)
+    return Manifest(step, metadata, tuple(meshes), leaves, arrays, count, finite=finite)
 
 
 def parse_layout(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:

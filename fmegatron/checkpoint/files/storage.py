@@ -23,6 +23,7 @@ import numpy as np
 from fmegatron.checkpoint.calls.arguments import check_path
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
+from fmegatron.checkpoint.files.leases import Lease, Watch
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.objects import ObjectStore
 
@@ -37,12 +38,13 @@ class Reader(Protocol):
 class Storage(Protocol):
     """The files of one checkpoint, complete or being written.
 
-    text: path or URL, for messages.  root: what tells it from others of the same store.  readers, writers: how many
-    threads serve it well.
+    text: path or URL, for messages.  root: what tells it from others of the same store.  lease: of who writes it, in
+    what `begin` returned.  readers, writers: how many threads serve it well.
     """
 
     text: str
     root: str
+    lease: Lease | None
     readers: int
     writers: int
 
@@ -107,7 +109,7 @@ class Store(Protocol):
         """Rank 0, whatever happened: leave nothing of a save behind but the checkpoint."""
 
     def withdraw(self) -> Storage:
-        """This is no checkpoint any more, in one step; what remains is returned, for `delete`."""
+        """This is no checkpoint any more, in one step; what remains is returned: it has `names` and `delete`."""
 
     def child(self, name: str) -> Store:
         """The place `name` in this directory."""
@@ -115,10 +117,22 @@ class Store(Protocol):
     def children(self) -> list[str]:
         """Names in this directory where a checkpoint may be: look with child(name).is_complete()."""
 
-    def clean(self, pattern: str, keep: Collection[str] = ()) -> None:
-        """Remove what killed saves and deletions left of children whose whole name matches the regular expression.
+    def set_aside(self) -> str:
+        """This is no checkpoint any more, in one step, but its files stay, and it is listed; returns where.
 
-        keep: children that are being written or deleted now.
+        Raises OSError; ValueError where that is not possible.
+        """
+
+    def asides(self) -> list[tuple[str, Storage]]:
+        """Checkpoints of children that were set aside: (name of the child, its files)."""
+
+    def delete_aside(self, storage: Storage) -> None:
+        """Remove the files of a checkpoint of this name that was set aside."""
+
+    def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
+        """Remove what dead saves and deletions left of children whose whole name matches the regular expression.
+
+        keep: children that are being written or deleted now.  watch: what this process knows of the savers of others.
         """
 
     def above(self) -> Store:

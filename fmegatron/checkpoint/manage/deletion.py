@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
-
-from fmegatron.checkpoint.files.format import MARKER
 
 _MOST = 64  # directories that wait to be removed
 
@@ -82,33 +79,3 @@ class Deleter:
             with self._lock:
                 self._texts.remove(text)
                 self._lock.notify_all()
-
-
-def remove_tree(path: str, stop: threading.Event) -> None:
-    """Delete a directory tree, its marker first, file by file until `stop`. Raises its first OSError, at the end."""
-    if os.path.islink(path):  # somebody's link to another place: the link goes, and nothing else
-        os.remove(path)
-        return
-    failed: OSError | None = None
-
-    def attempt(call: Callable[[str], None], at: str) -> None:
-        nonlocal failed
-        try:
-            call(at)
-        except FileNotFoundError:
-            pass  # somebody else removes it, too
-        except OSError as error:
-            failed = failed or error
-
-    attempt(os.remove, os.path.join(path, MARKER))
-    for folder, folders, files in os.walk(path, topdown=False):
-        for name in files:
-            if stop.is_set():
-                return
-            attempt(os.remove, os.path.join(folder, name))
-        for name in folders:  # empty by now; or links, which are not followed
-            at = os.path.join(folder, name)
-            attempt(os.remove if os.path.islink(at) else os.rmdir, at)
-    attempt(os.rmdir, path)
-    if failed is not None:
-        raise failed

@@ -10,7 +10,7 @@ with Manager("runs/a/checkpoints", keep=Keep(last=2, every=1000)) as manager:
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import time
 import warnings
@@ -20,19 +20,21 @@ from dataclasses import replace
 from typing import Any
 
 from fmegatron.checkpoint.background.async_save import AsyncSaver
-from fmegatron.checkpoint.calls.arguments import check_step, check_words, check_world
+from fmegatron.checkpoint.calls.arguments import check_step, check_world
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.snapshot import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.deletion import Deleter
+from fmegatron.checkpoint.manage.line import Choice, Line, newest_first, newest_good
 from fmegatron.checkpoint.manage.pending import Background
 from fmegatron.checkpoint.manage.progress import progress
 from fmegatron.checkpoint.manage.report import Report, state_bytes
-from fmegatron.checkpoint.manage.retention import Keep, to_delete
+from fmegatron.checkpoint.manage.retention import Keep, to_delete, with_metrics
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.manage.tracker import Latest, write_latest
-from fmegatron.checkpoint.manage.walk import Found, Search, newest_first
+from fmegatron.checkpoint.manage.tracker import LATEST, Latest, write_latest
+from fmegatron.checkpoint.manage.walk import Found, Search
 from fmegatron.checkpoint.writing.saving import save
 
 _REPORTS = 100  # kept for a program that does not poll
@@ -77,6 +79,7 @@ class Manager:
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
+        self._line = Line(self._both)
         self._deleter, self._background = Deleter(), Background(saver, on_failure)
         self._reports: deque[Report] = deque(maxlen=_REPORTS)  # of saves that ended, for the next `poll`
         self._failures: list[str] = []  # of saves in the background, still to be raised
@@ -95,9 +98,13 @@ class Manager:
     def latest(self, world: Ranks | None = None) -> int | None:
         """The newest complete step, temporary ones too, or None; with a world, what rank 0 sees, on all ranks."""
         check_world(world)
-        lead = world is None or world.rank == 0
-        newest = next(iter(newest_first(self._both)), (None,))[0] if lead else None
-        text = (world or Alone()).broadcast_text("" if newest is None else str(newest))
+        ranks = world or Alone()
+
+        def look() -> int | None:
+            return next(iter(newest_first(self._both)), (None,))[0] if ranks.rank == 0 else None
+
+        newest = together(ranks, f"looking for checkpoints in {self._both[0].store.text}", look)
+        text = ranks.broadcast_text("" if newest is None else str(newest))
         return int(text) if text else None
 
     def pin(self, step: int) -> None:
@@ -113,6 +120,41 @@ class Manager:
         check_step(step)
         leases.unpin(self._both[0].notes, self._both[0].name(step))
 
+    def delete(self, step: int, temporary: bool = False) -> None:
+        """Delete a step, complete or not, whatever the rules say. One rank is enough; the files go in the background.
+
+        Raises ValueError when there is none, or when it is being saved, read, or pinned; OSError.
+        """
+        check_step(step)
+        of = self._both[temporary]
+        if of.name(step) not in of.store.children():
+            raise ValueError(f"Manager.delete: got step {step}, wanted one of {of.complete()}")
+        if step in self._busy(temporary):
+            raise ValueError(f"Manager.delete: got step {step}, which is being saved; wait for it, then delete it")
+        removal = of.withdraw(step)
+        if isinstance(removal, str):
+            raise ValueError(f"Manager.delete: got step {step}, but {removal}; unpin it, or wait until it is read")
+        self._deleter.add(of.place(step).text, removal)
+        self._attempt("the tracker could not be written", self._track)
+
+    def rewind(self, step: int, world: Ranks | None = None) -> None:
+        """Say that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
+
+        What is newer now is set aside by the next save: it has a hidden name, is never resumed, is listed by `ls` and
+        removed by `gc`. `restore_latest` says so itself, and so does `restore` of an older step.
+        """
+        check_world(world)
+        self._went_back(step, world or Alone(), sure=True)
+
+    def _went_back(self, step: int, ranks: Ranks, sure: bool) -> None:
+        def note() -> None:
+            check_step(step)
+            if ranks.rank == 0:
+                pending = [(begun.step, begun.temporary) for _, begun in self._background.pending]
+                self._line.went_back(step, pending, sure)
+
+        together(ranks, f"going back to step {step} in {self._both[0].store.text}", note)
+
     # ---- save
 
     def save(
@@ -124,24 +166,44 @@ class Manager:
         metadata: dict[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
+        finite: bool | None = None,
         temporary: bool = False,
         wait: bool = True,
     ) -> Report:
         """`checkpoint.save` under the step's name, then tracker and retention. Errors are those of `save`.
 
         metrics: numbers by which `Keep(best=...)` chooses; they are stored as metadata["metrics"].
+        finite: whether loss and gradient norm of this step are finite, None if that is not known; one rank that says
+        False speaks for all. `restore_latest` prefers the others, and retention keeps the newest of them.
         temporary: only for a quick way back: few of these are kept, and a lasting save removes older ones.
         wait: until it is durable; False: only until the state may change again (the report says `durable=False`), and
         `poll`, `save` or `close` tell how it ended. Leftovers of killed saves, of any step, are removed first.
+
+        Raises ValueError (RuntimeError on ranks other than 0) for a step below the newest one, before anything is
+        written, unless training went back (`restore`, `restore_latest`, `rewind`): then what is newer is set aside.
         """
         check_world(world)
         ranks, of, began = world or Alone(), self._both[temporary], time.perf_counter()
+        what = f"saving into {of.store.text}"
 
         def prepare():
             check_step(step)
             return with_metrics(metadata, metrics), of.place(step), state_bytes(layouts)
 
-        metadata, place, nbytes = together(ranks, f"saving into {of.store.text}", prepare)
+        def go_on() -> None:
+            if ranks.rank == 0:
+                left = self._line.left_behind(step)
+                aside = self._line.set_aside(left)
+                self._line.saves()
+                if aside:
+                    steps = ", ".join(str(old) for old, _ in sorted(left))
+                    text = f"training went on from an older step, so steps {steps} were set aside: {', '.join(aside)}"
+                    warnings.warn(f"{of.store.text}: {text}", RuntimeWarning, stacklevel=4)
+
+        metadata, place, nbytes = together(ranks, what, prepare)
+        if any(begun.step > step for _, begun in self._background.pending):
+            self._note(self._background.finish(self._bar))  # then it is on the disk what is newer
+        together(ranks, what, go_on)
         self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
         if not of.renames:  # what is deleted there has still this name
             self._deleter.wait_for(place.text)
@@ -149,9 +211,9 @@ class Manager:
             self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
         report = Report("save", step, place.text, nbytes, 0.0, 0.0, temporary, durable=wait)
         if not wait:
-            return self._background.begin(place, state, layouts, ranks, metadata, report)
+            return self._background.begin(place, state, layouts, ranks, metadata, finite, report)
         with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown(ranks)):
-            save(place, state, layouts, world, metadata, step=step)
+            save(place, state, layouts, world, metadata, step=step, finite=finite)
         seconds = time.perf_counter() - began
         self.last = replace(report, seconds=seconds, stall_seconds=seconds)
         self._reports.append(self.last)
@@ -214,54 +276,80 @@ class Manager:
             warnings.warn(failure, RuntimeWarning, stacklevel=4)
 
     def _retain(self, step: int, temporary: bool) -> None:
-        of, keep = self._both[temporary], self.keep_temporary if temporary else self.keep
+        of, keep, old = self._both[temporary], self.keep_temporary if temporary else self.keep, []
         if keep is not None:
             saved = [of.saved(s, keep.best is not None) for s in of.complete()]
-            self._delete(of, to_delete(saved, keep, {step} | self._busy(temporary), time.time()))
+            # "Now" is when this step was saved, by the clock that gave the others their times.
+            now = next((s.saved_at for s in saved if s.step == step), None) or time.time()
+            old += [(s, temporary) for s in to_delete(saved, keep, {step} | self._busy(temporary), now)]
         if not temporary:
-            older = (old for old in self._both[True].complete() if old <= step)
-            self._delete(self._both[True], [old for old in older if old not in self._busy(True)])
+            old += [(s, True) for s in self._both[True].complete() if s <= step and s not in self._busy(True)]
+        if old:
+            of.check(step)  # another process may have destroyed it, against all signs; then the older ones stay
+            good = newest_good(self._both)
+            self._delete([choice for choice in old if choice != good])
 
-    def _delete(self, of: Steps, steps: list[int]) -> None:
-        for step in steps:
+    def _delete(self, choices: list[Choice]) -> None:
+        for step, temporary in choices:
             if self._deleter.full:
                 return  # a slow disk; the next save tries again
-            if (remove := of.withdraw(step)) is not None:
-                self._deleter.add(of.place(step).text, remove)
+            of = self._both[temporary]
+            with contextlib.suppress(FileNotFoundError):  # another run has deleted it
+                if not isinstance(removal := of.withdraw(step), str):
+                    self._deleter.add(of.place(step).text, removal)
 
     def _track(self) -> None:
-        step, temporary = newest_first(self._both)[0]
+        notes, found = self._both[0].notes, newest_first(self._both)
+        if not found:
+            return notes.remove(LATEST)
+        step, temporary = found[0]
         path = self.path(step, temporary).removeprefix(os.path.join(self._both[0].store.text, ""))
-        write_latest(self._both[0].notes, Latest(step, path, temporary, time.time()))
+        write_latest(notes, Latest(step, path, temporary, time.time()))
 
     def _attempt(self, what: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, SavedAgain) as error:
             warnings.warn(f"{self._both[0].store.text}: {what}: {error}", RuntimeWarning, stacklevel=4)
 
     # ---- restore
 
     def restore_latest(
-        self, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
+        self,
+        target_layouts: Any,
+        *,
+        world: Ranks | None = None,
+        rank: int | None = None,
+        prefer_finite: bool = True,
+        **options: Any,
     ) -> tuple[int, Any, dict[str, Any]]:
         """(step, state, metadata) of the newest step that is whole on all ranks; the arguments are those of `restore`.
 
-        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that says what is wrong.
-        Raises CheckpointError when no step is good, ValueError when the target does not fit a good one.
+        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that says what is wrong, and
+        so is, as long as there is a better one, a step whose save said that loss or gradient norm were not finite
+        (prefer_finite=False takes it). The next save sets aside what is newer than the step returned.
+
+        Raises CheckpointError when no step is good, ValueError when the target does not fit a good one, RuntimeError on
+        all ranks when files cannot be looked at: nobody knows then what is there, and no older step is taken for it.
         """
-        search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
+        search = Search(self._both, target_layouts, world, rank, options, self.show_progress, prefer_finite)
         found = self._timed(search.newest, target_layouts)
+        self._went_back(found.step, world or Alone(), sure=True)
         return found.step, found.state, found.metadata
 
     def restore(
         self, step: int, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`."""
+        """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
+
+        Training that goes on from an older step than the newest may save: see `rewind`. To only look at a step while a
+        run goes on, use `checkpoint.restore(manager.path(step), ...)`.
+        """
         check_world(world)
         together(world or Alone(), f"restoring from {self._both[0].store.text}", lambda: check_step(step))
         search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
         found = self._timed(lambda: search.one(step), target_layouts)
+        self._went_back(found.step, world or Alone(), sure=False)
         return found.state, found.metadata
 
     def _timed(self, work: Callable[[], Found], target_layouts: Any) -> Found:
@@ -297,25 +385,3 @@ class Manager:
     def __exit__(self, kind, *_) -> None:
         """Finish the pending saves; after an error, only where that needs no other rank; after Ctrl-C none."""
         close_on_exit(kind, self.close, self._background.world)
-
-
-def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """Metadata that holds the metrics under "metrics"; numbers that are not finite become null, as JSON has none.
-
-    >>> with_metrics({"note": "warm-up"}, {"loss": float("nan")})
-    {'note': 'warm-up', 'metrics': {'loss': None}}
-    """
-    if metrics is None:
-        return metadata or {}
-    check_words(metadata, None)
-    if "metrics" in (metadata or {}):
-        raise ValueError('Manager.save: got metrics= and metadata["metrics"]; pass them in one place')
-    if not isinstance(metrics, Mapping):
-        raise ValueError(f"metrics: got {metrics!r:.60}, wanted a dict of numbers; pass {{'heldout_loss': 1.7}}")
-    values = {}
-    for name, value in metrics.items():
-        try:
-            values[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"metrics[{name!r}]: got {value!r:.60}, wanted a number; leave it out") from None
-    return {**(metadata or {}), "metrics": {name: v if math.isfinite(v) else None for name, v in values.items()}}

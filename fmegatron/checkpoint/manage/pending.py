@@ -37,7 +37,14 @@ class Background:
         self._saver, self._owns = saver, saver is None
 
     def begin(
-        self, place: Store, state: Any, layouts: Any, world: Ranks, metadata: dict[str, Any], begun: Report
+        self,
+        place: Store,
+        state: Any,
+        layouts: Any,
+        world: Ranks,
+        metadata: dict[str, Any],
+        finite: bool | None,
+        begun: Report,
     ) -> Report:
         """Stage the state; returns `begun` with the time that it took, or with the error by which it could not begin.
 
@@ -52,7 +59,7 @@ class Background:
             self.pending.append((handle, begun))
 
         try:
-            self._saver.save(place, state, layouts, world, metadata, step=begun.step, begun=note)
+            self._saver.save(place, state, layouts, world, metadata, step=begun.step, finite=finite, begun=note)
         except BaseException as error:
             if len(self.pending) > count:  # Ctrl-C while this rank staged it: the others hear of it in `poll`
                 raise

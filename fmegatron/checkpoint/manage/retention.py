@@ -1,10 +1,13 @@
-"""Retention: which steps of a run may be deleted. Pure: values in, steps out."""
+"""Retention: which steps of a run may be deleted, and the metrics that it goes by. Pure: values in, steps out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from fmegatron.checkpoint.calls.arguments import check_words
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,8 @@ class Keep:
     last: the n newest.  every: steps that k divides, for ever.  best: (metric, "min" or "max", n): the n best by
     `metadata["metrics"][metric]`; equals: the newer one.  newer_than_s: all that were saved within so many seconds.
 
-    The newest step is kept whatever the rules say, and so are steps that are pinned, read, or being written.
+    Whatever the rules say, the newest step is kept, the newest good one (its manifest is readable, and its save did not
+    say that loss or gradient norm were not finite), and steps that are pinned, read, or being written.
 
     >>> Keep(last=2, every=1000, best=("heldout_loss", "min", 3))
     Keep(last=2, every=1000, best=('heldout_loss', 'min', 3), newer_than_s=None)
@@ -82,6 +86,28 @@ def to_delete(
     if keep.newer_than_s is not None:
         kept.update(s.step for s in saved if s.saved_at is None or now - s.saved_at < keep.newer_than_s)
     return sorted({s.step for s in saved} - kept)
+
+
+def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Metadata that holds the metrics under "metrics"; numbers that are not finite become null, as JSON has none.
+
+    >>> with_metrics({"note": "warm-up"}, {"loss": float("nan")})
+    {'note': 'warm-up', 'metrics': {'loss': None}}
+    """
+    if metrics is None:
+        return metadata or {}
+    check_words(metadata, None)
+    if "metrics" in (metadata or {}):
+        raise ValueError('Manager.save: got metrics= and metadata["metrics"]; pass them in one place')
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics: got {metrics!r:.60}, wanted a dict of numbers; pass {{'heldout_loss': 1.7}}")
+    values = {}
+    for name, value in metrics.items():
+        try:
+            values[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"metrics[{name!r}]: got {value!r:.60}, wanted a number; leave it out") from None
+    return {**(metadata or {}), "metrics": {name: v if math.isfinite(v) else None for name, v in values.items()}}
 
 
 def _count(value: object) -> bool:

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
 
-from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.commit import resolve
-from fmegatron.checkpoint.files.describe import metadata
+from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
+from fmegatron.checkpoint.files.look import look
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.snapshot import SavedAgain, again, snapshot_of
 from fmegatron.checkpoint.files.storage import Store, open_store
-from fmegatron.checkpoint.manage.deletion import remove_tree
 from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
+from fmegatron.checkpoint.writing.part import check_written
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the manifest of a complete step says. problem: why it cannot be told, or None.
+
+    finite: of loss and gradient norm of the step, None if the run did not say.
+    """
+
+    problem: str | None = None
+    finite: bool | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether a run can go on from here, as far as the manifest tells."""
+        return self.problem is None and self.finite is not False
 
 
 class Steps:
-    """Checkpoints named step_00000100 and so on, of one directory, URL or Store, which need not exist yet."""
+    """Checkpoints named step_00000100 and so on, of one directory, URL or Store, which need not exist yet.
+
+    What cannot be looked at is an OSError, and never taken for something that is not there.
+    """
 
     def __init__(self, directory: str | os.PathLike | Store):
         self.store = open_store(directory)
         self.notes = self.store.notes()
         self.renames = isinstance(self.notes, Notes)  # a file system: what is withdrawn has another name
-        self._metrics: dict[int, dict] = {}
+        self.watch = leases.Watch()
+        self._facts: dict[int, tuple[Any, Facts]] = {}
 
     def name(self, step: int) -> str:
         """Name of a step in the directory."""
@@ -37,35 +58,70 @@ class Steps:
         """Where a step is, or will be."""
         return self.store.child(self.name(step))
 
-    def complete(self) -> list[int]:
-        """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
-        found = [
-            int(m[1]) for name in self.store.children() if (m := leases.STEP.fullmatch(name)) and self._canonical(m)
-        ]
-        return sorted(step for step in found if self.place(step).is_complete())
+    def complete(self, above: int = -1) -> list[int]:
+        """All complete steps (saved to their end; what is in them is verified when it is read), in rising order.
 
-    def _canonical(self, m: re.Match) -> bool:
-        return m[0] == self.name(int(m[1]))  # step_000000007, made by somebody else, is not the name of step 7
+        above: only those with a larger number; the others are not looked at.
+        """
+        found = (leases.STEP.fullmatch(name) for name in self.store.children())
+        # step_000000007, made by somebody else, is not the name of step 7
+        steps = sorted(int(m[1]) for m in found if m and m[0] == self.name(int(m[1])))
+        return [step for step in steps if step > above and self.place(step).is_complete()]
 
-    def saved(self, step: int, with_metrics: bool) -> Saved:
-        """What retention must know of a complete step. Metrics are read once; those of a damaged step are unknown."""
-        at = None
-        with contextlib.suppress(OSError, ValueError):
-            if self.renames:
-                at = os.stat(os.path.join(resolve(self.place(step).path), MARKER)).st_mtime
-            else:
-                at = float(self.notes.read(self._stamp(step)) or "nan")
-        if with_metrics and step not in self._metrics:
+    def facts(self, step: int) -> Facts:
+        """What the manifest of a complete step says; read once, and again when the step was saved again."""
+        stamp = self._marker(step)
+        if (known := self._facts.get(step)) is None or known[0] != stamp:
             try:
-                found = metadata(self.place(step)).get("metrics")
-            except (CheckpointError, OSError, RuntimeError):  # (RuntimeError: it is saved again and again)
-                found = None
-            self._metrics[step] = found if isinstance(found, dict) else {}
-        return Saved(step, at, self._metrics.get(step, {}))
+                manifest = snapshot_of(self.place(step)).manifest
+                metrics = manifest.metadata.get("metrics")
+                facts = Facts(None, manifest.finite, metrics if isinstance(metrics, dict) else {})
+            except (CheckpointError, SavedAgain) as error:
+                facts = Facts(str(error))
+            known = self._facts[step] = stamp, facts
+        return known[1]
+
+    def check(self, step: int) -> None:
+        """Read the manifest of a step back from the disk, and see that all its files are there. Raises CheckpointError.
+
+        (Not from what is known: the files may have been destroyed since.)
+        """
+
+        def work() -> None:
+            saved = snapshot_of(self.place(step))
+            try:
+                check_written(saved.storage, saved.manifest)
+            except RuntimeError as error:
+                missing = CheckpointError(str(error))
+                saved.check(missing)  # no damage if another run has saved it again meanwhile
+                raise missing from None
+
+        self._facts.pop(step, None)
+        again(work)
+
+    def saved(self, step: int, with_metrics: bool = False) -> Saved:
+        """What the rules of retention must know of a complete step."""
+        return Saved(step, self._saved_at(step), self.facts(step).metrics if with_metrics else {})
+
+    def _saved_at(self, step: int) -> float | None:
+        if self.renames:
+            found = self._marker(step)
+            return None if found is None else found[1] / 1e9
+        try:
+            return float(self.notes.read(self._stamp(step)) or "nan")
+        except ValueError:
+            return None
+
+    def _marker(self, step: int) -> Any:
+        """What differs when a step was saved again."""
+        if not self.renames:
+            return look(lambda: self.place(step).locate().read(MARKER), None)
+        at = os.path.join(commit.resolve(self.place(step).path), MARKER)
+        found = look(lambda: os.stat(at), None)
+        return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def note_saved(self, step: int) -> None:
-        """This step was just saved: what was known of it is old. An object store does not tell times, so we note it."""
-        self._metrics.pop(step, None)
+        """This step was just saved. An object store does not tell times, so we note it."""
         if not self.renames:
             self.notes.write(self._stamp(step), str(time.time()).encode())
 
@@ -76,22 +132,21 @@ class Steps:
         """Bytes of a save of this step that is under way, for a progress bar; None where that cannot be seen."""
         return written_below(self.place(step).path) if self.renames else lambda: None
 
-    def protected(self) -> set[int]:
-        """Complete steps that are pinned, or read by somebody now. (`withdraw` looks again.)"""
-        return {step for step in self.complete() if leases.is_held(self.notes, self.name(step))}
+    def why_held(self, step: int) -> str | None:
+        """Why a complete step must stay: it is pinned, or somebody reads it now. (`withdraw` looks again.)"""
+        return leases.why_held(self.notes, self.name(step), self.watch)
 
-    def withdraw(self, step: int) -> Callable[[threading.Event], None] | None:
-        """Take a complete step away, in one step, unless somebody reads it or it is pinned: then None.
+    def withdraw(self, step: int) -> Callable[[threading.Event], None] | str:
+        """Take a step away, in one step, unless somebody reads it or it is pinned: then why not.
 
-        Returns what then removes its files, until the event is set. Raises OSError.
+        Otherwise returns what then removes its files, until the event is set. Raises OSError.
         """
-        with leases.leaving(self.notes, self.name(step)) as free:
-            if not free:
-                return None
+        with leases.leaving(self.notes, self.name(step), self.watch) as held:
+            if held is not None:
+                return held
             gone = self.place(step).withdraw()
-        self._metrics.pop(step, None)
         if self.renames:
-            return lambda stop: remove_tree(gone.root, stop)
+            return lambda stop: commit.remove(gone.root, stop)
 
         def remove(stop: threading.Event) -> None:
             gone.delete()
@@ -99,11 +154,25 @@ class Steps:
 
         return remove
 
+    def set_aside(self, step: int, wait_s: float = 0.0) -> str:
+        """Take a complete step from the list, in one step, and keep its files; returns where they are.
+
+        wait_s: for those who read it. Raises ValueError when somebody still does, OSError.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            with leases.leaving(self.notes, self.name(step), self.watch, pins=False) as held:
+                if held is None:
+                    return self.place(step).set_aside()
+            if time.monotonic() >= end:
+                raise ValueError(f"{self.place(step).text}: cannot be set aside: {held}; wait until that has ended")
+            time.sleep(min(1.0, max(end - time.monotonic(), 0.01)))
+
     def clean(self, busy: Collection[str] = ()) -> None:
-        """Remove what killed saves, deletions and readers left; `busy`: names of what is being saved or deleted now.
+        """Remove what dead saves, deletions and readers left; `busy`: names of what is being saved or deleted now.
 
         Finishes a re-save that was killed between its two renames.
         """
-        self.store.clean(leases.STEP.pattern, busy)
-        leases.clean(self.notes)
+        self.store.clean(leases.STEP.pattern, busy, self.watch)
+        leases.clean(self.notes, self.watch)
         self.notes.clean()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from fmegatron.checkpoint.calls.arguments import check_world, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.manage.line import Choice, newest_first
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.read import rank_of, restore_save
@@ -39,7 +40,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What to restore, and from where: `both` are the lasting and the temporary steps. options: those of `restore`."""
+    """What to restore, and from where: `both` are the lasting and the temporary steps. options: those of `restore`.
+
+    prefer_finite: steps whose loss or gradient norm was not finite come last.
+    """
 
     both: tuple[Steps, Steps]
     target_layouts: Any
@@ -47,6 +51,7 @@ class Search:
     rank: int | None
     options: dict[str, Any]
     progress: bool | None = None
+    prefer_finite: bool = True
 
     @property
     def _ranks(self) -> Ranks:
@@ -60,10 +65,14 @@ class Search:
                 choice = self._agreed(lambda: next(untried, None), held)
                 if choice is None:
                     break
-                found, problem = self._attempt(*choice)
+                step, temporary, doubt = choice
+                if doubt is not None:
+                    self._warn(doubt)
+                    continue
+                found, problem = self._attempt(step, temporary)
                 if found is not None:
                     return found
-            skipped.append(f"step {choice[0]}: {problem}")
+            skipped.append(f"step {step}: {problem}")
             self._warn(f"skipped the checkpoint of {skipped[-1]}")
         if not skipped:
             raise CheckpointError(
@@ -77,27 +86,39 @@ class Search:
 
         def choose():
             lasting, temporary = (steps.place(step).is_complete() for steps in self.both)
-            return step, temporary and not lasting
+            return step, temporary and not lasting, None
 
         with ExitStack() as held:
-            found, problem = self._attempt(*self._agreed(choose, held))
+            found, problem = self._attempt(*self._agreed(choose, held)[:2])
         if found is None:
             raise problem
         return found
 
-    def _untried(self) -> Iterator[tuple[int, bool]]:
-        """(step, temporary) to try, newest first; ends."""
-        tried: set[tuple[int, bool]] = set()
+    def _untried(self) -> Iterator[tuple[int, bool, str | None]]:
+        """(step, temporary, None) to try, newest first, or why it is not tried yet; ends."""
+        tried: set[Choice] = set()
+        later: list[Choice] = []
         for _ in range(_LOOKS):
             fresh = [choice for choice in newest_first(self.both) if choice not in tried]
-            for choice in fresh:
-                tried.add(choice)
-                yield choice
+            for step, temporary in fresh:
+                tried.add((step, temporary))
+                if self.prefer_finite and self.both[temporary].facts(step).finite is False:
+                    later.append((step, temporary))
+                    why = "loss or gradient norm of its step was not finite; prefer_finite=False restores it"
+                    yield step, temporary, f"skipped the checkpoint of step {step}: {why}"
+                else:
+                    yield step, temporary, None
             # Steps that were deleted before we held them: then there are newer ones by now.
             if all(self.both[temporary].place(step).is_complete() for step, temporary in fresh):
-                return
+                break
+        for step, temporary in later:
+            why = "nothing better is left; loss or gradient norm of its step was not finite"
+            yield step, temporary, f"trying the checkpoint of step {step} after all: {why}"
+            yield step, temporary, None
 
-    def _agreed(self, choose, held: ExitStack) -> tuple[int, bool] | None:
+    def _agreed(
+        self, choose: Callable[[], tuple[int, bool, str | None] | None], held: ExitStack
+    ) -> tuple[int, bool, str | None] | None:
         """What rank 0 chooses, on all ranks; rank 0 holds a lease on it until `held` is left."""
         check_world(self.world)
         ranks = self._ranks
@@ -147,12 +168,6 @@ class Search:
         if kind == gravest:
             raise error
         raise RuntimeError(f"restoring the checkpoint {place.text} failed on rank {first}: {message}") from error
-
-
-def newest_first(both: tuple[Steps, Steps]) -> list[tuple[int, bool]]:
-    """(step, temporary) of all complete steps, newest first; of one that is there twice, the lasting one first."""
-    found = [(step, temporary) for temporary in (False, True) for step in both[temporary].complete()]
-    return sorted(found, key=lambda choice: (choice[0], not choice[1]), reverse=True)
 
 
 def local_bytes(target_layouts: Any, rank: int) -> int:

@@ -136,7 +136,8 @@ def _export(options: argparse.Namespace) -> Result:
 
 def _gc(options: argparse.Namespace) -> Result:
     age = LIVE_SECONDS if options.age is None else options.age
-    done = collect(_place(options, options.path), keep_last=options.keep_last, age=age, dry_run=options.dry_run)
+    how = {"keep_last": options.keep_last, "age": age, "watch": options.watch or 0.0, "dry_run": options.dry_run}
+    done = collect(_place(options, options.path), **how)
     return GOOD, done.to_json(), lambda out: printed.collected(out, done)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,21 +12,28 @@ from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
+from fmegatron.checkpoint.files.leases import STEP
+from fmegatron.checkpoint.files.look import is_directory, is_link, is_there, look, names_in
+from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.snapshot import snapshot_of
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Storage, Store, open_store
 from fmegatron.checkpoint.tools.files import walk
 
-_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone)-[0-9a-f]+")
-_STEP = re.compile(r"step_(\d{8,})")
-_TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
-_KINDS = (("tmp", "being saved, or left by a killed save"), ("old", "replaced by a re-save"), ("gone", "being deleted"))
+TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
+_KINDS = (
+    ("tmp", "being saved, or left by a killed save"),
+    ("old", "replaced by a re-save"),
+    ("gone", "being deleted"),
+    ("aside", "set aside: a run went on from an older step"),
+)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint of a directory. problem: why it is not complete, or None.  nbytes, files: on disk (as the manifest
     has them where a store does not tell).  changed: when it was completed, seconds since 1970, None if unknown.
-    held_by: the directory that holds it, a hidden one after a killed re-save.
+    held_by: the directory that holds it, a hidden one after a killed re-save.  finite: whether loss and gradient norm
+    of its step were, as the run said; None: it did not say.
     """
 
     name: str
@@ -39,12 +46,13 @@ class Checkpoint:
     files: int
     changed: float | None
     metadata: dict[str, Any]
+    finite: bool | None = None
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden directory beside a checkpoint. kind: "tmp", "old" or "gone".  changed: newest time of all in it.
-    holds: whether the checkpoint `of` lies here and nowhere else."""
+    """A hidden directory beside a checkpoint. kind: "tmp", "old", "gone" or "aside".  changed: newest time of all in
+    it, None if unknown.  holds: whether the checkpoint `of` lies here and nowhere else."""
 
     name: str
     path: str
@@ -52,7 +60,7 @@ class Leftover:
     kind: str
     nbytes: int
     files: int
-    changed: float
+    changed: float | None
     holds: bool
 
     @property
@@ -91,14 +99,14 @@ def listing(path: str | os.PathLike | Store) -> Listing:
     if is_checkpoint(store.path):
         parent, name = os.path.split(store.path)
         return Listing(parent, False, (_checkpoint(store.path, name),), tuple(_leftovers(parent, name)))
-    if not os.path.isdir(store.path):
-        what = "a file" if os.path.exists(store.path) else "nothing there"
+    if not is_directory(store.path):
+        what = "a file" if is_there(store.path) else "nothing there"
         raise ValueError(f"{store.text}: got {what}, wanted a checkpoint or a directory of some")
-    folders = [f for f in (store.path, os.path.join(store.path, _TEMPORARY)) if _is_folder(f)]
+    folders = [f for f in (store.path, os.path.join(store.path, TEMPORARY)) if _is_folder(f)]
     paths = [path for folder in folders for path in checkpoint_paths(folder)]
     checkpoints = tuple(sorted((_checkpoint(p, os.path.relpath(p, store.path)) for p in paths), key=_order))
     left = tuple(leftover for folder in folders for leftover in _leftovers(folder))
-    if not checkpoints and not left and os.listdir(store.path):
+    if not checkpoints and not left and names_in(store.path):
         hint = recognized(store.locate()) or "check the path"
         raise ValueError(
             f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some; {hint}"
@@ -110,22 +118,22 @@ def is_checkpoint(path: str) -> bool:
     """Whether a directory is meant as a single checkpoint: it has a marker or a manifest, or a killed re-save hides it,
     or it is named as a step."""
     path = os.path.realpath(path)
-    if os.path.isdir(path) and _STEP.fullmatch(os.path.basename(path)):
+    if is_directory(path) and STEP.fullmatch(os.path.basename(path)):
         return True
-    return commit.resolve(path) != path or any(os.path.lexists(os.path.join(path, n)) for n in (MARKER, MANIFEST))
+    return commit.resolve(path) != path or any(is_there(os.path.join(path, n)) for n in (MARKER, MANIFEST))
 
 
 def checkpoint_paths(directory: str) -> list[str]:
     """The checkpoints in a directory of the file system, complete or not."""
-    names = os.listdir(directory)
+    names = names_in(directory)
     found = {n for n in names if n[0] != "." and is_checkpoint(os.path.join(directory, n))}
-    found.update(m[1] for n in names if (m := _HIDDEN.fullmatch(n)) and m[2] == "old")
+    found.update(m[1] for n in names if (m := commit.HIDDEN.fullmatch(n)) and m[2] == "old")
     paths = sorted(os.path.join(directory, n) for n in found)
-    return [p for p in paths if os.path.isdir(commit.resolve(p))]
+    return [p for p in paths if is_directory(commit.resolve(p))]
 
 
 def _is_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path) and not is_checkpoint(path)
+    return is_directory(path) and not is_link(path) and not is_checkpoint(path)
 
 
 def _order(found: Checkpoint) -> tuple[float, str]:
@@ -136,34 +144,35 @@ def _checkpoint(path: str, name: str) -> Checkpoint:
     root = commit.resolve(path)
     files = [e for e in walk(root) if e.kind != "directory"]
     nbytes, changed = sum(e.size for e in files), max((e.changed for e in files), default=None)
-    number = int(m[1]) if (m := _STEP.fullmatch(os.path.basename(path))) else None
+    number = int(m[1]) if (m := STEP.fullmatch(os.path.basename(path))) else None
     try:
         manifest = snapshot_of(FolderStore(path)).manifest
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return Checkpoint(name, path, root, _why(error, root), number, 0, nbytes, len(files), changed, {})
     at = next((e.changed for e in files if e.name == MARKER), changed)
     problem = f"holds step {manifest.step}" if number is not None and manifest.step != number else None
-    leaves = len(manifest.leaves)
-    return Checkpoint(name, path, root, problem, manifest.step, leaves, nbytes, len(files), at, manifest.metadata)
+    facts = (manifest.step, len(manifest.leaves), nbytes, len(files), at, manifest.metadata, manifest.finite)
+    return Checkpoint(name, path, root, problem, *facts)
 
 
-def _why(error: CheckpointError, root: str) -> str:
-    if not os.path.lexists(os.path.join(root, MARKER)):
+def _why(error: Exception, root: str) -> str:
+    if isinstance(error, CheckpointError) and not is_there(os.path.join(root, MARKER)):
         return f"not complete: no {MARKER} file"
     return str(error)
 
 
 def _leftovers(directory: str, of: str | None = None) -> list[Leftover]:
     found = []
-    for name in sorted(os.listdir(directory)):
+    for name in names_in(directory):
         path = os.path.join(directory, name)
-        if not (m := _HIDDEN.fullmatch(name)) or of not in (None, m[1]):
+        if not (m := commit.HIDDEN.fullmatch(name)) or of not in (None, m[1]):
             continue
-        try:
-            changed = os.lstat(path).st_mtime
-        except FileNotFoundError:  # the save that it belonged to has ended
+        seen = look(lambda path=path: os.lstat(path), None)
+        if seen is None:  # the save that it belonged to has ended
             continue
-        entries = list(walk(path)) if os.path.isdir(path) and not os.path.islink(path) else []
+        # What was renamed has another inode time; its content may be old.
+        changed = max(seen.st_mtime, seen.st_ctime) if m[2] == "aside" else seen.st_mtime
+        entries = list(walk(path)) if is_directory(path) and not is_link(path) else []
         files = [e for e in entries if e.kind != "directory"]
         changed = max([changed, *(e.changed for e in entries)])
         holds = commit.resolve(os.path.join(directory, m[1])) == path
@@ -176,10 +185,19 @@ def _listing_of_store(store: Store) -> Listing:
     if store.is_complete():
         return Listing(store.text, False, (_stored(store, store.text.rstrip("/").rsplit("/", 1)[-1]),), ())
     names = [name for name in store.children() if store.child(name).is_complete()]
-    if not names:
+    left = tuple(_aside(name, storage) for name, storage in store.asides())
+    if not names and not left:
         hint = recognized(store.locate()) or "check the URL"
         raise ValueError(f"{store.text}: got no complete checkpoint there or below, wanted one; {hint}")
-    return Listing(store.text, True, tuple(sorted((_stored(store.child(n), n) for n in names), key=_order)), ())
+    return Listing(store.text, True, tuple(sorted((_stored(store.child(n), n) for n in names), key=_order)), left)
+
+
+def _aside(name: str, storage: Storage) -> Leftover:
+    """A checkpoint of an object store that was set aside."""
+    files, nbytes = storage.names(), 0
+    with contextlib.suppress(CheckpointError):
+        nbytes = stored_bytes(read_manifest(storage))
+    return Leftover(f"{name}/{storage.root}", storage.text, name, "aside", nbytes, len(files), None, False)
 
 
 def _stored(store: Store, name: str) -> Checkpoint:
@@ -187,10 +205,9 @@ def _stored(store: Store, name: str) -> Checkpoint:
         snapshot = snapshot_of(store)
     except CheckpointError as error:
         return Checkpoint(name, store.text, store.text, str(error), None, 0, 0, 0, None, {})
-    m, count = snapshot.manifest, len(snapshot.storage.names())
-    return Checkpoint(
-        name, store.text, snapshot.text, None, m.step, len(m.leaves), stored_bytes(m), count, None, m.metadata
-    )
+    m = snapshot.manifest
+    facts = (m.step, len(m.leaves), stored_bytes(m), len(snapshot.storage.names()), None, m.metadata, m.finite)
+    return Checkpoint(name, store.text, snapshot.text, None, *facts)
 
 
 def stored_bytes(manifest: Manifest) -> int:

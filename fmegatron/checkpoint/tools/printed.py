@@ -25,7 +25,7 @@ def listing(out: TextIO, found: Listing, now: float) -> None:
         (
             short(c.name),
             "-" if c.step is None else str(c.step),
-            "complete" if c.problem is None else "BAD",
+            "BAD" if c.problem is not None else "not finite" if c.finite is False else "complete",
             size(c.nbytes),
             str(c.files),
             str(c.leaves),
@@ -45,17 +45,18 @@ def leftovers(out: TextIO, found: Sequence[Leftover], now: float) -> None:
     """What killed saves have left, and what saves in progress have there."""
     if found:
         total = size(sum(left.nbytes for left in found))
-        print(
-            f"hidden directories of saves in progress or killed: {len(found)}, {total} (gc removes old ones)", file=out
-        )
-        rows = [(short(x.name), x.what, size(x.nbytes), f"{max(now - x.changed, 0):.0f} s ago") for x in found]
+        what = "saves in progress or killed, steps set aside"
+        print(f"hidden ({what}): {len(found)}, {total}; gc removes old ones", file=out)
+        ago = ["-" if x.changed is None else f"{max(now - x.changed, 0):.0f} s ago" for x in found]
+        rows = [(short(x.name), x.what, size(x.nbytes), when) for x, when in zip(found, ago, strict=True)]
         print_table(out, ("  NAME", "WHAT", "SIZE", "LAST CHANGE"), [(f"  {a}", *rest) for a, *rest in rows], (2, 3))
 
 
 def shown(out: TextIO, found: Shown, layouts: bool) -> None:
     """The tree of leaves, and totals."""
     print(short(found.root, 200), file=out)
-    print(f"step {found.step}, metadata {short(to_json_text(found.metadata), 200)}", file=out)
+    finite = {None: "", True: ", finite", False: ", loss or gradient norm NOT FINITE"}[found.finite]
+    print(f"step {found.step}{finite}, metadata {short(to_json_text(found.metadata), 200)}", file=out)
     print(f"meshes when written: {short('; '.join(found.meshes), 400) or 'none'}", file=out)
     rows = {row.path: row for row in found.leaves}
     stats = any(row.statistics for row in found.leaves)
@@ -90,7 +91,7 @@ def reports(out: TextIO, found: Sequence[Report], left: Sequence[Leftover], seco
     total = sum(report.nbytes for report in found)
     print(f"{size(total)} in {seconds:.2f} s, {size(total / max(seconds, 1e-9))}/s", file=out)
     if left:
-        print(f"{len(left)} hidden directories of saves in progress or killed were not looked at", file=out)
+        print(f"{len(left)} hidden directories (saves in progress or killed, set aside) were not looked at", file=out)
 
 
 def difference(out: TextIO, found: Difference) -> None:
@@ -144,7 +145,7 @@ def collected(out: TextIO, done: Collected) -> None:
     for a in done.actions:
         print(f"{words[a.kind]} {short(a.path, 200)} ({size(a.nbytes)}): {short(a.why, 300)}", file=out)
     count = sum(a.kind == "remove" for a in done.actions)
-    print(f"{count} directories, {size(done.removed)} {'to be removed' if done.dry_run else 'removed'}", file=out)
+    print(f"{count} in all, {size(done.removed)} {'to be removed' if done.dry_run else 'removed'}", file=out)
 
 
 def _held(name: str, held_by: str) -> str:

@@ -69,7 +69,7 @@ def reshard(
         for part in parts.values():
             for name, rows in part.digests.items():
                 part.digests[name] = np.array(rows, "<u8")
-        merged = merge(plans, parts.values(), source.manifest.step, source.manifest.metadata)
+        merged = merge(plans, parts.values(), source.manifest.step, source.manifest.metadata, source.manifest.finite)
         store.publish(storage, complete(storage, *merged))
     finally:
         store.end(storage)

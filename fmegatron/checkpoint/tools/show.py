@@ -38,13 +38,16 @@ class LeafRow:
 
 @dataclass(frozen=True)
 class Shown:
-    """A checkpoint at a glance. meshes: on which the layouts lay when written."""
+    """A checkpoint at a glance. meshes: on which the layouts lay when written.  finite: whether loss and gradient norm
+    of its step were, as the run said; None: it did not say.
+    """
 
     root: str
     step: int | None
     metadata: dict[str, Any]
     meshes: tuple[str, ...]
     leaves: tuple[LeafRow, ...]
+    finite: bool | None = None
 
     @property
     def elements(self) -> int:
@@ -61,6 +64,7 @@ class Shown:
         return {
             "path": self.root,
             "step": self.step,
+            "finite": self.finite,
             "metadata": self.metadata,
             "meshes": self.meshes,
             "elements": self.elements,
@@ -81,7 +85,8 @@ def show(source: Source, pattern: str | None = None, stats: bool = False, most: 
             counted[block.leaf.path].add(x)
     rows = tuple(_row(source, leaf, counted.get(leaf.path)) for leaf in leaves)
     meshes = tuple(_mesh(mesh) for mesh in source.manifest.meshes)
-    return Shown(source.text, source.manifest.step, source.manifest.metadata, meshes, rows)
+    m = source.manifest
+    return Shown(source.text, m.step, m.metadata, meshes, rows, m.finite)
 
 
 def _row(source: Source, leaf: Leaf, statistics: Statistics | None) -> LeafRow:

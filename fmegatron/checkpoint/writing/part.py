@@ -119,7 +119,11 @@ def plan_digest(plans: Sequence[LeafPlan]) -> str:
 
 
 def merge(
-    plans: Sequence[LeafPlan], parts: Iterable[Part], step: int | None, metadata: dict[str, Any]
+    plans: Sequence[LeafPlan],
+    parts: Iterable[Part],
+    step: int | None,
+    metadata: dict[str, Any],
+    finite: bool | None = None,
 ) -> tuple[Manifest, np.ndarray]:
     """The manifest of what all ranks have written, and the content of digests.bin (uint64).
 
@@ -172,7 +176,7 @@ def merge(
             else Leaf(*common, None, tuple(pieces.get(p.path, ())))
         )
     known = tuple(mesh.to_json() for mesh in meshes)
-    return Manifest(step, metadata, known, leaves, arrays, len(digests)), digests
+    return Manifest(step, metadata, known, leaves, arrays, len(digests), finite=finite), digests
 
 
 def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes:
@@ -186,11 +190,11 @@ def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes
     with ThreadPoolExecutor(storage.writers) as pool:
         list(pool.map(lambda item: storage.write(item[0], [item[1]]), files.items()))
     storage.sync()
-    _check_written(storage, manifest)
+    check_written(storage, manifest)
     return marker_to_json(data)
 
 
-def _check_written(storage: Storage, manifest: Manifest) -> None:
+def check_written(storage: Storage, manifest: Manifest) -> None:
     """RuntimeError when a chunk that was written is not there: somebody removed files while they were written."""
     found = set(storage.names())
     for array in manifest.arrays.values():

@@ -34,12 +34,14 @@ def save(
     metadata: dict[str, Any] | None = None,
     *,
     step: int | None = None,
+    finite: bool | None = None,
 ) -> None:
     """Write a checkpoint to a directory, URL or Store; durable and complete when this returns, on all ranks.
 
     state: tree of this rank's local tensors, any device.  layouts: the same tree of Layouts (or ArraySpecs).
     world: the ranks that call this together, with one file system or object store; None for one process.
-    metadata: JSON values.
+    metadata: JSON values.  finite: whether loss and gradient norm of this step are finite; None if that is not known.
+    It is stored (`describe(path).finite`); one rank that says False speaks for all.
     An existing checkpoint at `path` stays complete until the new one takes its place.
 
     Raises ValueError when state and layouts disagree or the metadata is not JSON (then nothing is written);
@@ -62,7 +64,7 @@ def save(
     def prepare():
         nonlocal store, begun
         store = open_store(path)
-        tensors, plans = check_request(state, layouts, world, metadata, step)
+        tensors, plans = check_request(state, layouts, world, metadata, step, finite)
         if lead:
             begun = store.begin()
         return tensors, plans
@@ -76,12 +78,12 @@ def save(
     def finish():
         if lead:
             parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
-            manifest, digests = merge(plans, parts, step, metadata or {})
+            manifest, digests = merge(plans, parts, step, metadata or {}, said)
             store.publish(storage, complete(storage, manifest, digests))
 
     try:
         tensors, plans = together(world, what, prepare)
-        root = world.broadcast_text(begun.root if begun else "")
+        said, root = agreed(finite, world), world.broadcast_text(begun.root if begun else "")
         storage = begun or store.draft(root)
         part = together(world, what, write)
         together(world, what, finish)
@@ -91,14 +93,20 @@ def save(
 
 
 def check_request(
-    state: Any, layouts: Any, world: Ranks, metadata: Any, step: Any = None
+    state: Any, layouts: Any, world: Ranks, metadata: Any, step: Any = None, finite: Any = None
 ) -> tuple[list[torch.Tensor], tuple[LeafPlan, ...]]:
     """The leaves and their plan, or ValueError."""
     paths, leaves, _ = flat_layouts(layouts)
     check_layouts(paths, leaves, world.size)
     tree.check(state, layouts, world.rank, "the state", "the layouts")
-    check_words(metadata, step)
+    check_words(metadata, step, finite)
     return tree.leaves(state), plan(paths, leaves)
+
+
+def agreed(finite: bool | None, world: Ranks) -> bool | None:
+    """What the ranks say together: False if one says so, else None if one does not know. All ranks call it."""
+    words = (False, None, True)
+    return words[int(world.minimum(torch.tensor([words.index(finite)])))]
 
 
 def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:

@@ -1,0 +1,85 @@
+"""Looking at a file system: only "no such file" means that nothing is there; any other error is tried again, or raised.
+
+A disk that hiccups, a server that is away, a directory that may not be read: none of them says that a file is missing.
+`os.path.exists`, `isdir` and their kin answer False for all of them, so this room does not use them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+# What may be over in a moment: disks and network file systems under load, servers that restart, handles that went stale
+# because a directory was replaced. Permissions are not: they are what somebody has set.
+TRANSIENT = frozenset(
+    getattr(errno, name)
+    for name in "EIO ESTALE EINTR EAGAIN EBUSY ETIMEDOUT EREMOTEIO ECONNRESET ECONNREFUSED ENOTCONN ENETDOWN"
+    " ENETUNREACH EHOSTDOWN EHOSTUNREACH ENOLINK ECOMM".split()
+    if hasattr(errno, name)
+)
+# What a file's content or kind is the cause of: missing, no directory, a link, a pipe, a wrong size, a bad sector.
+_DAMAGE = ABSENT | {errno.EIO, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
+PAUSES_S = (0.05, 0.2, 0.75)  # between the tries
+
+
+def look(ask: Callable[[], T], *absent: T) -> T:
+    """The result of `ask()`, a function that only looks; `absent`, if given, when there is no such file or directory.
+
+    Transient errors are tried again for a second. Raises OSError (FileNotFoundError too, without `absent`).
+
+    >>> look(lambda: os.listdir("/no/such/directory"), [])
+    []
+    """
+    for pause in (*PAUSES_S, None):
+        try:
+            return ask()
+        except OSError as error:
+            if absent and error.errno in ABSENT:
+                return absent[0]
+            if pause is None or error.errno not in TRANSIENT:
+                raise
+        time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether an error of reading a file (after `look`) tells something about the file, and not about the way to it."""
+    return error.errno in _DAMAGE
+
+
+def names_in(path: str) -> list[str]:
+    """Names in a directory, hidden ones too, sorted; [] without a directory. Raises OSError if it cannot be seen."""
+    return sorted(look(lambda: os.listdir(path), []))
+
+
+def is_there(path: str) -> bool:
+    """Whether anything has this name, a broken link too. Raises OSError if that cannot be seen."""
+    return look(lambda: os.lstat(path), None) is not None
+
+
+def is_directory(path: str) -> bool:
+    """Whether this is a directory, or a link to one. Raises OSError if that cannot be seen."""
+    return _is(stat.S_ISDIR, path)
+
+
+def is_file(path: str) -> bool:
+    """Whether this is a regular file, or a link to one. Raises OSError if that cannot be seen."""
+    return _is(stat.S_ISREG, path)
+
+
+def is_link(path: str) -> bool:
+    """Whether this is a symbolic link. Raises OSError if that cannot be seen."""
+    found = look(lambda: os.lstat(path), None)
+    return found is not None and stat.S_ISLNK(found.st_mode)
+
+
+def _is(kind: Callable[[int], Any], path: str) -> bool:
+    found = look(lambda: os.stat(path), None)
+    return found is not None and bool(kind(found.st_mode))

@@ -1,0 +1,75 @@
+"""The line of a run: which step it went on from, and which newer ones it has left behind by that.
+
+A directory of steps holds one line: each save is newer than those before. A run that goes on from an older step leaves
+the newer ones behind; its first save sets them aside (files/commit.py), so that nobody resumes what was given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from fmegatron.checkpoint.manage.steps import Steps
+
+_READERS_S = 60.0  # to wait for those who read a step that is set aside
+
+Choice = tuple[int, bool]  # a step, and whether it is a temporary one
+
+
+def newest_first(both: tuple[Steps, Steps], above: int = -1) -> list[Choice]:
+    """(step, temporary) of all complete steps, newest first; of one that is there twice, the lasting one first.
+
+    above: only steps with a larger number.
+    """
+    found = [(step, temporary) for temporary in (False, True) for step in both[temporary].complete(above)]
+    return sorted(found, key=lambda choice: (choice[0], not choice[1]), reverse=True)
+
+
+def newest_good(both: tuple[Steps, Steps]) -> Choice | None:
+    """The newest step that a run can go on from, as far as manifests tell. Raises OSError if one cannot be read."""
+    return next((choice for choice in newest_first(both) if both[choice[1]].facts(choice[0]).good), None)
+
+
+@dataclass(frozen=True)
+class _Back:
+    """The run goes on from step `to`; `left` is what was newer then. sure: it said so; else it may only have read."""
+
+    to: int
+    left: frozenset[Choice]
+    sure: bool
+
+
+class Line:
+    """What one Manager knows of the line that it saves (on rank 0, which decides)."""
+
+    def __init__(self, both: tuple[Steps, Steps]):
+        self._both, self._back, self._saved = both, None, False
+
+    def went_back(self, to: int, pending: Collection[Choice], sure: bool) -> None:
+        """Training goes on from this step. pending: saves that are under way. Raises OSError."""
+        left = {*newest_first(self._both, to), *(choice for choice in pending if choice[0] > to)}
+        self._back = _Back(to, frozenset(left), sure)
+
+    def left_behind(self, step: int) -> list[Choice]:
+        """What a save of this step has to set aside first. Raises ValueError for a step that is not the newest."""
+        newer, back, aside = newest_first(self._both, step), self._back, []
+        # A restore by number may only have looked at an old step, unless the run has just begun, or goes back now.
+        if back is not None and (back.sure or not self._saved or newer or step in {s for s, _ in back.left}):
+            aside = [choice for choice in newest_first(self._both, back.to) if choice in back.left]
+        if newer := [choice for choice in newer if choice not in aside]:
+            names = ", ".join(str(s) for s, _ in newer[:5]) + ("..." if len(newer) > 5 else "")
+            after = "" if back is None else f", saved after step {back.to} was restored: does another run save here?"
+            raise ValueError(
+                f"{self._both[0].store.text}: got step {step} to save, but it holds newer ones ({names}{after}); steps"
+                " only go up. To go on from an older step, restore it with this Manager, or call its rewind(STEP): then"
+                " newer ones are set aside. Or save into another directory"
+            )
+        return aside
+
+    def set_aside(self, choices: Collection[Choice]) -> list[str]:
+        """Take these from the list; returns where their files are. Raises ValueError for one that is read, OSError."""
+        return [self._both[temporary].set_aside(step, _READERS_S) for step, temporary in sorted(choices)]
+
+    def saves(self) -> None:
+        """A save begins: from here on the line goes up."""
+        self._back, self._saved = None, True

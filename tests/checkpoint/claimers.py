@@ -1,0 +1,49 @@
+"""Processes that claim a directory when told so, forked from one warm process: `python -m tests.checkpoint.claimers`.
+
+A line of JSON [DIRECTORY, COUNT] on stdin starts so many at once; each prints [pid, "mine" or the refusal] and, if it
+has the directory, holds it until SIGUSR1. The process that forks never waits for them: killed ones stay zombies.
+"""
+
+import json
+import os
+import signal
+import sys
+
+from fmegatron import checkpoint
+
+
+def claimer(directory, gate):
+    release = []
+    signal.signal(signal.SIGUSR1, lambda *_: release.append(1))
+    os.read(gate, 1)  # until all are there
+    try:
+        with checkpoint.claim(directory):
+            say("mine")
+            while not release:
+                signal.pause()
+        say("released")
+    except checkpoint.ClaimedError as error:
+        say(str(error))
+
+
+def say(text):
+    os.write(1, (json.dumps([os.getpid(), text]) + "\n").encode())
+
+
+def main():
+    for line in sys.stdin:
+        directory, count = json.loads(line)
+        gate, opener = os.pipe()
+        for _ in range(count):
+            if os.fork() == 0:
+                try:
+                    os.close(opener)
+                    claimer(directory, gate)
+                finally:
+                    os._exit(0)
+        os.close(gate)
+        os.close(opener)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Two jobs that save into one folder, nothing patched: `python -m tests.checkpoint.two_jobs_campaign DIRECTORY SECONDS
+SEED KEEP`; KEEP is what each Manager keeps, 0 for all.
+
+Both save steps of their own choice, often the same ones and at the same time; every save that is acknowledged is noted
+with what it held. A third process restores the newest step over and over. At the end every acknowledged step that is
+listed must restore bit for bit as one that was acknowledged, and with KEEP 0 all of them must be listed. Prints one
+JSON object.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+import warnings
+
+import torch
+
+from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.layout import Layout, Mesh
+
+LEAVES = 12
+LAYOUTS = {f"w{i}": Layout((160, 128), torch.float32, Mesh()) for i in range(LEAVES)}  # a file of 80 KiB each
+
+
+def state(value):
+    return {name: torch.full((160, 128), value + 1000.0 * i) for i, name in enumerate(LAYOUTS)}
+
+
+def saver(directory, job, until, seed, keep):
+    """Save until the time is over; the acknowledged saves as [step, value, metadata], and how many were refused."""
+    rng, done, refused = random.Random(seed * 7919 + job), [], 0
+    with Manager(directory, keep=keep or None) as manager:
+        number = 0
+        while time.time() < until:
+            number += 1
+            step = (manager.latest() or 0) + rng.choice((0, 1, 1, 2))
+            value = float(2 * number + job)
+            try:
+                manager.save(step, state(value), LAYOUTS, metadata={"value": value})
+            except (ValueError, RuntimeError) as error:  # the other job was faster, or is in the way: nothing was said
+                refused += 1
+                text = str(error)
+                continue
+            done.append([step, value])
+            time.sleep(rng.random() * 0.02)
+    return {"saved": done, "refused": refused, "last_refusal": text[-300:] if refused else ""}
+
+
+def reader(directory, job, until, seed, keep):
+    """Restore until the time is over; what went wrong."""
+    wrong, count = [], 0
+    while time.time() < until:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                step, got, metadata = Manager(directory).restore_latest(LAYOUTS)
+                count += 1
+            except CheckpointError as error:
+                if "holds no complete checkpoint" not in str(error) or count:
+                    wrong.append(str(error)[:300])
+                continue
+        wanted = state(metadata["value"])
+        if not all(torch.equal(got[name], wanted[name]) for name in LAYOUTS):
+            wrong.append(f"step {step} is a mixture of two saves")
+        # A step that was deleted, or saved again, between the look and the lease is left out in words; damage is not.
+        wrong += [str(w.message)[:300] for w in caught if "does not exist" not in str(w.message)]
+    return {"wrong": wrong, "restored": count}
+
+
+def fork(work, *args):
+    """Run `work(*args)` in a fork; returns a function that waits for its result."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(out)
+            data = json.dumps(work(*args)).encode()
+            with os.fdopen(into, "wb") as f:
+                f.write(data)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(into)
+
+    def result():
+        with os.fdopen(out, "rb") as f:
+            data = f.read()
+        assert os.waitpid(pid, 0)[1] == 0 and data, f"{work.__name__} died"
+        return json.loads(data)
+
+    return result
+
+
+def main(directory, seconds, seed, keep):
+    torch.set_num_threads(1)
+    until = time.time() + seconds
+    jobs = [fork(saver, directory, job, until, seed, keep) for job in (0, 1)]
+    looks = fork(reader, directory, 2, until, seed, keep)
+    done, looked = [job() for job in jobs], looks()
+    saved = {}
+    for step, value in (pair for job in done for pair in job["saved"]):
+        saved.setdefault(step, set()).add(value)
+    manager, broken = Manager(directory), []
+    listed = manager.steps()
+    for step in listed:
+        try:
+            got, metadata = manager.restore(step, LAYOUTS)
+        except CheckpointError as error:
+            broken.append(f"step {step}: {error}"[:300])
+            continue
+        wanted = state(metadata["value"])
+        same = all(torch.equal(got[name], wanted[name]) for name in LAYOUTS)
+        if not same or (step in saved and metadata["value"] not in saved[step]):
+            broken.append(f"step {step}: holds {metadata['value']}, saved were {sorted(saved.get(step, []))}")
+    lost = sorted(set(saved).difference(listed)) if not keep else []
+    if saved and max(saved) not in listed:
+        lost.append(max(saved))
+    count = sum(len(job["saved"]) for job in done)
+    twice = sum(len(values) > 1 for values in saved.values())
+    found = {"acknowledged": count, "twice": twice, "refused": [job["refused"] for job in done], "broken": broken}
+    found |= {"lost": lost, "reader": looked, "refusal": done[0]["last_refusal"]}
+    found["left"] = [name for name in sorted(os.listdir(directory)) if name.startswith(".")]
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
