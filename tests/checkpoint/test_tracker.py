@@ -30,7 +30,8 @@ def test_it_names_what_a_restore_would_take(tmp_path):
     assert began <= latest.saved_at <= time.time()
     save(tmp_path, 12, temporary=True)
     assert read_latest(tmp_path).path == os.path.join("temporary", "step_00000012")
-    save(tmp_path, 3)  # going back: what is restored is still the newest
+    with pytest.raises(ValueError, match="newer ones"):
+        save(tmp_path, 3)
     assert read_latest(tmp_path).step == 12 == Manager(tmp_path).restore_latest(LAYOUTS)[0]
     assert json.loads((tmp_path / "latest").read_text())["format"] == "fmegatron.latest"
 

@@ -28,7 +28,7 @@ from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
-from fmegatron.checkpoint.writing.saving import agreed, check_layouts
+from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
 from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Layout
 
@@ -205,6 +205,7 @@ class AsyncSaver:
         def prepare():
             nonlocal draft
             known = self._plan(layouts, world)
+            check_names(store, known.plans, world.size)
             tensors = known.tensors(state, world.rank)
             if tensors is None:
                 tree.check(state, layouts, world.rank, "the state", "the layouts")

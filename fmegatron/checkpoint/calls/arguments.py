@@ -36,6 +36,9 @@ def check_path(path: Any) -> None:
         text = os.fspath(path)
         if not isinstance(text, str) or not text or "\0" in text:
             raise ValueError(f"path: got {text!r:.80}, wanted the path of a directory, or a URL; pass text that is one")
+        if os.path.expanduser(text) != text:
+            fix = f"pass os.path.expanduser(...), which is {os.path.expanduser(text)!r:.200}, or './~...' for that name"
+            raise ValueError(f"path: got {text!r:.200}, in which only a shell replaces the '~'; {fix}")
     elif not callable(getattr(path, "locate", None)):
         hint = "; pass os.fsdecode(path)" if isinstance(path, bytes) else "; pass a str"
         raise ValueError(f"path: got {path!r:.60} ({type(path).__name__}), wanted a str, a Path or a Store{hint}")

@@ -18,7 +18,7 @@ import numpy as np
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, digest_text
 from fmegatron.checkpoint.files.leases import LEASE_S, Lease, Watch, alive, saving_note
-from fmegatron.checkpoint.files.look import is_directory, look, names_in
+from fmegatron.checkpoint.files.look import files_below, is_directory, look, names_in
 from fmegatron.checkpoint.files.notes import Notes
 
 _FSYNCS = 8  # a disk takes many at a time
@@ -35,9 +35,10 @@ class Held:
     """
 
     def __init__(self, path: str):
-        self._fd, self._error = None, None
+        self._path, self._fd, self._error = path, None, None
         try:
-            self._fd = os.open(path, _HOLD)
+            self._fd = self._opened()
+            self._identity = _identity(self._fd)
         except OSError as error:
             self._error = error
 
@@ -47,6 +48,28 @@ class Held:
         if self._fd is None:
             raise OSError(self._error.errno, self._error.strerror, self._error.filename)
         return self._fd
+
+    def open(self, name: str) -> int:
+        """A descriptor of a file in the directory. Raises OSError."""
+        try:
+            return os.open(name, _SAFE, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                self._renew()
+            raise
+
+    def _opened(self) -> int:
+        return look(lambda: os.open(self._path, _HOLD))
+
+    def _renew(self) -> None:
+        """On a network file system a handle goes stale when its directory is deleted, or when the server restarts."""
+        fd = self._opened()
+        try:
+            if _identity(fd) != self._identity:
+                raise FileNotFoundError(errno.ENOENT, "was taken away", self._path)
+            os.dup2(fd, self._fd, inheritable=False)
+        finally:
+            os.close(fd)
 
     def __del__(self) -> None:
         if self._fd is not None:
@@ -112,12 +135,11 @@ class Folder:
             os.close(fd)
 
     def _open(self, name: str) -> int:
-        return os.open(self.at(name), _SAFE) if self.held is None else os.open(name, _SAFE, dir_fd=self.fd)
+        return os.open(self.at(name), _SAFE) if self.held is None else self.held.open(name)
 
     def identity(self) -> tuple[int, int]:
         """Device and number of the directory: no other has them while it is held."""
-        found = os.fstat(self.fd) if self.held is not None else os.stat(self.root)
-        return found.st_dev, found.st_ino
+        return _identity(self.fd if self.held is not None else self.root)
 
     def inside(self, name: str) -> bool:
         """Whether no part of the name is a link."""
@@ -165,14 +187,16 @@ class Folder:
 
     def names(self) -> list[str]:
         """All files, sorted."""
-        walk = os.walk(self.root) if self.held is None else os.fwalk(".", dir_fd=self.fd)
-        top = self.root if self.held is None else "."
-        return sorted(os.path.relpath(os.path.join(at[0], f), top) for at in walk for f in at[2])
+        if self.held is None:
+            below, top = files_below(self.root), self.root
+        else:
+            below, top = files_below(".", self.fd), "."
+        return sorted(os.path.relpath(os.path.join(folder, f), top) for folder, _, files in below for f in files)
 
     def sync(self) -> None:
         """Make the names in all directories durable; the files are."""
         with ThreadPoolExecutor(_FSYNCS) as pool:
-            list(pool.map(commit.sync_directory, [folder for folder, _, _ in os.walk(self.root)]))
+            list(pool.map(commit.sync_directory, [folder for folder, _, _ in files_below(self.root)]))
 
     def delete(self) -> None:
         """Remove the directory, its marker first."""
@@ -206,6 +230,17 @@ class FolderStore:
     def is_complete(self) -> bool:
         """Whether there is a marker. Raises OSError if that cannot be seen."""
         return commit.is_complete(commit.resolve(self.path))
+
+    def limits(self) -> tuple[int, int]:
+        """Those of the file system, for files in the hidden directory."""
+        at = os.path.dirname(self.path)
+        while not commit.is_there(at):
+            at = os.path.dirname(at)
+        try:
+            part, whole = os.pathconf(at, "PC_NAME_MAX"), os.pathconf(at, "PC_PATH_MAX")
+        except (OSError, ValueError):
+            part, whole = 255, 4096
+        return part, whole - 1 - len(os.fsencode(commit.hidden(self.path, "tmp", "0" * 12))) - 1
 
     def begin(self) -> Folder:
         """A new hidden directory, after those of dead saves are gone. Its note is there first, so it has an owner."""
@@ -297,6 +332,9 @@ class FolderStore:
 
     def _check_target(self) -> None:
         """Raise ValueError for a path that no checkpoint can be put at."""
+        name, most = os.fsencode(os.path.basename(self.path)), self.limits()[0] - len("..reading-") - 12
+        if len(name) > most:
+            raise ValueError(f"{self.path}: got a name of {len(name)} bytes, wanted at most {most}; use a shorter one")
         if (around := commit.checkpoint_around(self.path)) is not None:
             raise ValueError(f"{self.path}: lies inside the checkpoint {around}; choose a path beside it")
         if not commit.is_there(self.path):
@@ -350,10 +388,15 @@ class FolderStore:
         return {"path": self.path}
 
 
+def _identity(at: str | int) -> tuple[int, int]:
+    found = look(lambda: os.stat(at))
+    return found.st_dev, found.st_ino
+
+
 def _tree_stamp(root: str) -> bytes:
     """Bytes that change when anything below a directory does."""
     rows = []
-    for folder, _, names in os.walk(root):
+    for folder, _, names in files_below(root):
         for at in (folder, *(os.path.join(folder, name) for name in sorted(names))):
             if (found := look(lambda at=at: os.lstat(at), None)) is not None:
                 rows.append((at, found.st_size, found.st_mtime_ns))

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -57,6 +57,23 @@ def is_damage(error: OSError) -> bool:
 def names_in(path: str) -> list[str]:
     """Names in a directory, hidden ones too, sorted; [] without a directory. Raises OSError if it cannot be seen."""
     return sorted(look(lambda: os.listdir(path), []))
+
+
+def files_below(root: str, dir_fd: int | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk`, or `os.fwalk` with a descriptor, without following links, and without its silence.
+
+    A directory that cannot be seen is an OSError; one that goes meanwhile is left out.
+    """
+
+    def unseen(error: OSError) -> None:
+        if error.errno not in ABSENT:
+            raise error
+
+    if dir_fd is None:
+        yield from os.walk(root, onerror=unseen)
+    else:
+        for folder, folders, files, _ in os.fwalk(root, onerror=unseen, dir_fd=dir_fd):
+            yield folder, folders, files
 
 
 def is_there(path: str) -> bool:

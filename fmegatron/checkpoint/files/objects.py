@@ -164,6 +164,11 @@ class ObjectStore:
         """Whether there is a marker. Raises OSError if that cannot be seen."""
         return self._marker() is not None
 
+    def limits(self) -> tuple[int, int]:
+        """Keys of S3 and Google's store have at most 1024 bytes, with the token of the save."""
+        whole = 1024 - len(self.values.spec["path"].encode()) - 13
+        return whole, whole
+
     def begin(self) -> Objects:
         """A new token, after the leftovers of dead saves are gone. Its note is there first, so it has an owner."""
         keys = self._keys()

@@ -96,6 +96,9 @@ class Store(Protocol):
     def is_complete(self) -> bool:
         """Whether a checkpoint was saved here to its end (its content is checked when it is read)."""
 
+    def limits(self) -> tuple[int, int]:
+        """Most bytes of a part of the name of a file of a checkpoint that is saved here, and of all of it."""
+
     def begin(self) -> Storage:
         """Rank 0: remove what killed saves left here, and start a new checkpoint. Raises ValueError, OSError."""
 

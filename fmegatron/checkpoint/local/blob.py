@@ -12,6 +12,8 @@ say, and the same state gives the same bytes each time. No name in a file is eve
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 
 from fmegatron.checkpoint.files.format import CheckpointError, digest, dtype_text
+from fmegatron.checkpoint.files.look import look
 from fmegatron.checkpoint.files.manifest import layout_to_json, load_json, to_json_text
 from fmegatron.layout import Layout, Mesh
 
@@ -115,10 +118,11 @@ def tail_bytes(payload_bytes: int, digests: np.ndarray, ids: np.ndarray, text: b
 
 def open_regular(path: str) -> int:
     """A descriptor of a regular file; a link or a pipe is an OSError, and never waited for or followed."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    fd = look(lambda: os.open(path, flags))
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(f"{path}: not a regular file")
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return fd
 
 
@@ -149,7 +153,7 @@ def _read(fd: int, at: int, count: int) -> bytes:
 def _read_into(fd: int, at: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
-        n = os.preadv(fd, [view[done:]], at + done)
+        n = look(lambda done=done: os.preadv(fd, [view[done:]], at + done))
         if n == 0:
             raise OSError(f"ends at byte {at + done}")
         done += n
@@ -228,11 +232,13 @@ def check_portion(shard: Shard, start: int, data: torch.Tensor) -> None:
 
 
 def in_use(path: str) -> bool:
-    """Whether a living process has this file open in a `Writer`."""
+    """Whether a living process has this file open in a `Writer`. Raises OSError if that cannot be seen."""
     try:
         fd = open_regular(path)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENXIO):  # no file of a Writer
+            return False
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: several ranks of a node may ask at once
         return False
@@ -272,5 +278,5 @@ class Writer:
     def discard(self) -> None:
         """Close and remove what is there under this name."""
         self._file.close()
-        if os.path.lexists(self.path):
+        with contextlib.suppress(FileNotFoundError):
             os.remove(self.path)

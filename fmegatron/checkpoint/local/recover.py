@@ -6,8 +6,9 @@ is tried once at most: the loops below go over lists that only get shorter.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,15 @@ class _Set:
     tail_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """The global checkpoints, as rank 0 sees them. error: why it cannot."""
+
+    steps: list[int] = field(default_factory=list)
+    not_finite: list[int] = field(default_factory=list)
+    error: str | None = None
+
+
 def recover(
     shelf: Shelf,
     run: str,
@@ -71,11 +81,12 @@ def recover(
 
     leaves, spec, rows = together(world, what, prepare)
     payload = sum(x.local_nbytes(world.rank) for x in leaves)
-    shards, bad = together(world, what, lambda: shelf.scan(run))
+    shards, bad, unseen = together(world, what, lambda: shelf.scan(run))
     notes += bad
     sets, payloads = _gather(shards, rows, payload, world)
     tensors: list[torch.Tensor] = []
-    for step, kind, one in _candidates(sets, fallback, world, notes):
+    seen = _seen(fallback, world) if isinstance(fallback, Manager) else _Seen()
+    for step, kind, one in _candidates(sets, seen, notes):
         if kind == "global":
             tensors.clear()
             if got := _restore_global(fallback, step, layouts, world, device, notes):
@@ -93,6 +104,11 @@ def recover(
         )
         if shard is not None:
             together(world, what, lambda: _move(tensors, device))
+            if isinstance(fallback, Manager):
+                try:
+                    fallback.rewind(step, world)  # newer global ones, if there are any, were skipped
+                except RuntimeError as error:
+                    notes.append(f"the next save into {fallback.directory} may be refused as too old: {error}")
             return Found(step, tree.unflatten(spec, tensors), shard.header["metadata"], holders)
     tensors.clear()
     if fallback is not None and not isinstance(fallback, Manager):
@@ -100,7 +116,10 @@ def recover(
         return Found(step, state, meta, None)
     more = "no global checkpoint either" if fallback is not None else "pass fallback=Manager(...)"
     told = "".join(f"\n  {note}" for note in notes[:20])
-    raise CheckpointError(f"{shelf.path}: no step of which every rank's shard is whole; {more}{told}")
+    text = f"{shelf.path}: no step of which every rank's shard is whole; {more}{told}"
+    if not world.minimum(torch.tensor([int(not unseen and seen.error is None)])):
+        raise RuntimeError(f"{text}\n  There may be one in what cannot be looked at; mend that, do not start anew")
+    raise CheckpointError(text)
 
 
 def _gather(
@@ -135,8 +154,11 @@ def _gather(
     return list(sets.values()), [size for _, size, _ in heads]
 
 
-def _candidates(sets: list[_Set], fallback: Any, world: Ranks, notes: list[str]) -> list[tuple[int, str, _Set | None]]:
-    """What to try, in this order: newest first, local before global, of one step the set with the most copies."""
+def _candidates(sets: list[_Set], seen: _Seen, notes: list[str]) -> list[tuple[int, str, _Set | None]]:
+    """What to try, in this order: newest first, local before global, of one step the set with the most copies.
+
+    Global steps whose loss or gradient norm was not finite come last. (Local replicas are not made of such.)
+    """
     found = []
     for one in sets:
         missing = [rank for rank, holders in enumerate(one.holders) if not holders]
@@ -150,15 +172,16 @@ def _candidates(sets: list[_Set], fallback: Any, world: Ranks, notes: list[str])
                 f"skipped the local replicas of step {one.step}: no node holds the shards of ranks {few(missing)}"
             )
         else:
-            found.append(((one.step, 1, sum(map(len, one.holders)), one.id), one))
-    if isinstance(fallback, Manager):
-        text = world.broadcast_text(_steps(fallback) if world.rank == 0 else "")  # all ranks go by what rank 0 sees
-        if text.startswith("!"):
-            notes.append(f"the global checkpoints cannot be looked at: {text[1:]}")
-        else:
-            found += [((int(step), 0, 0, 0), None) for step in filter(None, text.split(","))]
+            found.append(((True, one.step, 1, sum(map(len, one.holders)), one.id), one))
+    if seen.error is not None:
+        notes.append(f"the global checkpoints cannot be looked at, and may be newer: {seen.error}")
+    for step in seen.steps:
+        found.append(((step not in seen.not_finite, step, 0, 0, 0), None))
+    if seen.not_finite:
+        text = ", ".join(map(str, seen.not_finite))
+        notes.append(f"global checkpoints whose loss or gradient norm was not finite are tried last: steps {text}")
     return [
-        (key[0], "local" if one else "global", one)
+        (key[1], "local" if one else "global", one)
         for key, one in sorted(found, key=lambda item: item[0], reverse=True)
     ]
 
@@ -168,11 +191,16 @@ def _move(tensors: list[torch.Tensor], device: str | torch.device | None) -> Non
         tensors[i] = x if device is None else x.to(device)
 
 
-def _steps(manager: Manager) -> str:
-    try:
-        return ",".join(map(str, sorted({*manager.steps(), *manager.steps(temporary=True)})))
-    except Exception as error:  # the other ranks wait for a text; local replicas may still do
-        return f"!{error}"
+def _seen(manager: Manager, world: Ranks) -> _Seen:
+    """What rank 0 sees, by which all ranks go."""
+    text = ""
+    if world.rank == 0:
+        try:
+            steps = sorted({*manager.steps(), *manager.steps(temporary=True)})
+            text = json.dumps([steps, [step for step in steps if manager.finite(step) is False], None])
+        except Exception as error:  # the other ranks wait for a text; local replicas may still do
+            text = json.dumps([[], [], f"{error}"])
+    return _Seen(*json.loads(world.broadcast_text(text)))
 
 
 def _restore_global(

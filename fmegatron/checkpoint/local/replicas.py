@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.calls.arguments import check_step, check_world, flat_layouts
+from fmegatron.checkpoint.calls.arguments import check_path, check_step, check_world, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.local import blob
@@ -20,15 +20,15 @@ from fmegatron.checkpoint.local.recover import Found, recover
 from fmegatron.checkpoint.local.shelf import Shelf
 from fmegatron.checkpoint.local.store import Saving
 from fmegatron.checkpoint.manage.manager import Manager
-from fmegatron.checkpoint.writing.saving import check_request
+from fmegatron.checkpoint.writing.saving import agreed, check_request
 
 
 class Handle:
     """A save whose files are being written; `poll` or `result` make it count. Both are called by all ranks together."""
 
-    def __init__(self, saving: Saving, shelf: Shelf, keep: int, warning: str):
+    def __init__(self, saving: Saving | None, shelf: Shelf, keep: int, warning: str):
         self._saving, self._shelf, self._keep, self._warning = saving, shelf, keep, warning
-        self._over, self._error = False, None
+        self._over, self._error = saving is None, None  # None: there is nothing to store
 
     def poll(self) -> bool:
         """False while a rank still writes; True once the set counts. Costs one small gather. Raises as `result`."""
@@ -94,6 +94,7 @@ class LocalReplicas:
     portion_bytes: int = 32 << 20
 
     def __post_init__(self):
+        check_path(self.directory)
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}", self.run):
             raise ValueError(
                 f"LocalReplicas: got run {self.run!r:.120}, wanted 1 to 100 of A-Z a-z 0-9 _ - . (no . first)"
@@ -125,6 +126,8 @@ class LocalReplicas:
         layouts: Any,
         world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
+        *,
+        finite: bool | None = None,
     ) -> None:
         """Store this rank's tensors on its own node and on those of its group; older steps go when all have agreed.
 
@@ -132,8 +135,11 @@ class LocalReplicas:
         training was set back by `restore_latest`. Raises ValueError for a request that does not fit, RuntimeError on
         all ranks with the first failing rank's message when anything else fails; older steps are untouched then. Warns
         (rank 0) when the nodes do not allow as many copies as wanted.
+
+        finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored, with
+        a warning: replicas are states to go back to, and older ones are not given up for one that is none.
         """
-        self._begin(step, state, layouts, world, metadata, None).result()
+        self._begin(step, state, layouts, world, metadata, finite, None).result()
 
     def save_async(
         self,
@@ -143,6 +149,7 @@ class LocalReplicas:
         world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
+        finite: bool | None = None,
         most_bytes: int = 8 << 30,
     ) -> Handle:
         """`save` that leaves the disk to a thread: it blocks for copy and exchange, and the state may change after it.
@@ -151,21 +158,26 @@ class LocalReplicas:
         time in a directory. most_bytes: host memory that may wait for the disk here, this rank's shard and those of its
         group; above it, the call blocks until something is written. Errors are raised as by `save`, here or there.
         """
-        return self._begin(step, state, layouts, world, metadata, most_bytes)
+        return self._begin(step, state, layouts, world, metadata, finite, most_bytes)
 
-    def _begin(self, step, state, layouts, world, metadata, most_bytes) -> Handle:
+    def _begin(self, step, state, layouts, world, metadata, finite, most_bytes) -> Handle:
         check_world(world)
         world, shelf = world or Alone(), self.shelf
 
         def prepare():
             check_step(step)
-            tensors, _ = check_request(state, layouts, world, metadata)
+            tensors, _ = check_request(state, layouts, world, metadata, step, finite)
             shelf.prepare(step)
             rows, payload = blob.tree_rows(*flat_layouts(layouts)[:2]), sum(x.nbytes for x in tensors)
             text = blob.describe(self.run, step, world.rank, world.size, payload, metadata or {}, rows)
             return tensors, text, self.members(world.size)
 
         tensors, text, groups = together(world, f"saving local replicas of step {step}", prepare)
+        if agreed(finite, world) is False:
+            if world.rank == 0:
+                text = f"local replicas of step {step} were not stored: its loss or gradient norm is not finite"
+                warnings.warn(f"{shelf.path}: {text}", RuntimeWarning, stacklevel=3)
+            return Handle(None, shelf, self.keep, "")
         group = next(group for group in groups if world.rank in group)
         saving = Saving(shelf, step, group, world, self.portion_bytes, self.durable, most_bytes)
         saving.exchange(tensors, text)

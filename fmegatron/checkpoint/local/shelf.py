@@ -12,7 +12,9 @@ import re
 import warnings
 from dataclasses import dataclass
 
+from fmegatron.checkpoint.files.commit import make_directories, sync_directory
 from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.look import is_there, names_in
 from fmegatron.checkpoint.local.blob import Shard, in_use, read_shard
 
 _NAME = re.compile(r"step_(\d{8,18})\.rank_(\d{5,9})\.([0-9a-f]{16})")
@@ -43,21 +45,23 @@ class Shelf:
     path: str
 
     def keys(self) -> dict[tuple[int, int, int], str]:
-        """(step, set, rank) -> path of all shards here, by name."""
-        names = os.listdir(self.path) if os.path.isdir(self.path) else []
-        return {key: os.path.join(self.path, name) for name in sorted(names) if (key := parse_name(name))}
+        """(step, set, rank) -> path of all shards here, by name. Raises OSError if the directory cannot be seen."""
+        return {key: os.path.join(self.path, name) for name in names_in(self.path) if (key := parse_name(name))}
 
     def newest(self) -> int:
         """The newest step here by name, -1 when there is none."""
         return max((step for step, _, _ in self.keys()), default=-1)
 
-    def scan(self, run: str) -> tuple[dict[tuple[int, int, int], Shard], list[str]]:
-        """The shards whose tails are whole and that are what their names say; and what is wrong with the others."""
+    def scan(self, run: str) -> tuple[dict[tuple[int, int, int], Shard], list[str], bool]:
+        """The shards whose tails are whole and that are what their names say; and what is wrong with the others.
+
+        The last value: whether the directory itself cannot be looked at, so that nobody knows what is in it.
+        """
         found, notes = {}, []
         try:
             keys = self.keys()
         except OSError as error:
-            return {}, [f"{self.path}: cannot be read ({error.strerror})"]
+            return {}, [f"{self.path}: cannot be read ({error.strerror})"], True
         for key, path in keys.items():
             try:
                 shard = read_shard(path)
@@ -68,21 +72,21 @@ class Shelf:
                 found[key] = shard
             except CheckpointError as error:
                 notes.append(str(error))
-        return found, notes
+        return found, notes, False
 
     def prepare(self, step: int) -> None:
         """Make the directory ready for a save: remove leftovers of dead ones.
 
         Raises ValueError if it holds newer steps, or if another save into it is under way.
         """
-        os.makedirs(self.path, exist_ok=True)
+        make_directories(self.path)
         newest = self.newest()
-        if newest > step and not os.path.lexists(os.path.join(self.path, _ABANDONED)):
+        if newest > step and not is_there(os.path.join(self.path, _ABANDONED)):
             raise ValueError(
                 f"{self.path}: got step {step} to save, but step {newest} is here already; steps only go up. To go on"
                 " from an older step, restore it by restore_latest, or remove the directory"
             )
-        for name in os.listdir(self.path):
+        for name in names_in(self.path):
             if _HIDDEN.fullmatch(name):
                 if in_use(path := os.path.join(self.path, name)):
                     raise ValueError(
@@ -101,11 +105,7 @@ class Shelf:
 
     def sync(self) -> None:
         """Make the names durable."""
-        fd = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(self.path)
 
     def retain(self, step: int, set_id: int, keep: int) -> None:
         """After a save on which all ranks agreed: keep it and the newest `keep - 1` older steps; warns if it cannot."""

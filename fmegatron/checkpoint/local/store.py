@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.files.look import is_there
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.flat import Flat
 from fmegatron.checkpoint.local.shelf import Shelf
@@ -166,7 +168,7 @@ class Saving:
             self._guard.check()
             for member, writer in self._writers.items():
                 final = self._shelf.final(self.step, member, self.set)
-                if not os.path.lexists(final):  # a name that was there holds, or should hold, the same bytes
+                if not is_there(final):  # a name that was there holds, or should hold, the same bytes
                     made.append(final)
                 os.replace(writer.path, final)
             if self._durable:
@@ -179,7 +181,7 @@ class Saving:
             failed = self.world.gather_rows(torch.tensor([int(self._guard.error is not None)]))
             if bool(failed.any()):
                 for path in made:
-                    if os.path.lexists(path):
+                    with contextlib.suppress(FileNotFoundError):
                         os.remove(path)
                 together(self.world, self._what, self._guard.check)
         finally:

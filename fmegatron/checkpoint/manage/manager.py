@@ -107,6 +107,15 @@ class Manager:
         text = ranks.broadcast_text("" if newest is None else str(newest))
         return int(text) if text else None
 
+    def finite(self, step: int) -> bool | None:
+        """Whether loss and gradient norm of a complete step were finite, as its save said; None: it did not say.
+
+        None, too, for a step whose manifest is damaged, or that is not there. Raises OSError for what cannot be read.
+        """
+        check_step(step)
+        lasting = self._both[0].place(step).is_complete()
+        return self._both[not lasting].facts(step).finite
+
     def pin(self, step: int) -> None:
         """Keep a step whatever the rules say, until `unpin`; for all Managers of the directory. One rank is enough."""
         check_step(step)

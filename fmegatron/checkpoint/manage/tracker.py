@@ -35,12 +35,12 @@ def write_latest(notes: Notes | KeyNotes, latest: Latest) -> None:
 
 
 def read_latest(directory: str | os.PathLike | Store | Notes | KeyNotes) -> Latest | None:
-    """What the tracker of a directory says; None if there is none, or none that makes sense."""
+    """What the tracker of a directory says; None if there is none, or none that makes sense. Raises OSError."""
     notes = directory if isinstance(directory, Notes | KeyNotes) else open_store(directory).notes()
     try:
         value = json.loads(notes.read(LATEST, most=4096) or b"null")
         latest = Latest(**{name: value[name] for name in ("step", "path", "temporary", "saved_at")})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     kinds = (int, str, bool, (int, float))
     fields = (latest.step, latest.path, latest.temporary, latest.saved_at)

@@ -16,6 +16,7 @@ import torch
 
 from fmegatron.checkpoint.files.commit import checkpoint_around, sync_directory
 from fmegatron.checkpoint.files.format import Leaf, dtype_of, dtype_text, raw
+from fmegatron.checkpoint.files.look import is_there
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, Source, stream
 from fmegatron.checkpoint.tools.weights import WRITERS, Entry, check_safetensors
 from fmegatron.layout import dtype_from_name
@@ -83,7 +84,7 @@ def export(
         raise ValueError(f"got the format {kind!r}, wanted one of {', '.join(found)}")
     ending, writer = found[kind]
     path = os.path.abspath(path)
-    if os.path.lexists(path):
+    if is_there(path):
         raise ValueError(f"{path}: exists already; choose another name, or remove it")
     if (around := checkpoint_around(path)) is not None:
         raise ValueError(f"{path}: lies inside the checkpoint {around}; choose a path beside it")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.files.format import array_name, piece_name
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
@@ -65,6 +67,7 @@ def save(
         nonlocal store, begun
         store = open_store(path)
         tensors, plans = check_request(state, layouts, world, metadata, step, finite)
+        check_names(store, plans, world.size)
         if lead:
             begun = store.begin()
         return tensors, plans
@@ -101,6 +104,23 @@ def check_request(
     tree.check(state, layouts, world.rank, "the state", "the layouts")
     check_words(metadata, step, finite)
     return tree.leaves(state), plan(paths, leaves)
+
+
+def check_names(store: Store, plans: Sequence[LeafPlan], size: int) -> None:
+    """Raise ValueError for a leaf whose files would have longer names than the place takes."""
+    most_part, most = store.limits()
+    for p in plans:
+        # Quoting makes 3 bytes of one: most paths are so short that this cannot matter.
+        if p.home not in ("grid", "piece") or (p.path.isascii() and 3 * len(p.path) + 64 < min(most_part, most)):
+            continue
+        name = array_name(p.path) if p.home == "grid" else piece_name(p.path, size - 1)
+        part, whole = max(map(len, name.split("/"))), len(name) + len(f"/c{'.' + '9' * 12}") * max(1, len(p.chunk))
+        if part > most_part or whole > most:
+            got = f"a key of {part} bytes" if part > most_part else f"a path of {whole} bytes"
+            raise ValueError(
+                f"{p.path[:60]}...: got {got} as the name of its files below {store.text}, wanted at most"
+                f" {most_part if part > most_part else most}; use shorter keys"
+            )
 
 
 def agreed(finite: bool | None, world: Ranks) -> bool | None:

@@ -1,0 +1,226 @@
+"""Where a checkpoint cannot lie is found before anything is written, and the last step of a save has one outcome."""
+
+import contextlib
+import errno
+import os
+import subprocess
+
+import pytest
+import torch
+
+from fmegatron import checkpoint
+from fmegatron.checkpoint import LocalReplicas, Manager
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.fake_world import assert_same_bits, small_sizes
+
+LAYOUTS = {"w": Layout((8, 16), torch.float32, Mesh()), "n": Layout((), torch.int64, Mesh())}
+
+
+def state(value):
+    return {"w": torch.full((8, 16), float(value)), "n": torch.tensor(value)}
+
+
+def nothing_written(monkeypatch):
+    """Every chunk that is written from here on is an error."""
+
+    def write(self, name, blocks, durable=True):
+        raise AssertionError(f"{name} was written")
+
+    monkeypatch.setattr(Folder, "write", write)
+
+
+@pytest.fixture(scope="module")
+def saver():
+    with checkpoint.AsyncSaver() as saver:
+        yield saver
+
+
+# ---- mount points
+
+
+@contextlib.contextmanager
+def mounted(at, kind):
+    """A file system at `at`; where this user may mount none, the system is asked in vain whether there is one."""
+    at.mkdir()
+    if kind == "bind":
+        (at.parent / "origin").mkdir()
+    how = ["--bind", at.parent / "origin", at] if kind == "bind" else ["-t", "tmpfs", "-o", "size=1m", "tmpfs", at]
+    if subprocess.run(["mount", *how], capture_output=True).returncode == 0:
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", at], check=True)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os.path, "ismount", lambda path: path == str(at))
+            yield
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+@pytest.mark.parametrize("name", ["a", "with a space"])
+def test_a_mount_point(tmp_path, monkeypatch, kind, name):
+    """A container's volume, say: no rename puts a directory in its place, which showed when all was written."""
+    with mounted(tmp_path / name, kind):
+        with monkeypatch.context() as patch:
+            nothing_written(patch)
+            with pytest.raises(ValueError, match="got a mount point, which no rename can replace.*add a name"):
+                checkpoint.save(tmp_path / name, state(1), LAYOUTS)
+        checkpoint.save(tmp_path / name / "below", state(1), LAYOUTS)  # that is a good place
+        assert_same_bits(checkpoint.restore(tmp_path / name / "below", LAYOUTS), state(1))
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("path", ["~/runs/a", "~", "~root/a"])
+def test_a_tilde(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: checkpoint.save(path, state(1), LAYOUTS),
+        lambda: checkpoint.restore(path, LAYOUTS),
+        lambda: Manager(path),
+        lambda: checkpoint.open_store(path),
+        lambda: LocalReplicas(path, "run"),
+    ):
+        with pytest.raises(ValueError, match=r"path: got '~.*only a shell replaces the '~'; pass os.path.expanduser"):
+            call()
+    assert os.listdir(tmp_path) == []
+    for good in ("./~", "a~", "~no-such-user-here"):
+        checkpoint.save(good, state(1), LAYOUTS)
+        assert_same_bits(checkpoint.restore(good, LAYOUTS), state(1))
+
+
+@pytest.mark.parametrize("key", ["k" * 256, "é" * 64, "a b" * 60, "x" * 300], ids=["256", "quoted", "spaces", "300"])
+def test_a_key_that_is_longer_than_a_file_name(tmp_path, monkeypatch, saver, key):
+    nothing_written(monkeypatch)
+    big, layouts = {"big": {key: torch.ones(200, 200)}}, {"big": {key: Layout((200, 200), torch.float32, Mesh())}}
+    for call in (checkpoint.save, saver.save):
+        with pytest.raises(
+            ValueError, match=r"^big/.*got a key of \d+ bytes as the name of its files .*at most 255; use"
+        ):
+            call(tmp_path / "a", big, layouts)
+    assert os.listdir(tmp_path) == [] and saver.pending == ()
+
+
+def test_long_keys_that_are_right(tmp_path):
+    """Of exactly the length of a file name; and of any length where the leaf is packed, and has no file."""
+    keys = ["k" * 255, "é" * 42]
+    layouts = {key: Layout((200, 200), torch.float32, Mesh()) for key in keys} | {"p" * 3000: LAYOUTS["n"]}
+    values = {key: torch.ones(200, 200) for key in keys} | {"p" * 3000: torch.tensor(3)}
+    checkpoint.save(tmp_path / "a", values, layouts)
+    assert_same_bits(checkpoint.restore(tmp_path / "a", layouts), values)
+
+
+def test_paths_that_are_too_long_in_all(tmp_path, monkeypatch):
+    deep = {"w": torch.ones(200, 200)}
+    layouts = {"w": Layout((200, 200), torch.float32, Mesh())}
+    for _ in range(19):
+        deep, layouts = {"d" * 200: deep}, {"d" * 200: layouts}
+    checkpoint.save(tmp_path / "a", deep, layouts)
+    deep, layouts = {"d" * 200: deep}, {"d" * 200: layouts}
+    nothing_written(monkeypatch)
+    with pytest.raises(ValueError, match=r"got a path of 4\d+ bytes as the name of its files .* use shorter keys"):
+        checkpoint.save(tmp_path / "b", deep, layouts)
+    with pytest.raises(ValueError, match=r"wanted at most 100\d; use shorter keys"):
+        checkpoint.save(checkpoint.open_store("memory://runs/a", {}), deep, layouts)
+
+
+def test_a_checkpoint_with_a_long_name(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path / ("n" * 233), state(1), LAYOUTS)
+    nothing_written(monkeypatch)
+    with pytest.raises(ValueError, match="got a name of 234 bytes, wanted at most 233"):
+        checkpoint.save(tmp_path / ("n" * 234), state(1), LAYOUTS)
+
+
+# ---- what a power cut leaves
+
+
+def test_new_directories_above_are_durable(tmp_path, monkeypatch):
+    """Else a power cut takes a checkpoint that was reported durable, with all that is above it."""
+    synced, fsync = set(), os.fsync
+
+    def seen(fd):
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    with Manager(tmp_path / "x/y/z") as manager:
+        manager.save(1, state(1), LAYOUTS)
+        manager.save(2, state(2), LAYOUTS, temporary=True)
+    above = [tmp_path, *(tmp_path / part for part in ("x", "x/y", "x/y/z", "x/y/z/temporary"))]
+    assert {path.stat().st_ino for path in above} <= synced
+    synced.clear()
+    local = LocalReplicas(tmp_path / "l/m", "run", copies=1)
+    local.save(1, state(1), LAYOUTS)
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "l", tmp_path / "l/m")} <= synced
+    synced.clear()
+    with checkpoint.claim(tmp_path / "q/r"):
+        assert {path.stat().st_ino for path in (tmp_path, tmp_path / "q")} <= synced
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
+@pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
+def test_the_last_fsync_fails(tmp_path, monkeypatch, existing, exchange):
+    """One outcome: the save has failed, what was there is there, and nothing else."""
+    if not exchange:
+        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    if existing:
+        checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
+    real, failed = commit.sync_directory, []
+
+    def sync(path):
+        if path == str(tmp_path) and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        real(path)
+
+    with small_sizes(), monkeypatch.context() as patch:
+        patch.setattr(commit, "sync_directory", sync)
+        with pytest.raises(RuntimeError, match=rf"Input/output error: '{tmp_path}'"):
+            checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
+    assert failed and os.listdir(tmp_path) == (["a"] if existing else [])
+    if existing:
+        assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(1))
+    checkpoint.save(tmp_path / "a", state(3), LAYOUTS)
+    assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(3))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_the_last_fsync_fails_and_the_way_back_too(tmp_path, monkeypatch):
+    """The disk refuses everything: the error says that the new one has the name; it is whole."""
+    checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
+    real, calls = commit._exchange, []
+
+    def sync(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def exchange(a, b):
+        calls.append(a)
+        return len(calls) == 1 and real(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "_exchange", exchange)
+        patch.setattr(Folder, "sync", lambda self: None)
+        real_sync = commit.sync_directory
+        patch.setattr(commit, "sync_directory", lambda path: (sync if path == str(tmp_path) else real_sync)(path))
+        with pytest.raises(RuntimeError, match="the names could not be put back .* so the new checkpoint has its name"):
+            checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
+    assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(2))
+
+
+def test_an_object_store_whose_answer_is_lost(monkeypatch):
+    """The pointer was put, and the answer did not come: it is looked at, and the save has not failed."""
+    store = checkpoint.open_store("memory://runs/a", {})
+    real = type(store.values).write
+
+    def write(self, name, blocks):
+        real(self, name, blocks)
+        if name == "COMPLETE" and self.spec["path"] == "runs/a/":
+            raise OSError(errno.EIO, "UNAVAILABLE: connection reset")
+
+    monkeypatch.setattr(type(store.values), "write", write)
+    checkpoint.save(store, state(1), LAYOUTS)
+    checkpoint.save(store, state(2), LAYOUTS)
+    assert_same_bits(checkpoint.restore(store, LAYOUTS), state(2))
