@@ -66,7 +66,8 @@ class FmegatronWriter(StorageWriter):
     """A StorageWriter of torch whose directory is a checkpoint of fmegatron.
 
     path: directory or URL.  metadata, step: as `checkpoint.save`. A save that fails leaves an earlier checkpoint at the
-    path as it is; what it has written stays hidden until the next save there removes it.
+    path as it is; what it has written stays hidden until a save there, when nobody holds this writer any more, removes
+    it (torch does not tell a writer that a save has failed).
 
     Refused, with an error on all ranks: objects that are no plain data (numbers, strings, containers), shards that
     overlap or leave gaps, `use_collectives=False`, planners that cache plans (`enable_plan_caching`).

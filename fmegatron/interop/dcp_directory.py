@@ -20,6 +20,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import digest
+from fmegatron.checkpoint.files.look import check_damage, is_file, look
 from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
 from fmegatron.layout import Box, row_major_strides
@@ -117,6 +118,7 @@ def _metadata(root: str, where: str) -> bytes:
             raise CheckpointError(f"{where}: got {size} bytes that are no pickle, wanted torch's metadata")
         return folder.read(_NAME, 0, size)
     except OSError as error:
+        check_damage(error, where)
         hint = recognized(folder) if isinstance(error, FileNotFoundError) else None
         hint = hint or "wanted a directory that torch.distributed.checkpoint has written to its end"
         raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {hint}") from None
@@ -142,8 +144,9 @@ def open_file(root: str, place: Place, where: str) -> int:
         raise CheckpointError(f"{where}: got the file name {place.file[:80]!r}, wanted one in {root}")
     at = os.path.join(root, place.file)
     try:
-        fd = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = look(lambda: os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
     except OSError as error:
+        check_damage(error, f"{where}: {at}")
         raise CheckpointError(f"{where}: its file {at} cannot be read ({error.strerror})") from None
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_size < place.offset + place.length:
@@ -188,7 +191,7 @@ def _parse(root: str, value: Any, where: str) -> Directory:
             objects[path] = StoredObject(path, name, place)
         else:
             tensors[path] = _tensor(path, name, _fields(entry, "TensorStorageMetadata"), places)
-    if os.path.isfile(common := os.path.join(root, "common.pt")) and COMMON not in tensors and COMMON not in objects:
+    if is_file(common := os.path.join(root, "common.pt")) and COMMON not in tensors and COMMON not in objects:
         objects[COMMON] = StoredObject(COMMON, COMMON, Place("common.pt", 0, os.path.getsize(common)))
     return Directory(root, tensors, objects)
 

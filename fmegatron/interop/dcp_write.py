@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from fmegatron import tree
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks
+from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.checkpoint.writing.saving import check_request
 from fmegatron.interop.values import to_json
 from fmegatron.layout import Box, Layout
@@ -82,7 +83,7 @@ class Shard:
 
 def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> None:
     """Let torch write what a planner has, to a new directory."""
-    if os.path.isdir(path) and os.listdir(path) or os.path.isfile(path):
+    if names_in(path) or (is_there(path) and not is_directory(path)):
         raise ValueError(f"{os.fspath(path)}: exists; torch would overwrite it in place, so choose another path")
     try:
         with warnings.catch_warnings():

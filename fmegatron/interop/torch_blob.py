@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.look import check_damage
 from fmegatron.interop.inert import Global, Persistent, Record, UnsafePickle, describe, load
 from fmegatron.layout import row_major_strides
 
@@ -116,6 +117,8 @@ class _Archive:
             with zipfile.ZipFile(io.BufferedReader(_Slice(read, offset, length))) as archive:
                 found = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, OSError):
+                check_damage(error, where)
             raise self.error(f"is no archive of torch.save ({error!s:.100})") from None
         # All members lie in one folder, whose name does not matter.
         self.members = {info.filename.partition("/")[2]: info for info in found}

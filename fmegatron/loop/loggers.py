@@ -94,7 +94,10 @@ class JsonLines:
 
     def _open(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        old = read_metrics(self.path) if self.path.exists() else []
+        try:
+            old = read_metrics(self.path)
+        except FileNotFoundError:  # and no other error, or the record of a run would be lost to a disk that hiccups
+            old = []
         kept = [record for record in old if record["step"] <= self.after]
         # Written beside and renamed: a crash here leaves the old file or the new one.
         beside = self.path.with_name(f".{self.path.name}.new")

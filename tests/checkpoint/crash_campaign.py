@@ -1,17 +1,20 @@
 """A campaign of kills, run as a process of its own: `python -m tests.checkpoint.crash_campaign DIRECTORY TRIALS SEED`.
 
-Each trial: a directory of steps with one complete step; ranks save, save again, or save with retention; one rank or all
-are killed by SIGKILL before their n-th file system call or after a random time; then the newest complete step must
-restore bit for bit, the next save must work, and nothing may be left over. Prints one JSON object per trial.
+Each trial: a directory of steps with one complete step; ranks save, save again, save with retention, or go back past
+another step and save; one rank or all are killed by SIGKILL before their n-th file system call or after a random time;
+then the newest complete step must restore bit for bit, the next save must work, and nothing may be left over. Prints
+one JSON object per trial.
 """
 
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import time
+import warnings
 
 import torch
 
@@ -21,7 +24,8 @@ from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, small_sizes
 from tests.checkpoint.forked_ranks import collect, launch, run
 
-KINDS = ("save", "again", "retention")
+KINDS = ("save", "again", "retention", "rewind")
+ABANDONED = 5  # the step that a run leaves behind when it goes back
 PHASES = ("before", "chunks", "metadata", "marked", "renaming", "published", "deletion", "done")
 
 
@@ -58,7 +62,10 @@ def save(directory, kind, step, version, ranks, exchange=True, kill=None, watch=
         if not exchange:
             commit._exchange = lambda a, b: False  # this process ends soon
         try:
-            with manager(directory, kind) as of:
+            with manager(directory, kind) as of, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is set aside is said
+                if kind == "rewind":
+                    of.rewind(1, world)
                 of.save(step, local[world.rank], layouts_on(ranks), world, {"version": version})
         except RuntimeError as error:  # another rank is gone
             return f"{error}"[:300]
@@ -85,7 +92,8 @@ def phase(directory, step):
             there = json.load(f)["metadata"]["version"]
     except OSError:
         there = None
-    hidden = [os.path.join(directory, name) for name in os.listdir(directory) if name.startswith(".step_")]
+    names = [name for name in os.listdir(directory) if re.fullmatch(r"\.step_.*\.(tmp|old|gone)-.*", name)]
+    hidden = [os.path.join(directory, name) for name in names]
     complete = any(os.path.exists(os.path.join(at, "COMPLETE")) for at in hidden)
     if there == 2:
         return "done" if not hidden else "published" if complete else "deletion"
@@ -99,15 +107,22 @@ def phase(directory, step):
     return "chunks" if chunks else "before"
 
 
+def prepare(directory, kind):
+    """Step 1, and what is to be abandoned."""
+    run(2, save(directory, "save", 1, 1, 2))
+    if kind == "rewind":
+        run(2, save(directory, "save", ABANDONED, ABANDONED, 2))
+
+
 def calibrate(directory, kind, ranks, exchange):
     """([{phase: numbers of the calls that a rank makes in it}], seconds) of a save that nobody kills."""
     step = 1 if kind == "again" else 2
-    run(2, save(directory, "save", 1, 1, 2))
+    prepare(directory, kind)
     start = time.monotonic()
     run(ranks, save(directory, kind, step, 2, ranks, exchange))
     seconds = time.monotonic() - start
     shutil.rmtree(directory)
-    run(2, save(directory, "save", 1, 1, 2))
+    prepare(directory, kind)
 
     def watched(world, calls):
         seen = {}
@@ -143,7 +158,7 @@ def trial(directory, rng, calibration, wanted):
     else:
         kill = (victim, rng.choice(calls[victim][wanted]), everyone)
     step = 1 if kind == "again" else 2
-    run(2, save(directory, "save", 1, 1, 2))
+    prepare(directory, kind)
     pids, pipes = launch(ranks, save(directory, kind, step, 2, ranks, exchange, kill))
     if timed:
         time.sleep(delay)
@@ -154,12 +169,20 @@ def trial(directory, rng, calibration, wanted):
     told = any(got is not None and got["result"] is None for got in results)
     where = phase(directory, step)
     (found,) = run(1, newest(directory))
-    assert (found["step"], found["version"]) in ((1, 1), (step, 2)), found
+    allowed = [(1, 1), (step, 2)] + [(ABANDONED, ABANDONED)] * (kind == "rewind")
+    assert (found["step"], found["version"]) in allowed, found
     assert found["version"] == 2 or not told, f"a rank was told that all is saved: {results}, {found}"
     assert run(ranks, save(directory, kind, 3, 3, ranks)) == [None] * ranks
     (after,) = run(1, newest(directory))
     assert after == {"step": 3, "version": 3}, after
-    assert not [name for name in os.listdir(directory) if name.startswith(".")], os.listdir(directory)
+    left = [name for name in os.listdir(directory) if name.startswith(".")]
+    asides = [name for name in left if f"step_{ABANDONED:08d}.aside-" in name]
+    known = [name for name in left if kind == "rewind" and ".aside-" in name]  # perhaps step 2, too
+    assert left == known and len(asides) == (kind == "rewind"), os.listdir(directory)
+    for name in asides:  # nothing is lost: it can be had back
+        os.rename(os.path.join(directory, name), os.path.join(directory, f"step_{ABANDONED:08d}"))
+        (back,) = run(1, newest(directory))
+        assert back == {"step": ABANDONED, "version": ABANDONED}, back
     lost = sum(got is None for got in results)
     return {"kind": kind, "ranks": ranks, "all": everyone, "timed": timed, "where": where, "lost": lost, **found}
 

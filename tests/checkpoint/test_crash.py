@@ -30,7 +30,7 @@ def check_reach(results, phases):
     """The kills hit so many of the phases, old and new versions came back, one rank died and all did."""
     where = collections.Counter(got["where"] for got in results)
     assert set(where) <= set(PHASES) and len(where) >= phases, where
-    assert {got["version"] for got in results} == {1, 2}
+    assert {got["version"] for got in results} - {5} == {1, 2}
     assert any(got["lost"] == got["ranks"] for got in results)
     assert any(0 < got["lost"] < got["ranks"] for got in results)
 
@@ -44,7 +44,7 @@ def test_killed_ranks(tmp_path, python):
 def test_killed_ranks_240_times(tmp_path, python, seed):
     results = campaign(python, tmp_path, 240, seed)
     check_reach(results, len(PHASES))
-    assert {got["kind"] for got in results} == {"save", "again", "retention"}
+    assert {got["kind"] for got in results} == {"save", "again", "retention", "rewind"}
 
 
 def test_killed_trainers_and_writers_of_async_saves(tmp_path, python):

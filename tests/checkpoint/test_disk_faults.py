@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files import commit, folder
 from fmegatron.checkpoint.files.storage import open_store
 from fmegatron.layout import Layout, Mesh
@@ -213,7 +212,7 @@ def test_short_writes_are_finished(saved, monkeypatch):
 
 
 def test_reads_that_fail(saved):
-    """EIO at every read of a restore: the file is named, and it counts as damage, so that another step is tried."""
+    """EIO at every read of a restore: the file is named, and nobody takes it for damage."""
     seen, target = collections.Counter(), layouts_on(Mesh(fsdp=1))
 
     def restore(moment):
@@ -227,7 +226,7 @@ def test_reads_that_fail(saved):
     assert_same_bits(restore(0), state(1))
     assert seen[0] > 10
     for moment in range(1, seen[0] + 1):
-        with pytest.raises(CheckpointError, match=f"{saved}.*Input/output error"):
+        with pytest.raises(RuntimeError, match=f"Input/output error; whether it is good cannot be told.*{saved}"):
             restore(moment)
 
 

@@ -94,7 +94,7 @@ def test_nothing_of_an_ocdbt_checkpoint_is_waited_for(database):
 
 def test_a_manager_goes_past_an_ocdbt_step_and_says_so(database):
     manager = Manager(database.parent)
-    manager.save(5, STATE, LAYOUTS)
+    checkpoint.save(manager.path(5), STATE, LAYOUTS, step=5)
     with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 7: .*OCDBT.*147eaa7"):
         assert manager.restore_latest(LAYOUTS)[0] == 5
 

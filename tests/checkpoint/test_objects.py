@@ -219,8 +219,8 @@ def test_reads_that_fail(store):
     bad = FaultyStore(store, lambda s: FaultyStorage(s, broken))
     target = layouts_on(Mesh(fsdp=1, tp=2))
     got = run(2, lambda world: checkpoint.restore(bad if world.rank == 1 else store, target, world=world))
-    assert isinstance(got[0], RuntimeError) and isinstance(got[1], CheckpointError)
-    assert all("w: its chunk file" in str(e) and "Input/output error" in str(e) for e in got)
+    assert all(isinstance(e, RuntimeError) and not isinstance(e, CheckpointError) for e in got)
+    assert all(f"'w: {store.text}/" in str(e) and "Input/output error; whether it is good" in str(e) for e in got)
 
 
 def test_a_server_that_refuses(endpoint):

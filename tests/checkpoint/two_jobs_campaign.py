@@ -1,15 +1,17 @@
 """Two jobs that save into one folder, nothing patched: `python -m tests.checkpoint.two_jobs_campaign DIRECTORY SECONDS
-SEED KEEP`; KEEP is what each Manager keeps, 0 for all.
+SEED KEEP MACHINES`; KEEP is what each Manager keeps, 0 for all; with MACHINES 2 the second job cannot see whether
+processes of the others live, nor they its own (that alone is pretence).
 
 Both save steps of their own choice, often the same ones and at the same time; every save that is acknowledged is noted
-with what it held. A third process restores the newest step over and over. At the end every acknowledged step that is
-listed must restore bit for bit as one that was acknowledged, and with KEEP 0 all of them must be listed. Prints one
-JSON object.
+with what it held. Meanwhile one process restores the newest step over and over, one runs `gc`, and the savers are
+stopped and go on at random. At the end every acknowledged step that is listed must restore bit for bit as one that was
+acknowledged, and with KEEP 0 all of them must be listed. Prints one JSON object.
 """
 
 import json
 import os
 import random
+import signal
 import sys
 import time
 import warnings
@@ -17,6 +19,8 @@ import warnings
 import torch
 
 from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint.files import owner
+from fmegatron.checkpoint.tools import collect
 from fmegatron.layout import Layout, Mesh
 
 LEAVES = 12
@@ -27,9 +31,11 @@ def state(value):
     return {name: torch.full((160, 128), value + 1000.0 * i) for i, name in enumerate(LAYOUTS)}
 
 
-def saver(directory, job, until, seed, keep):
+def saver(directory, job, until, seed, keep, machines):
     """Save until the time is over; the acknowledged saves as [step, value, metadata], and how many were refused."""
     rng, done, refused = random.Random(seed * 7919 + job), [], 0
+    if job and machines > 1:
+        owner._where = lambda: "elsewhere"
     with Manager(directory, keep=keep or None) as manager:
         number = 0
         while time.time() < until:
@@ -47,7 +53,7 @@ def saver(directory, job, until, seed, keep):
     return {"saved": done, "refused": refused, "last_refusal": text[-300:] if refused else ""}
 
 
-def reader(directory, job, until, seed, keep):
+def reader(directory, until):
     """Restore until the time is over; what went wrong."""
     wrong, count = [], 0
     while time.time() < until:
@@ -63,13 +69,36 @@ def reader(directory, job, until, seed, keep):
         wanted = state(metadata["value"])
         if not all(torch.equal(got[name], wanted[name]) for name in LAYOUTS):
             wrong.append(f"step {step} is a mixture of two saves")
-        # A step that was deleted, or saved again, between the look and the lease is left out in words; damage is not.
+        # A step that was deleted between the look and the lease is left out in words; damage is not.
         wrong += [str(w.message)[:300] for w in caught if "does not exist" not in str(w.message)]
     return {"wrong": wrong, "restored": count}
 
 
+def collector(directory, until):
+    """Collect garbage until the time is over: nothing is too young for it."""
+    removed = []
+    while time.time() < until:
+        try:
+            removed += [a.path for a in collect(directory, age=0.0).actions if a.kind == "remove"]
+        except ValueError:  # there is no directory yet, or nothing in it
+            pass
+        time.sleep(0.02)
+    return removed
+
+
+def stops(pids, until, seed):
+    """Stop the savers in turn for a while, wherever they are."""
+    rng = random.Random(seed)
+    while time.time() < until:
+        time.sleep(rng.random() * 0.2)
+        pid = rng.choice(pids)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(rng.random() ** 2 * 0.3)
+        os.kill(pid, signal.SIGCONT)
+
+
 def fork(work, *args):
-    """Run `work(*args)` in a fork; returns a function that waits for its result."""
+    """Run `work(*args)` in a fork; returns its number, and a function that waits for its result."""
     out, into = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -90,15 +119,16 @@ def fork(work, *args):
         assert os.waitpid(pid, 0)[1] == 0 and data, f"{work.__name__} died"
         return json.loads(data)
 
-    return result
+    return pid, result
 
 
-def main(directory, seconds, seed, keep):
+def main(directory, seconds, seed, keep, machines):
     torch.set_num_threads(1)
     until = time.time() + seconds
-    jobs = [fork(saver, directory, job, until, seed, keep) for job in (0, 1)]
-    looks = fork(reader, directory, 2, until, seed, keep)
-    done, looked = [job() for job in jobs], looks()
+    jobs = [fork(saver, directory, job, until, seed, keep, machines) for job in (0, 1)]
+    others = [fork(work, directory, until) for work in (reader, collector)]
+    stops([pid for pid, _ in jobs], until, seed)
+    done, (looked, collected) = [job() for _, job in jobs], [other() for _, other in others]
     saved = {}
     for step, value in (pair for job in done for pair in job["saved"]):
         saved.setdefault(step, set()).add(value)
@@ -120,10 +150,10 @@ def main(directory, seconds, seed, keep):
     count = sum(len(job["saved"]) for job in done)
     twice = sum(len(values) > 1 for values in saved.values())
     found = {"acknowledged": count, "twice": twice, "refused": [job["refused"] for job in done], "broken": broken}
-    found |= {"lost": lost, "reader": looked, "refusal": done[0]["last_refusal"]}
+    found |= {"lost": lost, "reader": looked, "refusal": done[0]["last_refusal"], "collected": len(collected)}
     found["left"] = [name for name in sorted(os.listdir(directory)) if name.startswith(".")]
     print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:]))

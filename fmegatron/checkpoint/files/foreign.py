@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 
+from fmegatron.checkpoint.files.look import is_file, names_in
 from fmegatron.checkpoint.files.storage import Storage
 
 _DCP = (
@@ -62,7 +62,7 @@ def recognized(storage: Storage) -> str | None:
             f"this is a directory of checkpoints: name one of them, e.g. {steps[-1]}, or use"
             " checkpoint.Manager(path).restore_latest"
         )
-    if os.path.isfile(storage.text):
+    if is_file(storage.text):
         return f"this is a file: {_HUGGING_FACE if storage.text.endswith('.safetensors') else 'wanted a directory'}"
     return None
 
@@ -71,12 +71,12 @@ def _holds(storage: Storage, name: str, word: str) -> bool:
     """Whether a file is there whose first bytes hold a word."""
     try:
         return word.encode() in storage.read(name, 0, _LOOK_BYTES if word else 1)
-    except OSError:
+    except OSError:  # nothing depends on it but the hint in an error
         return False
 
 
 def _steps(folder: str) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(folder) if _STEP.fullmatch(name))
+        return [name for name in names_in(folder) if _STEP.fullmatch(name)]
     except OSError:
         return []

@@ -24,8 +24,9 @@ TRANSIENT = frozenset(
     " ENETUNREACH EHOSTDOWN EHOSTUNREACH ENOLINK ECOMM".split()
     if hasattr(errno, name)
 )
-# What a file's content or kind is the cause of: missing, no directory, a link, a pipe, a wrong size, a bad sector.
-_DAMAGE = ABSENT | {errno.EIO, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
+# What a file's content or kind is the cause of: missing, no directory, a link, a pipe, a wrong size. (EIO is not among
+# them: it may be a bad sector, and is more often a server that is away.)
+_DAMAGE = ABSENT | {errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
 PAUSES_S = (0.05, 0.2, 0.75)  # between the tries
 
 
@@ -49,9 +50,14 @@ def look(ask: Callable[[], T], *absent: T) -> T:
     raise AssertionError("the last try returns or raises")
 
 
-def is_damage(error: OSError) -> bool:
-    """Whether an error of reading a file (after `look`) tells something about the file, and not about the way to it."""
-    return error.errno in _DAMAGE
+def check_damage(error: OSError, where: str) -> None:
+    """Raise OSError, naming the place, for an error of reading a file (after `look`) that says nothing about the file.
+
+    No permission, a server that is away, too many open files: what is behind may be good. Returns for damage.
+    """
+    if error.errno is not None and error.errno not in _DAMAGE:
+        text = f"{error.strerror}; whether it is good cannot be told; mend that, or restore another step by its number"
+        raise OSError(error.errno, text, where) from error
 
 
 def names_in(path: str) -> list[str]:

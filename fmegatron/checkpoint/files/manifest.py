@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from fmegatron.checkpoint.files.format import (
     Manifest,
     digest_text,
 )
+from fmegatron.checkpoint.files.look import check_damage, is_directory, is_file
 from fmegatron.checkpoint.files.parse import (
     MOST_BYTES,
     check_memory,
@@ -118,7 +118,7 @@ RESTORE_ANOTHER = "restore another step (Manager.restore_latest finds the newest
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The checked manifest of a complete checkpoint. Raises CheckpointError.
+    """The checked manifest of a complete checkpoint. Raises CheckpointError, OSError for what cannot be looked at.
 
     One of another system, or in a format that is no longer read, is named in the error, with what reads it.
     """
@@ -134,6 +134,7 @@ def read_manifest(storage: Storage) -> Manifest:
     try:
         data = storage.read(MANIFEST, 0, want[0] + 1)
     except OSError as error:
+        check_damage(error, manifest_at)
         raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (len(data), digest_text(data)) != want:
         raise CheckpointError(
@@ -154,13 +155,14 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
     try:
         marker = load_json(storage.read(MARKER, 0, _MARKER_BYTES), at)
     except (FileNotFoundError, NotADirectoryError):
-        what = "is a directory, but holds no complete checkpoint" if os.path.isdir(root) else "does not exist"
-        what = "is a file" if os.path.isfile(root) else what
+        what = "is a directory, but holds no complete checkpoint" if is_directory(root) else "does not exist"
+        what = "is a file" if is_file(root) else what
         hint = recognized(storage) or "check the path, or restore another step"
         raise CheckpointError(
             f"{root}: got no {MARKER} file ({root} {what}), wanted a checkpoint that was saved to its end; {hint}"
         ) from None
     except OSError as error:
+        check_damage(error, at)
         raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (marker.get("format"), marker.get("store")) == (FORMAT, "ocdbt"):
         raise CheckpointError(

@@ -96,6 +96,12 @@ class Notes:
 
     def _open(self, name: str, most: int) -> tuple[bytes, int]:
         """The content of a regular file, and the time of its last change."""
-        with os.fdopen(os.open(os.path.join(self.at, name), _SAFE), "rb") as f:
-            found = os.fstat(f.fileno())
-            return f.read(most) if stat.S_ISREG(found.st_mode) else b"", found.st_mtime_ns
+        fd = os.open(os.path.join(self.at, name), _SAFE)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                return b"", found.st_mtime_ns
+            with os.fdopen(fd, "rb", closefd=False) as f:
+                return f.read(most), found.st_mtime_ns
+        finally:
+            os.close(fd)

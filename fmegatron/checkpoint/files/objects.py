@@ -247,7 +247,7 @@ class ObjectStore:
         found = []
         for name in self.children():
             child = self.child(name)
-            for key in child.values.names("ASIDE-", "ASIDE."):
+            for key in child.values.names():
                 if m := _ASIDE.fullmatch(key):
                     found.append((name, child._draft(m[1])))
         return found

@@ -52,8 +52,9 @@ class Manager:
     last: the Report of the newest save or restore that ended.
 
     What there is, is what lies in the directory, so any number of Managers and tools may read it at any time; one run
-    saves into it. Steps that somebody reads, or that are pinned, are not deleted. Deletion goes on in the background;
-    what goes wrong there, or with the tracker file `latest`, is warned about and never raised into training.
+    saves into it (`checkpoint.claim` sees to that), and its steps only go up. Steps that somebody reads, that are
+    pinned, or that are the newest good one are not deleted by rules. Deletion goes on in the background; what goes
+    wrong there, or with the tracker file `latest`, is warned about and never raised into training.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ from fmegatron.checkpoint.files.format import (
     raw_dtype,
     zarr_metadata,
 )
+from fmegatron.checkpoint.files.look import check_damage
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json, to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage
@@ -154,6 +155,7 @@ class Fetch:
         try:
             data = self.storage.read(name, 0, 1 << 16)
         except OSError as error:
+            check_damage(error, what)
             text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
         if data != to_json_text(wanted).encode() and load_json(data, what) != wanted:
@@ -205,6 +207,7 @@ class _File:
                 size = math.prod(self.array.chunk) * self.array.itemsize
                 reader = stack.enter_context(self.storage.open(self.name, size, ranges))
             except OSError as error:
+                check_damage(error, f"{self.leaf}: {self.storage.at(self.name)}")
                 raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
             yield reader
 
@@ -222,6 +225,7 @@ class _File:
             try:
                 got = reader.read_into(into[done:], offset + done)
             except OSError as error:
+                check_damage(error, f"{leaf() if leaf else self.leaf}: {self.storage.at(self.name)}")
                 raise self.error(f"cannot be read ({error.strerror})", leaf) from None
             if got == 0:
                 raise self.error(f"ends at byte {offset + done}", leaf)

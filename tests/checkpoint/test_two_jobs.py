@@ -1,0 +1,249 @@
+"""Two jobs in one folder: what one of them is told is saved is saved, whatever the other cleans or replaces."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+from fmegatron import checkpoint
+from fmegatron.checkpoint import Manager
+from fmegatron.checkpoint.files import commit, leases, objects
+from fmegatron.checkpoint.files.folder import Folder, FolderStore
+from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.tools import collect
+from tests.checkpoint.fake_world import assert_same_bits
+from tests.checkpoint.faulty import FaultyStorage, FaultyStore
+from tests.checkpoint.test_manager import ONE, state
+from tests.house import ROOT
+from tests.sampling import seeds
+
+
+def campaign(directory, seconds, seed, keep, machines=1):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.two_jobs_campaign", str(directory)]
+    arguments = map(str, (seconds, seed, keep, machines))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["acknowledged"] > 4 and found["reader"]["restored"] > 4, found
+    assert found["broken"] == found["lost"] == found["reader"]["wrong"] == [], f"seed {seed}, keep {keep}: {found}"
+    return found
+
+
+@pytest.mark.parametrize("keep, machines, seed", [(0, 1, 1), (1, 2, seeds("two jobs", 0, 1)[0])], ids=["all", "one"])
+def test_every_acknowledged_save_restores(tmp_path, keep, machines, seed):
+    campaign(tmp_path / "run", 3, seed, keep, machines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep, machines, seed", [(0, 1, 1), (1, 1, 2), (2, 1, 3), (1, 2, 4)])
+def test_every_acknowledged_save_restores_for_a_minute(tmp_path, keep, machines, seed):
+    assert campaign(tmp_path / "run", 60, seed, keep, machines)["twice"] > 0
+
+
+# ---- the same at chosen moments
+
+
+class Meanwhile:
+    """A save that stops before one of its operations, until `go`; other saves happen there."""
+
+    def __init__(self, store, operation, number=1):
+        self.reached, self.go, self.left = threading.Event(), threading.Event(), number
+        self.operation, self.error = operation, []
+        self.thread = threading.Thread(target=self.save, args=(FaultyStore(store, self.wrap),))
+        self.thread.start()
+        assert self.reached.wait(60)
+
+    def wrap(self, real):
+        return FaultyStorage(real, self.before)
+
+    def before(self, operation, name):
+        if operation == self.operation:
+            self.left -= 1
+            if self.left == 0:
+                self.reached.set()
+                assert self.go.wait(60)
+
+    def save(self, store):
+        try:
+            checkpoint.save(store, state(7), ONE, step=7)
+        except Exception as error:
+            self.error.append(error)
+
+    def end(self):
+        self.go.set()
+        self.thread.join()
+        assert self.error == []
+
+
+@pytest.fixture(params=["folder", "memory"])
+def place(request, tmp_path):
+    return tmp_path / "run" if request.param == "folder" else checkpoint.open_store("memory://runs/two", {})
+
+
+@pytest.mark.parametrize("operation, number", [("write", 1), ("write", 4), ("sync", 1), ("write", 7)])
+@pytest.mark.parametrize("other", ["machine", "here"])
+def test_a_save_that_is_under_way(place, monkeypatch, operation, number, other):
+    """The other job saves, keeps one, cleans and collects; on this machine or on another."""
+    store = checkpoint.open_store(place)
+    saving = Meanwhile(store.child("step_00000007"), operation, number)
+    with monkeypatch.context() as patch:
+        if other == "machine":
+            patch.setattr("fmegatron.checkpoint.files.owner._where", lambda: "elsewhere")
+        with Manager(place, keep=1) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, state(step), ONE)
+            collect(place, age=0.0)
+    saving.end()
+    assert Manager(place).steps() == [3, 7]
+    assert_same_bits(Manager(place).restore(7, ONE)[0], state(7))
+    with Manager(place, keep=1) as manager:
+        manager.save(8, state(8), ONE)
+    assert Manager(place).steps() == [8]
+    if isinstance(place, os.PathLike):
+        assert sorted(os.listdir(place)) == ["latest", "step_00000008"]
+
+
+def test_both_save_the_same_step(place):
+    """The last one stays; both are whole, and nothing is left over."""
+    store = checkpoint.open_store(place)
+    saving = Meanwhile(store.child("step_00000007"), "write", 7)
+    Manager(place).save(7, state(1), ONE)
+    assert_same_bits(Manager(place).restore(7, ONE)[0], state(1))
+    saving.end()
+    assert_same_bits(Manager(place).restore(7, ONE)[0], state(7))
+    if isinstance(place, os.PathLike):
+        assert sorted(os.listdir(place)) == ["latest", "step_00000007"]
+    else:
+        keys = {key.partition("/")[0] for key in store.child("step_00000007").values.names()}
+        assert len(keys) == 2 and store.notes().names() == [".step_00000007.saved", "latest"]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_the_name_is_taken_or_goes_meanwhile(tmp_path, monkeypatch, exchange, when):
+    """Another saver of the same name, or its deletion, between any two steps of giving a checkpoint its name."""
+    if not exchange:
+        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    real, done = os.rename, []
+
+    def rename(source, target):
+        publishes = ".tmp-" in source and ".gone-" not in target
+        step = {"before": publishes, "between": ".old-" in target, "after": False}[when]
+        if step and not done:
+            done.append(target)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "rename", real)
+                checkpoint.save(tmp_path / "a", state(5), ONE)
+        real(source, target)
+
+    for existing in (False, True):
+        for act in ("save", "delete"):
+            path = tmp_path / "a"
+            if existing:
+                checkpoint.save(path, state(1), ONE)
+            done.clear()
+            with monkeypatch.context() as patch:
+                if act == "save":
+                    patch.setattr(os, "rename", rename)
+                elif existing:
+                    taken = commit._take_name
+                    patch.setattr(commit, "_take_name", lambda *a: (commit.renamed_away(str(path)), taken(*a))[1])  # noqa: B023
+                checkpoint.save(path, state(2), ONE)
+            assert_same_bits(checkpoint.restore(path, ONE), state(2))
+            for name in os.listdir(tmp_path):
+                assert name == "a" or ".gone-" in name
+                FolderStore(str(tmp_path)).clean("a", (), leases.Watch())
+            assert os.listdir(tmp_path) == ["a"]
+            commit.remove(str(path))
+
+
+def test_an_owner_that_was_stopped_for_long_fails_cleanly(tmp_path, monkeypatch):
+    """It was taken for dead on another machine, and its files went: it is told so, and what is there stays as it is."""
+    checkpoint.save(tmp_path / "step_00000007", state(1), ONE, step=7)
+    saving = Meanwhile(FolderStore(str(tmp_path / "step_00000007")), "write", 4)
+    watch, now = leases.Watch(lambda: now[0]), [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr("fmegatron.checkpoint.files.owner._where", lambda: "elsewhere")
+        store = FolderStore(str(tmp_path))
+        for _ in range(10):
+            store.clean(leases.STEP.pattern, (), watch)
+            assert len(os.listdir(tmp_path)) == (3 if now[0] < leases.LEASE_S else 1)
+            now[0] += 60.0
+    saving.go.set()
+    saving.thread.join()
+    assert len(saving.error) == 1 and "No such file" in str(saving.error[0])
+    assert os.listdir(tmp_path) == ["step_00000007"]
+    assert_same_bits(checkpoint.restore(tmp_path / "step_00000007", ONE), state(1))
+
+
+def test_what_an_older_version_has_left_is_watched(tmp_path):
+    """It has no owner: as long as something changes in it, somebody may write there."""
+    (tmp_path / ".step_00000007.tmp-0123456789ab/arrays").mkdir(parents=True)
+    at, now = tmp_path / ".step_00000007.tmp-0123456789ab/arrays/x", [0.0]
+    with Manager(tmp_path) as manager:
+        manager._both[0].watch = leases.Watch(lambda: now[0])
+        for step in range(1, 12):
+            at.write_text("x" * step)
+            manager.save(step, state(step), ONE)
+            now[0] += 3600.0
+        assert at.exists()
+        for step in range(12, 18):
+            manager.save(step, state(step), ONE)
+            now[0] += 3600.0
+    assert not at.parent.parent.exists()
+
+
+def test_a_leftover_that_cannot_be_removed_is_said_and_in_nobodys_way(tmp_path, monkeypatch):
+    lease = leases.Lease(Notes(tmp_path), ".step_00000007.saving-0123456789ab")
+    (tmp_path / ".step_00000007.tmp-0123456789ab").mkdir()
+    lease.drop()
+
+    def refuse(path, stop=None):
+        raise PermissionError(13, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "remove", refuse)
+        with pytest.warns(RuntimeWarning, match="what killed saves left could not be removed: .*Permission denied"):
+            Manager(tmp_path).save(1, state(1), ONE)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint.save(tmp_path / "step_00000007", state(7), ONE)
+        assert any("what killed saves have left there could not be removed" in str(w.message) for w in caught)
+    Manager(tmp_path).save(8, state(8), ONE)
+    assert sorted(os.listdir(tmp_path)) == ["latest", *(f"step_0000000{n}" for n in (1, 7, 8))]
+
+
+def test_an_object_store_with_a_live_saver_of_another_step(monkeypatch):
+    """The prefix of a step that retention deletes while it is saved again: only the old objects go."""
+    store = checkpoint.open_store("memory://runs/x", {})
+    with Manager(store) as manager:
+        manager.save(7, state(1), ONE)
+    saving = Meanwhile(store.child("step_00000007"), "write", 4)
+    store.child("step_00000007").withdraw().delete()
+    assert isinstance(store, objects.ObjectStore) and Manager(store).steps() == []
+    saving.end()
+    assert Manager(store).steps() == [7]
+    assert_same_bits(Manager(store).restore(7, ONE)[0], state(7))
+
+
+def test_chunks_that_vanish_before_the_marker(tmp_path, monkeypatch):
+    """Whoever removed them, without a note: that save has failed, and the old one is there."""
+    checkpoint.save(tmp_path / "a", state(1), ONE)
+
+    def sync(self):
+        os.remove(self.at("arrays/w/c.0.0"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "sync", sync)
+        with pytest.raises(RuntimeError, match="was written and has vanished"):
+            checkpoint.save(tmp_path / "a", state(2), ONE)
+    assert_same_bits(checkpoint.restore(tmp_path / "a", ONE), state(1))
+    assert torch.equal(state(1)["w"], checkpoint.restore(tmp_path / "a", ONE)["w"])
