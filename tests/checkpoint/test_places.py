@@ -188,6 +188,45 @@ def test_the_last_fsync_fails(tmp_path, monkeypatch, existing, exchange):
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
+@pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_the_last_fsync_fails_when_another_job_has_saved_there_since(tmp_path, monkeypatch, existing, exchange, moment):
+    """That save was acknowledged: the one that fails does not take it along."""
+    if not exchange:
+        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    if existing:
+        checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
+    real, real_identity, left = commit.sync_directory, commit.identity, ["sync", "identity"]
+
+    def other():
+        checkpoint.save(tmp_path / "a", state(5), LAYOUTS)
+
+    def sync(path):
+        if path == str(tmp_path) and "sync" in left:
+            left.remove("sync")
+            if moment == "before":
+                other()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        real(path)
+
+    def identity(at):
+        found = real_identity(at)
+        if at == str(tmp_path / "a") and "sync" not in left and "identity" in left:
+            left.remove("identity")
+            if moment == "during":
+                other()
+        return found
+
+    with small_sizes(), monkeypatch.context() as patch:
+        patch.setattr(commit, "sync_directory", sync)
+        patch.setattr(commit, "identity", identity)
+        with pytest.raises(RuntimeError, match=rf"Input/output error: '{tmp_path}'"):
+            checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
+    assert left == [] and os.listdir(tmp_path) == ["a"]
+    assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(5))
+
+
 def test_the_last_fsync_fails_and_the_way_back_too(tmp_path, monkeypatch):
     """The disk refuses everything: the error says that the new one has the name; it is whole."""
     checkpoint.save(tmp_path / "a", state(1), LAYOUTS)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
-from fmegatron.checkpoint.files.look import is_file, is_link, is_there, names_in
+from fmegatron.checkpoint.files.look import identity, is_file, is_link, is_there, look, names_in
 
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone|aside)-([0-9a-f]+)")
 _TRIES = 100  # of a publication that other savers of the same name come between
@@ -72,17 +72,18 @@ def finish(path: str, of: Collection[str]) -> None:
 
 
 def take_back(path: str, token: str) -> None:
-    """Give the checkpoint its name back that this save has hidden, if nothing has the name."""
+    """Give the checkpoint its name back that this save has hidden; if something has the name, delete what is hidden."""
     old = hidden(path, "old", token)
-    if is_there(old) and not is_there(path):
-        _rename_unless_there(old, path)
+    if is_there(old) and (is_there(path) or not _rename_unless_there(old, path)):
+        discard(old, path)
 
 
 def publish(hidden_path: str, path: str) -> None:
     """Give the complete hidden directory its name, durably, and remove what had the name before.
 
     Several may save the same name at once: each becomes the checkpoint, the last one stays. Raises OSError when the
-    name, or the last fsync, is refused: then what had the name has it again, and the new one is hidden.
+    name, or the last fsync, is refused: then what had the name has it again (or what another saver has given it since),
+    and the new one is hidden.
     """
     parent, token = os.path.dirname(path), HIDDEN.fullmatch(os.path.basename(hidden_path))[3]
     undo = _take_name(hidden_path, path, token)
@@ -197,16 +198,16 @@ def is_mount_point(path: str) -> bool:
     return False
 
 
-def _take_name(new: str, path: str, token: str) -> Callable[[], None]:
+def _take_name(new: str, path: str, token: str) -> Callable[[], bool]:
     """Give `new` the name `path`, and hide what had it; returns what undoes that. Raises OSError: nothing changed."""
-    old = hidden(path, "old", token)
+    old, ours = hidden(path, "old", token), identity(new)
     for _ in range(_TRIES):
         if not is_there(path):
             if _rename_unless_there(new, path):
-                return lambda: os.rename(path, new)
+                return lambda: _hide_again(path, new, ours, os.rename)
             continue
         if _exchange(new, path):
-            return lambda: _exchange(new, path) or _raise_errno(new)
+            return lambda: _hide_again(path, new, ours, _exchange_again)
         if not is_there(new):
             raise FileNotFoundError(errno.ENOENT, "was taken away by another process before it had its name", new)
         # Between two renames the name is missing, but `resolve` finds both: there is no moment without a whole one.
@@ -215,18 +216,32 @@ def _take_name(new: str, path: str, token: str) -> Callable[[], None]:
             os.rename(path, old)
         except FileNotFoundError:
             continue  # another process deletes it, or saves it
-
-        def undo() -> None:
-            os.rename(path, new)
-            os.rename(old, path)
-
         try:
             if _rename_unless_there(new, path):
-                return undo
+                return lambda: _hide_again(path, new, ours, os.rename) and _rename_unless_there(old, path)
         except OSError:
             _rename_unless_there(old, path)
             raise
     raise OSError(errno.EBUSY, "other processes save this checkpoint all the time", path)
+
+
+def _hide_again(path: str, new: str, ours: tuple[int, int], swap: Callable[[str, str], None]) -> bool:
+    """Take the name back from the checkpoint `ours`; False if another saver has given the name to its own since.
+
+    That one was reported as saved: it must not be hidden with a save that failed.
+    """
+    if look(lambda: identity(path), None) != ours:
+        return False
+    swap(path, new)
+    if identity(new) == ours:
+        return True
+    swap(new, path)  # the other one came between the look and the swap
+    return False
+
+
+def _exchange_again(a: str, b: str) -> None:
+    if not _exchange(a, b):
+        raise OSError(errno.EIO, "could not be exchanged back", b)
 
 
 def _rename_unless_there(source: str, path: str) -> bool:
@@ -248,7 +263,3 @@ def _exchange(a: str, b: str) -> bool:
         return False
     at_cwd, exchange = -100, 2
     return call(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
-
-
-def _raise_errno(path: str) -> None:
-    raise OSError(errno.EIO, "could not be exchanged back", path)

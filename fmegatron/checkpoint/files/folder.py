@@ -18,7 +18,7 @@ import numpy as np
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, digest_text
 from fmegatron.checkpoint.files.leases import LEASE_S, Lease, Watch, alive, saving_note
-from fmegatron.checkpoint.files.look import files_below, is_directory, look, names_in
+from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in
 from fmegatron.checkpoint.files.notes import Notes
 
 _FSYNCS = 8  # a disk takes many at a time
@@ -38,7 +38,7 @@ class Held:
         self._path, self._fd, self._error = path, None, None
         try:
             self._fd = self._opened()
-            self._identity = _identity(self._fd)
+            self._identity = identity(self._fd)
         except OSError as error:
             self._error = error
 
@@ -65,7 +65,7 @@ class Held:
         """On a network file system a handle goes stale when its directory is deleted, or when the server restarts."""
         fd = self._opened()
         try:
-            if _identity(fd) != self._identity:
+            if identity(fd) != self._identity:
                 raise FileNotFoundError(errno.ENOENT, "was taken away", self._path)
             os.dup2(fd, self._fd, inheritable=False)
         finally:
@@ -139,7 +139,7 @@ class Folder:
 
     def identity(self) -> tuple[int, int]:
         """Device and number of the directory: no other has them while it is held."""
-        return _identity(self.fd if self.held is not None else self.root)
+        return identity(self.fd if self.held is not None else self.root)
 
     def inside(self, name: str) -> bool:
         """Whether no part of the name is a link."""
@@ -386,11 +386,6 @@ class FolderStore:
     def to_json(self) -> dict[str, Any]:
         """The path."""
         return {"path": self.path}
-
-
-def _identity(at: str | int) -> tuple[int, int]:
-    found = look(lambda: os.stat(at))
-    return found.st_dev, found.st_ino
 
 
 def _tree_stamp(root: str) -> bytes:

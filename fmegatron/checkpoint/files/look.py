@@ -82,6 +82,12 @@ def files_below(root: str, dir_fd: int | None = None) -> Iterator[tuple[str, lis
             yield folder, folders, files
 
 
+def identity(at: str | int) -> tuple[int, int]:
+    """Device and number of a file or directory, or of an open one: what it has whatever its name. Raises OSError."""
+    found = look(lambda: os.stat(at))
+    return found.st_dev, found.st_ino
+
+
 def is_there(path: str) -> bool:
     """Whether anything has this name, a broken link too. Raises OSError if that cannot be seen."""
     return look(lambda: os.lstat(path), None) is not None
