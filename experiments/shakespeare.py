@@ -116,52 +116,54 @@ def main(config: Config) -> dict[str, float]:
 
         return loop.evaluate(heldout_step, params, batch_at, len(heldout), heldout.real_tokens)
 
+    settings = loop.Settings(config, allow=config.allow, data=data.fingerprint(ids))
     manager = checkpoint.Manager(run / "checkpoints", keep=2)
-    settings = loop.Settings(config, data=data.fingerprint(ids))
-    begun = settings.begin(
-        manager,
-        state_specs,
-        lambda: tree.init(state_specs, config.seed, world.rank, world.device),
-        world,
-        allow=config.allow,
-        device=world.device,
-    )
-    start, state, batches = begun.step, begun.state, batches.after(begun.samples, begun.step)
-    if world.rank == 0:
-        settings.write(run / "config.json")
-    flops = model.flops_per_token(of, config.seq_len)["total"]
-    print(loop.startup(layouts, config.batch_size, config.seq_len, config.steps, start, parts, flops_per_token=flops))
-
-    records = loop.JsonLines(run / "metrics.jsonl", after=start, mesh=str(config.mesh))
-    result = {}
-    with loop.Log(loop.Table(), records, active=world.rank == 0) as log, loop.catch() as stop, manager:
-        if start:
-            log(start, {"resumed_heldout_loss": evaluate(state.params)["heldout_loss"]})
-        infos = loop.train(
-            train_step,
-            state,
-            batches.for_rank(config.mesh, world.rank, device=world.device).at,
-            steps=config.steps,
-            start=start,
-            log_every=config.log_every,
-            tokens_per_step=config.batch_size * config.seq_len,
-            stop=stop,
-            world=world,
+    with checkpoint.claim(run, world=world) as claim:  # no other run writes here
+        begun = settings.begin(
+            manager,
+            state_specs,
+            lambda: tree.init(state_specs, config.seed, world.rank, world.device),
+            world,
+            device=world.device,
         )
-        for info in loop.progress(infos, config.steps, active=world.rank == 0):
-            state = info.state
-            if info.metrics:
-                log(info.step, info.record())
-            if info.last or info.step % config.save_every == 0:
-                seen = settings.metadata(batches.samples(info.step))
-                manager.save(info.step, state, state_specs, world, seen, wait=info.last or not config.async_save)
-            for report in manager.poll():
-                log(report.step, report.record())
-            if info.last or info.step % config.eval_every == 0:
-                log(info.step, result := evaluate(state.params))
-            if info.stopping:
-                print(f"stopped after step {info.step}; the same command goes on from there")
-                return result
+        start, state, batches = begun.step, begun.state, batches.after(begun.samples, begun.step)
+        if world.rank == 0:
+            settings.write(run / "config.json")
+        flops, sizes = model.flops_per_token(of, config.seq_len)["total"], (config.batch_size, config.seq_len)
+        print(loop.startup(layouts, *sizes, config.steps, start, parts, flops_per_token=flops))
+
+        records = loop.JsonLines(run / "metrics.jsonl", after=start, mesh=str(config.mesh))
+        result = {}
+        with loop.Log(loop.Table(), records, active=world.rank == 0) as log, loop.catch() as stop, manager:
+            if start:
+                log(start, {"resumed_heldout_loss": evaluate(state.params)["heldout_loss"]})
+            infos = loop.train(
+                train_step,
+                state,
+                batches.for_rank(config.mesh, world.rank, device=world.device).at,
+                steps=config.steps,
+                start=start,
+                log_every=config.log_every,
+                tokens_per_step=config.batch_size * config.seq_len,
+                stop=stop,
+                world=world,
+            )
+            for info in loop.progress(infos, config.steps, active=world.rank == 0):
+                state = info.state
+                if info.metrics:
+                    log(info.step, info.record())
+                if info.last or info.step % config.save_every == 0:
+                    claim.check()
+                    known = settings.metadata(batches.samples(info.step))
+                    how = {"finite": info.finite(), "wait": info.last or not config.async_save}
+                    manager.save(info.step, state, state_specs, world, known, **how)
+                for report in manager.poll():
+                    log(report.step, report.record())
+                if info.last or info.step % config.eval_every == 0:
+                    log(info.step, result := evaluate(state.params))
+                if info.stopping:
+                    print(f"stopped after step {info.step}; the same command goes on from there")
+                    return result
 
     if prompts:
         axes, prompt = Axes(config.mesh, world if world.size > 1 else None), on_device(torch.stack(prompts))

@@ -25,12 +25,13 @@ from fmegatron.collectives.reshard import Move, reshard, reshard_moves, whole_pa
 from fmegatron.collectives.reshard_many import reshard_many
 from fmegatron.collectives.symbolic import is_symbolic, require_mesh_of_graph
 from fmegatron.collectives.wire import Wire, largest_of
-from fmegatron.collectives.world import World, connect
+from fmegatron.collectives.world import FailedOnRank, World, connect
 
 __all__ = [
     "Axes",
     "Axis",
     "FLAT",
+    "FailedOnRank",
     "Move",
     "Place",
     "Precision",

@@ -15,7 +15,18 @@ from torch.distributed.rendezvous import rendezvous
 from fmegatron.collectives.meet import meet
 from fmegatron.layout import Mesh
 
-__all__ = ["World", "connect"]
+__all__ = ["FailedOnRank", "World", "connect"]
+
+
+class FailedOnRank(RuntimeError):
+    """What all ranks were doing failed on one of them; raised on all. rank: the first on which it failed."""
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self):
+        return type(self), (str(self), self.rank)
 
 
 class World:
@@ -137,7 +148,7 @@ class World:
         return answer
 
     def agree(self, error: str | None, what: str) -> None:
-        """Wait for all ranks; if one passes an error, raise RuntimeError with the first such rank's message on all."""
+        """Wait for all ranks; if one passes an error, raise FailedOnRank with the first such rank's message on all."""
         if self.size == 1:
             if error is not None:
                 raise RuntimeError(f"{what} failed: {error}")
@@ -148,7 +159,7 @@ class World:
         if failed == self.size:
             return
         message = self.broadcast_text(error or "", failed)
-        raise RuntimeError(f"{what} failed on rank {failed} of {self.size}: {message}")
+        raise FailedOnRank(f"{what} failed on rank {failed} of {self.size}: {message}", failed)
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """The text of rank `source`, on all ranks; what other ranks pass does not matter."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fmegatron.collectives import meet
+from fmegatron.collectives import FailedOnRank, meet
 
 POLL_SECONDS = 0.5
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
@@ -80,14 +80,14 @@ class Faults:
     def report(self, error: BaseException) -> str:
         """Say that this rank failed; return the line of the rank that said so first, this one's included.
 
-        A lost connection is not reported: it is how the end of another rank looks from here, and that rank speaks for
-        itself. This waits some seconds for its word.
+        An echo of another rank's failure is not reported, as that rank speaks for itself: a lost connection, or what
+        failed on it in something that all do together. This waits some seconds for its word.
         """
         line = f"rank {self.place.rank}: {_said(error)}"
         if not self._reached():
             return line
         with contextlib.suppress(RuntimeError, OSError):
-            if not lost_peer(error):
+            if not (lost_peer(error) or isinstance(error, FailedOnRank) and error.rank != self.place.rank):
                 return self._board.compare_set("failed", "", line).decode()
             until = time.monotonic() + LAST_WORD_SECONDS
             while (reason := self.reason()) is None and time.monotonic() < until:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from absl import logging
 
+from fmegatron.checkpoint import ClaimedError
 from fmegatron.loop.faults import Place, fail, watch
 from fmegatron.loop.flags import UsageError, parse
 
@@ -24,7 +25,7 @@ def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None =
     Under torchrun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one rank
     ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C, its own for a
     SystemExit that is not 0).
-    A bad command line is one line on stderr and exit status 2.
+    A bad command line is one line on stderr and exit status 2; a run in a folder that another run has, with status 1.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -45,14 +46,14 @@ def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None =
             return result
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
-            leaves = isinstance(error, SystemExit)
+            leaves, claimed = isinstance(error, SystemExit), isinstance(error, ClaimedError)
             status = 2 if usage else 130 if interrupt else _status(error) if leaves else 1
             if place.size > 1 and status:
-                brief = usage or interrupt or leaves and isinstance(error.code, str)
+                brief = usage or interrupt or claimed or leaves and isinstance(error.code, str)
                 fail(error, place, faults, status, brief)
             if faults and leaves:
                 faults.leave("left by SystemExit(0)")
-            if usage or (interrupt and not _in_notebook()):
+            if usage or ((interrupt or claimed) and not _in_notebook()):
                 hint = "\nTry --help." if usage else ""
                 print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)
                 raise SystemExit(status) from None

@@ -55,19 +55,25 @@ class Begun:
 class Settings:
     """The Config of a run and facts that its numbers depend on, as JSON values.
 
-        settings = Settings(config, data=data.fingerprint(tokens))
+        settings = Settings(config, allow=config.allow, data=data.fingerprint(tokens))
         begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank), world)
         batches = batches.after(begun.samples, begun.step)
         ...
         manager.save(step, state, specs, world, metadata=settings.metadata(batches.samples(step)))
 
     config: a dataclass; what a change of its fields means is said beside them (`loop.field`), and in fields of a
-    dataclass beside the fields of that. facts: JSON values, a change of which is refused.
+    dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
+    facts whose change is not refused this time; UsageError for a name that there is not.
     """
 
-    def __init__(self, config: Any, **facts: Any):
-        self.config, self.facts = plain(config), plain(facts)
+    def __init__(self, config: Any, *, allow: Sequence[str] = (), **facts: Any):
+        self.config, self.facts, self.allow = plain(config), plain(facts), tuple(allow)
         self._classes, self._defaults = _declared(config)
+        names = {*_flat(self.config), *self._classes, *self.facts}
+        for name in self.allow:
+            if name not in names:
+                near = tree.did_you_mean(name, sorted(names))
+                raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
 
     def metadata(self, samples: int) -> dict[str, Any]:
         """What a checkpoint says of the run: `config`, `facts`, and `samples`, how many its state has seen."""
@@ -81,17 +87,11 @@ class Settings:
         beside.write_text(json.dumps({"config": self.config, "facts": self.facts}, indent=2) + "\n")
         os.replace(beside, path)
 
-    def changes(self, metadata: Mapping[str, Any], allow: Sequence[str] = ()) -> Changes:
-        """What has changed since a checkpoint of this metadata. allow: names whose change is not to be refused.
+    def changes(self, metadata: Mapping[str, Any]) -> Changes:
+        """What has changed since a checkpoint of this metadata.
 
         A field that the checkpoint does not know had its default then; one that the Config has no more is named.
-        Raises UsageError for an allowed name that there is not.
         """
-        names = {*_flat(self.config), *self._classes, *self.facts}
-        for name in allow:
-            if name not in names:
-                near = tree.did_you_mean(name, sorted(names))
-                raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
         before = metadata.get("config")
         if not isinstance(before, dict):
             return Changes(unknown="the checkpoint has no configuration: whether anything has changed cannot be said")
@@ -104,12 +104,12 @@ class Settings:
             kind, text = self._class(name), f"{name} {_text(was)} -> {_text(now)}"
             if now is _ABSENT or was is _ABSENT and now == self._defaults.get(name, _ABSENT):
                 kind = "named"
-            found["allowed" if kind == "refused" and self._allowed(name, allow) else kind].append(text)
+            found["allowed" if kind == "refused" and self._allowed(name) else kind].append(text)
         facts = metadata.get("facts")
         for name, now in self.facts.items():
             was = facts.get(name, _ABSENT) if isinstance(facts, dict) else _ABSENT
             if was != now:
-                kind = "named" if was is _ABSENT else "allowed" if name in allow else "refused"
+                kind = "named" if was is _ABSENT else "allowed" if name in self.allow else "refused"
                 found[kind].append(f"{name} {_text(was)} -> {_text(now)}")
         return Changes(**{name: tuple(texts) for name, texts in found.items()})
 
@@ -119,33 +119,30 @@ class Settings:
         target_layouts: Any,
         fresh: Callable[[], Any],
         world: Any = None,
-        *,
-        allow: Sequence[str] = (),
         **options: Any,
     ) -> Begun:
         """The newest checkpoint, if its settings are those of now or differ by what may differ; else a new run.
 
-        fresh: makes the state of a new run. allow: as for `changes`. options: those of `Manager.restore_latest`. Prints
-        what has changed (rank 0). All ranks call it.
+        fresh: makes the state of a new run. options: those of `Manager.restore_latest`. Prints what has changed (rank
+        0). All ranks call it.
         Raises UsageError, before more is read than metadata, for changes that are refused; and what `restore_latest`
         raises.
         """
         newest = manager.latest(world)
         if newest is None:
-            self.changes({}, allow)
             return Begun(0, fresh(), 0, {})
         before = _metadata(manager, newest, world)
-        changes = None if before is None else self._accepted(before, newest, allow)
+        changes = None if before is None else self._accepted(before, newest)
         step, state, metadata = manager.restore_latest(target_layouts, world=world, **options)
         if changes is None or metadata != before:  # it walked back past a damaged one
-            changes = self._accepted(metadata, step, allow)
+            changes = self._accepted(metadata, step)
         if (world is None or world.rank == 0) and (text := str(changes)):
             print(f"resumed from step {step} with other settings:\n{text}", flush=True)
         samples = metadata.get("samples")
         return Begun(step, state, samples if isinstance(samples, int) else None, metadata)
 
-    def _accepted(self, metadata: dict[str, Any], step: int, allow: Sequence[str]) -> Changes:
-        changes = self.changes(metadata, allow)
+    def _accepted(self, metadata: dict[str, Any], step: int) -> Changes:
+        changes = self.changes(metadata)
         if changes.refused:
             names = ",".join(dict.fromkeys(text.partition(" ")[0] for text in changes.refused))
             raise UsageError(
@@ -161,9 +158,8 @@ class Settings:
             name = name.rpartition(".")[0]
         return self._classes.get(name, "refused")
 
-    @staticmethod
-    def _allowed(name: str, allow: Sequence[str]) -> bool:
-        return any(name == given or name.startswith(f"{given}.") for given in allow)
+    def _allowed(self, name: str) -> bool:
+        return any(name == given or name.startswith(f"{given}.") for given in self.allow)
 
 
 def plain(value: Any) -> Any:

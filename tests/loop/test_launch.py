@@ -167,6 +167,7 @@ def test_one_rank_that_raises_ends_all(start):
     assert own.count("Traceback (most recent call last)") == 3  # the last is torchrun's
 
 
+@pytest.mark.slow
 def test_whatever_one_rank_does_is_told_as_its_doing(start):
     """One job, restarted after each fault: no attempt ends by the fault of the one before, or finds its addresses."""
     faults = "one leaves by a number,one leaves by a text,closes before it raises,one leaves by nothing"

@@ -35,7 +35,7 @@ class Config:
 
 
 def changes(now, before=None, allow=(), **facts):
-    return Settings(now, **facts).changes(Settings(before or Config(), **facts).metadata(0), allow)
+    return Settings(now, allow=allow, **facts).changes(Settings(before or Config(), **facts).metadata(0))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_facts_of_the_data_are_refused():
     assert Settings(Config(), data="100 tokens, b").changes(before).refused == (
         'data "100 tokens, a" -> "100 tokens, b"',
     )
-    assert Settings(Config(), data="b").changes(before, allow=("data",)).allowed
+    assert Settings(Config(), allow=("data",), data="b").changes(before).allowed
     assert Settings(Config(), data="b", more=1).changes(Settings(Config(), data="b").metadata(0)).named == (
         "more (not there) -> 1",
     )
@@ -142,7 +142,7 @@ def test_resume(tmp_path, capsys):
         "the checkpoint of step 100 is of a run with other settings: heads 2 -> 4. These change the function or the"
     )
     assert "--config_allow=heads (in a notebook allow=('heads',))" in str(refused.value)
-    assert Settings(now).begin(manager, LAYOUTS, fresh, allow=("heads",)).step == 100
+    assert Settings(now, allow=("heads",)).begin(manager, LAYOUTS, fresh).step == 100
     assert capsys.readouterr().out == (
         "resumed from step 100 with other settings:\n"
         "  allowed    heads 2 -> 4\n  named      lr 0.001 -> 0.01\n  free       log_every 10 -> 1\n"

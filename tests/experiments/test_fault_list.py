@@ -1,0 +1,161 @@
+"""The faults of a running job, each in a real job of two ranks: what is said, how it ends, and that nothing is lost.
+
+They are the rows of BUILD.md's table. A job is restarted by torchrun after each fault and ends as if there had been
+none: the losses and the last checkpoint are, to the bit, those of a run of the same processes without faults.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fmegatron import checkpoint, loop, tree
+from fmegatron.layout import Mesh
+from tests.experiments.test_shakespeare import SMALL
+from tests.house import ROOT
+
+STEPS = 12
+SMALL_RUN = {"steps": STEPS, "save_every": 3, "log_every": 1, "mesh": "fsdp=2"}
+SHAKESPEARE = {**SMALL, **SMALL_RUN, "backend": "aot_eager", "eval_every": 100, "prompts": ""}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """job(*attempts) -> a running torchrun of two ranks of `faulty_run`, in tmp_path/run; ended with the test."""
+    running = []
+
+    def start(*attempts, experiment="tests.experiments.small_run", launch=("--standalone",), ranks=2, **changes):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, f"--max-restarts={len(attempts)}"]
+        script = [str(ROOT / "tests/experiments/faulty_run.py"), experiment, ",".join(attempts)]
+        flags = {"run": tmp_path / "run", **(SHAKESPEARE if "shakespeare" in experiment else SMALL_RUN), **changes}
+        command = [*torchrun, f"--nproc-per-node={ranks}", *script, *(f"--config_{k}={v}" for k, v in flags.items())]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        files = {name: open(tmp_path / f"{name}{len(running)}", "w+") for name in ("stdout", "stderr")}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)
+        running.append((process, files))
+        return running[-1]
+
+    yield start
+    for process, files in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for file in files.values():
+            file.close()
+
+
+def ended(job, seconds=900):
+    """(status, what it printed, what it wrote on stderr) of a job that must end."""
+    process, files = job
+    process.wait(timeout=seconds)
+    texts = []
+    for name in ("stdout", "stderr"):
+        files[name].seek(0)
+        texts.append(files[name].read())
+    return process.returncode, *texts
+
+
+def losses(run):
+    return {r["step"]: r["loss"] for r in loop.read_metrics(run / "metrics.jsonl") if "loss" in r}
+
+
+def last(run):
+    """The leaves of the last checkpoint, whole."""
+    path = checkpoint.Manager(run / "checkpoints").path(STEPS)
+    whole = tree.map(lambda layout: layout.replace(mesh=Mesh(), spec=()), checkpoint.layouts(path))
+    return tree.leaves(checkpoint.restore(path, whole))
+
+
+def assert_as_if_nothing_had_happened(run, faults):
+    clean = run.with_name("run-clean")
+    assert losses(run) == losses(clean) and sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert all(torch.equal(a, b) for a, b in zip(last(run), last(clean), strict=True))
+    count = run.with_name("run-faults")
+    assert faults == (count.stat().st_size if count.exists() else 0)
+
+
+def test_a_run_survives_what_happens_to_its_ranks(job, tmp_path):
+    """A rank is stopped for a while and another killed; then a number is not finite; then a rank leaves."""
+    status, _, err = ended(job("stop:0:2+kill:1:5", "nan:0:8", "exit:1:9", ""))
+    assert status == 0, err
+    assert_as_if_nothing_had_happened(tmp_path / "run", 3)
+    assert "(exitcode: -9) local_rank: 1" in err
+    text = "NonFiniteError: step 8: loss is nan (finite at step 7); not finite in the state: w, 1 of 1 leaves (first"
+    assert re.search(rf"rank [01] of 2 failed: {re.escape(text)} seen on rank 0\)", err)
+    assert err.count("rank 1 of 2 failed: SystemExit: 3\n") == 1 and "(exitcode: 3) local_rank: 1" in err
+    assert err.count("rank 0 ends because another failed: rank 1: SystemExit: 3\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, asynchronous", [(1, False), (0, True)])
+def test_every_fault(job, tmp_path, rank, asynchronous):
+    """Also with an address that is told beforehand instead of found (`--standalone`)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ("--standalone",) if rank else ("--master-addr=127.0.0.1", f"--master-port={port}")
+    attempts = [f"{kind}:{rank}:5" for kind in ("kill", "raise", "exit", "nan")]
+    if not asynchronous:
+        attempts.append(f"full:{rank}:7")
+    attempts = [f"stop:{rank}:2+{attempts[0]}", *attempts[1:], ""]
+    status, _, err = ended(job(*attempts, launch=launch, async_save=asynchronous))
+    assert status == 0, err
+    assert_as_if_nothing_had_happened(tmp_path / "run", len(attempts) - 1)
+    assert f"(exitcode: -9) local_rank: {rank}" in err and "(exitcode: 3)" in err
+    for said in ("ValueError: a bad thing", "SystemExit: 3"):
+        assert err.count(f"rank {rank} of 2 failed: {said}\n") == 1
+        assert err.count(f"rank {1 - rank} ends because another failed: rank {rank}: {said}\n") == 1
+    assert "NonFiniteError: step 5: loss is nan" in err
+    assert ("No space left on device" in err) != asynchronous
+
+
+@pytest.mark.slow
+def test_shakespeare(job, tmp_path):
+    status, _, err = ended(job("kill:1:5", "nan:1:8", "", experiment="experiments.shakespeare"))
+    assert status == 0, err
+    assert_as_if_nothing_had_happened(tmp_path / "run", 2)
+    assert "generator" not in err and "NonFiniteError: step 8: loss is nan" in err
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(job, tmp_path):
+    """The second ends in set-up and says whose the folder is; the first does not notice."""
+    first = job("wait:0:6")
+    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
+        assert first[0].poll() is None, ended(first)
+        time.sleep(0.05)
+    status, _, err = ended(job(""))
+    assert status != 0 and err.partition("ChildFailedError")[0].count("Traceback") == 1  # torchrun's own
+    assert re.search(rf"rank 0 of 2 failed: ClaimedError: .*{socket.gethostname()}.*; wait until it ends, end it", err)
+    (tmp_path / "run-go").touch()
+    status, _, err = ended(first)
+    assert status == 0, err
+    assert_as_if_nothing_had_happened(tmp_path / "run", 0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_waited_for_as_long_as_was_said(job, tmp_path):
+    status, _, err = ended(job("hang:1:5", "", timeout_s=10))
+    assert status == 0, err
+    assert_as_if_nothing_had_happened(tmp_path / "run", 1)
+    assert "another rank did not come to this collective in time: is it stopped, or does it wait for something" in err
+
+
+@pytest.mark.slow
+def test_nodes_that_count_their_restarts_differently(job, tmp_path):
+    """Two agents: the one whose rank is killed counts a restart, the other none."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job")
+    jobs = [job("kill:1:5", "kill:1:8", "", launch=launch, ranks=1) for _ in range(2)]
+    for each in jobs:
+        status, _, err = ended(each)
+        assert status == 0, err
+    assert_as_if_nothing_had_happened(tmp_path / "run", 2)
