@@ -53,9 +53,10 @@ def main(config):
                 raise ValueError("rank 1 saw a bad thing")
         world.barrier()
     if do.startswith("one raises"):
-        if world.rank == 1:
-            raise ValueError("rank 1 saw a bad thing")
         with catch():  # so that torchrun's SIGTERM alone would not end them
+            world.barrier()
+            if world.rank == 1:
+                raise ValueError("rank 1 saw a bad thing")
             world.barrier() if do.endswith("collective") else time.sleep(300)
     def step(state, batch):
         time.sleep(config.seconds)
