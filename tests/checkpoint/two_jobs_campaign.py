@@ -1,6 +1,7 @@
 """Two jobs that save into one folder, nothing patched: `python -m tests.checkpoint.two_jobs_campaign DIRECTORY SECONDS
-SEED KEEP MACHINES`; KEEP is what each Manager keeps, 0 for all; with MACHINES 2 the second job cannot see whether
-processes of the others live, nor they its own (that alone is pretence).
+SEED KEEP MACHINES BACKGROUND`; KEEP is what each Manager keeps, 0 for all; with MACHINES 2 the second job cannot see
+whether processes of the others live, nor they its own (that alone is pretence); with BACKGROUND 1 a process of its own
+writes the saves of the second job.
 
 Both save steps of their own choice, often the same ones and at the same time; every save that is acknowledged is noted
 with what it held. Meanwhile one process restores the newest step over and over, one runs `gc`, and the savers are
@@ -31,26 +32,45 @@ def state(value):
     return {name: torch.full((160, 128), value + 1000.0 * i) for i, name in enumerate(LAYOUTS)}
 
 
-def saver(directory, job, until, seed, keep, machines):
-    """Save until the time is over; the acknowledged saves as [step, value, metadata], and how many were refused."""
-    rng, done, refused = random.Random(seed * 7919 + job), [], 0
+def saver(directory, job, until, seed, keep, machines, background):
+    """Save until the time is over; the acknowledged saves as [step, value], and how many were refused, and why."""
+    rng, begun, done, refused = random.Random(seed * 7919 + job), {}, [], [""]
     if job and machines > 1:
         owner._where = lambda: "elsewhere"
     with Manager(directory, keep=keep or None) as manager:
+
+        def look():
+            for report in manager.poll():
+                value = begun.pop(report.step)
+                if report.durable:
+                    done.append([report.step, value])
+                else:
+                    refused.append(report.error)
+
         number = 0
         while time.time() < until:
             number += 1
             step = (manager.latest() or 0) + rng.choice((0, 1, 1, 2))
             value = float(2 * number + job)
-            try:
-                manager.save(step, state(value), LAYOUTS, metadata={"value": value})
-            except (ValueError, RuntimeError) as error:  # the other job was faster, or is in the way: nothing was said
-                refused += 1
-                text = str(error)
+            if step in begun:
+                look()
                 continue
-            done.append([step, value])
+            begun[step] = value
+            try:
+                report = manager.save(
+                    step, state(value), LAYOUTS, metadata={"value": value}, wait=not (job and background)
+                )
+            except (ValueError, RuntimeError) as error:  # the other job was faster, or is in the way: nothing was said
+                del begun[step]
+                refused.append(str(error))
+                continue
+            if report.error:
+                del begun[step]
+                refused.append(report.error)
             time.sleep(rng.random() * 0.02)
-    return {"saved": done, "refused": refused, "last_refusal": text[-300:] if refused else ""}
+            look()
+    look()
+    return {"saved": done, "refused": len(refused) - 1, "last_refusal": refused[-1][-300:]}
 
 
 def reader(directory, until):
@@ -122,10 +142,10 @@ def fork(work, *args):
     return pid, result
 
 
-def main(directory, seconds, seed, keep, machines):
+def main(directory, seconds, seed, keep, machines, background):
     torch.set_num_threads(1)
     until = time.time() + seconds
-    jobs = [fork(saver, directory, job, until, seed, keep, machines) for job in (0, 1)]
+    jobs = [fork(saver, directory, job, until, seed, keep, machines, background) for job in (0, 1)]
     others = [fork(work, directory, until) for work in (reader, collector)]
     stops([pid for pid, _ in jobs], until, seed)
     done, (looked, collected) = [job() for _, job in jobs], [other() for _, other in others]
@@ -149,8 +169,17 @@ def main(directory, seconds, seed, keep, machines):
         lost.append(max(saved))
     count = sum(len(job["saved"]) for job in done)
     twice = sum(len(values) > 1 for values in saved.values())
-    found = {"acknowledged": count, "twice": twice, "refused": [job["refused"] for job in done], "broken": broken}
-    found |= {"lost": lost, "reader": looked, "refusal": done[0]["last_refusal"], "collected": len(collected)}
+    found = {
+        "acknowledged": count,
+        "by job": [len(job["saved"]) for job in done],
+        "twice": twice,
+        "refused": [job["refused"] for job in done],
+        "refusals": [job["last_refusal"] for job in done],
+        "broken": broken,
+        "lost": lost,
+        "reader": looked,
+        "collected": len(collected),
+    }
     found["left"] = [name for name in sorted(os.listdir(directory)) if name.startswith(".")]
     print(json.dumps(found), flush=True)
 
