@@ -35,7 +35,7 @@ class Held:
     """
 
     def __init__(self, path: str):
-        self._path, self._fd, self._error = path, None, None
+        self._path, self._fd, self._identity, self._error = path, None, None, None
         try:
             self._fd = self._opened()
             self._identity = identity(self._fd)
