@@ -14,6 +14,7 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.files import commit, leases, objects
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
+from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.tools import collect
 from tests.checkpoint.fake_world import assert_same_bits
@@ -233,6 +234,75 @@ def test_an_object_store_with_a_live_saver_of_another_step(monkeypatch):
     saving.end()
     assert Manager(store).steps() == [7]
     assert_same_bits(Manager(store).restore(7, ONE)[0], state(7))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("moment", ["before it", "when marked", "when seen", "after it"])
+def test_an_object_store_and_an_owner_that_was_stopped_for_long(monkeypatch, existing, moment):
+    """It goes on at this moment of another machine's clean-up: it is told that its files went, or they are there."""
+    store, now = checkpoint.open_store("memory://runs/x", {}), [0.0]
+    place, watch = store.child("step_00000007"), leases.Watch(lambda: now[0])
+    if existing:
+        checkpoint.save(place, state(1), ONE, step=7)
+    seen, published, cleaned = threading.Event(), threading.Event(), threading.Event()
+    real = {name: getattr(type(place), name) for name in ("_mark_gone", "_pointer")}
+    marked = []
+
+    def clean():
+        for _ in range(10):
+            store.clean(leases.STEP.pattern, (), watch)
+            now[0] += 60.0
+        cleaned.set()
+
+    cleaner = threading.Thread(target=clean)
+
+    def stop(name):
+        def call(self, *args):
+            found = real[name](self, *args)
+            if threading.current_thread() is cleaner:
+                marked.extend(args)
+                if marked and moment == {"_mark_gone": "when marked", "_pointer": "when seen"}[name]:
+                    seen.set()
+                    assert published.wait(60)
+            return found
+
+        return call
+
+    put = KeyValues.write
+
+    def write(self, name, blocks):
+        if name == "COMPLETE" and self.spec["path"].endswith("step_00000007/") and cleaner.ident is None:
+            if moment != "after it":
+                cleaner.start()
+                assert (cleaned if moment == "before it" else seen).wait(60)
+            put(self, name, blocks)
+            published.set()
+            if moment == "after it":
+                cleaner.start()
+            cleaner.join()
+        else:
+            put(self, name, blocks)
+
+    with monkeypatch.context() as patch:
+        # The saver asks nobody's fate, and all are unknown to the cleaner.
+        patch.setattr("fmegatron.checkpoint.files.leases.fate", lambda whose: "unknown")
+        for name in real:
+            patch.setattr(type(place), name, stop(name))
+        patch.setattr(KeyValues, "write", write)
+        if moment in ("before it", "when seen"):
+            with pytest.raises(RuntimeError, match="was deleted by another process, which took this save for dead"):
+                checkpoint.save(place, state(2), ONE, step=7)
+            there = 1 if existing else None
+        else:
+            checkpoint.save(place, state(2), ONE, step=7)
+            there = 2
+    assert Manager(store).steps() == ([] if there is None else [7])
+    if there is not None:
+        assert_same_bits(checkpoint.restore(place, ONE), state(there))
+    checkpoint.save(place, state(3), ONE, step=7)
+    assert_same_bits(checkpoint.restore(place, ONE), state(3))
+    assert len({key.partition("/")[0] for key in place.values.names()}) == 2
+    assert [note for note in store.notes().names() if ".saving-" in note] == []
 
 
 def test_chunks_that_vanish_before_the_marker(tmp_path, monkeypatch):

@@ -252,7 +252,7 @@ class FolderStore:
             text = f"{self.path}: what killed saves have left there could not be removed: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         token = commit.new_token()
-        lease = Lease(self.above().notes(), saving_note(os.path.basename(self.path), token))
+        lease = Lease(self.above().notes(), saving_note(os.path.basename(self.path), token), exclusive=True)
         folder = Folder(commit.hidden(self.path, "tmp", token), lease=lease)
         try:
             os.mkdir(folder.root)

@@ -39,6 +39,7 @@ STEP = re.compile(r"step_(\d{8,})")  # what a Manager calls a checkpoint
 LEASE_S = 300.0  # a note that was watched for so long and not renewed is void
 BEAT_S = 30.0  # who holds a lease renews its note
 _YIELD_S = 10.0  # the longest that a reader waits for somebody who is about to delete (a look and a rename)
+NOBODYS = b"{}"  # a note whose owner is dead, or taken for dead
 _NOTE = re.compile(r"\.(.+)\.(reading|leaving)-[0-9a-f]{12}")
 
 
@@ -88,7 +89,8 @@ class Lease:
 
     One that is dropped without `release` says from then on that nobody holds it; one whose process dies has its name.
 
-    exclusive: a note that others have removed is not left again: they took this process for dead, and `lost` is True.
+    exclusive: a note that others have removed, or made nobody's, is not left again: they took this process for dead,
+    and `lost` is True.
     fields: more JSON values in the note.
     """
 
@@ -153,7 +155,7 @@ class _Renewed:
             with self.lock, contextlib.suppress(OSError):  # a disk that is away for a while; the next beat tries again
                 if self.done.is_set():
                     return
-                if self.exclusive and self.notes.read(self.name) is None:
+                if self.exclusive and self.notes.read(self.name) in (None, NOBODYS):
                     self.lost = True
                     return
                 self.beats += 1
@@ -166,7 +168,7 @@ class _Renewed:
             return
         with self.lock, contextlib.suppress(OSError):
             self.done.set()
-            self.notes.write(self.name, b"{}")
+            self.notes.write(self.name, NOBODYS)
 
 
 @contextlib.contextmanager

@@ -12,23 +12,27 @@ saves: the next save removes them. What is deleted object by object has a note w
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import tensorstore as ts
 
-from fmegatron.checkpoint.files.format import MARKER, MARKER_VERSION, CheckpointError, digest_text
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, MARKER_VERSION, CheckpointError, digest_text
 from fmegatron.checkpoint.files.keyvalue import KeyNotes, KeyValues
-from fmegatron.checkpoint.files.leases import LEASE_S, Lease, Watch, alive, saving_note
+from fmegatron.checkpoint.files.leases import LEASE_S, NOBODYS, Lease, Watch, alive, saving_note
+from fmegatron.checkpoint.files.object_files import Objects
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
 _ASIDE = re.compile(r"ASIDE-([0-9a-f]{12})")
+_SETTLE_S = 10.0  # for a process that cleans to read a pointer
 _INDEX, _NOTES = ".checkpoints/", ".notes/"
 _DRIVERS = MappingProxyType({"s3": "s3", "gs": "gcs", "memory": "memory"})
 
@@ -42,61 +46,6 @@ def _context() -> ts.Context:
             "gcs_request_retries": limits,
         }
     )
-
-
-@dataclass(frozen=True)
-class Objects:
-    """Objects whose keys begin with those of `values`: a Storage.
-
-    root: the token of the save.  lease: that of the save that writes it, where it was begun.
-    """
-
-    values: KeyValues
-    text: str
-    root: str = ""
-    lease: Lease | None = field(default=None, compare=False, repr=False)
-    readers = 8  # each has up to 16 MiB in flight
-    writers = 8
-
-    def at(self, name: str) -> str:
-        """URL of an object."""
-        return f"{self.text}/{name}"
-
-    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
-        """Bytes of an object."""
-        return self.values.read(name, start, size)
-
-    def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager:
-        """Ranges of an object."""
-        return self.values.open(name, size, ranges)
-
-    def identity(self) -> str:
-        """The URL: every save has a token of its own there."""
-        return self.text
-
-    def inside(self, name: str) -> bool:
-        """There are no links."""
-        return True
-
-    def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
-        """Put an object."""
-        self.values.write(name, blocks)
-
-    def remove(self, name: str) -> None:
-        """Remove an object."""
-        self.values.remove(name)
-
-    def names(self) -> list[str]:
-        """All objects, sorted."""
-        return self.values.names()
-
-    def sync(self) -> None:
-        """An object that was put is durable."""
-
-    def delete(self) -> None:
-        """Remove all objects, the marker first."""
-        self.values.remove(MARKER)
-        self.values.delete()
 
 
 @dataclass(frozen=True)
@@ -177,7 +126,7 @@ class ObjectStore:
             raise ValueError(f"{self.text}: holds {strange[0]} and is no checkpoint; choose another URL, or empty it")
         self._clear(Watch())
         token = secrets.token_hex(6)
-        lease = Lease(self._notes, self._note(token))
+        lease = Lease(self._notes, self._note(token), exclusive=True)
         if self._index is not None:
             index, name = self._index
             index.write(name, [b""])
@@ -189,6 +138,7 @@ class ObjectStore:
 
     def publish(self, storage: Objects, marker: bytes) -> None:
         """Put the marker beside the data, then the pointer; then remove what the pointer named before."""
+        before = self._marker()
         storage.write(MARKER, [marker])
         pointer = {**json.loads(marker), "version": MARKER_VERSION, "root": storage.root}
         if self._index is not None:  # another process may have removed it with the last of an older checkpoint
@@ -199,6 +149,10 @@ class ObjectStore:
             # The answer may be lost, and not the put. What cannot be told counts as failed.
             if (self._pointer() or {}).get("root") != storage.root:
                 raise
+        # Who cleans marks the note and then reads the pointer. So one of the two sees the other.
+        if self._is_gone(storage.root):
+            self._take_back(storage, before)
+            raise OSError(errno.ESTALE, "was deleted by another process, which took this save for dead", storage.text)
         with suppress(OSError):  # the new one is the checkpoint; the next save tries again
             self._clear(Watch(), (storage.root,))
 
@@ -291,22 +245,15 @@ class ObjectStore:
     def _draft(self, root: str) -> Objects:
         return Objects(self.values.below(f"{root}/"), f"{self.text}/{root}", root)
 
-    def _marker(self) -> bytes | None:
+    def _marker(self, below: str = "") -> bytes | None:
         try:
-            return self.values.read(MARKER, 0, 4096)
+            return self.values.read(below + MARKER, 0, 4096)
         except FileNotFoundError:
             return None
 
     def _pointer(self) -> dict[str, Any] | None:
         """The content of NAME/COMPLETE: None if missing, {} if it is not JSON (which `read_manifest` will say)."""
-        data = self._marker()
-        if data is None:
-            return None
-        try:
-            value = json.loads(data)
-        except (ValueError, RecursionError):
-            return {}
-        return value if isinstance(value, dict) else {}
+        return _parsed(self._marker())
 
     def _keys(self) -> list[str]:
         """All that belongs to this checkpoint (a bucket has its notes inside)."""
@@ -329,8 +276,15 @@ class ObjectStore:
         if pointer is not None and type(pointer.get("root")) is not str:
             return  # the checkpoint lies at the URL itself, or its marker is damaged: nothing is a leftover for sure
         named = {m[1] for k in keys if (m := _ASIDE.fullmatch(k))} | {(pointer or {}).get("root")}
+        free = [token for token in free if token not in named]
+        if free and pointer is not None and self._marker(f"{pointer['root']}/") is None:
+            return  # that one was deleted while it was published; its saver may still put the pointer back
         for token in free:
-            if token not in named:
+            note = self._notes.read(self._note(token))
+            self._mark_gone(token)
+            if (self._pointer() or {}).get("root") == token:  # its owner came back to life, just in time
+                self._notes.write(self._note(token), note) if note else self._notes.remove(self._note(token))
+            else:
                 self.delete_token(token)
         plain = [k for k in keys if k != MARKER and not _ASIDE.fullmatch(k) and _part(k) not in tokens]
         if plain and (pointer is not None or watch.quiet_s(self.text, repr(plain).encode()) >= LEASE_S):
@@ -340,6 +294,22 @@ class ObjectStore:
             if note.removeprefix(self._note("")) not in tokens and not alive(self._notes, note, watch):
                 self._notes.remove(note)
         self._forget_if_empty()
+
+    def _is_gone(self, token: str) -> bool:
+        """Whether another process has taken the saver for dead; waits while it is about to say so."""
+        end = time.monotonic() + _SETTLE_S
+        while (note := self._notes.read(self._note(token))) == NOBODYS and time.monotonic() < end:
+            time.sleep(0.02)
+        return note in (None, NOBODYS)
+
+    def _take_back(self, storage: Objects, before: bytes | None) -> None:
+        """The pointer is what it was before, unless that is gone by now, or another save has put its own."""
+        if (self._pointer() or {}).get("root") == storage.root:
+            root = (_parsed(before) or {}).get("root")
+            if before is not None and (MANIFEST if root is None else f"{root}/{MARKER}") in self._keys():
+                self.values.write(MARKER, [before])
+            else:
+                self.values.remove(MARKER)
 
     def _is_free(self, token: str, keys: list[str], watch: Watch) -> bool:
         """Whether nobody writes the objects of a token. One with a marker and no note was the checkpoint once."""
@@ -352,7 +322,7 @@ class ObjectStore:
         return watch.quiet_s(f"{self.text}/{token}", stamp) >= LEASE_S
 
     def _mark_gone(self, token: str) -> None:
-        self._notes.write(self._note(token), b"{}")
+        self._notes.write(self._note(token), NOBODYS)
 
     def delete_token(self, token: str) -> None:
         """Delete the objects of a save; if this is killed half-way, the next save sees that they have no owner."""
@@ -389,6 +359,16 @@ class Withdrawn:
                 if not _ASIDE.fullmatch(key) and not _TOKEN.fullmatch(_part(key)):
                     self.store.values.remove(key)
         self.store._forget_if_empty()
+
+
+def _parsed(marker: bytes | None) -> dict[str, Any] | None:
+    if marker is None:
+        return None
+    try:
+        value = json.loads(marker)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _part(key: str) -> str:
