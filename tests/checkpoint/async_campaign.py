@@ -79,7 +79,7 @@ def trial(directory, rng):
     notes = os.path.join(os.path.dirname(directory), f"notes{os.path.basename(directory)}")
     run(1, lambda world, calls: checkpoint.save(path(directory, 1), state(1), layouts_on(1)))
     pids, pipes = launch(ranks, saving(directory, 2, ranks, notes))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not all(os.path.exists(f"{notes}.{r}") for r in range(ranks)) and time.monotonic() < deadline:
         time.sleep(0.001)
     writers = []
@@ -93,9 +93,9 @@ def trial(directory, rng):
             os.kill(pid, signal.SIGKILL)  # our child, or our child's
         except ProcessLookupError:
             pass
-    results = collect(pids, pipes, seconds=60)
+    results = collect(pids, pipes, seconds=600)
     assert all(got is None or "result" in got for got in results), results
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not all(map(ended, writers)):
         assert time.monotonic() < deadline, "a writer lives on without its trainer"
         time.sleep(0.002)

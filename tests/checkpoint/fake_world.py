@@ -50,7 +50,7 @@ class FakeWorld:
         for peer, x in sends:
             self._mail[self.rank, peer].put(x.view(-1).view(torch.uint8).clone())
         for peer, x in receives:
-            x.view(-1).view(torch.uint8).copy_(self._mail[peer, self.rank].get(timeout=120))
+            x.view(-1).view(torch.uint8).copy_(self._mail[peer, self.rank].get(timeout=600))
             self.exchanged += x.nbytes * (peer != self.rank)
 
 

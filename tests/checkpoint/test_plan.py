@@ -1,7 +1,6 @@
 """Plans: one writer for every chunk, shared evenly, cheap for any number of ranks; chunks of sensible shapes."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from fmegatron.checkpoint.files.format import CHUNK_BYTES, array_name, band_shap
 from fmegatron.checkpoint.writing.part import Part, grid_array, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import chunk_shape, chunks_to_write, cut_unit, plan
 from fmegatron.layout import Layout, Mesh, Split
+from tests.work import counted
 
 BF16 = torch.bfloat16
 
@@ -87,9 +87,9 @@ def test_bands_are_contiguous_and_small():
 
 
 def test_the_divisor_search_is_bounded():
-    start = time.perf_counter()
-    assert chunk_shape((10_000_019, 1 << 14), 4, False) == (10_000_019, 1 << 14)  # a prime of 610 GiB
-    assert time.perf_counter() - start < 0.5
+    with counted() as work:
+        assert chunk_shape((10_000_019, 1 << 14), 4, False) == (10_000_019, 1 << 14)  # a prime of 610 GiB
+    assert work.calls < 50_000
 
 
 def test_names_are_different_and_inside():
@@ -98,7 +98,7 @@ def test_names_are_different_and_inside():
     assert not any(part in ("", ".", "..", "zarr.json") for name in names for part in name.split("/"))
 
 
-def test_one_rank_of_many_plans_in_a_second():
+def test_one_rank_of_many_plans_little():
     """2,000 leaves on 16,384 ranks: the plan and the chunks of one rank."""
     mesh = Mesh(pp=8, dp=16, fsdp=16, tp=8)
     experts = mesh.view(pp=8, edp=4, ep=64, etp=8)
@@ -110,10 +110,10 @@ def test_one_rank_of_many_plans_in_a_second():
         Layout((96, 8192), torch.float32, mesh, ("pp",)),
     ]
     layouts = [kinds[i % 5].replace(shape=(96, *kinds[i % 5].shape[1:])) for i in range(2000)]
-    start = time.perf_counter()
-    leaves = plan([f"leaf/{i}" for i in range(2000)], layouts)
-    chunks = [chunks_to_write(leaf, 12_345) for leaf in leaves if leaf.home == "grid"]
-    assert time.perf_counter() - start < 1.0 * 3  # three times the bar: other tests run beside this one
+    with counted() as work:
+        leaves = plan([f"leaf/{i}" for i in range(2000)], layouts)
+        chunks = [chunks_to_write(leaf, 12_345) for leaf in leaves if leaf.home == "grid"]
+    assert work.calls < 1_000 * len(layouts)
     assert sum(map(len, chunks)) > 800
 
 

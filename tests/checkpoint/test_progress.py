@@ -43,7 +43,7 @@ def until(text):
     """Work that lasts until the bar shows `text`."""
 
     def work(screen):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 600
         while text not in screen.getvalue():
             assert time.monotonic() < end, screen.getvalue()[-300:]
             time.sleep(0.01)

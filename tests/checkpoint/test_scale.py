@@ -1,8 +1,6 @@
-"""One rank of 16,384 plans in a second; small leaves take linear time; a manifest of 10^12 parameters is small."""
+"""One rank of 16,384 plans little; small leaves are linear work; a manifest of 10^12 parameters is small."""
 
-import gc
 import math
-import time
 
 import numpy as np
 import pytest
@@ -15,10 +13,9 @@ from fmegatron.checkpoint.files.parse import parse_json, parse_manifest
 from fmegatron.checkpoint.writing.part import Part, grid_array, merge, one_chunk, plan_digest
 from fmegatron.checkpoint.writing.plan import chunks_to_write, plan
 from fmegatron.layout import Layout, Mesh, Split
-from tests.checkpoint.memory import peak, reset_peak
+from tests.work import counted
 
 BF16, F32 = torch.bfloat16, torch.float32
-SLACK = 3.0  # other tests run beside these: processor time of shared cores and caches
 
 
 def trillion(stacked, layers=60):
@@ -98,34 +95,31 @@ def test_one_rank_of_16384_plans():
     ]
     layouts = [kinds[i % 5].replace() for i in range(2000)]
     assert mesh.size == 16_384
-    start, begun = reset_peak(), time.process_time()
-    leaves = plan([f"leaf/{i}" for i in range(2000)], layouts)
-    chunks = [chunks_to_write(leaf, 12_345) for leaf in leaves if leaf.home == "grid"]
-    assert time.process_time() - begun < 1.0 * SLACK
-    assert peak() - start < 200 << 20
+    with counted() as work:
+        leaves = plan([f"leaf/{i}" for i in range(2000)], layouts)
+        chunks = [chunks_to_write(leaf, 12_345) for leaf in leaves if leaf.home == "grid"]
+    assert work.calls < 1_000 * len(layouts)
+    assert work.memory < 200 << 20
     assert sum(map(len, chunks)) > 500
 
 
 def check_metadata(stacked, layers=60):
-    """50 MB and 2 s for 60 layers. Digests: less than 1/10,000 of the data."""
+    """50 MB for 60 layers, calls in proportion to leaves. Digests: less than 1/10,000 of the data."""
     paths, layouts = trillion(stacked, layers)
     assert len(paths) == (14 if stacked else 3 + layers * 1160)
     data, digests = metadata_of(paths, layouts)
     assert len(data) < 50e6 * layers / 60, len(data)
     assert 8 * digests < 1e-4 * sum(layout.nbytes for layout in layouts), digests
-    gc.collect()
-    begun = time.process_time()
-    manifest = parse_manifest(parse_json(data))
-    seconds = time.process_time() - begun
-    assert seconds < 2.0 * SLACK * layers / 60, seconds
+    with counted() as work:
+        manifest = parse_manifest(parse_json(data))
+    assert work.calls < 500 * len(paths)
     assert list(manifest.leaves) == paths and manifest.digest_count == digests
-    return len(data), seconds
+    return len(data)
 
 
 def test_metadata_of_a_trillion_parameters():
     """Layers and experts as dims: 14 leaves. One by one, a tenth of the layers and of the bounds."""
-    size, seconds = check_metadata(stacked=True)
-    assert size < 10_000 and seconds < 0.1
+    assert check_metadata(stacked=True) < 10_000
     check_metadata(stacked=False, layers=6)
 
 
@@ -136,34 +130,31 @@ def test_metadata_of_a_trillion_parameters_leaf_by_leaf():
 
 
 def save_and_restore(folder, count):
-    """Processor seconds of saving and restoring so many small leaves; and (files, bytes of metadata) of it."""
+    """Calls of saving and restoring so many small leaves; and (files, bytes of metadata) of it."""
     layout = Layout((16,), F32, Mesh())
     names = [(f"layer{i // 100}", f"p{i % 100}") for i in range(count)]
     layouts, state = ({layer: {} for layer, _ in names} for _ in range(2))
     for i, (layer, name) in enumerate(names):
         layouts[layer][name], state[layer][name] = layout, torch.full((16,), float(i))
-    gc.collect()
-    begun = time.process_time()
-    checkpoint.save(folder / f"{count}", state, layouts)
-    got = checkpoint.restore(folder / f"{count}", layouts)
-    seconds = time.process_time() - begun
+    with counted() as work:
+        checkpoint.save(folder / f"{count}", state, layouts)
+        got = checkpoint.restore(folder / f"{count}", layouts)
     assert all(int(got[layer][name][3]) == i for i, (layer, name) in enumerate(names))
     files = [path for path in (folder / f"{count}").rglob("*") if path.is_file()]
-    return seconds, len(files), (folder / f"{count}" / "manifest.json").stat().st_size
+    return work.calls, len(files), (folder / f"{count}" / "manifest.json").stat().st_size
 
 
 def check_linear(folder, small, large):
     a, b = save_and_restore(folder, small), save_and_restore(folder, large)
     assert a[1] == b[1] <= 6, "small leaves have files of their own"
     assert b[2] / large < 1.1 * a[2] / small
-    assert b[0] / large < 1.8 * a[0] / small + 2e-5, f"{a[0]:.2f} s for {small} leaves, {b[0]:.2f} s for {large}"
-    return b[0]
+    assert b[0] / large <= 1.1 * a[0] / small, f"{a[0]} calls for {small} leaves, {b[0]} for {large}"
 
 
-def test_small_leaves_take_linear_time(tmp_path):
+def test_small_leaves_are_linear_work(tmp_path):
     check_linear(tmp_path, 2_000, 8_000)
 
 
 @pytest.mark.slow
 def test_100_000_small_leaves(tmp_path):
-    assert check_linear(tmp_path, 25_000, 100_000) < 20 * SLACK
+    check_linear(tmp_path, 25_000, 100_000)

@@ -142,15 +142,14 @@ def test_ctrl_c_saves_and_ends_with_130(start):
 
 
 def test_a_second_ctrl_c_ends_at_once(start):
-    process = start(1, "--config_seconds=30")
+    process = start(1, "--config_seconds=1000")
     until(process, "started")
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    status, _, err = ended(process)
-    assert status == 130 and time.monotonic() - began < 10
+    status, _, err = ended(process)  # long before the step would
+    assert status == 130
     assert "saved step" not in err and "a second Ctrl-C" in err
 
 

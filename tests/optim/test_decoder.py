@@ -77,6 +77,6 @@ def trained(rank, mesh, backend):
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_real_ranks_train_as_one_rank(ranks, backend):
     """Four gloo ranks, the collectives of the dealt matrices included; a frozen leaf in a donated state."""
-    found = ranks.run(trained, Mesh(dp=1, fsdp=2, tp=2), backend, ranks=4, timeout_s=240)
+    found = ranks.run(trained, Mesh(dp=1, fsdp=2, tp=2), backend, ranks=4)
     assert all(other == found[0] for other in found)
     assert found[0] == pytest.approx(trained(0, ONE, "eager"), rel=1e-10)
