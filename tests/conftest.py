@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from fmegatron.testing import Forkserver, RankPool
-from tests import sampling
+from tests import garbage, pairs, sampling
 from tests.fresh import Python
 
 # What processes of the tests need: the package, and what torch imports late, when it first traces or compiles.
 MODULES = (
+    garbage.__name__,
     "fmegatron.testing.ranks",
     "fmegatron.loop",
     "functorch.compile",
@@ -28,6 +29,7 @@ FOLDER = pytest.StashKey[str]()
 WORKERS = 8  # each may start a pool of 4 ranks
 
 
+@pytest.hookimpl(optionalhook=True)  # -p no:xdist
 def pytest_xdist_auto_num_workers():
     """As many workers as this process has cores."""
     return min(len(os.sched_getaffinity(0)), WORKERS)
@@ -62,7 +64,7 @@ def pytest_runtest_makereport(item):
     """Tests of modules that draw samples carry the day whose samples they were."""
     report = yield
     names = vars(item.module).values() if hasattr(item, "module") else ()  # a doctest has none
-    if any(value is sampling or value is sampling.seeds for value in names):  # arrays have an == of their own
+    if any(value is drawn for value in names for drawn in (sampling, sampling.seeds, pairs.rotating)):  # not ==: arrays
         report.user_properties.append(("day", sampling.today()))
     return report
 

@@ -1,7 +1,8 @@
 """Products of options for tests: by default so many cases that every pair of values of two options occurs in one.
 
-Faults that need one value of one option, or two values of two, are found by such a set; those that need three at once
-are left to `make test-all`, which runs the full product.
+Faults that need one value of one option, or two values of two, are found by such a set (`product`); those that need
+three at once are left to `make test-all`, which runs the full product. Where cases are expensive, or the options are
+two, every day has cases with every value of each option, and every case has its day (`rotating`).
 """
 
 import itertools
@@ -9,7 +10,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import pytest
 
-__all__ = ["covering", "product"]
+from tests import sampling
+
+__all__ = ["covering", "of_a_day", "product", "rotating"]
 
 
 def covering(*options: Iterable[Hashable], of: Iterable[tuple] | None = None) -> list[tuple]:
@@ -37,7 +40,36 @@ def product(*options: Iterable[Hashable], of: Iterable[tuple] | None = None, ids
     ids: for each option what names its values, a function or a mapping; the id of a case joins them.
     """
     possible = list(itertools.product(*options)) if of is None else list(of)
-    kept = set(covering(of=possible))
+    return _marked(possible, set(covering(of=possible)), ids)
+
+
+def of_a_day(day: int, *options: Sequence[Hashable]) -> list[tuple]:
+    """Of the product as many cases as the longest option has values: every value of every option is in one of them.
+
+    Those of as many days in a row as the other options have combinations are the full product.
+    """
+    longest = max(range(len(options)), key=lambda i: len(options[i]))
+    shifts = []
+    for i, option in enumerate(options):
+        shifts.append(0 if i == longest else day % len(option))
+        day = day if i == longest else day // len(option)
+    return [
+        tuple(option[(n + shift) % len(option)] for option, shift in zip(options, shifts, strict=True))
+        for n in range(len(options[longest]))
+    ]
+
+
+def rotating(*options: Iterable[Hashable], ids: Sequence | None = None) -> list:
+    """The full product as parameters of a test; what is not of today (`sampling.today`) is marked slow. ids: as above.
+
+    A failed test names its case; the line at the end of the run repeats it on another day.
+    """
+    options = [list(option) for option in options]
+    return _marked(list(itertools.product(*options)), set(of_a_day(sampling.today(), *options)), ids)
+
+
+def _marked(possible: list[tuple], kept: set[tuple], ids: Sequence | None) -> list:
+    """Parameters of a test: all that is possible, those that are not kept marked slow."""
     names = [name.__getitem__ if isinstance(name, Mapping) else name for name in ids or [str] * len(possible[0])]
     return [
         pytest.param(

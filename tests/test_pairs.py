@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.pairs import covering, product
+from tests.pairs import covering, of_a_day, product
 
 SIZES = [(1,), (5,), (2, 3), (2, 2, 2), (4, 3, 2), (3, 3, 3, 3), (6, 6, 2, 2), (7, 2, 2, 2, 2), (2,) * 8]
 
@@ -41,3 +41,14 @@ def test_the_others_are_slow():
     assert kept == covering("ab", [1, 2, 3], [True, False]) and len(kept) == 6
     assert {mark.name for case in found for mark in case.marks} == {"slow"}
     assert [case.id for case in found[:2]] == ["a-one-True", "a-one-False"]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_value_has_a_case_each_day_and_every_case_its_day(sizes):
+    options, full = [range(size) for size in sizes], set(itertools.product(*map(range, sizes)))
+    days = len(full) // max(sizes)
+    for day in (0, 1, 20_779):
+        cases = of_a_day(day, *options)
+        assert len(cases) == len(set(cases)) == max(sizes)
+        assert all({case[i] for case in cases} == set(option) for i, option in enumerate(options))
+        assert {case for later in range(day, day + days) for case in of_a_day(later, *options)} == full

@@ -1,4 +1,4 @@
-"""Five AdamW steps of the whole model: on every mesh what one rank computes, simulated and on real gloo ranks.
+"""Some AdamW steps of the whole model: on every mesh what one rank computes, simulated and on real gloo ranks.
 
 Loss, grad_norm, every parameter, and both moments of every gradient are compared. With and without an active clip,
 because a clip and Adam each hide a factor that all gradients share.
@@ -14,32 +14,24 @@ from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
 from fmegatron.step import compiled_layer, jit
 from fmegatron.testing import Ranks, assert_parity, assert_pure, parity, relative_error, simulate, split
+from tests.pairs import rotating
 from tests.step.whole_step import MESHES, layouts_of, make_config, make_step, whole_batch, whole_state
 
 SWITCHES = list(itertools.product([0.01, None], [False, True], [False, True]))  # clip, sequence parallel, tied
-QUICK = [(0.01, True, True), (None, True, False)]  # tests/model/test_train_step.py has those without
 
 
 def check(mesh, clip_norm, sequence_parallel, tied):
     config = make_config(tied, sequence_parallel)
     result = assert_parity(
         lambda m: make_step(config, m, clip_norm), mesh, whole_state(config), lambda i: whole_batch(config, i),
-        layouts=layouts_of(config, mesh), out_layouts=(layouts_of(config, mesh)[0], None), steps=5,
+        layouts=layouts_of(config, mesh), out_layouts=(layouts_of(config, mesh)[0], None), steps=3,
     )  # fmt: skip
     clipped = result.sharded.metrics["grad_norm"] > (clip_norm or float("inf"))
     assert clipped == (clip_norm is not None)
 
 
-@pytest.mark.parametrize("switches", QUICK, ids=str)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("mesh", "switches"), rotating(MESHES, SWITCHES))
 def test_simulated(mesh, switches):
-    check(mesh, *switches)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("switches", [s for s in SWITCHES if s not in QUICK], ids=str)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_simulated_all(mesh, switches):
     check(mesh, *switches)
 
 
@@ -74,12 +66,12 @@ def test_blame_in_the_whole_model():
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
-def steps_on_rank(rank, mesh, config, clip_norm, layer_policy):
+def steps_on_rank(rank, mesh, config, clip_norm, layer_policy, backend):
     """Five steps on this rank, through jit and with donation: (final state, metrics of each step)."""
     layouts = layouts_of(config, mesh)
     layer = compiled_layer(layer_policy) if layer_policy else model.plain_layer
     with connect(mesh) as world:
-        step = jit(make_step(config, mesh, clip_norm, layer), donate=0, world=world, backend="aot_eager")
+        step = jit(make_step(config, mesh, clip_norm, layer), donate=0, world=world, backend=backend)
         state = tree.map(lambda x: x.clone(), split(whole_state(config), layouts[0])[rank])
         metrics = []
         for i in range(5):
@@ -101,20 +93,22 @@ def simulated_steps(mesh, config, clip_norm, layer_policy=None):
     return [o[0] for o in sims[-1].outputs], [sim.metrics for sim in sims]
 
 
+REAL = [(Mesh(tp=2), None), (Mesh(fsdp=2, tp=2), "mincut"), (Mesh(fsdp=2), "inputs"), (Mesh(dp=2, tp=2), None)]
+QUICK_REAL = [(*REAL[0], "eager"), (*REAL[1], "eager")]  # aot_eager on ranks: test_strategies.py
+
+
 @pytest.mark.parametrize(
-    ("mesh", "policy"),
+    ("mesh", "policy", "backend"),
     [
-        (Mesh(tp=2), None),
-        (Mesh(fsdp=2, tp=2), "mincut"),
-        pytest.param(Mesh(fsdp=2), "inputs", marks=pytest.mark.slow),
-        pytest.param(Mesh(dp=2, tp=2), None, marks=pytest.mark.slow),
+        pytest.param(*case, marks=() if case in QUICK_REAL else pytest.mark.slow)
+        for case in ((*real, backend) for real in REAL for backend in ("eager", "aot_eager"))
     ],
     ids=str,
 )
-def test_real_ranks_equal_simulated_ranks(ranks, mesh, policy):
+def test_real_ranks_equal_simulated_ranks(ranks, mesh, policy, backend):
     """Bit for bit where groups have 2 ranks; in a group of 4 gloo may add in another order."""
     config = make_config(sequence_parallel=True)
-    real = ranks.run(steps_on_rank, mesh, config, 0.01, policy, ranks=mesh.size, timeout_s=240)
+    real = ranks.run(steps_on_rank, mesh, config, 0.01, policy, backend, ranks=mesh.size)
     states, metrics = simulated_steps(mesh, config, 0.01, policy)
     tolerance = 0.0 if policy is None else 1e-12
     for rank, (state, found) in enumerate(real):
@@ -124,9 +118,10 @@ def test_real_ranks_equal_simulated_ranks(ranks, mesh, policy):
             assert relative_error(got, wanted) <= tolerance, f"{path} on rank {rank}"
 
 
-def test_real_ranks_fp32_losses(ranks):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_real_ranks_fp32_losses(ranks, backend):
     config, mesh = make_config(dtype=torch.float32), Mesh(fsdp=2)
-    real = ranks.run(steps_on_rank, mesh, config, 1.0, None, ranks=2, timeout_s=240)
+    real = ranks.run(steps_on_rank, mesh, config, 1.0, None, backend, ranks=2)
     _, one = simulated_steps(Mesh(), config, 1.0)
     for _, metrics in real:
         for got, wanted in zip(metrics, one, strict=True):
