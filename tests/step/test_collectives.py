@@ -3,6 +3,7 @@
 Counted in the lowered graphs, and in the code that Inductor generates: what a layer communicates counts once per call.
 """
 
+import functools
 import re
 from collections import Counter
 
@@ -10,14 +11,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import get_code, run_and_get_code
 
 from fmegatron import model, tree
-from fmegatron.collectives import connect
+from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, ppermute, psum, reduce_scatter
 from fmegatron.layout import Mesh
 from fmegatron.step import entry_of, jit
 from fmegatron.step.jit import Compiled
 from fmegatron.step.overlap import launched
+from fmegatron.testing import assert_pure, relative_error
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 
@@ -123,46 +125,101 @@ def test_lowered_graph(ranks, mesh, save):
 
 
 # ---- generated code --------------------------------------------------------------------------------------------------
-def compiled_on_rank(rank, mesh, save):
-    """(generated code of every graph, text of the lowered graph, its gathers and reduce-scatters, losses)."""
+def exchanges_of(graph) -> str:
+    """Gathers and reduce-scatters of the graph that is compiled, in their order: "GGR..."."""
+    return "".join(name[0] for name in launched(graph) if name[0] in "GR")
+
+
+def generated_on_rank(rank, mesh):
+    """(code that Inductor generates for every graph, text of the graph it is given, its exchanges)."""
+    with connect(mesh) as world, config.patch(fx_graph_cache=False):
+        args = (tiny.decoder_state(mesh=mesh, rank=rank), tiny.decoder_batch(mesh=mesh, rank=rank))
+        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), world, "inductor", {}, {})
+        graph = step.stages["exchange"].graph
+        return get_code(step.compile), str(graph), exchanges_of(graph)  # neither compiled nor run
+
+
+def compiled_on_rank(rank, mesh):
+    """The same of a step that runs, and its losses."""
     with connect(mesh) as world:
-        step = jit(tiny.decoder_step(save=save, mesh=mesh), donate=0, world=world)
+        step = jit(tiny.decoder_step(save="inputs", mesh=mesh), donate=0, world=world)
         state = tiny.decoder_state(mesh=mesh, rank=rank)
         batches = [tiny.decoder_batch(mesh=mesh, rank=rank, seed=i) for i in range(3)]
         (first, state), codes = run_and_get_code(tiny.run_steps, step, state, batches[:1])
         losses, _ = tiny.run_steps(step, state, batches[1:])
-        exchanges = "".join(name[0] for name in launched(step.graph("exchange")) if name[0] in "GR")
-        return codes, str(step.graph("exchange")), exchanges, first + losses
+        graph = step.graph("exchange")
+        return codes, str(graph), exchanges_of(graph), first + losses
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(Mesh(fsdp=2), marks=pytest.mark.slow), Mesh(fsdp=2, tp=2)], ids=str)
-def test_generated_code(ranks, mesh):
-    found = ranks.run(compiled_on_rank, mesh, "inputs", ranks=mesh.size, timeout_s=240)
+def assert_implied(mesh, codes, exchanges):
+    """The code has the collectives that the layouts imply, and the backward gathers what it uses."""
+    count, calls = in_code(codes)
+    wanted = implied(tiny.CONFIG, mesh, True)
+    wanted["all_to_all"] = wanted.pop("all_gather") + wanted.pop("reduce_scatter")  # on gloo
+    assert count == wanted
+    assert set(calls.values()) == {tiny.CONFIG.layers} and len(calls) == 2
+    order = events(codes[-1], exchanges)
+    backward = order[order.rindex("F") + 1 :]
+    head = 1  # gathered where the blocks end
+    assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's
+
+
+def test_generated_code(ranks):
+    """That compiled steps compute the same on ranks: overlap/test_ranks.py, and the next test for more meshes."""
+    mesh = Mesh(fsdp=2, tp=2)
+    found = ranks.run(generated_on_rank, mesh, ranks=mesh.size)
+    for codes, graph, exchanges in found:
+        assert_implied(mesh, codes, exchanges)
+        assert graph == found[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(fsdp=2, tp=2)], ids=str)
+def test_generated_code_computes_the_same(ranks, mesh):
+    found = ranks.run(compiled_on_rank, mesh, ranks=mesh.size)
     wanted, _ = tiny.run_steps(
         tiny.decoder_step(), tiny.decoder_state(), [tiny.decoder_batch(seed=i) for i in range(3)]
     )
     for codes, graph, exchanges, losses in found:
-        count, calls = in_code(codes)
-        wanted_count = implied(tiny.CONFIG, mesh, True)
-        wanted_count["all_to_all"] = wanted_count.pop("all_gather") + wanted_count.pop("reduce_scatter")  # on gloo
-        assert count == wanted_count
-        assert set(calls.values()) == {tiny.CONFIG.layers} and len(calls) == 2
+        assert_implied(mesh, codes, exchanges)
         assert graph == found[0][1]
         assert losses == pytest.approx(wanted, rel=1e-10)
-        order = events(codes[-1], exchanges)
-        backward = order[order.rindex("F") + 1 :]
-        head = 1  # gathered where the blocks end
-        assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's
+
+
+def around_collectives(x, axis):
+    """[n, n] -> values that each collective makes, of values that are used again before and after it."""
+    y = x * 2
+    total, most = psum(y, axis), pmax(y, axis)
+    gathered = all_gather(total - y, axis, 0)
+    scattered = reduce_scatter(gathered * 3, axis, 0)
+    turned, passed = all_to_all(scattered + y, axis, 0, 1), ppermute(most * 5, axis, 1)
+    both = psum(torch.stack([turned.sum(), passed.sum()]), axis)
+    return {"y": y, "total": total + y, "most": most - total, "gathered": gathered + both.sum(), "both": both,
+            "scattered": scattered * most, "turned": turned + 1, "passed": passed - y + most}  # fmt: skip
+
+
+def compiled_and_not(rank, mesh):
+    """Whether compiled and uncompiled calls give the same, twice, and their arguments stay."""
+    with connect(mesh) as world:
+        step = functools.partial(around_collectives, axis=Axes(mesh)["tp"])
+        runs = [jit(step, world=world, backend=backend, check=False) for backend in ("inductor", "eager")]
+        same = []
+        for i in range(2):
+            x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * i + rank))
+            got, wanted = (assert_pure(run, x) for run in runs)
+            same += [relative_error(a, b) <= 1e-14 for a, b in zip(*map(tree.leaves, (got, wanted)), strict=True)]
+        return same
+
+
+def test_compiled_code_keeps_what_collectives_read(ranks):
+    """Inductor reduces in place where it may."""
+    assert ranks.run(compiled_and_not, Mesh(tp=2), ranks=2) == [[True] * 16] * 2
 
 
 # ---- one compiles, the others load -----------------------------------------------------------------------------------
 def count_compilations(rank, cache):
     """(graphs found in the compile cache, graphs that were not), on this rank, with an empty cache to begin with."""
-    with (
-        connect(Mesh(dp=2)) as world,
-        pytest.MonkeyPatch.context() as patched,
-        config.patch(cpp_cache_precompile_headers=False),
-    ):
+    with connect(Mesh(dp=2)) as world, pytest.MonkeyPatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
         counters.clear()
         step = jit(tiny.mlp_step("mincut"), donate=0, world=world, check=False)  # each rank alone: a step of one rank
@@ -172,7 +229,7 @@ def count_compilations(rank, cache):
 
 def test_followers_load_what_the_leader_compiled(ranks, tmp_path):
     graphs = 3  # a layer's forward and backward, and the step around them
-    assert ranks.run(count_compilations, str(tmp_path), ranks=2, timeout_s=120) == [(0, graphs), (graphs, 0)]
+    assert ranks.run(count_compilations, str(tmp_path), ranks=2) == [(0, graphs), (graphs, 0)]
 
 
 def compile_with_a_bug_on_the_leader(rank):

@@ -73,11 +73,11 @@ def test_nothing_is_compiled_after_the_first_call(compiled):
     assert len(compiled[0].cache) == 1
 
 
-@pytest.mark.parametrize(
-    ("compute", "tolerance"),
-    [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.bfloat16, 2e-2)],
-    ids=str,
-)
+PRECISIONS = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compute", "tolerance"), PRECISIONS, ids=str)
 def test_lower_precision(compute, tolerance):
     """fp32 against the plain function in fp32; bf16 matrices and activations over fp32 weights against all fp32."""
     single = tiny.config_with(torch.float32, layers=1)
@@ -103,14 +103,24 @@ def test_policies(save, microbatches):
     assert_equal_states(state, wanted[1])
 
 
-def test_losses_in_fp32():
-    params, batches = (
-        tiny.mlp_params(dtype=torch.float32),
-        [tiny.mlp_batch(dtype=torch.float32, seed=i) for i in range(5)],
-    )
+@pytest.mark.parametrize(
+    ("compute", "tolerance"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[0] == torch.float32 else ()) for case in PRECISIONS],
+    ids=str,
+)
+def test_layers_of_lower_precision(compute, tolerance):
+    """The same of the stack of MLP layers."""
+    params, loss = tiny.mlp_params(dtype=torch.float32), tiny.mlp_loss("mincut")
+    batches = [tiny.mlp_batch(dtype=torch.float32, seed=i) for i in range(5)]
     wanted, _ = tiny.run_steps(tiny.mlp_step(params=params), fresh_state(params, tiny.OPTIMIZER), batches)
-    losses, _ = tiny.run_steps(jit(tiny.mlp_step("mincut", params)), fresh_state(params, tiny.OPTIMIZER), batches)
-    assert losses == pytest.approx(wanted, rel=1e-5)
+
+    def in_compute(params, batch):
+        return loss(*tree.map(lambda x: x.to(compute), (params, batch)))
+
+    step = jit(tiny.train_step_of(in_compute, params), donate=0)
+    losses, state = tiny.run_steps(step, fresh_state(params, tiny.OPTIMIZER), batches)
+    assert losses == pytest.approx(wanted, rel=tolerance)
+    assert {x.dtype for x in tree.leaves(state) if x.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.parametrize("backend", ["inductor", "compile", "aot_eager", "eager"])

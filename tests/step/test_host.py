@@ -5,13 +5,15 @@ import re
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
+from torch._inductor import config
+from torch._inductor.utils import get_code, run_and_get_code
 
 from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, check, compiled_layer, entry_of, jit, trace
 from fmegatron.step.host import from_host, is_worth_moving, to_host
+from fmegatron.step.jit import Compiled
 from fmegatron.step.overlap.roles import memory_of
 from fmegatron.step.torch_private import FakeTensorMode
 from tests.step import tiny
@@ -64,11 +66,25 @@ def test_small_values_stay():
     assert kept_bytes(traced("mincut", 1 << 30)) == kept_bytes(traced("mincut", None))
 
 
+def assert_frees(code):
+    """Generated code copies a layer's values before the next layer runs, and back for its backward."""
+    calls = r"= torch\.ops\.fmegatron_(?:compiled\.\w+?_(fwd|bwd)_|step\.(to_host|from_host))"
+    found = ["".join(call) for call in re.findall(calls, code)]
+    wanted = ["fwd", "to_host"] * LAYERS + ["from_host", "bwd"] * LAYERS
+    assert [name for name, _ in itertools.groupby(found)] == wanted
+
+
 @pytest.mark.parametrize(
-    "save, backend", [("inputs", "eager"), ("mincut", "inductor"), pytest.param("inputs", "inductor", marks=SLOW)]
+    "save, backend",
+    [
+        ("inputs", "eager"),
+        ("mincut", "eager"),
+        pytest.param("inputs", "inductor", marks=SLOW),
+        pytest.param("mincut", "inductor", marks=SLOW),
+    ],
 )
-def test_the_same_numbers_in_the_order_that_frees(save, backend):
-    """Bit for bit; the compiled code copies a layer's values before the next layer runs, and back for its backward."""
+def test_the_same_numbers(save, backend):
+    """Bit for bit."""
     results, codes = [], []
     for offload in (None, 0):
         run, state = jit(step_of(save, offload), backend=backend), tiny.decoder_state(CONFIG)
@@ -79,10 +95,14 @@ def test_the_same_numbers_in_the_order_that_frees(save, backend):
     for path, a, b in zip(tree.paths(results[0]), *map(tree.leaves, results), strict=True):
         assert torch.equal(a, b), path
     if backend == "inductor":
-        calls = r"= torch\.ops\.fmegatron_(?:compiled\.\w+?_(fwd|bwd)_|step\.(to_host|from_host))"
-        found = ["".join(call) for call in re.findall(calls, codes[-1])]
-        wanted = ["fwd", "to_host"] * LAYERS + ["from_host", "bwd"] * LAYERS
-        assert [name for name, _ in itertools.groupby(found)] == wanted
+        assert_frees(codes[-1])
+
+
+def test_the_order_of_compiled_code():
+    args = (tiny.decoder_state(CONFIG), tiny.decoder_batch(CONFIG))
+    step = Compiled(step_of("mincut", 0), args, (), None, "inductor", {}, {})
+    with config.patch(fx_graph_cache=False):
+        assert_frees(get_code(step.compile)[-1])  # neither compiled nor run
 
 
 def test_check_knows_the_copies():

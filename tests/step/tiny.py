@@ -87,8 +87,13 @@ def mlp_loss(save=None) -> Callable:
 
 def mlp_step(save=None, params: dict | None = None, **options) -> Callable:
     """The usual train step over `mlp_loss`."""
-    layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, ONE), mlp_params() if params is None else params)
-    return build_train_step(mlp_loss(save), OPTIMIZER, layouts, Axes(ONE), data_axes=("dp",), **options)
+    return train_step_of(mlp_loss(save), mlp_params() if params is None else params, **options)
+
+
+def train_step_of(loss: Callable, params: dict, **options) -> Callable:
+    """The usual train step over loss(params, batch) on one rank."""
+    layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, ONE), params)
+    return build_train_step(loss, OPTIMIZER, layouts, Axes(ONE), data_axes=("dp",), **options)
 
 
 def mlp_batch(rows: int = 4, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict:

@@ -11,6 +11,7 @@ from fmegatron import tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.step import Overlap, jit, launches, timeline
 from fmegatron.step.overlap import launched
+from fmegatron.testing import relative_error
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, config, train_step
 
@@ -52,11 +53,14 @@ def compared(rank, settings, backend, **options):
         return found
 
 
-def test_every_setting_gives_the_same_bits(ranks):
-    found = ranks.run(compared, SETTINGS, "eager", ranks=2)
+@pytest.mark.parametrize(
+    "settings", [SETTINGS[1::2], pytest.param(SETTINGS[::2], marks=pytest.mark.slow)], ids=["default", "others"]
+)
+def test_every_setting_gives_the_same_bits(ranks, settings):
+    found = ranks.run(compared, settings, "eager", ranks=2)
     assert found[0] == found[1]
-    assert [(a, b) for a, b, _ in found[0]] == [(True, True)] * len(SETTINGS)
-    assert len({order for _, _, order in found[0]}) >= 5  # they do differ
+    assert [(a, b) for a, b, _ in found[0]] == [(True, True)] * len(settings)
+    assert len({order for _, _, order in found[0]}) == len(settings)  # they do differ
 
 
 def bytes_that_metrics_keep(rank):
@@ -78,8 +82,8 @@ def with_microbatches(rank, settings):
 
 
 def test_microbatches_give_the_same_bits(ranks):
-    found = ranks.run(with_microbatches, (Overlap(), Overlap(depth=2, separate_groups=True)), ranks=2)
-    assert [pair[:2] for pair in found[0] + found[1]] == [(True, True)] * 4
+    found = ranks.run(with_microbatches, [Overlap(depth=2, separate_groups=True)], ranks=2)
+    assert [pair[:2] for pair in found[0] + found[1]] == [(True, True)] * 2
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
@@ -109,22 +113,32 @@ def in_code(code: str, started: list[str]) -> str:
     return " ".join(dict.fromkeys(out))
 
 
-def generated(rank, overlap):
-    """(order of the graph, order of the code, whether the bits are equal, timeline of a call)."""
+def generated(rank, overlap, backend):
+    """(order of the graph, order of the code, whether all is equal to a step of a backend without overlap, to the bit
+    if that is compiled, too; timeline of a call)."""
     with connect(FSDP) as world:
-        _, wanted, state = some_steps(rank, world, None, "inductor")
+        _, wanted, state = some_steps(rank, world, None, backend)
         (step, seen, after), codes = run_and_get_code(some_steps, rank, world, overlap, "inductor")
-        equal = torch.equal(seen, wanted) and same_bits(after, state)
+        if backend == "inductor":
+            equal = torch.equal(seen, wanted) and same_bits(after, state)
+        else:
+            pairs = zip([seen, *tree.leaves(after)], [wanted, *tree.leaves(state)], strict=True)
+            equal = max(relative_error(a, b) for a, b in pairs) <= 1e-10
         batch = tiny.decoder_batch(config(2), mesh=FSDP, rank=rank)
         graph = step.graph("exchange")
         return launches(graph), in_code(codes[-1], launched(graph)), equal, timeline(step, after, batch)
 
 
 @pytest.mark.parametrize(
-    "setting", [Overlap(), pytest.param(Overlap(depth=2, separate_groups=True), marks=pytest.mark.slow)]
+    ("setting", "backend"),
+    [
+        (Overlap(), "eager"),
+        pytest.param(Overlap(), "inductor", marks=pytest.mark.slow),
+        pytest.param(Overlap(depth=2, separate_groups=True), "inductor", marks=pytest.mark.slow),
+    ],
 )
-def test_compiled(ranks, setting):
-    for graph, code, equal, measured in ranks.run(generated, setting, ranks=2, timeout_s=240):
+def test_compiled(ranks, setting, backend):
+    for graph, code, equal, measured in ranks.run(generated, setting, backend, ranks=2):
         assert equal
         assert code == graph
         layers = [e.name for e in measured.events if e.name[0] in "FB"]
