@@ -138,12 +138,11 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                     grad_shards = grad_weights
                 else:
                     pairs = [(w, gw) for w, gw in zip(weights, grad_weights, strict=True) if w.requires_grad]
-                    taken = torch.autograd.grad(
-                        [w for w, _ in pairs],
-                        [t for t in shard_leaves if t.requires_grad],
-                        [gw for _, gw in pairs],
-                        allow_unused=True,
-                    )
+                    wanted = [t for t in shard_leaves if t.requires_grad]
+                    taken = [None] * len(wanted)
+                    if pairs and wanted:  # else no weight depends on a shard
+                        given = [w for w, _ in pairs], wanted, [gw for _, gw in pairs]
+                        taken = torch.autograd.grad(*given, allow_unused=True)
                     taken = iter(taken)
                     grad_shards = [next(taken) if t.requires_grad else None for t in shard_leaves]
                 grads = [grads.get(0), *grad_shards]

@@ -6,7 +6,7 @@ import torch
 from fmegatron import tree
 from fmegatron.step import accumulate, compiled_layer, jit, remat, value_and_grad
 from tests.sampling import seeds
-from tests.step.foreign_layers import CONSTANT, LAYERS, REST, VIEWS, arguments
+from tests.step.foreign_layers import CONSTANT, LAYERS, REST, VIEWS, D, arguments
 
 POLICIES = {
     "inputs": "inputs", "mincut": "mincut", "all": "all", "a third": 0.3,
@@ -175,6 +175,26 @@ def test_arguments_by_name():
     for named in ({}, {"gain": torch.tensor(0.5)}):
         got = step(layer, **named)(arguments(), REST["mask"])
         assert_equal(got, step(fn, **named)(arguments(), REST["mask"]), "by name")
+
+
+@pytest.mark.parametrize("shards", [{}, {"n": torch.tensor(3)}, {"a": torch.ones(D, D).double()}], ids=list)
+def test_a_prepare_whose_weights_have_no_gradient(shards):
+    """No shards, whole numbers, and weights that are detached."""
+
+    def detached(w):
+        return tree.map(torch.detach, w)
+
+    def fn(x, w):
+        return x.tanh() * (1 + sum(t.sum() for t in tree.leaves(w)))
+
+    x = arguments()["x"].requires_grad_()
+    (wanted,) = torch.autograd.grad(fn(x, shards).sum(), x)
+    for name, save in POLICIES.items():
+        w = tree.map(lambda t: t.clone().requires_grad_(t.is_floating_point()), shards)
+        x.grad = None
+        compiled_layer(save)(fn, detached)(x, w).sum().backward()
+        assert_equal(x.grad, wanted, name)
+        assert all(t.grad is None for t in tree.leaves(w))
 
 
 def test_gradients_of_gradients_are_refused():
