@@ -124,7 +124,7 @@ def build_train_step(
     grad_fn = accumulate(grad_fn, microbatches, each=reduce_each, weight=weight, dtype=summed)
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
-        _require_state(state)
+        _require_state(state, batch)
         # While tracing; inside a step all ranks have the same shapes.
         tree.check(state.params, layouts, 0, "state.params", "the layouts of build_train_step")
         tree.check(state.opt, opt_layouts, 0, "state.opt", "what the optimizer makes of the layouts")
@@ -155,18 +155,24 @@ def build_train_step(
     return train_step
 
 
-def _require_state(state: Any) -> None:
+def _require_state(state: Any, batch: Any) -> None:
     """ValueError for what has no step, params and opt, such as a dict of them or the parameters alone."""
-    if all(hasattr(state, name) for name in State._fields):
+    if _is_state(state):
         return
-    fix = "draw one: tree.init(step.state_specs(specs, optimizer), key)"
-    if isinstance(state, dict) and set(state) == set(State._fields):
+    fix = "draw one: tree.init(step.state_specs(specs, optimizer), key, rank)"
+    if _is_state(batch):
+        fix = "the second argument is one: call train_step(state, batch)"
+    elif isinstance(state, dict) and set(state) == set(State._fields):
         fix = "give State(**it)"
     elif isinstance(state, tuple | list) and len(state) == len(State._fields):
         fix = "give State(*it)"
     raise ValueError(
         f"train_step: its first argument: got {tree.in_words(state)}, wanted a State(step, params, opt); {fix}"
     )
+
+
+def _is_state(x: Any) -> bool:
+    return all(hasattr(x, name) for name in State._fields)
 
 
 def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:

@@ -120,14 +120,16 @@ def _kind(spec: optree.PyTreeSpec) -> str:
 def in_words(x: Any) -> str:
     """What something is, for an error: "a dict of a, b", "a tensor of shape (3,)", "2.5", "a Linear".
 
-    >>> in_words({"a": 1}), in_words([1, 2]), in_words("relu"), in_words(None), in_words(range(3))
-    ('a dict of a', 'a list of 2', "'relu'", 'None', 'a range')
+    >>> in_words({"a": 1}), in_words([1, 2]), in_words("relu"), in_words(None), in_words(range(3)), in_words(int)
+    ('a dict of a', 'a list of 2', "'relu'", 'None', 'a range', 'the class int')
     """
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         kind = "tensor" if hasattr(x, "requires_grad") else type(x).__name__
         return f"{_a(kind)} of shape {tuple(x.shape)}"
     if x is None or isinstance(x, bool | int | float | complex | str):
         return repr(x)
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
     spec = optree.tree_structure(x)
     return _a(type(x).__name__) if spec.type is None else _kind(spec)
 

@@ -215,10 +215,12 @@ def test_states_that_are_none():
             r"got a dict of opt, params, step, wanted a State\(step, params, opt\); give State\(\*\*it\)",
         ),
         (tuple(state), r"got a tuple of 3, wanted a State\(step, params, opt\); give State\(\*it\)"),
-        (state.params, r"got a dict of b, w, wanted a State.*; draw one: tree.init\(step.state_specs"),
+        (state.params, r"got a dict of b, w, wanted a State.*; draw one: .* optimizer\), key, rank\)"),
     ):
         with pytest.raises(ValueError, match=f"train_step: its first argument: {message}"):
             train(good, wrong)
+    with pytest.raises(ValueError, match=r"got a dict of x, y, wanted .*; the second argument is one: call train_step"):
+        train(good, batch(), state)
 
 
 def test_states_of_other_types_with_the_same_fields():
@@ -295,6 +297,7 @@ def test_arguments_by_name():
             lambda: build_train_step(good, torch.optim.AdamW([torch.ones(2)]), LAYOUTS, Axes(ONE)),
             "got an AdamW, wanted",
         ),
+        (lambda: build_train_step(good, torch.optim.AdamW, LAYOUTS, Axes(ONE)), "got the class AdamW, wanted a pair"),
         (lambda: compiled_layer("min-cut"), "compiled_layer: got save='min-cut', wanted 'mincut', 'inputs'"),
         (lambda: compiled_layer()(torch.ones(1)), "compiled_layer: got a tensor of shape .*, wanted a function"),
         (lambda: compiled_layer()(good)(2.0, {}), r"good \(.*\): x: got 2.0, wanted a tensor; give fn its constants"),
