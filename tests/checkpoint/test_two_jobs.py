@@ -203,6 +203,26 @@ def test_what_an_older_version_has_left_is_watched(tmp_path):
     assert not at.parent.parent.exists()
 
 
+def test_what_savers_of_other_machines_have_there_is_said(place, monkeypatch):
+    """Without a Manager nobody watches whether they live, so it would fill the disk in silence."""
+    store = checkpoint.open_store(place).child("last")
+    checkpoint.save(store, state(1), ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr("fmegatron.checkpoint.files.owner._where", lambda: "elsewhere")
+        other = store.begin()
+    other.write("arrays/w/c.0.0", [b"half of it"])
+    with pytest.warns(RuntimeWarning, match=f"last: others save here, too, or have died: .*{other.root} is of process"):
+        checkpoint.save(store, state(2), ONE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(store.above().child("else"), state(3), ONE)  # nothing to say of another one
+        other.lease.release()
+        if isinstance(place, os.PathLike):
+            assert any(a.kind == "remove" for a in collect(place, age=0.0).actions)
+            checkpoint.save(store, state(4), ONE)
+    assert_same_bits(checkpoint.restore(store, ONE), state(4 if isinstance(place, os.PathLike) else 2))
+
+
 def test_a_leftover_that_cannot_be_removed_is_said_and_in_nobodys_way(tmp_path, monkeypatch):
     lease = leases.Lease(Notes(tmp_path), ".step_00000007.saving-0123456789ab")
     (tmp_path / ".step_00000007.tmp-0123456789ab").mkdir()

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER, digest_text
-from fmegatron.checkpoint.files.leases import LEASE_S, Lease, Watch, alive, saving_note
-from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER
+from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts
+from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
 
 _FSYNCS = 8  # a disk takes many at a time
@@ -247,7 +247,9 @@ class FolderStore:
         self._check_target()
         commit.make_directories(os.path.dirname(self.path))
         try:
-            self._clear(os.path.basename(self.path), Watch())
+            doubts = self._clear(os.path.basename(self.path), Watch())
+            fix = f"if they have died, `python -m fmegatron.checkpoint gc --watch 5m {self.above().path}` removes it"
+            say_doubts(self.path, doubts, fix)
         except OSError as error:  # what is somebody else's, say; it is in nobody's way
             text = f"{self.path}: what killed saves have left there could not be removed: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -349,13 +351,15 @@ class FolderStore:
         if names and not {MARKER, MANIFEST} & set(names):
             raise ValueError(f"{self.path}: exists and is no checkpoint; choose another path, or remove it")
 
-    def _clear(self, name: str, watch: Watch) -> None:
-        """Remove what dead saves and deletions have left of this checkpoint. Raises OSError."""
+    def _clear(self, name: str, watch: Watch) -> list[tuple[str, Holder]]:
+        """Remove what dead saves and deletions have left of this checkpoint. Raises OSError.
+
+        Returns what is left of savers that may live, and may not.
+        """
         notes = self.above().notes()
         left = {kind: commit.hidden_siblings(self.path, kind) for kind in ("tmp", "old", "gone")}
-        writing = {
-            token for kind in ("tmp", "old") for path, token in left[kind] if not self._is_free(path, token, watch)
-        }
+        savers = [(path, token, self._saver(path, token, watch)) for path, token in left["tmp"] + left["old"]]
+        writing = {token for _, token, saver in savers if saver is not None}
         commit.finish(self.path, {token for _, token in left["old"]} - writing)
         for path, _ in left["gone"]:
             commit.discard(path, self.path)
@@ -367,13 +371,14 @@ class FolderStore:
         for note in notes.names():
             if note.startswith(start) and note.removeprefix(start) not in writing and not alive(notes, note, watch):
                 notes.remove(note)
+        return [(path, saver) for path, _, saver in savers if saver is not None and not saver.sure]
 
-    def _is_free(self, path: str, token: str, watch: Watch) -> bool:
-        """Whether nobody saves into a hidden directory any more. One without a note is of an older version."""
+    def _saver(self, path: str, token: str, watch: Watch) -> Holder | None:
+        """Who may still save into a hidden directory. One without a note is of an older version."""
         notes, note = self.above().notes(), saving_note(os.path.basename(self.path), token)
-        if notes.read(note) is None:
-            return watch.quiet_s(path, _tree_stamp(path)) >= LEASE_S
-        return alive(notes, note, watch) is None
+        if notes.read(note) is not None:
+            return alive(notes, note, watch)
+        return Holder() if watch.quiet_s(path, tree_stamp(path)) < LEASE_S else None
 
     def above(self) -> FolderStore:
         """The directory that it is in."""
@@ -386,13 +391,3 @@ class FolderStore:
     def to_json(self) -> dict[str, Any]:
         """The path."""
         return {"path": self.path}
-
-
-def _tree_stamp(root: str) -> bytes:
-    """Bytes that change when anything below a directory does."""
-    rows = []
-    for folder, _, names in files_below(root):
-        for at in (folder, *(os.path.join(folder, name) for name in sorted(names))):
-            if (found := look(lambda at=at: os.lstat(at), None)) is not None:
-                rows.append((at, found.st_size, found.st_mtime_ns))
-    return digest_text(repr(rows).encode()).encode()

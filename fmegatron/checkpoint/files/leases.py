@@ -22,8 +22,9 @@ import re
 import secrets
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,15 +74,16 @@ class Holder:
     held: for claims (claim.py).
     """
 
-    host: str
-    owner: str
-    since: float
-    sure: bool
+    host: str = ""
+    owner: str = ""
+    since: float | None = None
+    sure: bool = False
     held: bool = False
 
     def __str__(self) -> str:
         pid = self.owner.partition("-")[2].partition("-")[0] or "?"
-        return f"process {pid} on {self.host or 'an unknown host'}, since {time.ctime(self.since)}"
+        since = "" if self.since is None else f", since {time.ctime(self.since)}"
+        return f"process {pid} on {self.host or 'an unknown host'}{since}"
 
 
 class Lease:
@@ -233,6 +235,16 @@ def holder(notes: Notes | KeyNotes, name: str, kind: str, watch: Watch) -> Holde
 def saving_note(name: str, token: str) -> str:
     """The note of who writes `.NAME.tmp-TOKEN`, or the objects NAME/TOKEN/."""
     return f".{name}.saving-{token}"
+
+
+def say_doubts(text: str, left: Sequence[tuple[str, Holder]], fix: str) -> None:
+    """Warn of what savers on other machines have at `text`, who may live; a Manager watches those of its steps itself.
+
+    left: where, and whose.  fix: what to do if they are dead.
+    """
+    if left and not STEP.fullmatch(text.rpartition("/")[2]):
+        where = "; ".join(f"{at} is of {saver}" for at, saver in left[:3])
+        warnings.warn(f"{text}: others save here, too, or have died: {where}; {fix}", RuntimeWarning, stacklevel=3)
 
 
 def alive(notes: Notes | KeyNotes, note: str, watch: Watch, lease_s: float | None = None) -> Holder | None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from fmegatron.checkpoint.files.format import digest_text
+
 T = TypeVar("T")
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -80,6 +82,16 @@ def files_below(root: str, dir_fd: int | None = None) -> Iterator[tuple[str, lis
     else:
         for folder, folders, files, _ in os.fwalk(root, onerror=unseen, dir_fd=dir_fd):
             yield folder, folders, files
+
+
+def tree_stamp(root: str) -> bytes:
+    """Bytes that change when anything below a directory does."""
+    rows = []
+    for folder, _, names in files_below(root):
+        for at in (folder, *(os.path.join(folder, name) for name in sorted(names))):
+            if (found := look(lambda at=at: os.lstat(at), None)) is not None:
+                rows.append((at, found.st_size, found.st_mtime_ns))
+    return digest_text(repr(rows).encode()).encode()
 
 
 def identity(at: str | int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ import tensorstore as ts
 
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, MARKER_VERSION, CheckpointError, digest_text
 from fmegatron.checkpoint.files.keyvalue import KeyNotes, KeyValues
-from fmegatron.checkpoint.files.leases import LEASE_S, NOBODYS, Lease, Watch, alive, saving_note
+from fmegatron.checkpoint.files.leases import LEASE_S, NOBODYS, Holder, Lease, Watch, alive, saving_note, say_doubts
 from fmegatron.checkpoint.files.object_files import Objects
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
@@ -124,7 +124,7 @@ class ObjectStore:
         strange = [k for k in keys if k != MARKER and not _ASIDE.fullmatch(k) and not _TOKEN.fullmatch(_part(k))]
         if strange and MARKER not in keys:
             raise ValueError(f"{self.text}: holds {strange[0]} and is no checkpoint; choose another URL, or empty it")
-        self._clear(Watch())
+        say_doubts(self.text, self._clear(Watch()), "if they have died, delete these objects")
         token = secrets.token_hex(6)
         lease = Lease(self._notes, self._note(token), exclusive=True)
         if self._index is not None:
@@ -266,19 +266,21 @@ class ObjectStore:
     def _note(self, token: str) -> str:
         return saving_note(self.text.rpartition("/")[2], token)
 
-    def _clear(self, watch: Watch, keep: Collection[str] = ()) -> None:
-        """Remove what no pointer names and nobody writes."""
+    def _clear(self, watch: Watch, keep: Collection[str] = ()) -> list[tuple[str, Holder]]:
+        """Remove what no pointer names and nobody writes. Returns what is left of savers that may live, and may not."""
         keys = self._keys()
         tokens = {_part(k) for k in keys if "/" in k and _TOKEN.fullmatch(_part(k))}
-        free = [token for token in sorted(tokens.difference(keep)) if self._is_free(token, keys, watch)]
+        savers = {token: self._saver(token, keys, watch) for token in sorted(tokens.difference(keep))}
         # Who publishes takes its note back after the pointer is put. So the pointer is read after the notes.
         pointer = self._pointer()
         if pointer is not None and type(pointer.get("root")) is not str:
-            return  # the checkpoint lies at the URL itself, or its marker is damaged: nothing is a leftover for sure
+            return []  # the checkpoint lies at the URL itself, or its marker is damaged: nothing is a leftover for sure
         named = {m[1] for k in keys if (m := _ASIDE.fullmatch(k))} | {(pointer or {}).get("root")}
-        free = [token for token in free if token not in named]
+        savers = {token: saver for token, saver in savers.items() if token not in named}
+        doubts = [(self._draft(t).text, saver) for t, saver in savers.items() if saver is not None and not saver.sure]
+        free = [token for token, saver in savers.items() if saver is None]
         if free and pointer is not None and self._marker(f"{pointer['root']}/") is None:
-            return  # that one was deleted while it was published; its saver may still put the pointer back
+            return doubts  # that one was deleted while it was published; its saver may still put the pointer back
         for token in free:
             note = self._notes.read(self._note(token))
             self._mark_gone(token)
@@ -294,6 +296,7 @@ class ObjectStore:
             if note.removeprefix(self._note("")) not in tokens and not alive(self._notes, note, watch):
                 self._notes.remove(note)
         self._forget_if_empty()
+        return doubts
 
     def _is_gone(self, token: str) -> bool:
         """Whether another process has taken the saver for dead; waits while it is about to say so."""
@@ -311,15 +314,15 @@ class ObjectStore:
             else:
                 self.values.remove(MARKER)
 
-    def _is_free(self, token: str, keys: list[str], watch: Watch) -> bool:
-        """Whether nobody writes the objects of a token. One with a marker and no note was the checkpoint once."""
+    def _saver(self, token: str, keys: list[str], watch: Watch) -> Holder | None:
+        """Who may still write the objects of a token. One with a marker and no note was the checkpoint once."""
         note = self._note(token)
         if self._notes.read(note) is not None:
-            return alive(self._notes, note, watch) is None
+            return alive(self._notes, note, watch)
         if f"{token}/{MARKER}" in keys:
-            return True
+            return None
         stamp = digest_text(repr([k for k in keys if k.startswith(token)]).encode()).encode()
-        return watch.quiet_s(f"{self.text}/{token}", stamp) >= LEASE_S
+        return Holder() if watch.quiet_s(f"{self.text}/{token}", stamp) < LEASE_S else None
 
     def _mark_gone(self, token: str) -> None:
         self._notes.write(self._note(token), NOBODYS)

@@ -115,7 +115,7 @@ def _old_steps(directory: str | os.PathLike | Store, found: Listing, keep: Keep,
 
 
 def _asides(store: Store, found: Listing, dry_run: bool) -> list[Action]:
-    """In an object store: what was set aside. (The next save removes what killed ones left.)"""
+    """In an object store: what was set aside. (What killed saves left is removed by later ones, or by a Manager.)"""
     files, actions = {storage.text: (name, storage) for name, storage in store.asides()}, []
     for left in found.leftovers:
         name, storage = files[left.path]
