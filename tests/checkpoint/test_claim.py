@@ -26,11 +26,11 @@ from tests.house import ROOT
 class Claimers:
     """The other processes (claimers.py)."""
 
-    def __init__(self, *before):
+    def __init__(self, popen, *before):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [*before, sys.executable, "-m", "tests.checkpoint.claimers"]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=ROOT)
+        self.process = popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=ROOT)
         self.pids = []
 
     def start(self, directory, count=1):
@@ -54,8 +54,8 @@ class Claimers:
 
 
 @pytest.fixture(scope="module")
-def claimers():
-    others = Claimers()
+def claimers(python):
+    others = Claimers(python.popen)
     yield others
     others.close()
 
@@ -240,7 +240,7 @@ def test_another_container_on_this_machine(tmp_path, holder, monkeypatch):
         shutil.which("unshare")
         and subprocess.run(["unshare", "-Urp", "--fork", "true"], capture_output=True).returncode == 0
     ):
-        other = Claimers("unshare", "-Urp", "--fork", "--mount-proc")
+        other = Claimers(subprocess.Popen, "unshare", "-Urp", "--fork", "--mount-proc")
         try:
             ((_, said),) = other.start(tmp_path)
         finally:

@@ -172,7 +172,7 @@ def test_all_ranks_hear_of_it(steps, monkeypatch):
             assert all(isinstance(e, RuntimeError) and "Permission denied" in str(e) for e in got), got
 
 
-def test_a_real_directory_of_somebody_else(steps):
+def test_a_real_directory_of_somebody_else(steps, python):
     """No pretence: another user, who may not look into the newest step, and then may."""
     code = (
         "import os, sys\n"
@@ -189,9 +189,9 @@ def test_a_real_directory_of_somebody_else(steps):
     )
     for path in (steps, steps.parent):
         path.chmod(0o755)
-    environment, pipe = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, subprocess.PIPE
-    command = [sys.executable, "-W", "ignore", "-c", code, str(steps)]
-    other = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    environment, pipe = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}, subprocess.PIPE
+    command = [sys.executable, "-c", code, str(steps)]
+    other = python.popen(command, env=environment, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
     try:
         for mode, words in ((0o000, f"Permission denied: '{steps}/step_00000002"), (0o755, "2\n")):
             (steps / "step_00000002").chmod(mode)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -24,13 +23,11 @@ from tests.house import ROOT
 from tests.sampling import seeds
 
 
-def campaign(directory, seconds, seed, keep, machines=1, background=0):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.two_jobs_campaign", str(directory)]
+def campaign(python, directory, seconds, seed, keep, machines=1, background=0):
+    command = [sys.executable, "-m", "tests.checkpoint.two_jobs_campaign", str(directory)]
     arguments = map(str, (seconds, seed, keep, machines, background))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = python.run([*command, *arguments], cwd=ROOT, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["acknowledged"] > 4 and found["reader"]["restored"] > 4, found
@@ -39,14 +36,14 @@ def campaign(directory, seconds, seed, keep, machines=1, background=0):
 
 
 @pytest.mark.parametrize("keep, machines, seed", [(0, 1, 1), (1, 2, seeds("two jobs", 0, 1)[0])], ids=["all", "one"])
-def test_every_acknowledged_save_restores(tmp_path, keep, machines, seed):
-    campaign(tmp_path / "run", 3, seed, keep, machines)
+def test_every_acknowledged_save_restores(tmp_path, python, keep, machines, seed):
+    campaign(python, tmp_path / "run", 3, seed, keep, machines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep, machines, background, seed", [(0, 1, 0, 1), (1, 1, 0, 2), (2, 1, 1, 3), (1, 2, 1, 4)])
-def test_every_acknowledged_save_restores_for_a_minute(tmp_path, keep, machines, background, seed):
-    found = campaign(tmp_path / "run", 60, seed, keep, machines, background)
+def test_every_acknowledged_save_restores_for_a_minute(tmp_path, python, keep, machines, background, seed):
+    found = campaign(python, tmp_path / "run", 60, seed, keep, machines, background)
     assert found["twice"] > 0 and min(found["by job"]) > 0, found
 
 
