@@ -342,3 +342,25 @@ def test_a_copied_checkpoint_in_a_bucket_is_not_set_aside(tmp_path):
     with pytest.raises(ValueError, match="was copied to this place, so it cannot be set aside"):
         manager.save(3, state(3), ONE)
     assert manager.steps() == [5]
+
+
+def test_a_step_by_its_number_goes_past_what_cannot_be_seen(tmp_path, monkeypatch):
+    """And a save after that, when all can be seen again, asks what is to be done with what is newer."""
+    manager = filled(tmp_path, 1, 2)
+    for real, hidden in ((os.listdir, tmp_path), (os.stat, tmp_path / "step_00000002/COMPLETE")):
+
+        def refuse(path, *args, real=real, hidden=hidden, **kwargs):
+            if path == str(hidden):
+                raise PermissionError(13, "Permission denied", path)
+            return real(path, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, real.__name__, refuse)
+            assert_same_bits(manager.restore(1, ONE)[0], state(1))
+        unseen = rf"\(2; when step 1 was restored they could not be seen: .*Permission denied: '{hidden}'\); steps only"
+        with pytest.raises(ValueError, match=unseen):
+            manager.save(1, state(7), ONE)
+    manager.rewind(1)
+    with pytest.warns(RuntimeWarning, match="steps 2 were set aside"):
+        manager.save(1, state(7), ONE)
+    assert manager.steps() == [1]

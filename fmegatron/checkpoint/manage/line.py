@@ -32,11 +32,15 @@ def newest_good(both: tuple[Steps, Steps]) -> Choice | None:
 
 @dataclass(frozen=True)
 class _Back:
-    """The run goes on from step `to`; `left` is what was newer then. sure: it said so; else it may only have read."""
+    """The run goes on from step `to`; `left` is what was newer then. sure: it said so; else it may only have read.
+
+    unseen: why nobody could see what was newer.
+    """
 
     to: int
     left: frozenset[Choice]
     sure: bool
+    unseen: OSError | None = None
 
 
 class Line:
@@ -46,9 +50,16 @@ class Line:
         self._both, self._back, self._saved = both, None, False
 
     def went_back(self, to: int, pending: Collection[Choice], sure: bool) -> None:
-        """Training goes on from this step. pending: saves that are under way. Raises OSError."""
-        left = {*newest_first(self._both, to), *(choice for choice in pending if choice[0] > to)}
-        self._back = _Back(to, frozenset(left), sure)
+        """Training goes on from this step. pending: saves that are under way.
+
+        Where newer steps cannot be looked at, a later save that finds some is refused; a restore is not.
+        """
+        left, unseen = {choice for choice in pending if choice[0] > to}, None
+        try:
+            left.update(newest_first(self._both, to))
+        except OSError as error:
+            unseen = error
+        self._back = _Back(to, frozenset(left), sure, unseen)
 
     def left_behind(self, step: int) -> list[Choice]:
         """What a save of this step has to set aside first. Raises ValueError for a step that is not the newest."""
@@ -59,6 +70,8 @@ class Line:
         if newer := [choice for choice in newer if choice not in aside]:
             names = ", ".join(str(s) for s, _ in newer[:5]) + ("..." if len(newer) > 5 else "")
             after = "" if back is None else f", saved after step {back.to} was restored: does another run save here?"
+            if back is not None and back.unseen is not None:
+                after = f"; when step {back.to} was restored they could not be seen: {back.unseen}"
             raise ValueError(
                 f"{self._both[0].store.text}: got step {step} to save, but it holds newer ones ({names}{after}); steps"
                 " only go up. To go on from an older step, restore it with this Manager, or call its rewind(STEP): then"

@@ -352,8 +352,8 @@ class Manager:
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
 
-        Training that goes on from an older step than the newest may save: see `rewind`. To only look at a step while a
-        run goes on, use `checkpoint.restore(manager.path(step), ...)`.
+        Training that goes on from an older step than the newest may save: see `rewind`. What is newer need not be seen
+        for this. To only look at a step while a run goes on, use `checkpoint.restore(manager.path(step), ...)`.
         """
         check_world(world)
         together(world or Alone(), f"restoring from {self._both[0].store.text}", lambda: check_step(step))
