@@ -49,7 +49,8 @@ class Traced:
     graph_module: flat graph; placeholders are the tensor leaves of the arguments in tree order, the output is the list
     of the tensor leaves of the result. fakes: fake tensors of the placeholders. in_paths, out_paths: names of the
     leaves ("0/params/head/w"). out_tree: optree structure of the result; out_static: per leaf of the result None for a
-    tensor, else (value,) of a Python constant. aliased: per output, whether it shares storage with an input.
+    tensor, else (value,) of a Python constant. aliased: per output, whether it shares storage with an input. called_at:
+    the line that called `trace`, which is that of ops for which no line inside of the step stands.
     """
 
     graph_module: torch.fx.GraphModule
@@ -60,6 +61,7 @@ class Traced:
     out_static: list
     aliased: list[bool]
     fake_mode: Any = field(repr=False, default=None)
+    called_at: str = ""
 
     @property
     def outputs(self) -> list[torch.fx.Node]:
@@ -114,7 +116,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
     graph_module = record(flat, fakes, mode, getattr(fn, "__name__", "fn"))
     require_pure(graph_module, in_paths)
-    return Traced(graph_module, fakes, in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"], mode)
+    found = (in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"])
+    return Traced(graph_module, fakes, *found, mode, _line(sys._getframe(1)))
 
 
 def make_fakes(tensors, mode) -> list:
@@ -217,10 +220,8 @@ class _Lines(TorchDispatchMode):
         if fx_traceback.current_meta.get("in_grad_fn"):
             fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
         else:
-            frame = sys._getframe(1)
-            while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, _COLLECTIVES, _TREE, "<")):
-                frame = frame.f_back
-            fx_traceback.set_stack_trace([_where(frame)] if frame is not None else [])
+            line = _line(sys._getframe(1))
+            fx_traceback.set_stack_trace([line] if line else [])
         try:
             return func(*args, **(kwargs or {}))
         except Exception as e:
@@ -235,8 +236,11 @@ def _words(args, kwargs) -> str:
     return ", ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in given)
 
 
-def _where(frame) -> str:
-    return _place(frame.f_code.co_filename, frame.f_lineno)
+def _line(frame) -> str:
+    """The innermost line, from a frame outwards, that is neither torch's nor this machinery's; "" if there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+        frame = frame.f_back
+    return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _place(path: str, line: int) -> str:

@@ -14,6 +14,7 @@ from fmegatron.layout import Mesh, Split
 from fmegatron.step import inline_layers
 from fmegatron.testing.blame import Finding, blame
 from fmegatron.testing.interpret import interpret
+from fmegatron.testing.microbatches import cuts_of, finding_of_cut
 from fmegatron.testing.simulate import Ranks, Simulation, simulate
 
 __all__ = ["Parity", "assert_parity", "parity", "relative_error"]
@@ -121,7 +122,7 @@ def parity(
         worst = max([worst, *errors], key=lambda item: item[1])
         differences = tuple(item for item in errors if not item[1] <= tolerance)
         if differences:
-            findings = _find(sims[mesh], sims[one], [path for path, _ in differences])
+            findings = _find(sims[mesh], sims[one], [path for path, _ in differences], tolerance)
             return Parity(mesh, i, differences, tuple(findings), worst, sims[mesh], sims[one])
     return Parity(mesh, steps - 1, (), (), worst, sims[mesh], sims[one])
 
@@ -139,29 +140,26 @@ def _move(layouts, mesh):
 
 
 def _compare(sharded: Simulation, single: Simulation, floor):
-    errors = []
     if sharded.paths != single.paths:
         missing = sorted(set(sharded.paths) ^ set(single.paths))
         raise ValueError(
             f"parity: got results without the same leaves from the steps of {sharded.mesh} and of one rank: {missing} "
             "come from one of them; wanted steps that differ in their mesh only"
         )
-    for path in sharded.paths:
-        wanted = single.gather(path)
-        try:
-            errors.append((path, relative_error(sharded.gather(path), wanted, floor)))
-        except ValueError:  # replicas differ, or a local shape is not what the layout says
-            errors.append((path, float("inf")))
-    return errors
+    return [(path, _error(sharded, path, single.gather(path), floor)) for path in sharded.paths]
 
 
-def _find(sharded, single, wrong):
-    graphs = [inline_layers(sim.traced.graph_module.graph) for sim in (sharded, single)]
-    values = [interpret(g, s.mesh, s.inputs, keep=True)[1] for g, s in zip(graphs, (sharded, single), strict=True)]
-    outputs: list[fx.Node] = list(graphs[0].output_node().args[0])
-    for node, path in zip(graphs[0].find_nodes(op="placeholder"), sharded.traced.in_paths, strict=True):
+def _error(sharded: Simulation, path: str, wanted: torch.Tensor, floor: float) -> float:
+    try:
+        return relative_error(sharded.gather(path), wanted, floor)
+    except ValueError:  # replicas differ, or a local shape is not what the layout says
+        return float("inf")
+
+
+def _find(sharded, single, wrong, tolerance=1e-10):
+    many, one = (inline_layers(sim.traced.graph_module.graph) for sim in (sharded, single))
+    for node, path in zip(many.find_nodes(op="placeholder"), sharded.traced.in_paths, strict=True):
         node.meta["path"] = path
-    nodes = [outputs[sharded.paths.index(path)] for path in wrong]
     layouts = [getattr(x, "layout", x) for x in tree.leaves((sharded.arg_layouts, sharded.layouts))]
     parts = {
         entry.sizes(size)
@@ -169,4 +167,28 @@ def _find(sharded, single, wrong):
         for entry, size in zip(layout.spec, layout.shape, strict=False)
         if isinstance(entry, Split)
     }
-    return blame(graphs[0], values[0], graphs[1], values[1], sharded.mesh, nodes, tuple(sorted(parts)))
+    # Microbatches of one rank must hold the rows that those of all ranks hold, or nothing inside of them is comparable.
+    cuts, inputs = cuts_of(many, one, _layouts_of_inputs(sharded)), [list(values) for values in single.inputs]
+    for cut in cuts:
+        inputs[cut.argument] = [x.index_select(cut.dim, cut.order) for x in inputs[cut.argument]]
+        parts.add((len(cut.order) // cut.n,) * cut.n)
+    results, theirs = interpret(one, single.mesh, inputs, keep=True)
+    at = [sharded.paths.index(path) for path in wrong]
+    if cuts:
+        at = [i for i in at if not _error(sharded, sharded.paths[i], results[i][0], 0.0) <= tolerance]
+        if not at:
+            return [finding_of_cut(cuts[0], sharded.mesh)]
+    outputs: list[fx.Node] = list(many.output_node().args[0])
+    nodes = {outputs[i]: sharded.layouts[i] for i in at}
+    _, mine = interpret(many, sharded.mesh, sharded.inputs, keep=True)
+    called_at = sharded.traced.called_at
+    return blame(many, mine, one, theirs, sharded.mesh, nodes, tuple(sorted(parts)), tolerance, called_at)
+
+
+def _layouts_of_inputs(sim):
+    """A Layout, or None, per tensor of the arguments."""
+    flat = []
+    for i, layouts in enumerate(sim.arg_layouts):
+        count = sum(path.partition("/")[0] == str(i) for path in sim.traced.in_paths)
+        flat += [None] * count if layouts is None else [getattr(x, "layout", x) for x in tree.leaves(layouts)]
+    return flat
