@@ -21,6 +21,7 @@ from fmegatron.collectives.ops import (
 )
 from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.precision import Precision
+from fmegatron.collectives.random_words import positions, random_words
 from fmegatron.collectives.reshard import Move, reshard, reshard_moves, whole_parts
 from fmegatron.collectives.reshard_many import reshard_many
 from fmegatron.collectives.symbolic import is_symbolic, require_mesh_of_graph
@@ -50,9 +51,11 @@ __all__ = [
     "largest_of",
     "meet",
     "pmax",
+    "positions",
     "ppermute",
     "psum",
     "psum_many",
+    "random_words",
     "require_mesh_of_graph",
     "reduce_scatter",
     "reduce_scatter_many",

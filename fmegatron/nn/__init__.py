@@ -7,6 +7,7 @@ from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import cross_entropy
 from fmegatron.nn.mlp import swiglu
 from fmegatron.nn.norm import rms_norm
+from fmegatron.nn.random import dropout, normal, uniform
 from fmegatron.nn.rope import apply_rope, rope_angles
 from fmegatron.nn.scaled import Scaled, with_scales
 
@@ -16,12 +17,15 @@ __all__ = [
     "attention",
     "column_parallel",
     "cross_entropy",
+    "dropout",
     "embed",
     "gather_tree",
     "local_ids",
+    "normal",
     "rms_norm",
     "rope_angles",
     "row_parallel",
     "swiglu",
+    "uniform",
     "with_scales",
 ]

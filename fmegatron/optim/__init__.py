@@ -22,7 +22,7 @@ from fmegatron.optim.muon import fused_parts, is_hidden_matrix, muon, orthogonal
 from fmegatron.optim.mup import mup_init, mup_multipliers
 from fmegatron.optim.offload import Offloaded, chunks_of, offload_schedule, to_host
 from fmegatron.optim.optimizer import Optimizer, every_path, optimizer, working_dtype
-from fmegatron.optim.rounding import join_master, positions, random_words, split_master, stochastic_bfloat16
+from fmegatron.optim.rounding import join_master, split_master, stochastic_bfloat16
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
 from fmegatron.optim.sgd import accumulate_momentum, sgd
 from fmegatron.optim.soap import scale_by_soap, soap
@@ -93,8 +93,6 @@ __all__ = [
     "orthogonalize",
     "partition",
     "path_predicate",
-    "positions",
-    "random_words",
     "scale_by_adam",
     "scale_by_factored_rms",
     "scale_by_learning_rate",

@@ -8,7 +8,6 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
-from fmegatron.optim.scalars import stored
 from fmegatron.optim.transform import Transform, stateless
 
 Tree = Any
@@ -81,7 +80,7 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm: got {max_norm}, want a number above 0, such as 1.0 (or do not clip)")
-    return stored((max_norm / (norm + 1e-6)).clamp(max=1))[0]
+    return tree.stored((max_norm / (norm + 1e-6)).clamp(max=1))[0]
 
 
 def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:

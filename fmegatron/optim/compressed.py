@@ -8,13 +8,13 @@ import optree
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes
+from fmegatron.collectives import Axes, random_words
 from fmegatron.layout import Layout
 from fmegatron.optim.blockwise import Blockwise, in_blocks
 from fmegatron.optim.groups import whole_segments
 from fmegatron.optim.matrices import split_over
 from fmegatron.optim.optimizer import Optimizer, working_dtype
-from fmegatron.optim.rounding import join_master, random_words, split_master, stochastic_bfloat16
+from fmegatron.optim.rounding import join_master, split_master, stochastic_bfloat16
 from fmegatron.optim.transform import Tree
 from fmegatron.tree import ArraySpec
 

@@ -11,7 +11,6 @@ from fmegatron.collectives import Axes
 from fmegatron.optim.clip import clip, global_norm
 from fmegatron.optim.loss_scale import LossScale, scalar
 from fmegatron.optim.optimizer import Optimizer
-from fmegatron.optim.scalars import stored
 from fmegatron.optim.transform import Tree, merge, partition
 
 
@@ -88,7 +87,7 @@ def skip_nonfinite(
         if spike is not None:
             usual, more["spike"] = spike.update(state["spike"], norm)
             used = finite & usual
-        used = stored(used)[0]
+        used = tree.stored(used)[0]
         if limits := [limit for limit in (clip_norm, max_norm) if limit is not None]:
             grads = clip(grads, norm, min(limits))
         new_params, new_opt = opt.update(grads, state["opt"], params)

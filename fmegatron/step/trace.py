@@ -29,6 +29,7 @@ from fmegatron.step.torch_private import (
     outside_of_tracing,
     quiet_about_shapes,
 )
+from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_generator
 
 __all__ = [
     *("Traced", "described", "make_fakes", "meta_of", "record", "require_pure", "symbolic_nodes", "trace"),
@@ -92,10 +93,12 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     args: trees whose tensor leaves give shape, stride, dtype and device (values are not read; meta tensors will do);
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
-    Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`), or
-    uses a tensor that is not an argument.
+    Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
+    uses a tensor that is not an argument, or draws random numbers from a generator (`step.unkeyed`). Numbers of
+    Python's and numpy's generators are constants of the graph, as all Python numbers are.
     """
     paths, leaves, spec = tree.flatten(args)
+    require_no_generator(paths, leaves, getattr(fn, "__name__", "fn"))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     in_paths = [path for path, t in zip(paths, is_tensor, strict=True) if t]
     seen = {}
@@ -128,7 +131,7 @@ def make_fakes(tensors, mode) -> list:
 
 def tried(flat: Callable, fakes: list, mode, name: str) -> Any:
     """`flat(*fakes)` without recording it, for what must be known of its result before."""
-    with explained(name), quiet_about_shapes(), torch.enable_grad(), mode, _Lines():
+    with explained(name), quiet_about_shapes(), generators_kept(name), torch.enable_grad(), mode, _Lines():
         return flat(*fakes)
 
 
@@ -142,6 +145,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
     with (
         explained(name),
         quiet_about_shapes(),
+        generators_kept(name),
         outside_of_tracing(),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
@@ -150,6 +154,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
     ):
         graph_module = make_fx(lined)(*fakes)
     _place_lines(graph_module)
+    require_keyed(graph_module, name)
     return graph_module
 
 

@@ -1,6 +1,6 @@
 """Nested dicts of arrays over optree: map, paths, check, arithmetic, keys of randomness, init from specs."""
 
-from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, subtract
+from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, stored, subtract
 from fmegatron.tree.check import check, require_mesh
 from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
@@ -60,6 +60,7 @@ __all__ = [
     "require_mesh",
     "scale",
     "squared_norm",
+    "stored",
     "structure_difference",
     "subtract",
     "unflatten",

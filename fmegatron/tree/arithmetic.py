@@ -10,6 +10,11 @@ import torch
 from fmegatron.tree.structure import leaves
 from fmegatron.tree.structure import map as tree_map
 
+# Inductor inlines 0-d arithmetic into every kernel that reads it, and so repeats a pow or cos for each element of each
+# leaf: the AdamW of 4 leaves of 4 MiB took 4.7 ms instead of 1.9 ms. A concatenation is always written to memory on
+# CPU, and on GPU when it has more than 8 inputs (`max_pointwise_cat_inputs`, torch 2.13).
+_INPUTS_OF_A_CONCATENATION_THAT_IS_STORED = 9
+
 
 def add(a: Any, b: Any) -> Any:
     """a + b, leaf by leaf."""
@@ -47,6 +52,12 @@ def squared_norm(a: Any) -> torch.Tensor:
 def count(a: Any) -> int:
     """Number of elements: of local tensors in a tree of tensors, of global arrays in one of specs or layouts."""
     return sum(math.prod(x.shape) for x in leaves(a))
+
+
+def stored(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same small tensors (of one shape and dtype), which the compiler now computes once and not in every kernel."""
+    padding = max(0, _INPUTS_OF_A_CONCATENATION_THAT_IS_STORED - len(values))
+    return torch.stack([*values, *[torch.zeros_like(values[0])] * padding]).unbind()[: len(values)]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

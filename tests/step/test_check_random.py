@@ -1,12 +1,11 @@
-"""Random numbers, hashes, bits and fp8: each rank's own draws are right for what is sharded and wrong for replicas."""
+"""Random numbers by keys, hashes, bits and fp8: numbers of a position are right where it is the global one."""
 
 import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from fmegatron.collectives import all_gather, axis_index, declare, pmax, psum
+from fmegatron.collectives import axis_index, declare, pmax
 from tests.step.test_check_ops import COLUMNS, DP, PENDING, ROWS, TP, WHOLE, grads, lay, report
 
 ALL, BOTH = lay((8, 16), "dp", "tp"), lay((8, 16), ("dp", "tp"))
@@ -52,14 +51,6 @@ def half(*args, **kwargs):
 
 
 RIGHT = {
-    "a draw for each element": (lambda x: x * torch.rand_like(x), (ALL,), (ALL,)),
-    "dropout of what all ranks share out": (lambda x: torch.native_dropout(x, 0.1, True)[0], (BOTH,), (BOTH,)),
-    "dropout and its gradient": (
-        lambda x, g: grads(lambda x: F.dropout(x, 0.1), x, g=g), (ALL, ALL), (ALL,)
-    ),
-    "bernoulli of sharded probabilities": (lambda x: x.sigmoid().bernoulli(), (ALL,), (ALL,)),
-    "drawn and gathered": (lambda x: x[:2] * all_gather(all_gather(torch.rand(2, 4), DP, 1), TP, 1), (WHOLE,),
-                           (lay((2, 16)),)),
     "noise from a key and global positions": (keyed_noise, (ROWS, SEED), (ROWS,)),
     "stochastic rounding by positions": (stochastic, (ROWS, SEED), (lay((8, 16), "dp", dtype=torch.bfloat16),)),
     "philox of a seed that is an argument": (
@@ -89,16 +80,6 @@ RIGHT = {
     "lerp by foreach": (lambda x, y: tuple(torch._foreach_lerp([x], [y], 0.1)), (PENDING, PENDING), (PENDING,)),
 }  # fmt: skip
 WRONG = {
-    "a draw for replicas": (lambda x: x * torch.rand_like(x), (ROWS,), (ROWS,), "drawn anew"),
-    "dropout of what tp shares": (lambda x: F.dropout(x, 0.1), (ROWS,), (ROWS,), "drawn anew on each rank"),
-    "one draw for all rows of a shard": (
-        lambda x: x * torch.rand(16) * torch.ones(1), (BOTH,), (BOTH,), "drawn anew"
-    ),
-    "noise on whole parameters": (lambda x: x + torch.randn(8, 16), (WHOLE,), (WHOLE,), "Fix: draw from a key"),
-    "a permutation of whole rows": (lambda x: x[torch.randperm(8)], (WHOLE,), (WHOLE,), ""),
-    "dropout of a pending sum": (lambda x: F.dropout(x, 0.1), (PENDING,), (PENDING,), "pending sum"),
-    "psum of a draw": (lambda x: x + psum(torch.rand(4, 16), TP), (ROWS,), (ROWS,), "psum of a value that is drawn"),
-    "random matrix": (lambda x: x @ torch.rand(16, 4), (ROWS,), (lay((8, 4), "dp"),), "drawn anew"),
     "noise from positions on another axis": (
         lambda x, s: keyed_noise(x, s, TP), (ROWS, SEED), (ROWS,), "replicated and sharded|sharded"
     ),
@@ -139,9 +120,3 @@ def test_wrong(name):
     found = report(*problem)
     assert not found.ok and not found.unproven
     assert re.search(said, str(found)), str(found)
-
-
-def test_a_draw_from_data_is_unproven():
-    """How often a rank draws what is not known from types."""
-    found = report(lambda x: x.softmax(-1).multinomial(2), (ROWS,), (lay((8, 2), "dp", dtype=torch.int64),))
-    assert [op for op, _ in found.unproven] == ["aten.multinomial.default"]

@@ -71,7 +71,7 @@ def is_light(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or is_start(node):
         return False
-    if torch.Tag.nondeterministic_seeded in node.target.tags or is_layer(node):
+    if is_layer(node):
         return False
     name = node.target._opname
     return torch.Tag.pointwise in node.target.tags or name in _LIGHT or is_wait(node) or is_view(node)
@@ -106,7 +106,7 @@ def is_view(node: fx.Node) -> bool:
 
 def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For every node the nodes that must come before it: its arguments, and whoever writes or reads memory before it
-    that one of them writes; random numbers are drawn in their order."""
+    that one of them writes."""
     found, writer, touched, memory = {}, {}, {}, memory_of(graph.nodes)
     for node in graph.nodes:
         writes = _written(node, memory)
@@ -128,11 +128,8 @@ def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _written(node: fx.Node, memory: dict[fx.Node, Hashable]) -> set[Hashable]:
-    """Memory that a node writes into; drawing random numbers counts as writing."""
-    found = {memory[n] for n in written_by(node)}
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        found.add("random numbers")
-    return found
+    """Memory that a node writes into. (No node draws from a generator: `step.unkeyed`.)"""
+    return {memory[n] for n in written_by(node)}
 
 
 def layers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:

@@ -135,19 +135,6 @@ def test_what_is_written_between_two_gathers_is_gathered_twice():
     assert order(False) == "G0 w:G0" and order(True) == "G0 w:G0 G1 w:G1"
 
 
-def test_random_numbers_keep_their_order():
-    """Even where the first of them moves, behind the sum that its argument shares with a later one."""
-    axis = Axes(Mesh(dp=2))["dp"]
-
-    def f(x):
-        drawn = torch.bernoulli(x * psum(x.sum(), axis))
-        return drawn, torch.rand_like(x), psum(x.square().sum(), axis)
-
-    names = [n.name for n in lowered(f, torch.ones(3)).nodes]
-    (merged,) = (i for i, name in enumerate(names) if name.startswith("all_reduce"))
-    assert merged < names.index("bernoulli") < names.index("rand_like")
-
-
 def test_where_memory_is_highest_reductions_are_waited_for_at_once(order):
     """A limit that nothing meets: the head's and the last layer's gradients no longer travel while the next layer
     computes, nor are the weights of that one gathered ahead; elsewhere all is as it was."""

@@ -1,0 +1,184 @@
+"""Random words from counters: the word of an element depends on key, count and its index in the global array only.
+
+So words are the same on every mesh, compiled or not, in each microbatch and recomputation; a resumed run repeats them;
+and no generator has a state. It is integer arithmetic on tensors, which a compiler fuses.
+"""
+
+import math
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives.axes import Axes
+from fmegatron.collectives.ops import axis_index, declare
+from fmegatron.layout import Layout, Split, row_major_strides
+
+__all__ = ["positions", "random_words"]
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def random_words(
+    key: int, name: str, count: torch.Tensor, like: torch.Tensor, layout: Layout | None = None, axes: Axes | None = None
+) -> torch.Tensor:
+    """A random number of 32 bits for each element: int64 in the shape of the local tensor `like`.
+
+    key: a Python int, 0 or more, and name: a leaf's path or a kind of numbers; each pair of them gives other words.
+    count: what draws of one pair are told apart by, int64: 0-d (the number of a step), or one number for each index of
+    dim 0 (of the samples of a batch), on which and the index within the row a word then depends: not on where the row
+    lies. The first 2³² words of a pair and a count are all different. layout: of the value in the global array, axes:
+    of its mesh; None: it is not sharded.
+    Raises ValueError for a key, count or layout that is not like this, and for uneven layouts (see `positions`).
+    """
+    _require_key(key)
+    _require_count(count, like)
+    # Hashed: key and count meet in an exclusive or, so that (1, 0) and (0, 1) would be one stream.
+    key = tree.fold_in(key, name)
+    first = _mix((count & _LOW_32) ^ (key & _LOW_32))
+    first, second = tree.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
+    if count.dim():
+        at = _positions(tuple(like.shape[1:]), like, _of_a_row(like, layout), axes)
+        first, second = (x.view(-1, *[1] * (like.dim() - 1)) for x in (first, second))
+    else:
+        at = positions(like, layout, axes)
+    return _mix(_mix((at & _LOW_32) ^ first) ^ (at >> 32) ^ second)
+
+
+def _require_key(key: int) -> None:
+    if not isinstance(key, int) or isinstance(key, bool) or key < 0:
+        raise ValueError(
+            f'random words: got the key {key!r}, wanted a Python int, 0 or more, such as tree.fold_in(seed, "mlp", 3), '
+            "which is a constant of a step; what changes from step to step is the count"
+        )
+
+
+def _require_count(count: torch.Tensor, like: torch.Tensor) -> None:
+    if not isinstance(count, torch.Tensor) or count.dtype != torch.int64:
+        got = f"a tensor of {count.dtype}" if isinstance(count, torch.Tensor) else repr(count)
+        raise ValueError(
+            f"random words: got the count {got}, wanted an int64 tensor, such as the step's number in the state: a "
+            "Python number would be a constant of a compiled step, which then draws the same numbers in every step"
+        )
+    if count.dim() and (count.dim() > 1 or not like.dim() or len(count) != len(like)):
+        raise ValueError(
+            f"random words: got counts of shape {tuple(count.shape)} for values of shape {tuple(like.shape)}, wanted "
+            "one number, or one for each index of dim 0"
+        )
+
+
+def _of_a_row(like: torch.Tensor, layout: Layout | None) -> Layout | None:
+    """The layout of one index of dim 0."""
+    if layout is None:
+        return None
+    _require_shape(tuple(like.shape), layout)
+    if layout.flat:
+        raise ValueError(f"random words: got a count for each row of {layout}, whose ranges cut rows; give one count")
+    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
+
+
+def positions(like: torch.Tensor, layout: Layout | None = None, axes: Axes | None = None) -> torch.Tensor:
+    """int64 index of each element of a local tensor in the global array (row-major), in the shape of the tensor.
+
+    Raises ValueError for an uneven layout (the ranks of a traced step share one graph), for one of another local shape
+    or mesh, and for a sharded one without axes.
+    """
+    return _positions(tuple(like.shape), like, layout, axes)
+
+
+def _require_shape(shape: tuple[int, ...], layout: Layout) -> None:
+    if not layout.is_even:
+        raise ValueError(f"got {layout}, which is uneven; want ranks of one shape to number their elements")
+    if layout.local_shape(0) != shape:
+        raise ValueError(
+            f"positions: got a local tensor of shape {shape} and the layout {layout}, which gives "
+            f"{layout.local_shape(0)} on each rank; give the layout of this value (its shape is that of the global "
+            "array)"
+        )
+
+
+def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
+    """`positions` of a tensor of this shape on the device of `like`."""
+    if layout is not None:
+        _require_shape(shape, layout)
+    if layout is None or not layout.sharded:
+        return torch.arange(math.prod(shape), device=like.device).view(shape)
+    if axes is None:
+        raise ValueError(f"positions: got {layout}, which is sharded, and no axes; give Axes(mesh)")
+    axes.require(layout, "positions: the layout")
+    if not layout.flat:
+        return _of_dims(like, layout, axes)
+    leading = _leading_dims(layout)
+    if leading:
+        # Ranges of whole rows: as if the leading dims were one, which the flat axes split too. (What `step.check` knows
+        # of such a leaf has the same form.)
+        dims, names = layout.shape[leading:], (*layout.axes(0), *layout.flat)
+        merged = layout.replace(
+            shape=(math.prod(layout.shape[:leading]), *dims), spec=(names, *layout.spec[leading:]), flat=()
+        )
+        return _of_dims(like, merged, axes).flatten()
+    within = _ramp(math.prod(shape), layout.flat, like, axes)
+    block, strides, at = layout.replace(flat=()).local_shape(0), row_major_strides(layout.shape), 0
+    for dim, stride in enumerate(row_major_strides(block)):
+        index = torch.div(within, stride, rounding_mode="floor") % block[dim]
+        at = at + _global_index(index, layout, dim, axes) * strides[dim]
+    split = tuple(name for dim in range(len(block)) for name in layout.axes(dim) if layout.mesh[name] > 1)
+    return declare(at, axes[split], forward=("sharded", 0)) if split else at
+
+
+def _leading_dims(layout: Layout) -> int:
+    """How many leading dims of a flattened leaf make up what its ranges cut: 0 where a range is not of whole rows."""
+    if isinstance(layout.spec[0], Split) and layout.counts[0]:
+        return 0
+    count = 1
+    while count < len(layout.shape) and not layout.counts[count]:
+        count += 1
+    rows = math.prod(layout.replace(flat=()).local_shape(0)[:count])
+    return count if rows % math.prod(layout.flat_counts) == 0 else 0
+
+
+def _of_dims(like: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
+    """`positions` under a layout that is not flattened."""
+    at: torch.Tensor | int = 0
+    for dim, (size, stride) in enumerate(zip(layout.local_shape(0), row_major_strides(layout.shape), strict=True)):
+        parts, count = layout.parts[dim], math.prod(layout.counts[dim])
+        if len(parts) == 1 or count == 1:
+            index = _ramp(size, layout.axes(dim), like, axes)
+        else:
+            starts = [sum(parts[:i]) for i in range(len(parts))]
+            index = torch.cat(
+                [_ramp(n // count, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)]
+            )
+        at = at + (index * stride).view(-1, *[1] * (len(layout.shape) - 1 - dim))
+    return at
+
+
+def _ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """The indices of this rank's piece, of `size` elements, of a dim that the axes split: `y[N_a]`, int64."""
+    ramp = torch.arange(size, device=like.device)
+    axis = axes[names]
+    return ramp if axis.size == 1 else ramp + axis_index(axis, like) * size
+
+
+def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> torch.Tensor:
+    """Index in a dim from the index in this rank's piece of it."""
+    axis = axes[layout.axes(dim)]
+    if axis.size == 1:
+        return index
+    out, start, local = index, 0, 0
+    rank = axis_index(axis, index)
+    for size in layout.parts[dim]:
+        piece = size // axis.size
+        there = index - local + start + rank * piece
+        out = there if local == 0 else torch.where(index >= local, there, out)
+        start, local = start + size, local + piece
+    return out
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A permutation of 32 bits that spreads every bit (lowbias32 of C. Wellons' hash-prospector), in int64.
+
+    The second factor stands as a negative number, equal modulo 2³²: no product leaves the 64 bits.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW_32
+    x = ((x ^ (x >> 15)) * (0xD35A2D97 - 2**32)) & _LOW_32
+    return x ^ (x >> 15)

@@ -1,0 +1,97 @@
+"""Randomness of a traced step comes from keys: ops that draw from a generator, and steps that seed one, are refused."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from fmegatron.step.torch_private import outside_of_tracing
+
+__all__ = ["generators_kept", "require_keyed", "require_no_generator"]
+
+_FIX = (
+    "draw by a key, as a function of the position in the global array: nn.dropout(x, rate, key=..., count=...), "
+    "nn.uniform, nn.normal (fmegatron.nn)"
+)
+_SWITCHES = ("train", "training")
+_RATES = ("dropout_p", "dropout", "p")
+_KEYED = frozenset({"rngprims::philox_rand"})  # seed and offset are tensors
+
+
+def require_keyed(graph_module: torch.fx.GraphModule, name: str) -> None:
+    """ValueError, naming op and line, for a graph that draws from torch's generators.
+
+    What these hold depends on process, mesh and what was drawn before, is not in the state of a run, and is not resumed
+    with it. Ops that could draw and do not are right: dropout and attention with a rate of 0, or not in training.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and _draws(node):
+            raise ValueError(
+                f"{name}: {node.target} at {node.meta.get('at', '?')} draws from a generator of torch, so its numbers "
+                f"differ from mesh to mesh and are not restored with a checkpoint; {_FIX}"
+            )
+
+
+def require_no_generator(paths: list[str], leaves: list, name: str) -> None:
+    """ValueError, naming the leaf, for a torch.Generator among the arguments of a step."""
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, torch.Generator):
+            raise ValueError(f"{name}: argument {path!r} is a torch.Generator, whose state no step can return; {_FIX}")
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.name in _KEYED:
+        return False
+    takes_one = any("Generator" in str(argument.type) for argument in schema.arguments)
+    if not takes_one and torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    given = _given(node)
+    off = any(given.get(name) is False for name in _SWITCHES)
+    return not off and not any(isinstance(given.get(name), (int, float)) and given[name] == 0 for name in _RATES)
+
+
+def _given(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a node by name, defaults included."""
+    arguments = node.target._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return given | dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+
+
+# ---- the default generators ------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def generators_kept(name: str):
+    """ValueError for a step that seeds torch's default generators while it is traced; they are as before then.
+
+    (What other threads draw meanwhile changes no seed.)
+    """
+    with outside_of_tracing():
+        before = [(g, g.initial_seed(), g.get_state()) for g in _default_generators()]
+    seeded = False
+    try:
+        yield
+    finally:
+        with outside_of_tracing():
+            for generator, seed, state in before:
+                if _was_seeded(generator, seed, state):
+                    generator.set_state(state)
+                    seeded = True
+    if seeded:
+        raise ValueError(
+            f"{name} seeds torch's default generator (torch.manual_seed), which happens once, when it is traced, and "
+            f"never in the compiled step; {_FIX}"
+        )
+
+
+def _was_seeded(generator: torch.Generator, seed: int, state: torch.Tensor) -> bool:
+    if generator.initial_seed() != seed:
+        return True
+    now = generator.get_state()
+    fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
+    return not torch.equal(now, state) and torch.equal(now, fresh)
+
+
+def _default_generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
