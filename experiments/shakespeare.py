@@ -17,7 +17,7 @@ import torch
 
 from fmegatron import checkpoint, data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
-from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -36,6 +36,7 @@ class Config:
     heads: int = field(6, resume="refused")
     seq_len: int = field(128, resume="refused")
     batch_size: int = field(16, resume="refused", least=1)  # sequences per step, all ranks together
+    microbatches: int = field(1, resume="named", least=1)  # of each rank, one after the other, in a step
     steps: int = field(500, resume="named", least=1)
     lr: float = field(2e-3, resume="named", above=0)  # peak learning rate
     warmup: int = field(50, resume="named", least=0)  # steps
@@ -81,9 +82,9 @@ def describe(config: Config):
     strategy, axes = DataParallel.named(config.strategy), Axes(config.mesh)
     specs = model.specs(of, config.mesh, strategy=strategy)
     optimizer = optim.adamw(rate(config), weight_decay=config.weight_decay)
-    train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), axes, strategy=strategy)
-    dealt = tuple(axis for axis in model.DATA_AXES if axis in config.mesh)
-    rows = Layout((config.batch_size, config.seq_len), torch.int64, config.mesh, (dealt,))
+    how = {"strategy": strategy, "microbatches": config.microbatches}
+    train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), axes, **how)
+    rows = strategy.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh, config.microbatches)
     return train_step, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
 
 
@@ -92,14 +93,13 @@ def main(config: Config) -> dict[str, float]:
     world, run = connect(config.mesh), Path(config.run)
     tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
     ids = tokenizer.encode(TEXT.read_text())
-    part, parts = data.data_coordinates(config.mesh, world.rank)
     train_range, heldout_range = data.train_and_held_out(ids)
     batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
     prompts = [torch.from_numpy(tokenizer.encode(text)).long() for text in config.prompts]
     heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
 
     of = model_config(config, tokenizer.vocab_size)
-    loss_fn, (train_step, state_specs, _) = make_loss(config, of), describe(config)
+    loss_fn, (train_step, state_specs, rows) = make_loss(config, of), describe(config)
     layouts = tree.layouts(state_specs.params)
     train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
 
@@ -111,9 +111,8 @@ def main(config: Config) -> dict[str, float]:
         return tree.map(lambda x: x.to(world.device), tensors)
 
     def evaluate(params):
-        def batch_at(i):
-            return on_device(heldout.at(i, part, parts))
-
+        whole = heldout.layout(config.mesh, DataParallel.named(config.strategy))
+        batch_at = heldout.for_rank(whole, world.rank, world.device).at
         return loop.evaluate(heldout_step, params, batch_at, len(heldout), heldout.real_tokens)
 
     settings = loop.Settings(config, allow=config.allow, data=data.fingerprint(ids))
@@ -130,7 +129,8 @@ def main(config: Config) -> dict[str, float]:
         if world.rank == 0:
             settings.write(run / "config.json")
         flops, sizes = model.flops_per_token(of, config.seq_len)["total"], (config.batch_size, config.seq_len)
-        print(loop.startup(layouts, *sizes, config.steps, start, parts, flops_per_token=flops))
+        parts = {"data_ranks": rows["tokens"].shard_counts[0], "microbatches": config.microbatches}
+        print(loop.startup(layouts, *sizes, config.steps, start, **parts, flops_per_token=flops))
 
         records = loop.JsonLines(run / "metrics.jsonl", after=start, mesh=str(config.mesh))
         result = {}
@@ -140,7 +140,7 @@ def main(config: Config) -> dict[str, float]:
             infos = loop.train(
                 train_step,
                 state,
-                batches.for_rank(config.mesh, world.rank, device=world.device).at,
+                batches.for_rank(rows["tokens"], world.rank, world.device).at,
                 steps=config.steps,
                 start=start,
                 log_every=config.log_every,

@@ -1,14 +1,11 @@
 """data: tokenizers, memory-mapped token files, and batches as pure functions of (seed, step)."""
 
 from fmegatron.data.batches import (
-    DATA_AXES,
     Batch,
     Batches,
     EvaluationBatches,
     RankBatches,
     Tokens,
-    data_coordinates,
-    evaluation_batches,
     train_and_held_out,
 )
 from fmegatron.data.fingerprint import fingerprint
@@ -17,7 +14,6 @@ from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokeniz
 from fmegatron.data.tokens import TokenArray, write_tokens
 
 __all__ = [
-    "DATA_AXES",
     "Batch",
     "Batches",
     "ByteTokenizer",
@@ -26,8 +22,6 @@ __all__ = [
     "RankBatches",
     "TokenArray",
     "Tokens",
-    "data_coordinates",
-    "evaluation_batches",
     "fingerprint",
     "load_tokenizer",
     "permuted",

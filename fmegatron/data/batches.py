@@ -1,25 +1,24 @@
 """Batches as pure functions of a position: training batches of (seed, step), evaluation batches of their number.
 
 There is no iterator state. To resume, ask for the next step; to change the mesh, ask for other rows. A batch is
-`{"tokens": [B, S] int64, "labels": [B, S] int64}` with labels[b, s] the token that follows tokens[b, s]. Rank i of n
-gets rows [i*B/n, (i+1)*B/n), which is the layout (("dp", "fsdp"), None).
+`{"tokens": [B, S] int64, "labels": [B, S] int64}` with labels[b, s] the token that follows tokens[b, s]. Which rows a
+rank gets is what the batch's layout says: `strategy.batch_layout(shape, dtype, mesh, microbatches)`.
 """
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from fmegatron.data.permutation import permuted
-from fmegatron.layout import Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.tree import fold_in
 
 Batch = dict[str, torch.Tensor]
-DATA_AXES = ("dp", "fsdp")
+_Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
 # Rows whose places in the order are computed at once, and at most one epoch. The cost of `permuted` is its number of
 # calls of numpy: 0.6 ms for 32 positions, 1.2 ms for 1,024 of them.
 _TOGETHER = 1024
@@ -43,20 +42,6 @@ def train_and_held_out(tokens: Tokens, held_out: float = 0.1) -> tuple[tuple[int
         raise ValueError(f"held_out: got {held_out}, want a fraction between 0 and 1, such as 0.1")
     cut = len(tokens) - round(len(tokens) * held_out)
     return (0, cut), (cut, len(tokens))
-
-
-def data_coordinates(mesh: Mesh, rank: int, axes: tuple[str, ...] = DATA_AXES) -> tuple[int, int]:
-    """(index, count): which part of every batch a rank reads, of how many. Axes that the mesh does not have count as
-    size 1.
-
-    >>> data_coordinates(Mesh(dp=2, tp=2), rank=3)
-    (1, 2)
-    """
-    axes = tuple(axis for axis in axes if axis in mesh)
-    count = 1
-    for axis in axes:
-        count *= mesh[axis]
-    return (mesh.index(rank, axes) if axes else 0), count
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,51 +98,30 @@ class Batches:
         """How many batches show every window once."""
         return self.windows / self.batch_size
 
-    def at(self, step: int, index: int = 0, count: int = 1) -> Batch:
-        """Rows of part `index` of `count` of the batch of `step` (0, 1, 2 …); the parts of any `count` make up the same
-        batch.
+    def at(self, step: int) -> Batch:
+        """The whole batch of `step` (0, 1, 2 …)."""
+        return self._rows_at(step, ((0, self.batch_size),))
 
-        ValueError when `batch_size` does not divide by `count`.
-        """
+    def _rows_at(self, step: int, rows: _Ranges) -> Batch:
         if step < 0 or self.samples(step) < 0:
             more = f", from {-(self.offset // self.batch_size)} on" if self.offset < 0 else ""
             raise ValueError(f"Batches.at: got step {step}, want 0 or more{more}")
-        part = len(_rows(self.batch_size, index, count))
+        part = sum(stop - start for start, stop in rows)
         steps = max(1, min(_TOGETHER // part, self.windows // self.batch_size))
         block, at = divmod(operator.index(step), steps)
         first = self.samples(block * steps)
-        return _cut(self, _order(self.seed, self.windows, self.batch_size, index, count, steps, first)[at])
+        return _cut(self, _order(self.seed, self.windows, self.batch_size, rows, steps, first)[at])
 
-    def for_rank(
-        self,
-        mesh: Mesh,
-        rank: int,
-        axes: tuple[str, ...] = DATA_AXES,
-        device: torch.device | str | None = None,
-    ) -> "RankBatches":
-        """The rows of one rank of a mesh: `.at(step)` gives the part at the rank's coordinates on the data axes.
+    def layout(self, mesh: Mesh, strategy: DataParallel | None = None, microbatches: int = 1) -> Layout:
+        """The layout of tokens and labels: `strategy.batch_layout` of their shape; None: rows over dp and fsdp."""
+        return _layout(self, mesh, strategy, microbatches)
+
+    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> "RankBatches":
+        """What one rank gets: `.at(step)` is its part of the batch of `step` under the batch's layout (`layout()`).
 
         device: where its tensors are put; None: they stay in host memory.
         """
-        return RankBatches(self, *data_coordinates(mesh, rank, axes), device)
-
-
-@dataclass(frozen=True, eq=False)
-class RankBatches:
-    """Part `index` of `count` of every training batch. ValueError when the batch size does not divide by `count`."""
-
-    batches: Batches
-    index: int = 0
-    count: int = 1
-    device: torch.device | str | None = None
-
-    def __post_init__(self) -> None:
-        _rows(self.batches.batch_size, self.index, self.count)
-
-    def at(self, step: int) -> Batch:
-        """This rank's rows of the batch of `step`."""
-        batch = self.batches.at(step, self.index, self.count)
-        return batch if self.device is None else {name: x.to(self.device) for name, x in batch.items()}
+        return RankBatches(self, layout, rank, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,11 +161,22 @@ class EvaluationBatches:
         """How many tokens of the whole batch (all ranks) are not padding: the weight of its mean loss."""
         return self.seq_len * min(self.batch_size, self._shown - number * self.batch_size)
 
-    def at(self, number: int, index: int = 0, count: int = 1) -> Batch:
-        """Rows of part `index` of `count` of batch `number`; ValueError when there is no such batch or part."""
+    def at(self, number: int) -> Batch:
+        """The whole batch `number`; ValueError when there is no such batch."""
+        return self._rows_at(number, ((0, self.batch_size),))
+
+    def layout(self, mesh: Mesh, strategy: DataParallel | None = None) -> Layout:
+        """The layout of tokens, labels and mask: `strategy.batch_layout`; None: rows over dp and fsdp."""
+        return _layout(self, mesh, strategy, 1)
+
+    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> "RankBatches":
+        """What one rank gets: `.at(number)` is its part of batch `number` (see `Batches.for_rank`)."""
+        return RankBatches(self, layout, rank, device)
+
+    def _rows_at(self, number: int, ranges: _Ranges) -> Batch:
         if not 0 <= number < len(self):
             raise ValueError(f"EvaluationBatches.at: got batch {number}, there are {len(self)} (0 to {len(self) - 1})")
-        rows = number * self.batch_size + _rows(self.batch_size, index, count)
+        rows = number * self.batch_size + _rows(ranges)
         real = rows < self._shown
         batch = _cut(self, np.where(real, rows, 0) * _window_count(self) // self._shown)
         if self._shown % self.batch_size:
@@ -209,18 +184,41 @@ class EvaluationBatches:
         return batch
 
 
-def evaluation_batches(
-    tokens: Tokens,
-    batch_size: int,
-    seq_len: int,
-    split: tuple[int, int] | None = None,
-    windows: int | None = None,
-    index: int = 0,
-    count: int = 1,
-) -> Iterator[Batch]:
-    """Iterate over part `index` of `count` of all `EvaluationBatches` of these arguments (see there)."""
-    batches = EvaluationBatches(tokens, batch_size, seq_len, split, windows)
-    return (batches.at(number, index, count) for number in range(len(batches)))
+@dataclass(frozen=True, eq=False)
+class RankBatches:
+    """The part of every batch that one rank holds under a layout of the batch, [B, S].
+
+    ValueError for a layout of another shape, or under which ranks hold unequal parts.
+    """
+
+    batches: Batches | EvaluationBatches
+    layout: Layout
+    rank: int
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        wanted = self.batches.batch_size, self.batches.seq_len
+        if self.layout.shape != wanted or not self.layout.is_even or self.layout.flat or self.layout.unreduced:
+            raise ValueError(
+                f"for_rank: got the layout {self.layout}, wanted one of shape {wanted} with equal parts for all ranks; "
+                "give batches.layout(mesh, strategy, microbatches)"
+            )
+        self.layout.mesh.check_rank(self.rank)
+
+    @cached_property
+    def _ranges(self) -> tuple[_Ranges, ...]:
+        """Of rows and of columns."""
+        return tuple(
+            tuple((s.start, s.start + s.length) for s in self.layout.segments(self.rank, dim)) for dim in range(2)
+        )
+
+    def at(self, step: int) -> Batch:
+        """This rank's part of a batch."""
+        rows, columns = self._ranges
+        batch = self.batches._rows_at(step, rows)
+        if columns != ((0, self.batches.seq_len),):
+            batch = {name: torch.cat([x[:, a:b] for a, b in columns], 1) for name, x in batch.items()}
+        return batch if self.device is None else {name: x.to(self.device) for name, x in batch.items()}
 
 
 def _range(of: Batches | EvaluationBatches) -> tuple[int, int]:
@@ -245,29 +243,24 @@ def _check_sizes(of: Batches | EvaluationBatches) -> None:
         )
 
 
-def _rows(batch_size: int, index: int, count: int) -> np.ndarray:
-    if not 0 <= index < count:
-        raise ValueError(f"batch: got part {index} of {count}, want 0 to {count - 1}")
-    if batch_size % count:
-        below, above = batch_size - batch_size % count, batch_size + count - batch_size % count
-        better = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
-            f"batch_size: got {batch_size}, which {count} data-parallel ranks cannot share evenly; use {better}, or a"
-            " mesh whose data axes multiply to a divisor of it"
-        )
-    part = batch_size // count
-    return np.arange(index * part, (index + 1) * part, dtype=np.int64)
+def _layout(of: Batches | EvaluationBatches, mesh: Mesh, strategy: DataParallel | None, microbatches: int) -> Layout:
+    strategy = strategy or DataParallel()
+    return strategy.batch_layout((of.batch_size, of.seq_len), torch.int64, mesh, microbatches)
+
+
+def _rows(ranges: _Ranges) -> np.ndarray:
+    return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in ranges])
 
 
 @lru_cache(maxsize=8)  # the current block of several readers: ranks of a test, a run and its read-ahead
-def _order(seed: int, windows: int, batch_size: int, index: int, count: int, steps: int, first: int) -> np.ndarray:
-    """Which windows part `index` of `count` shows in a block of steps that begins with sample `first`: int64 [steps,
-    rows], read-only. One permutation of many positions costs little more than of few. A block may begin before sample 0
+def _order(seed: int, windows: int, batch_size: int, ranges: _Ranges, steps: int, first: int) -> np.ndarray:
+    """Which windows some rows of a batch show in a block of steps that begins with sample `first`: int64 [steps, rows],
+    read-only. One permutation of many positions costs little more than of few. A block may begin before sample 0
     (`Batches.after`); nobody asks for those rows."""
     rows = np.arange(first, first + steps * batch_size, batch_size, dtype=np.int64)[:, None]
-    rows = rows + _rows(batch_size, index, count)
+    rows = rows + _rows(ranges)
     epochs, order = rows // windows, np.empty_like(rows)
-    for epoch in range(int(epochs[0, 0]), int(epochs[-1, -1]) + 1):
+    for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
         here = epochs == epoch
         order[here] = permuted(rows[here] % windows, windows, fold_in(seed, "epoch", epoch))
     order.flags.writeable = False

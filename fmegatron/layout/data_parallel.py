@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from fmegatron.layout.layout import Layout
+from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import entry_axes
 from fmegatron.layout.split import Split
 
@@ -116,6 +119,39 @@ class DataParallel:
         return getattr(DataParallel, name)()
 
     # ---- layouts
+
+    def batch_layout(self, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, microbatches: int = 1) -> Layout:
+        """The layout of one array of a batch: its rows (dim 0) split over `axes`, the other dims not split.
+
+        shape: global. microbatches: how many a step cuts each rank's rows into (`step.accumulate`). Microbatch m of n
+        then is the rows [m·B/n, (m+1)·B/n) of the batch on every mesh, of which each rank holds its share: it has one
+        piece of every microbatch, one after the other. So a loss that couples the rows of a microbatch (a softmax over
+        the batch, batch statistics, the load of experts) means the same on every mesh. `data.Batches` gives ranks their
+        rows by it; what checks or simulates a step with microbatches, and `loop.train`, refuse another one.
+        Arrays without dims are replicated. Raises ValueError where ranks and microbatches do not divide the rows.
+
+        >>> from fmegatron.layout import Mesh
+        >>> import torch
+        >>> layout = DataParallel("dp").batch_layout((8, 64), torch.int64, Mesh(dp=2), microbatches=2)
+        >>> [[(s.start, s.start + s.length) for s in layout.segments(rank, 0)] for rank in range(2)]
+        [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]
+        """
+        if microbatches < 1:
+            raise ValueError(f"batch_layout: got microbatches={microbatches}, wanted 1 or more")
+        if not shape:
+            return Layout((), dtype, mesh)
+        names = tuple(name for name in self.axes if name in mesh)
+        ranks = mesh.extent(names)
+        parts = ranks * microbatches
+        if shape[0] % parts:
+            below, above = shape[0] - shape[0] % parts, shape[0] + parts - shape[0] % parts
+            better = f"{below} or {above}" if below else f"{above}"
+            cut = f" and {microbatches} microbatches" if microbatches > 1 else ""
+            raise ValueError(
+                f"batch_size: got {shape[0]} rows, which {ranks} data-parallel ranks{cut} cannot share evenly; use "
+                f"{better}, or a mesh whose data axes multiply to a divisor of it"
+            )
+        return Layout(shape, dtype, mesh, (Split(names, microbatches) if microbatches > 1 and ranks > 1 else names,))
 
     def place(self, layout: Layout, whole: tuple[int, ...] = ()) -> Placed:
         """The three layouts of one parameter.

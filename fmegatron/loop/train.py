@@ -15,9 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from fmegatron import tree
+from fmegatron.data import Batches, RankBatches
+from fmegatron.layout import Layout
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import CHOICES, broken, judge
 from fmegatron.loop.signals import Stop
+from fmegatron.step import Declared
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ def train(
     on_nonfinite: what happens when loss or grad_norm of a log point is not finite, and numbers of the state neither:
     "raise" NonFiniteError on all ranks, which names step and leaves (on several ranks one step later), or "warn".
     Where the state is finite (an optimizer skipped the update), rank 0 warns and training goes on.
-    Raises ValueError for settings that make no sense; yields nothing when start >= steps, and warns when it is above.
+    Raises ValueError for settings that make no sense, and for a batch_at of `data.Batches` whose layout is not what
+    `build_train_step` made the step for; yields nothing when start >= steps, and warns when it is above.
     """
     for name, value, least in (("log_every", log_every, 1), ("start", start, 0), ("steps", steps, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -88,9 +95,22 @@ def train(
             f"train: got steps={steps}, but {start} steps are done: nothing is trained; ask for more than {start} steps"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
+    _require_layout(step, batch_at)
     return _updates(
         step, state, batch_at, steps, start, log_every, tokens_per_step, stop or Stop(), world, on_nonfinite
     )
+
+
+def _require_layout(step, batch_at) -> None:
+    """ValueError where both the step and the batches say how rows are split over ranks, and differ."""
+    declared, batches = getattr(step, "declared", None), getattr(batch_at, "__self__", None)
+    if not isinstance(declared, Declared) or not isinstance(batches, (Batches, RankBatches)):
+        return
+    if isinstance(batches, RankBatches):
+        layout = batches.layout
+    else:  # the full batch on every rank
+        layout = Layout((batches.batch_size, batches.seq_len), torch.int64, tree.leaves(declared.state)[0].mesh)
+    declared.require_batch(layout, "train: batch_at")
 
 
 def _updates(step, state, batch_at, steps, start, log_every, tokens_per_step, stop, world, on_nonfinite):

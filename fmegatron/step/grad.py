@@ -1,4 +1,4 @@
-"""Gradients inside a pure step: value_and_grad, microbatches, and the reduction that a layout asks for."""
+"""Gradients inside a pure step: value_and_grad, and the reduction that a layout asks for."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout
-from fmegatron.step.fresh import barrier
-from fmegatron.step.jit import jit
 from fmegatron.step.torch_private import is_tracing, mark_backward
 from fmegatron.step.trace import described
 
-__all__ = ["accumulate", "loss_and_aux", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
+__all__ = ["loss_and_aux", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
 
 
 def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Callable:
@@ -52,7 +50,7 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
                     f"parameter {path!r} is {leaf.dtype}, which has no gradient; pass it as another argument, not "
                     "among the parameters"
                 )
-        leaves = [(leaf if dtype is None else _wide(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
+        leaves = [(leaf if dtype is None else widened(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
             loss, aux = loss_and_aux(loss_fn, loss_fn(tree.unflatten(spec, leaves), *args, **named))
             _require_gradient(loss_fn, loss)
@@ -103,88 +101,6 @@ def _without_history(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def accumulate(
-    grad_fn: Callable, n: int, *, each: Callable | None = None, weight: str | None = None, dtype=torch.float32
-) -> Callable:
-    """`f(params, batch)` that runs `grad_fn(params, microbatch) -> ((loss, aux), grads)` on n microbatches and sums.
-
-    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts.
-    each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make each
-    time. dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
-    weight: the name of a number in aux, alike on all ranks, by which each microbatch counts. None: "tokens", the number
-    of tokens that bear a loss, if aux has it: the result is the mean over all tokens however unevenly a mask spreads
-    them; without it, microbatches count alike.
-    Losses, gradients and floating-point leaves of aux are averaged, each microbatch being normalised on its own; whole
-    numbers in aux are counts, and are summed.
-    Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
-    Raises ValueError when dim 0 does not divide by n, and for a weight that aux does not have.
-    """
-    if n < 1:
-        raise ValueError(f"accumulate over n={n} microbatches; n must be at least 1")
-    each = each or (lambda grads: grads)
-    if n == 1:
-
-        def once(params, batch, *args):
-            out, grads = grad_fn(params, batch, *args)
-            return out, each(grads)
-
-        return once
-    one_node = jit(grad_fn)
-
-    def accumulated(params, batch, *args):
-        for path, x in zip(tree.paths(batch), tree.leaves(batch), strict=True):
-            if x.dim() == 0 or x.shape[0] % n:
-                raise ValueError(
-                    f"batch leaf {path!r} of local shape {tuple(x.shape)} cannot be cut into {n} microbatches on "
-                    "dim 0; choose a number of microbatches that divides this rank's rows"
-                )
-        run = one_node if is_tracing() else grad_fn
-        _, leaves, spec = tree.flatten(batch)
-        total, weights = None, []
-        for parts in zip(*[x.chunk(n, 0) for x in leaves], strict=True):
-            if total is not None:
-                parts = _after(list(parts), tree.leaves(total[1]))
-            out, grads = run(params, tree.unflatten(spec, list(parts)), *args)
-            grads = tree.map(lambda g: _wide(g, dtype), each(grads))
-            weights.append(_weight(out[1], weight))
-            new = _weighted((out, grads), weights[-1])
-            total = new if total is None else tree.map(torch.add, total, new)
-        count = n if weights[0] is None else sum(weights[1:], weights[0]).clamp(min=1)
-        (loss, aux), grads = tree.map(lambda x: x / count if x.is_floating_point() else x, total)
-        return (loss, aux), grads
-
-    return accumulated
-
-
-def _after(parts: list, sums: list) -> list:
-    """The next microbatch, which exists after the sums of the last ones do. Without this, the compiler makes one kernel
-    of all the sums at the end, and the gradients of every microbatch are alive until then."""
-    smallest = min(range(len(parts)), key=lambda i: parts[i].numel())
-    parts[smallest] = functools.reduce(barrier, sums, parts[smallest])
-    return parts
-
-
-def _weight(aux: Any, name: str | None) -> torch.Tensor | None:
-    known = aux if isinstance(aux, dict) else {}
-    if name is not None and name not in known:
-        raise ValueError(
-            f"weight={name!r}: got metrics {', '.join(map(str, known)) or 'without any name'}, wanted one of that name"
-            f"{tree.did_you_mean(name, [str(k) for k in known])}; None weighs by 'tokens' where there is one"
-        )
-    return known.get(name or "tokens")
-
-
-def _weighted(values: Any, weight: torch.Tensor | None) -> Any:
-    """Floating-point leaves times a microbatch's weight; counts as they are."""
-    if weight is None:
-        return values
-    return tree.map(lambda x: x * weight.to(x.dtype) if x.is_floating_point() else x, values)
-
-
-def _wide(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return g.to(dtype) if g.dtype.itemsize < dtype.itemsize else g
-
-
 def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
     """Layout of a parameter's gradient as autograd leaves it: a pending sum over the data axes that do not shard it."""
     return DataParallel(data_axes).grads_layout(layout)
@@ -213,3 +129,8 @@ def reduce_gradients(
     sources = [raw_gradient_layout(layout, data_axes) for layout in tree.leaves(layouts)]
     wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
     return tree.unflatten(spec, reshard_many(leaves, sources, targets, axes, wires, together))
+
+
+def widened(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in a dtype unless its own is as wide."""
+    return x.to(dtype) if x.dtype.itemsize < dtype.itemsize else x

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, Precision, Wire, reshard_many
+from fmegatron.collectives import Axes, Precision, Wire, positions, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
+from fmegatron.step.accumulate import accumulate
 from fmegatron.step.check import Declared
-from fmegatron.step.grad import accumulate, loss_and_aux, reduce_gradients, value_and_grad
+from fmegatron.step.grad import loss_and_aux, reduce_gradients, value_and_grad
+from fmegatron.step.rows import rows_in_order
 from fmegatron.step.trace import described
 
 __all__ = ["State", "build_train_step", "placements", "state_specs"]
@@ -68,20 +70,26 @@ def build_train_step(
     precision: Precision | None = None,
     microbatches: int = 1,
     weight: str | None = None,
+    numbered: bool = False,
     clip_norm: float | None = 1.0,
     together: int = 1 << 20,
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
     loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
-    the loss; metrics are 0-d tensors that are alike on all ranks. layouts: of the parameters at rest. clip_norm: the
+    the loss; metrics are 0-d tensors that are equal on all ranks. layouts: of the parameters at rest. clip_norm: the
     largest global gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
     strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the state's
     specs then are `state_specs(specs, optimizer, strategy)`. None: as the parameters are, with the batch split over
     `data_axes` (default dp and fsdp).
     precision: in which dtypes gradients are reduced and added up (the model's own policy says how weights are
     gathered); None: as the backward makes them, and microbatches in fp32.
-    microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
+    microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens". The batch
+    is assigned by `strategy.batch_layout(shape, dtype, mesh, microbatches)`, so that microbatch m is the same rows on
+    every mesh (`data.Batches.for_rank` does that, and `loop.train` refuses another layout of its; a tensor does not
+    say which rows it has, so what was split by hand is taken as it is).
+    numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows of
+    the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any microbatches.
     together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
@@ -96,7 +104,8 @@ def build_train_step(
 
     @functools.wraps(loss_fn)
     def scaled_loss(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
-        loss, metrics = loss_and_aux(loss_fn, loss_fn(optim.merge(trained, frozen), batch))
+        given = (batch["batch"], batch["samples"]) if numbered else (batch,)
+        loss, metrics = loss_and_aux(loss_fn, loss_fn(optim.merge(trained, frozen), *given))
         if not isinstance(metrics, dict):
             raise ValueError(
                 f"{described(loss_fn)}: its metrics: got {tree.in_words(metrics)}, wanted a dict of 0-d tensors; "
@@ -130,7 +139,14 @@ def build_train_step(
         tree.check(state.opt, opt_layouts, 0, "state.opt", "what the optimizer makes of the layouts")
         trained, frozen = optim.partition(state.params, trains)
         scale = optim.loss_scale_of(state.opt)
+        if numbered:
+            batch = _with_samples(batch, state.step, strategy, axes, microbatches)
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
+        if "grad_norm" in metrics:
+            raise ValueError(
+                "metric 'grad_norm': got one of loss_fn, and the step reports the norm of all gradients under this "
+                "name; rename yours, such as 'own_grad_norm'"
+            )
         if microbatches > 1:
             grads = _moved(grads, trained_at.grads, trained_at.optim, axes, wire, together)
         if scale is not None:
@@ -151,7 +167,7 @@ def build_train_step(
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
     specs = state_specs(specs, optimizer, strategy)
     opt_layouts = tree.layouts(specs.opt)
-    train_step.declared = Declared(specs, strategy.axes)
+    train_step.declared = Declared(specs, strategy.axes, microbatches)
     return train_step
 
 
@@ -203,6 +219,23 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
                 f"mesh {mesh}: the axis {name!r} is none of the strategy's axes {strategy.axes} and shards no "
                 f"parameter; give a strategy over it, DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
+
+
+def _with_samples(batch: Any, step: torch.Tensor, strategy: DataParallel, axes: Axes, microbatches: int) -> dict:
+    """{"batch", "samples"}: the batch, and the number of each of this rank's rows among all rows of the run."""
+    rows = {p: x.shape[0] for p, x in zip(tree.paths(batch), tree.leaves(batch), strict=True) if _has_rows(x)}
+    if len(set(rows.values())) != 1:
+        raise ValueError(f"batch: got rows (dim 0) {rows or 'of no leaf'}, wanted one number of them to be numbered")
+    like = next(x for x in tree.leaves(batch) if _has_rows(x))
+    count = like.shape[0] * axes.mesh.extent([name for name in strategy.axes if name in axes.mesh])
+    layout = strategy.batch_layout((count,), torch.int64, axes.mesh, microbatches)
+    numbers = positions(like.new_empty(like.shape[0]), layout, axes)
+    batch = tree.map(lambda x: rows_in_order(x, microbatches, strategy.axes) if _has_rows(x) else x, batch)
+    return {"batch": batch, "samples": step * count + numbers}
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
 def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, together: int) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Traced, inline_layers, trace
+from fmegatron.step import Traced, inline_layers, require_rows, trace
 from fmegatron.testing.interpret import interpret
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
@@ -245,7 +245,9 @@ def simulate(
     out_layouts: the layouts of the result, same structure, None for replicated parts. Left out: an item of the result
     (or the result itself) that has the structure and local shapes of an argument has that argument's layouts,
     everything else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
-    Raises ValueError where trees, layouts and mesh do not fit, or ranks have different local shapes.
+    Raises ValueError where trees, layouts and mesh do not fit, or ranks have different local shapes; and for a batch
+    that a step cuts into microbatches, where the layout assigns its rows in another way than
+    `DataParallel.batch_layout(..., microbatches)` (`Ranks` without a layout are taken as they are).
 
     >>> from fmegatron.collectives import Axes, psum
     >>> from fmegatron.layout import Layout, Mesh
@@ -268,6 +270,7 @@ def simulate(
         tree.require_mesh([x for x in tree.leaves(one) if x is not None], mesh, of, "the ranks")
     ranks = _per_rank(args, layouts, mesh)
     traced = trace(step, tuple(arg[0] for arg in ranks))
+    require_rows(traced, _input_layouts(ranks, layouts), "simulate: the arguments")
     return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts)
 
 
@@ -281,6 +284,17 @@ def _per_rank(args, layouts, mesh):
             )
         out.append(ranks)
     return out
+
+
+def _input_layouts(ranks, layouts):
+    """The layout of each tensor of the arguments, None of those that have none."""
+    found = []
+    for local, wanted in zip(ranks, layouts, strict=True):
+        known = dict(zip(tree.paths(wanted), tree.leaves(wanted), strict=True)) if wanted is not None else {}
+        for path, leaf in zip(*tree.flatten(local[0])[:2], strict=True):
+            if isinstance(leaf, torch.Tensor):
+                found.append(getattr(known.get(path), "layout", known.get(path)))
+    return found
 
 
 def _tensors(values):

@@ -10,16 +10,20 @@ from fmegatron.data import (
     Batches,
     EvaluationBatches,
     TokenArray,
-    data_coordinates,
-    evaluation_batches,
     fingerprint,
     train_and_held_out,
     write_tokens,
 )
 from fmegatron.data import batches as data_batches
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh, Split
+from fmegatron.testing import split
 
 COUNTING = np.arange(10_000)  # token i is i, so a batch shows where it was cut
+
+
+def part_of(batches, index, count):
+    """What part `index` of `count` of every batch is given."""
+    return batches.for_rank(batches.layout(Mesh(dp=count)), index)
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,7 +52,7 @@ def test_an_epoch_visits_every_window_once(length, seq_len, batch_size, seed):
 def test_the_parts_of_any_count_make_up_the_same_batch(count, step, seed, seq_len):
     batches = Batches(COUNTING, 12, seq_len, seed)
     whole = batches.at(step)
-    parts = [batches.at(step, index, count) for index in range(count)]
+    parts = [part_of(batches, index, count).at(step) for index in range(count)]
     for name in ("tokens", "labels"):
         assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
         assert whole[name].shape == (12, seq_len) and whole[name].dtype == torch.int64 and whole[name].is_contiguous()
@@ -69,7 +73,7 @@ def test_a_batch_size_may_change_and_no_sample_is_lost_or_shown_twice(sizes, ste
         batches = Batches(COUNTING[:length], size, 8, seed).after(samples, step)
         assert batches.samples(step) == samples
         seen += [batches.at(n)["tokens"][:, 0] for n in range(step, step + steps)]
-        part = [batches.at(step, index, size)["tokens"][:, 0] for index in range(size)]
+        part = [part_of(batches, index, size).at(step)["tokens"][:, 0] for index in range(size)]
         assert torch.equal(torch.cat(part), seen[-steps])
         step += steps
         samples = batches.samples(step)
@@ -104,7 +108,7 @@ def test_fingerprints():
 
 def test_batches_on_a_device():
     batches = Batches(COUNTING, 4, 8, seed=0)
-    there = batches.for_rank(Mesh(dp=2), 1, device="meta").at(0)
+    there = batches.for_rank(batches.layout(Mesh(dp=2)), 1, device="meta").at(0)
     assert {x.device.type for x in there.values()} == {"meta"} and there["tokens"].shape == (2, 8)
 
 
@@ -131,9 +135,9 @@ def test_pure_function_of_seed_and_step():
 )  # fmt: skip
 def test_the_order_is_fixed_for_ever(length, batch_size, seed, part, wanted):
     """Resumed runs of a later version see the same data, in whatever blocks it computes the order."""
-    batches = Batches(COUNTING[:length], batch_size, 10, seed)
+    batches = part_of(Batches(COUNTING[:length], batch_size, 10, seed), *part)
     for step, windows in wanted.items():
-        assert batches.at(step, *part)["tokens"][:, 0].tolist() == [10 * int(window) for window in windows.split()]
+        assert batches.at(step)["tokens"][:, 0].tolist() == [10 * int(window) for window in windows.split()]
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])
@@ -143,9 +147,9 @@ def test_the_order_of_many_steps_is_computed_at_once(monkeypatch, count):
     permuted = data_batches.permuted
     monkeypatch.setattr(data_batches, "permuted", lambda *args: calls.append(args) or permuted(*args))
     batches = Batches(COUNTING, 16, 4, seed=19)
-    steps = int(batches.steps_per_epoch)
+    steps, last = int(batches.steps_per_epoch), part_of(batches, count - 1, count)
     for step in range(steps):
-        batches.at(step, count - 1, count)
+        last.at(step)
     assert steps > 100 and len(calls) < 6
 
 
@@ -163,17 +167,44 @@ def test_epochs_have_different_orders():
     assert (first == second).float().mean() < 0.05
 
 
-@pytest.mark.parametrize(
-    "mesh", [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=2, dp=4), Mesh(fsdp=3), Mesh(tp=2), Mesh(fsdp=2, dp=2)], ids=str
-)
-def test_a_rank_reads_the_rows_that_the_layout_gives_it(mesh):
-    batches = Batches(COUNTING, 12, 8, seed=5)
-    axes = tuple(axis for axis in ("dp", "fsdp") if axis in mesh)
-    layout = Layout((12, 8), torch.int64, mesh, (axes, None))
-    whole = batches.at(7)["tokens"]
+MESHES = [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=2, dp=4), Mesh(fsdp=3), Mesh(tp=2), Mesh(fsdp=2, dp=2), Mesh()]
+STRATEGIES = [None, DataParallel("fsdp"), DataParallel(("fsdp", "dp"))]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_rank_reads_what_the_layout_gives_it(mesh, strategy, microbatches):
+    batches = Batches(COUNTING, 24, 8, seed=5)
+    layout = batches.layout(mesh, strategy, microbatches)
+    assert layout == (strategy or DataParallel()).batch_layout((24, 8), torch.int64, mesh, microbatches)
+    whole = batches.at(7)
+    parts = split(whole, {"tokens": layout, "labels": layout})
     for rank in range(mesh.size):
-        (box,) = layout.boxes(rank)
-        assert torch.equal(batches.for_rank(mesh, rank).at(7)["tokens"], whole[box.slices])
+        got = batches.for_rank(layout, rank).at(7)
+        assert all(torch.equal(got[name], parts[rank][name]) for name in whole)
+
+
+def test_sequences_are_split_as_the_layout_says():
+    mesh = Mesh(dp=2, cp=2)
+    for columns in ("cp", Split("cp", 2)):
+        layout = Layout((4, 8), torch.int64, mesh, ("dp", columns))
+        for batches in (Batches(COUNTING, 4, 8, seed=5), EvaluationBatches(COUNTING, 4, 8, windows=6)):
+            whole = batches.at(1)
+            parts = split(whole, {name: layout.replace(dtype=x.dtype) for name, x in whole.items()})
+            for rank in range(mesh.size):
+                got = batches.for_rank(layout, rank).at(1)
+                assert got.keys() == whole.keys() and all(torch.equal(got[n], parts[rank][n]) for n in whole)
+
+
+def test_microbatches_are_the_same_rows_on_every_mesh():
+    batches, n = Batches(COUNTING, 12, 8, seed=5), 3
+    whole = batches.at(2)["tokens"]
+    for mesh in (Mesh(dp=2), Mesh(dp=2, fsdp=2)):
+        layout = batches.layout(mesh, microbatches=n)
+        for m in range(n):
+            rows = [batches.for_rank(layout, rank).at(2)["tokens"].chunk(n)[m] for rank in range(mesh.size)]
+            assert torch.equal(torch.cat(rows), whole[m * 4 : (m + 1) * 4])
 
 
 def test_only_the_own_rows_are_read():
@@ -188,7 +219,8 @@ def test_only_the_own_rows_are_read():
             return COUNTING[index]
 
     tokens = Counted()
-    Batches(tokens, 12, 8, seed=0).at(0, 1, 4)
+    batches = Batches(tokens, 12, 8, seed=0)
+    batches.for_rank(batches.layout(Mesh(dp=4)), 1).at(0)
     assert tokens.reads == 3 * 9
 
 
@@ -203,8 +235,9 @@ def test_split_ranges_do_not_touch():
     assert (train, held_out) == ((0, 9000), (9000, 10_000))
     batches = Batches(COUNTING, 9, 100, seed=0, split=train)
     assert max(batches.at(step)["labels"].max() for step in range(20)) < 9000
-    for batch in evaluation_batches(COUNTING, 3, 100, split=held_out):
-        assert batch["tokens"].min() >= 9000
+    evaluation = EvaluationBatches(COUNTING, 3, 100, split=held_out)
+    for number in range(len(evaluation)):
+        assert evaluation.at(number)["tokens"].min() >= 9000
     with pytest.raises(ValueError, match="held_out"):
         train_and_held_out(COUNTING, 10)
 
@@ -214,7 +247,8 @@ def test_evaluation_covers_the_range_for_every_batch_size(batch_size, count):
     evaluation = EvaluationBatches(COUNTING[:1000], batch_size, 64)  # 15 windows
     seen = []
     for number in range(len(evaluation)):
-        parts = [evaluation.at(number, index, count) for index in range(count)]
+        layout = evaluation.layout(Mesh(dp=count))
+        parts = [evaluation.for_rank(layout, rank).at(number) for rank in range(count)]
         batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         assert batch["tokens"].shape == (batch_size, 64)
         assert ("mask" in batch) == bool(15 % batch_size)
@@ -230,6 +264,9 @@ def test_evaluation_windows_are_spaced_evenly():
     assert "mask" not in evaluation.at(0)
 
 
+ROWS_OF_8 = Layout((8, 8), torch.int64, Mesh(dp=3), ("dp",))
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -238,9 +275,11 @@ def test_evaluation_windows_are_spaced_evenly():
         (lambda: Batches(COUNTING[:8], 4, 8, 0), "fewer than one window"),
         (lambda: Batches(COUNTING, 4, 8, 0, split=(0, 20_000)), "10,000 tokens"),
         (lambda: Batches(COUNTING, 4, 8, 0).at(-1), "step -1"),
-        (lambda: Batches(COUNTING, 4, 8, 0).at(0, 4, 4), "part 4 of 4"),
-        (lambda: Batches(COUNTING, 10, 8, 0).at(0, 0, 4), "got 10, which 4 data-parallel ranks .* use 8 or 12"),
-        (lambda: Batches(COUNTING, 2, 8, 0).for_rank(Mesh(dp=4), 0), "use 4, or a mesh"),
+        (lambda: Batches(COUNTING, 10, 8, 0).layout(Mesh(dp=4)), "got 10 rows, which 4 data-parallel .* use 8 or 12"),
+        (lambda: Batches(COUNTING, 2, 8, 0).layout(Mesh(dp=4)), "use 4, or a mesh"),
+        (lambda: Batches(COUNTING, 4, 8, 0).for_rank(Layout((4, 8), torch.int64, Mesh(dp=2)), 2), "got rank 2"),
+        (lambda: Batches(COUNTING, 4, 8, 0).for_rank(ROWS_OF_8, 0), r"wanted one of shape \(4, 8\)"),
+        (lambda: EvaluationBatches(COUNTING, 8, 8).for_rank(ROWS_OF_8, 0), "with equal parts"),
         (lambda: EvaluationBatches(COUNTING, 4, 8, windows=5000), "windows=5000"),
         (lambda: EvaluationBatches(COUNTING, 4, 8).at(-1), "got batch -1"),
     ],
@@ -248,7 +287,3 @@ def test_evaluation_windows_are_spaced_evenly():
 def test_errors_for_people(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_coordinates_without_data_axes():
-    assert [data_coordinates(Mesh(tp=2), rank) for rank in range(2)] == [(0, 1), (0, 1)]

@@ -9,12 +9,12 @@ import pytest
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import Mesh
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import build_train_step, compiled_layer, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
 from tests.model.test_reference import leaves_that_differ, make_batch
-from tests.model.test_sharded import CONFIG, MESHES, batch_layouts
+from tests.model.test_sharded import CONFIG, MESHES
 from tests.pairs import rotating
 
 
@@ -31,7 +31,9 @@ def check(config, mesh, clip_norm, layer=model.plain_layer, microbatches=1):
 
     state = fresh_state(leaves_that_differ(model.init(config, Mesh(), key=3)), optimizer)
     specs = state_specs(model.specs(config, mesh), optimizer)
-    layouts = (tree.layouts(specs), batch_layouts(make_batch(config, batch_size=8), mesh))
+    batch = make_batch(config, batch_size=8)
+    rows = tree.map(lambda x: DataParallel().batch_layout(x.shape, x.dtype, mesh, microbatches), batch)
+    layouts = (tree.layouts(specs), rows)
     result = assert_parity(
         make_step, mesh, state, lambda i: make_batch(config, batch_size=8, seed=i),
         layouts=layouts, out_layouts=(layouts[0], None), steps=3,

@@ -6,7 +6,7 @@ import torch
 
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, Place, is_symbolic
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh
 
 TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}
 
@@ -29,7 +29,8 @@ def problem(
         optimizer, layouts, axes, strategy=strategy, microbatches=microbatches, clip_norm=clip_norm,
         precision=precision,
     )  # fmt: skip
-    rows = Layout((8 * microbatches, 16), torch.int64, mesh, (("dp", "fsdp"),))
+    dealt = strategy or DataParallel()
+    rows = dealt.batch_layout((8 * microbatches, 16), torch.int64, mesh, microbatches)
     batch = {"tokens": rows, "labels": rows} | ({"mask": rows.replace(dtype=torch.bool)} if mask else {})
     return train_step, step.state_specs(specs, optimizer, strategy), batch
 

@@ -4,7 +4,7 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, Precision
-from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import build_train_step, state_specs
 from fmegatron.testing import Ranks, simulate
 from tests.model import plain_llama
@@ -60,10 +60,9 @@ def batch_at(config, step) -> dict:
     }
 
 
-def batch_layouts(mesh) -> dict:
+def batch_layouts(mesh, microbatches=1) -> dict:
     """Rows over the data axes."""
-    data = tuple(name for name in model.DATA_AXES if name in mesh)
-    rows = Layout((ROWS, SEQ), torch.int64, mesh, (data,))
+    rows = DataParallel().batch_layout((ROWS, SEQ), torch.int64, mesh, microbatches)
     return {"tokens": rows, "labels": rows, "mask": rows}
 
 
@@ -75,7 +74,7 @@ def simulated(config, mesh, strategy, steps, layer=model.plain_layer, **options)
     for i in range(steps):
         batch = batch_at(config, i)
         if sim is None:
-            layouts = (tree.layouts(specs), batch_layouts(mesh))
+            layouts = (tree.layouts(specs), batch_layouts(mesh, options.get("microbatches", 1)))
             step = make_step(config, mesh, strategy, layer=layer, **options)
             sim = simulate(step, mesh, state, batch, layouts=layouts, out_layouts=(layouts[0], None))
         else:

@@ -93,7 +93,7 @@ def test_accumulate_under_fsdp(mesh, save):
     batches = [tiny.decoder_batch(rows=16, seed=i) for i in range(3)]
 
     def parts(batch):
-        return split(batch, tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (tuple(mesh.names),)), batch))
+        return split(batch, tree.map(lambda x: DataParallel().batch_layout(x.shape, x.dtype, mesh, 4), batch))
 
     args = tiny.decoder_state(config), parts(batches[0])
     sim = simulate(step, mesh, *args, layouts=layouts, out_layouts=layouts)

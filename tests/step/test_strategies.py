@@ -124,7 +124,7 @@ def on_rank(rank, mesh, name, microbatches, backend):
         state, metrics = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, rank), []
         pointers = [x.data_ptr() for x in tree.leaves(state)]
         for i in range(3):
-            local = split(strategies.batch_at(config, i), strategies.batch_layouts(mesh))[rank]
+            local = split(strategies.batch_at(config, i), strategies.batch_layouts(mesh, microbatches))[rank]
             state, found = step(state, local)
             metrics.append((found["loss"].item(), found["grad_norm"].item()))
         assert [x.data_ptr() for x in tree.leaves(state)] == pointers and len(step.cache) == 1

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmegatron import tree
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step.check.findings import Report
 from fmegatron.step.check.walk import check_traced
+from fmegatron.step.rows import microbatches_of, require_batch, require_rows
 from fmegatron.step.trace import Traced
 
 __all__ = ["Declared", "check_call", "declared_by"]
@@ -20,12 +21,18 @@ __all__ = ["Declared", "check_call", "declared_by"]
 class Declared:
     """Layouts of a step's two arguments; the new state (result 0) has those of the old one.
 
-    state: a tree of Layouts or ArraySpecs.  batch: such a tree, or names of the axes to which dim 0 of every leaf is
-    dealt.
+    state: a tree of Layouts or ArraySpecs.  batch: such a tree, or names of the axes over which dim 0 of every leaf is
+    split, as `DataParallel.batch_layout` does for as many microbatches as the step cuts it into (microbatches).
     """
 
     state: Any
     batch: Any
+    microbatches: int = 1
+
+    def require_batch(self, layout: Layout, who: str) -> None:
+        """ValueError unless what has this layout may be the step's batch: for whoever assigns rows to the ranks."""
+        if isinstance(self.batch, tuple) and all(isinstance(axis, str) for axis in self.batch):
+            require_batch(layout, self.batch, self.microbatches, tree.leaves(self.state)[0].mesh, who)
 
 
 def declared_by(fn: Callable) -> Declared | None:
@@ -44,7 +51,8 @@ def check_call(traced: Traced, declared: Declared, name: str, allow: Mapping[str
     shapes = {path: fake for path, fake in zip(traced.in_paths, traced.fakes, strict=True)}
     data = {path for path in shapes if path.startswith("1/") or path == "1"}
     if isinstance(declared.batch, tuple) and all(isinstance(axis, str) for axis in declared.batch):
-        batch = {path: _dealt(shapes[path], mesh, declared.batch) for path in data}
+        parts = microbatches_of(traced)
+        batch = {path: _of_rows(shapes[path], mesh, declared.batch, parts.get(path, 1)) for path in data}
     else:
         batch = _by_path(declared.batch, "1")
     known = state | batch
@@ -55,6 +63,7 @@ def check_call(traced: Traced, declared: Declared, name: str, allow: Mapping[str
                 f"{known[path].local_shape(0)} on each rank; correct the layout, or jit with check=False"
             )
     given = [known.get(path) for path in traced.in_paths]
+    require_rows(traced, given, name)
     wanted = [state.get(path) for path in traced.out_paths]
     report = check_traced(traced, mesh, given, wanted, data=data, allow=allow).require(name)
     if report.unproven:
@@ -68,9 +77,9 @@ def _by_path(layouts: Any, head: str) -> dict[str, Layout]:
     return {f"{head}/{path}" if path else head: x for path, x in zip(tree.paths(layouts), leaves, strict=True)}
 
 
-def _dealt(fake: Any, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
+def _of_rows(fake: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int) -> Layout:
     """The layout of a leaf of the batch; a 0-d one is the same on all ranks."""
-    if not fake.dim():
-        return Layout((), fake.dtype, mesh)
-    names = tuple(axis for axis in axes if axis in mesh)
-    return Layout((fake.shape[0] * mesh.extent(names), *fake.shape[1:]), fake.dtype, mesh, (names,))
+    shape = tuple(fake.shape)
+    ranks = mesh.extent([axis for axis in axes if axis in mesh])
+    whole = (shape[0] * ranks, *shape[1:]) if shape else ()
+    return DataParallel(axes).batch_layout(whole, fake.dtype, mesh, microbatches)

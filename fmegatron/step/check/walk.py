@@ -23,6 +23,7 @@ from fmegatron.step.check.findings import Report
 from fmegatron.step.check.rules import value_after
 from fmegatron.step.check.scope import Scope, line_of
 from fmegatron.step.check.values import Value, order_of, plain, value_of
+from fmegatron.step.rows import require_rows
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace, written_by
 
@@ -43,6 +44,7 @@ def check(
     arguments = tree.map(_empty, (state_layouts, batch_layouts))
     traced = trace(step, arguments)
     layouts = [x if isinstance(x, Layout) else x.layout for x in tree.leaves((state_layouts, batch_layouts))]
+    require_rows(traced, layouts, "check: the arguments")
     state = dict(zip(tree.paths(state_layouts), tree.leaves(state_layouts), strict=True))
     outputs = []
     for path in traced.out_paths:
