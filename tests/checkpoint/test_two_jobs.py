@@ -200,6 +200,31 @@ def test_what_an_older_version_has_left_is_watched(tmp_path):
     assert not at.parent.parent.exists()
 
 
+def test_the_only_step_goes_between_two_looks(place, monkeypatch):
+    """Another job saves a newer one and deletes it, after the directory was listed: there always is one."""
+    store, jobs = checkpoint.open_store(place), []
+    real = type(store).children
+
+    def children(self):
+        found = real(self)
+        if self.text == store.text and jobs:
+            with Manager(store, keep=1) as manager:
+                step = jobs.pop()
+                manager.save(step, state(step), ONE)
+        return found
+
+    with Manager(store, keep=1) as manager:
+        manager.save(1, state(1), ONE)
+    monkeypatch.setattr(type(store), "children", children)
+    for last, look in (
+        (4, lambda: Manager(store).latest()),
+        (7, lambda: Manager(store).steps()[-1]),
+        (10, lambda: Manager(store).restore_latest(ONE)[0]),
+    ):
+        jobs += [last, last - 1, last - 2]
+        assert look() == last and jobs == []
+
+
 def test_what_savers_of_other_machines_have_there_is_said(place, monkeypatch):
     """Without a Manager nobody watches whether they live, so it would fill the disk in silence."""
     store = checkpoint.open_store(place).child("last")

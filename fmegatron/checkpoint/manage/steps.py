@@ -19,6 +19,8 @@ from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
 from fmegatron.checkpoint.writing.part import check_written
 
+_LOOKS = 20  # at a directory in which steps come and go
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -63,10 +65,18 @@ class Steps:
 
         above: only those with a larger number; the others are not looked at.
         """
-        found = (leases.STEP.fullmatch(name) for name in self.store.children())
-        # step_000000007, made by somebody else, is not the name of step 7
-        steps = sorted(int(m[1]) for m in found if m and m[0] == self.name(int(m[1])))
-        return [step for step in steps if step > above and self.place(step).is_complete()]
+        found: list[int] = []
+        for _ in range(_LOOKS):
+            names = self.store.children()
+            matches = (leases.STEP.fullmatch(name) for name in names)
+            # step_000000007, made by somebody else, is not the name of step 7
+            steps = sorted(int(m[1]) for m in matches if m and m[0] == self.name(int(m[1])))
+            steps = [step for step in steps if step > above]
+            found = [step for step in steps if self.place(step).is_complete()]
+            # A step may have been deleted between the two looks, and a newer one saved before: then there is another.
+            if len(found) == len(steps) or self.store.children() == names:
+                break
+        return found
 
     def facts(self, step: int) -> Facts:
         """What the manifest of a complete step says; read once, and again when the step was saved again."""
