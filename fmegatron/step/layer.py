@@ -101,12 +101,12 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                     weights = shards if prepare is None else prepare(shards)
                 pair = halves_for(x, weights, rest)
                 y, *residuals = pair.forward.op([x, *tree.leaves(weights), *leaves[n:]])
-                if not pair.cut.differentiable:
-                    ctx.mark_non_differentiable(y)
                 ctx.pair, ctx.specs, ctx.needs_x = pair, specs, 0 in pair.cut.kept_inputs
                 kept = [x, *residuals] if ctx.needs_x else residuals
                 ctx.moved = [offload is not None and is_worth_moving(t, offload) for t in kept]
                 there, y = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], y)
+                if not pair.cut.differentiable:
+                    ctx.mark_non_differentiable(y)
                 there = iter(there)
                 ctx.save_for_backward(
                     *leaves, *[next(there) if moved else t for t, moved in zip(kept, ctx.moved, strict=True)]

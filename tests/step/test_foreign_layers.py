@@ -105,10 +105,12 @@ def test_views_become_values_of_their_own(name):
     assert torch.equal(LAYERS[name][0](x, w), wanted)
 
 
+@pytest.mark.parametrize("offload", [None, 0])
 @pytest.mark.parametrize("name", [f"constant: {name}" for name in CONSTANT])
-def test_what_has_no_gradient_says_so(name):
+def test_what_has_no_gradient_says_so(name, offload):
     p = arguments()
-    assert not compiled_layer()(LAYERS[name][0])(p["x"].requires_grad_(), {k: p[k] for k in "ab"}).requires_grad
+    layer = compiled_layer(offload=offload)(LAYERS[name][0])
+    assert not layer(p["x"].requires_grad_(), {k: p[k] for k in "ab"}).requires_grad
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
