@@ -106,6 +106,7 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                 ctx.moved = [offload is not None and is_worth_moving(t, offload) for t in kept]
                 there, y = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], y)
                 if not pair.cut.differentiable:
+                    y = y.detach()  # prims.convert_element_type gives a leaf that needs a gradient, also under no_grad
                     ctx.mark_non_differentiable(y)
                 there = iter(there)
                 ctx.save_for_backward(

@@ -79,7 +79,8 @@ VIEWS = {
 
 # ---- nothing to differentiate ----------------------------------------------------------------------------------------
 CONSTANT = {
-    "detached": lambda x, w: x.detach() * 2, "ones": lambda x, w: torch.ones(B, D, dtype=x.dtype),
+    "detached": lambda x, w: x.detach() * 2, "detached, as float": lambda x, w: w["a"].detach().float(),
+    "ones": lambda x, w: torch.ones(B, D, dtype=x.dtype),
     "argmax": lambda x, w: (x @ w["a"]).argmax(-1), "comparison": lambda x, w: x > 0,
     "float of a comparison": lambda x, w: (x @ w["a"] > 0).to(x.dtype), "without gradient": torch.no_grad()(
         lambda x, w: (x @ w["a"]).tanh()),
