@@ -32,8 +32,12 @@ def state(value):
     return {name: torch.full((160, 128), value + 1000.0 * i) for i, name in enumerate(LAYOUTS)}
 
 
+AT_LEAST = 5  # saves of each job, and restores: a busy machine does less in the same time
+
+
 def saver(directory, job, until, seed, keep, machines, background):
-    """Save until the time is over; the acknowledged saves as [step, value], and how many were refused, and why."""
+    """Save until the time is over and some are saved; the acknowledged saves as [step, value], and how many were
+    refused, and why."""
     rng, begun, done, refused = random.Random(seed * 7919 + job), {}, [], [""]
     if job and machines > 1:
         owner._where = lambda: "elsewhere"
@@ -48,7 +52,7 @@ def saver(directory, job, until, seed, keep, machines, background):
                     refused.append(report.error)
 
         number = 0
-        while time.time() < until:
+        while time.time() < until or len(done) < AT_LEAST:
             number += 1
             step = (manager.latest() or 0) + rng.choice((0, 1, 1, 2))
             value = float(2 * number + job)
@@ -74,9 +78,9 @@ def saver(directory, job, until, seed, keep, machines, background):
 
 
 def reader(directory, until):
-    """Restore until the time is over; what went wrong."""
+    """Restore until the time is over and some are restored; what went wrong."""
     wrong, count = [], 0
-    while time.time() < until:
+    while time.time() < until or (count < AT_LEAST and not wrong):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:

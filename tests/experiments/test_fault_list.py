@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -26,7 +25,7 @@ SHAKESPEARE = {**SMALL, **SMALL_RUN, "backend": "aot_eager", "eval_every": 100, 
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, python):
     """job(*attempts) -> a running torchrun of two ranks of `faulty_run`, in tmp_path/run; ended with the test."""
     running = []
 
@@ -37,7 +36,7 @@ def job(tmp_path):
         command = [*torchrun, f"--nproc-per-node={ranks}", *script, *(f"--config_{k}={v}" for k, v in flags.items())]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         files = {name: open(tmp_path / f"{name}{len(running)}", "w+") for name in ("stdout", "stderr")}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)
+        process = python.popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)
         running.append((process, files))
         return running[-1]
 
@@ -88,7 +87,9 @@ def test_a_run_survives_what_happens_to_its_ranks(job, tmp_path):
     assert "(exitcode: -9) local_rank: 1" in err
     text = "NonFiniteError: step 8: loss is nan (finite at step 7); not finite in the state: w, 1 of 1 leaves (first"
     assert re.search(rf"rank [01] of 2 failed: {re.escape(text)} seen on rank 0\)", err)
-    assert err.count("rank 1 of 2 failed: SystemExit: 3\n") == 1 and "(exitcode: 3) local_rank: 1" in err
+    assert err.count("rank 1 of 2 failed: SystemExit: 3\n") == 1
+    # torchrun names the rank whose end it sees first: on a busy machine the one that ended because of the other.
+    assert re.search(r"\(exitcode: 3\) local_rank: 1|\(exitcode: 1\) local_rank: 0", err)
     assert err.count("rank 0 ends because another failed: rank 1: SystemExit: 3\n") == 1
 
 

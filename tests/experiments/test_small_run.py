@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -67,11 +66,11 @@ def test_a_second_run_in_a_folder_is_refused_before_it_writes(tmp_path, capsys):
     assert main(Config(run=str(run), steps=14)) is not None
 
 
-def test_a_run_that_was_killed_is_taken_over_at_once(tmp_path):
+def test_a_run_that_was_killed_is_taken_over_at_once(tmp_path, python):
     run = tmp_path / "run"
     flags = [f"--config_run={run}", "--config_steps=1000000", "--config_log_every=1", "--config_save_every=1"]
     command = [sys.executable, "-m", "tests.experiments.small_run", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = python.popen(command, cwd=ROOT)
     try:
         while not list(run.glob("checkpoints/step_*")):
             assert process.poll() is None

@@ -59,6 +59,8 @@ def main(config):
                 raise ValueError("rank 1 saw a bad thing")
             world.barrier() if do.endswith("collective") else time.sleep(300)
     def step(state, batch):
+        if config.seconds > 100:
+            print("within a step", flush=True)
         time.sleep(config.seconds)
         return state + 1, {"loss": state}
     with catch() as stop:
@@ -143,10 +145,11 @@ def test_ctrl_c_saves_and_ends_with_130(start):
 
 def test_a_second_ctrl_c_ends_at_once(start):
     process = start(1, "--config_seconds=1000")
-    until(process, "started")
-    time.sleep(1.0)
+    until(process, "within a step")
     process.send_signal(signal.SIGINT)
-    time.sleep(1.5)
+    while "stops after this step" not in (line := process.stderr.readline()):
+        assert line, "it did not hear the first one"
+    time.sleep(1.5)  # a second one within a second is taken for the same
     process.send_signal(signal.SIGINT)
     status, _, err = ended(process)  # long before the step would
     assert status == 130
