@@ -25,6 +25,7 @@ MODULES = (
     "torch.export._trace",
     "torch.utils.cpp_extension",
 )
+DRAWN = (sampling, sampling.seeds, pairs.rotating, pairs.turns)  # a module that has one of them draws its cases by day
 FOLDER = pytest.StashKey[str]()
 WORKERS = 8  # each may start a pool of 4 ranks
 
@@ -64,7 +65,7 @@ def pytest_runtest_makereport(item):
     """Tests of modules that draw samples carry the day whose samples they were."""
     report = yield
     names = vars(item.module).values() if hasattr(item, "module") else ()  # a doctest has none
-    if any(value is drawn for value in names for drawn in (sampling, sampling.seeds, pairs.rotating)):  # not ==: arrays
+    if any(value is drawn for value in names for drawn in DRAWN):  # not ==: arrays
         report.user_properties.append(("day", sampling.today()))
     return report
 

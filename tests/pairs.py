@@ -2,7 +2,8 @@
 
 Faults that need one value of one option, or two values of two, are found by such a set (`product`); those that need
 three at once are left to `make test-all`, which runs the full product. Where cases are expensive, or the options are
-two, every day has cases with every value of each option, and every case has its day (`rotating`).
+two, every day has cases with every value of each option, and every case has its day (`rotating`). Cases that are no
+product take turns (`turns`).
 """
 
 import itertools
@@ -12,7 +13,7 @@ import pytest
 
 from tests import sampling
 
-__all__ = ["covering", "of_a_day", "product", "rotating"]
+__all__ = ["covering", "of_a_day", "product", "rotating", "turns"]
 
 
 def covering(*options: Iterable[Hashable], of: Iterable[tuple] | None = None) -> list[tuple]:
@@ -66,6 +67,17 @@ def rotating(*options: Iterable[Hashable], ids: Sequence | None = None) -> list:
     """
     options = [list(option) for option in options]
     return _marked(list(itertools.product(*options)), set(of_a_day(sampling.today(), *options)), ids)
+
+
+def turns(count: int, cases: Iterable, ids: Iterable[str] | None = None) -> list:
+    """Cases as parameters of a test, a tuple of values each: every day `count` others, in turn; the rest is slow."""
+    cases, first = list(cases), sampling.today() * count
+    kept = {(first + i) % len(cases) for i in range(min(count, len(cases)))}
+    names = [None] * len(cases) if ids is None else list(ids)
+    return [
+        pytest.param(*case, marks=() if i in kept else pytest.mark.slow, id=name)
+        for i, (case, name) in enumerate(zip(cases, names, strict=True))
+    ]
 
 
 def _marked(possible: list[tuple], kept: set[tuple], ids: Sequence | None) -> list:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.pairs import covering, of_a_day, product
+from tests.pairs import covering, of_a_day, product, turns
 
 SIZES = [(1,), (5,), (2, 3), (2, 2, 2), (4, 3, 2), (3, 3, 3, 3), (6, 6, 2, 2), (7, 2, 2, 2, 2), (2,) * 8]
 
@@ -52,3 +52,15 @@ def test_every_value_has_a_case_each_day_and_every_case_its_day(sizes):
         assert len(cases) == len(set(cases)) == max(sizes)
         assert all({case[i] for case in cases} == set(option) for i, option in enumerate(options))
         assert {case for later in range(day, day + days) for case in of_a_day(later, *options)} == full
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 9])
+def test_cases_take_turns(count, monkeypatch):
+    seen = set()
+    for day in range(20_779, 20_779 + 5):
+        monkeypatch.setattr("tests.sampling.today", lambda day=day: day)
+        cases = turns(count, [(i,) for i in range(5)], ids="abcde")
+        kept = {case.values for case in cases if not case.marks}
+        assert [case.id for case in cases] == list("abcde") and len(kept) == min(count, 5)
+        seen |= kept
+    assert len(seen) == 5

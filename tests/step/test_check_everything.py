@@ -1,7 +1,6 @@
 """No finding, and no op without a rule, for every strategy, optimizer, format of state, precision and experiment."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from fmegatron import model, optim, step
 from fmegatron.collectives import Precision
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import check
+from tests.pairs import rotating, turns
 from tests.step.graph_mutants import TINY, problem
 from tests.step.strategies import STRATEGIES
 
@@ -67,8 +67,6 @@ OPTIONS = {
         "microbatches": 2,
     },
 }  # fmt: skip
-CASES = list(itertools.product(OPTIMIZERS, STRATEGIES))
-QUICK = {case for i, case in enumerate(CASES) if i % 5 == 0}  # every optimizer and every strategy at least once
 
 
 def assert_nothing_found(*problem_of, mesh=MESH):
@@ -76,18 +74,12 @@ def assert_nothing_found(*problem_of, mesh=MESH):
     assert report.ok and not report.unproven, str(report)
 
 
-@pytest.mark.parametrize(
-    "name, strategy", [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow, id="-".join(c)) for c in CASES]
-)
+@pytest.mark.parametrize(("name", "strategy"), rotating(OPTIMIZERS, STRATEGIES))
 def test_optimizer_under_strategy(name, strategy):
     assert_nothing_found(*problem(MESH, OPTIMIZERS[name], strategy=STRATEGIES[strategy]))
 
 
-def test_the_quick_cut_has_all():
-    assert {name for name, _ in QUICK} == set(OPTIMIZERS) and {name for _, name in QUICK} == set(STRATEGIES)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", turns(3, [(name,) for name in OPTIONS], OPTIONS))
 def test_options(name):
     assert_nothing_found(*problem(MESH, OPTIMIZERS["adamw"], **OPTIONS[name]))
 

@@ -13,14 +13,17 @@ from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, bytes_sent, collectives_of, jit, launches
 from fmegatron.step.exchange import exchanged
 from fmegatron.step.overlap import launched
+from tests.pairs import rotating
 from tests.step.overlap.decoder import POLICIES, compiled, config
 
 MESH = Mesh(fsdp=4)
+NAMES = (str, lambda overlap: "overlap" if overlap else "none")
 NATIVE = re.compile(r"all_gather_into_tensor|reduce_scatter_tensor")
 
 
-@pytest.mark.parametrize("overlap", [None, Overlap()], ids=["none", "overlap"])
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "sums in bf16"])
+@pytest.mark.parametrize(
+    ("policy", "overlap"), rotating(["fp32", "bf16", "sums in bf16"], [None, Overlap()], ids=NAMES)
+)
 def test_same_bytes_in_the_same_places(policy, overlap):
     stages = compiled(overlap, config(precision=POLICIES[policy]), MESH).stages
     before, after = stages["overlap"].graph, stages["exchange"].graph

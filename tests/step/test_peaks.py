@@ -18,6 +18,7 @@ from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, state_bytes, state_specs
 from fmegatron.step.overlap.alive import gathered_bytes
 from fmegatron.testing import peak_bytes
+from tests.pairs import turns
 from tests.step.strategies import STRATEGIES
 
 MESHES = [Mesh(fsdp=4), Mesh(dp=2, fsdp=2), Mesh(dp=2, fsdp=2, tp=2)]
@@ -104,7 +105,7 @@ def peak(run, state, batch):
 
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mesh", [MESHES[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[::2])], ids=str)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", turns(2, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_peak(name, mesh, microbatches, run_on):
     setting = STRATEGIES[name], mesh, microbatches
     assert 0.98 * formula(*setting) <= peak(*run_on(*setting)) <= limit(*setting)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch._inductor import config as inductor
+from torch._inductor.utils import get_code
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
@@ -110,6 +112,12 @@ def run_steps(step: Callable, state, batches: list) -> tuple[list[float], object
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return losses, state
+
+
+def generated_code(compiled) -> list[str]:
+    """The code that Inductor generates for every graph of a `Compiled`; it is neither compiled nor run."""
+    with inductor.patch(fx_graph_cache=False):
+        return [code for code in get_code(compiled.compile) if code]
 
 
 def copied(t):

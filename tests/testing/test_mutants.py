@@ -6,6 +6,7 @@ import pytest
 
 from fmegatron.layout import Mesh
 from fmegatron.testing import assert_parity, parity
+from tests.pairs import turns
 from tests.testing import mutants
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
@@ -22,7 +23,7 @@ def test_the_right_step(mesh):
     assert result.worst[1] < 1e-12
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", turns(6, [(bug,) for bug in BUGS], BUGS))
 def test_is_found_at_its_line(bug):
     result = parity(lambda m: mutants.make_step(m, bug), MESH, *mutants.values(), layouts=mutants.layouts(MESH))
     assert not result.ok
