@@ -27,7 +27,7 @@ def campaign(python, directory, seconds, seed, keep, machines=1, background=0):
     command = [sys.executable, "-m", "tests.checkpoint.two_jobs_campaign", str(directory)]
     arguments = map(str, (seconds, seed, keep, machines, background))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = python.run([*command, *arguments], cwd=ROOT, env=environment, timeout=280)
+    done = python.run([*command, *arguments], cwd=ROOT, env=environment, timeout=1000)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["acknowledged"] > 4 and found["reader"]["restored"] > 4, found
