@@ -12,7 +12,7 @@ TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ff
 
 
 def problem(
-    mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, layer=model.plain_layer, mask=False, strategy=None,
+    mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, layer=model.plain_layer, mask=False, strategy=None, rows=8,
     precision=None, **fields,
 ):  # fmt: skip
     """(train_step, specs of its state, layouts of its batch) of a tiny decoder.
@@ -30,8 +30,8 @@ def problem(
         precision=precision,
     )  # fmt: skip
     dealt = strategy or DataParallel()
-    rows = dealt.batch_layout((8 * microbatches, 16), torch.int64, mesh, microbatches)
-    batch = {"tokens": rows, "labels": rows} | ({"mask": rows.replace(dtype=torch.bool)} if mask else {})
+    split = dealt.batch_layout((rows * microbatches, 16), torch.int64, mesh, microbatches)
+    batch = {"tokens": split, "labels": split} | ({"mask": split.replace(dtype=torch.bool)} if mask else {})
     return train_step, step.state_specs(specs, optimizer, strategy), batch
 
 

@@ -61,9 +61,8 @@ def test_16384_ranks_are_no_more_work_than_8():
 
 
 def _large(mesh):
-    train_step, specs, batch = problem(mesh, ADAMW, dim=512, heads=16, kv_heads=8, ffn_dim=1024)
-    rows = Layout((mesh["dp"] * mesh["fsdp"] * 2, 16), torch.int64, mesh, (("dp", "fsdp"),))
-    return train_step, specs, {"tokens": rows, "labels": rows}
+    rows = 2 * mesh["dp"] * mesh["fsdp"]
+    return problem(mesh, ADAMW, rows=rows, dim=512, heads=16, kv_heads=8, ffn_dim=1024)
 
 
 @pytest.mark.parametrize(
