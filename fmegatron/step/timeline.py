@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step.jit import Compiled, Jitted
 from fmegatron.step.overlap import Overlap, PaperWorld, Rates, Timeline, launched, measured, planned
@@ -24,7 +27,8 @@ def timeline(
 
     timeline(step)                        planned, from the graph of the call-th signature that a jit has compiled
     timeline(step, state, batch)          measured: one call of the jit under the profiler (the first compiles it
-                                          unmeasured); its result is dropped, a donated state has made those steps
+                                          unmeasured); its result is dropped, and what it donates are copies: the
+                                          state is as before, and lies in memory twice meanwhile
     timeline(step, state, batch, mesh=Mesh(fsdp=512), overlap=Overlap())
                                           planned for a mesh on paper: `step` is a function over its symbolic axes (or
                                           a jit of one), its arguments those of one rank; no processes, nothing runs
@@ -44,5 +48,14 @@ def timeline(
     if not args:
         return planned(step.graph("overlap", call), rates, f"{name} planned")
     if not step.cache:
-        step(*args)
-    return measured(lambda: step(*args), launched(step.graph("exchange", call)), f"{name} measured")[1]
+        step(*_copied(step, args))
+    own = _copied(step, args)
+    return measured(lambda: step(*own), launched(step.graph("exchange", call)), f"{name} measured")[1]
+
+
+def _copied(step: Jitted, args: tuple) -> tuple:
+    """The arguments, those that the step donates as copies."""
+    return tuple(
+        tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, arg) if i in step.donate else arg
+        for i, arg in enumerate(args)
+    )

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, jit, overlapped, timeline
 from fmegatron.step.overlap import planned
@@ -103,7 +105,9 @@ def test_of_a_compiled_step_and_of_a_call():
     with pytest.raises(ValueError, match="nothing is compiled yet"):
         timeline(step)
     state, batch = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch()
+    before = tiny.copied(state)
     called = timeline(step, state, batch)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(before), strict=True))
     assert [e.name for e in called.events if e.name[0] in "FB"] == ["F0", "F1", "B0", "B1"]
     assert called.waiting == 0 < called.duration and "measured" in str(called)
     planned = timeline(step)
