@@ -12,6 +12,7 @@ import sys
 import threading
 
 import torch
+import torch._decomp
 import torch._inductor
 from torch._functorch import config as _functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 try:
@@ -48,7 +49,9 @@ __all__ = [
     "TorchDispatchMode",
     "below_autograd",
     "compile_flat_graph",
+    "decomposition_of",
     "extract_subgraph",
+    "forget_constant",
     "functional_graph",
     "fx_traceback",
     "has_cpp_compiler",
@@ -69,6 +72,15 @@ storage_uses = torch._C._storage_Use_Count
 def is_tracing() -> bool:
     """True while make_fx records (in this thread)."""
     return get_proxy_mode() is not None
+
+
+def forget_constant(x) -> None:
+    """While make_fx records: that a tensor was made of Python numbers. On such tensors torch would run an op at once,
+    which a symbolic collective refuses."""
+    mode = get_proxy_mode()
+    for known in (x, get_proxy_slot(x, mode.tracer, None) if mode is not None else None):
+        if hasattr(known, "constant"):
+            known.constant = None
 
 
 def outside_of_tracing():
@@ -114,6 +126,13 @@ def mark_backward(roots) -> None:
 def inductor_decompositions():
     """The table under which Inductor's partitioner wants a joint graph."""
     return select_decomp_table()
+
+
+def decomposition_of(op):
+    """The function that makes an operator of others, as torch has it for its compiler, or None."""
+    found = torch._decomp.decomposition_table.get(op)
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op.decompose if found is None and op.has_kernel_for_dispatch_key(composite) else found
 
 
 def min_cut(joint, inputs, budget: float):

@@ -1,7 +1,8 @@
 """Record a pure step as one flat graph: forward, backward, optimizer, and collectives by the names of their axes.
 
 The step runs once on fake tensors. No process group, device memory or rank is needed, so the graph of 16,384 ranks is
-recorded on a laptop. Each node knows the line of the user's code that it comes from (`node.meta["at"]`).
+recorded on a laptop. Each node knows the line of the user's code that it comes from, and that of the library behind it
+(`node.meta["at"]`: "exp.py:21 (in fmegatron/nn/norm.py:19)").
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from fmegatron.step.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    forget_constant,
     fx_traceback,
     make_fx,
     outside_of_tracing,
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(_PACKAGE)) + os.sep
 _COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
 _TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -120,7 +124,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     graph_module = record(flat, fakes, mode, getattr(fn, "__name__", "fn"))
     require_pure(graph_module, in_paths)
     found = (in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"])
-    return Traced(graph_module, fakes, *found, mode, _line(sys._getframe(1)))
+    return Traced(graph_module, fakes, *found, mode, _line(_frames(sys._getframe(1))))
 
 
 def make_fakes(tensors, mode) -> list:
@@ -215,18 +219,21 @@ def _storage(t: torch.Tensor) -> int:
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
-_BACKWARD = "<backward>"
+_BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
 
 
 class _Lines(TorchDispatchMode):
-    """Notes for every op of the forward the innermost line that is neither torch's nor this machinery's."""
+    """Notes for every op of the forward the line of the user's code that it comes from."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if fx_traceback.current_meta.get("in_grad_fn"):
             fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
         else:
-            line = _line(sys._getframe(1))
+            line = _line(_frames(sys._getframe(1)))
             fx_traceback.set_stack_trace([line] if line else [])
+        if collectives.is_symbolic(func):
+            for x in tree.leaves(args[0]):
+                forget_constant(x)
         try:
             return func(*args, **(kwargs or {}))
         except Exception as e:
@@ -241,11 +248,24 @@ def _words(args, kwargs) -> str:
     return ", ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in given)
 
 
-def _line(frame) -> str:
-    """The innermost line, from a frame outwards, that is neither torch's nor this machinery's; "" if there is none."""
-    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+def _frames(frame) -> Iterator[tuple[str, int]]:
+    """(file, line) of a frame and of those that called it."""
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _line(frames: Iterable[tuple[str, int]]) -> str:
+    """Of frames, innermost first: the first outside of this package, and behind it the first of the package that is
+    neither torch's nor this machinery's: "exp.py:21 (in fmegatron/nn/norm.py:19)"; "" where there is neither."""
+    library = ""
+    for file, number in frames:
+        if file.startswith(_MACHINERY):
+            continue
+        if not file.startswith(_PACKAGE):
+            return f"{_place(file, number)}{library and f' (in {library})'}"
+        library = library or f"{file.removeprefix(_ROOT).replace(os.sep, '/')}:{number}"
+    return library
 
 
 def _place(path: str, line: int) -> str:
@@ -264,9 +284,9 @@ def described(fn: Callable) -> str:
 
 
 def _raised_at(e: BaseException) -> str:
-    """The innermost line of the user's code that an exception went through."""
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_MACHINERY)]
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+    """The line of the user's code that an exception came from."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
+    return _line(reversed(frames)) or "?"
 
 
 def _place_lines(graph_module) -> None:
@@ -281,8 +301,9 @@ def _place_lines(graph_module) -> None:
             # An autograd.Function that calls another one inside has no op of its own number, but of the next ones.
             line = next((forward_line[number + i] for i in range(4) if number + i in forward_line), None)
             if line is None:
-                line = next((m.meta["at"] for m in node.all_input_nodes if "at" in m.meta), "?").split(" ")[0]
-            node.meta["at"] = f"{line} (backward)"
+                line = next((m.meta["at"] for m in node.all_input_nodes if "at" in m.meta), "?")
+                line = line.removesuffix(_OF_BACKWARD)
+            node.meta["at"] = line + _OF_BACKWARD
         else:
             node.meta["at"] = trace_text
             forward_line.setdefault(

@@ -1,6 +1,7 @@
 """The recorded graph: where each node comes from, no wait for the device, and what is refused, naming the line."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -84,8 +85,10 @@ def decoder(request):
 
 
 def test_lines_of_the_decoder(decoder):
-    """Forward nodes come from the model, the maths and the optimizer, never from torch or from this machinery."""
-    files = {n.meta["at"].split(":")[0] for graph in decoder for n in graph.nodes if n.op == "call_function"}
+    """The user's line first; behind it that of the model, the maths or the optimizer, never of torch or of tracing."""
+    lines = {n.meta["at"] for graph in decoder for n in graph.nodes if n.op == "call_function"}
+    assert {line.split(":")[0] for line in lines} == {"tiny.py", "test_trace.py"}
+    files = {found[1] for line in lines if (found := re.search(r"\(in fmegatron/.*?(\w+\.py):\d+\)", line))}
     assert OF_DECODER | {"adamw.py", "clip.py"} <= files
     assert not files & {"?", "trace.py", "layer.py", "grad.py", "ops.py", "function.py", "proxy_tensor.py"}
 
