@@ -3,7 +3,8 @@
 The experiment is a file with a dataclass `Config` that has a field `mesh`, and a function
 `describe(config) -> (train_step, state_specs, batch_layouts)`: the step over symbolic axes (`Axes(config.mesh)`), and
 trees of Layouts or ArraySpecs. No process group, no device, no memory is used, whatever the size of the mesh.
-Exit status: 0 nothing was found; 1 findings; 2 wrong use, or it could not be done.
+Exit status: 0 all outputs are proven; 1 findings; 2 wrong use, or it could not be done; 3 no findings, but outputs that
+are not proven.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         print(f"check: {options.experiment}: {error}", file=err)
         return 2
     print(report, file=out)
-    print(f"{options.experiment} on {config.mesh}: {len(report.findings)} findings, {len(report.silenced)} silenced, "
-          f"{len(report.unproven)} unproven ops, {time.perf_counter() - start:.1f} s", file=out)  # fmt: skip
-    return 0 if report.ok else 1
+    counts = (
+        f"{len(report.findings)} findings, {len(report.silenced)} silenced, "
+        f"{len(report.unproven_outputs)} unproven outputs, {time.perf_counter() - start:.1f} s"
+    )
+    print(f"{options.experiment} on {config.mesh}: {counts}", file=out)
+    return 0 if report.ok else 1 if report.findings else 3
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,12 +53,13 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m fmegatron.check",
         description="Check the collectives of an experiment's training step: forward, backward and optimizer.",
         epilog="Further flags (--config_NAME=VALUE) are the experiment's own. "
-        "Exit status: 0 nothing was found; 1 findings; 2 wrong use, or it could not be done.",
+        "Exit status: 0 all outputs are proven; 1 findings; 2 wrong use, or it could not be done; 3 no findings, but "
+        "outputs that are not proven.",
     )
     p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")
     p.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,fsdp=2,tp=2")
     p.add_argument("--allow", action="append", default=[], type=_allowed, metavar="FILE:LINE=REASON",
-                   help="do not count findings at a line; may be given again")  # fmt: skip
+                   help="do not count findings or unproven ops at a line; may be given again")  # fmt: skip
     return p
 
 

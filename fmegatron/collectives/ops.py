@@ -276,17 +276,16 @@ def declare(
     forward: str | tuple[str, int] | None = None,
     backward: str | tuple[str, int] | None = None,
 ) -> torch.Tensor:
-    """State what rank-dependent indexing made of a value: "partial", or ("sharded", dim), for value and gradient.
+    """State what no rule can see of a value: "partial", ("sharded", dim) or "replicated", for value and gradient.
 
     An identity that leaves a node only in symbolic graphs. It is the one statement that a checker believes, so use it
-    only where no rule can see the meaning (a lookup of this rank's rows); `testing.simulate` tests it.
+    only where rules end (a lookup of this rank's rows, an op that the check calls unproven); `testing.simulate` tests
+    it.
     """
     for kind in (forward, backward):
-        known = (
-            kind is None or kind == "partial" or (isinstance(kind, tuple) and len(kind) == 2 and kind[0] == "sharded")
-        )
-        if not known:
-            raise ValueError(f'declare got {kind!r}; say "partial" or ("sharded", dim)')
+        words = kind in (None, "partial", "replicated")
+        if not words and not (isinstance(kind, tuple) and len(kind) == 2 and kind[0] == "sharded"):
+            raise ValueError(f'declare got {kind!r}; say "partial", "replicated" or ("sharded", dim)')
     if axis.size == 1 or axis.world is not None:
         return x
     return _Declare.apply(x, axis, forward, backward)

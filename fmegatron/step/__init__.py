@@ -1,7 +1,7 @@
 """One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
 
 from fmegatron.step.accumulate import accumulate
-from fmegatron.step.check import Declared, Finding, Report, check, check_traced
+from fmegatron.step.check import Declared, Finding, Report, Unproven, check, check_traced
 from fmegatron.step.compile import BACKENDS, compile_graph
 from fmegatron.step.costs import StateBytes, Traffic, least_traffic, state_bytes
 from fmegatron.step.fresh import barrier
@@ -36,6 +36,7 @@ __all__ = [
     "Timeline",
     "Traced",
     "Traffic",
+    "Unproven",
     "accumulate",
     "barrier",
     "build_train_step",

@@ -142,7 +142,8 @@ class Jitted:
     def _check(self, traced):
         if self.declared:
             tree.require_mesh(self.declared.state, self.world.mesh, f"jit: the state of {self.name}", "the world")
-        return check_call(traced, self.declared, self.name, self.allow) if self.declared else None
+            return check_call(traced, self.declared, self.name, self.allow, speak=self.world.rank == 0)
+        return None
 
     def _call_inside(self, args, leaves, key):
         """Called while another function is traced: one opaque node, compiled once."""
@@ -204,9 +205,10 @@ def jit(
     backend: see `compile_graph`. patches: Inductor settings for all graphs; options: for the outer graph alone.
 
     check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a finding
-    is a ValueError that lists all of them with their lines. None: what the step declares of itself (those of
-    `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of your own; False: no check.
-    allow: "file.py:line" -> the reason why the findings at this line are none.
+    is a ValueError that lists all of them with their lines. Outputs that the check cannot prove refuse nothing: rank 0
+    warns, once, which they are, because of which line, and how to go on. None: what the step declares of itself (those
+    of `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of your own; False: no check.
+    allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
     overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
 
     A jitted function that is called while another one is traced becomes one opaque node, compiled once.

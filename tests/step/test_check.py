@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmegatron import optim, step, tree
+from fmegatron import nn, optim, step, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, declare, enter, pmax, psum, reduce_scatter
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.step import State, check, check_traced
@@ -38,7 +38,7 @@ MESHES = [MESH, Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=4, tp=1), Mesh(dp=1, f
 )
 def test_right_steps_have_no_findings(name, mesh):
     report = check(*problem(mesh, ADAMW, layers=2, **RIGHT[name]), mesh)
-    assert report.ok and not report.unproven, str(report)
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_right_steps_have_no_findings(name, mesh):
 def test_one_head_on_each_rank(optimizer):
     mesh = Mesh(dp=1, fsdp=1, tp=4)
     report = check(*problem(mesh, optimizer, kv_heads=4), mesh)
-    assert report.ok and not report.unproven, str(report)
+    assert report.ok, str(report)
 
 
 def test_16384_ranks_are_no_more_work_than_8():
@@ -55,7 +55,7 @@ def test_16384_ranks_are_no_more_work_than_8():
     for mesh in (Mesh(dp=64, fsdp=32, tp=8), MESH):
         with counted() as work:
             report = check(*_large(mesh), mesh)
-        assert report.ok and not report.unproven, str(report)
+        assert report.ok, str(report)
         calls.append(work.calls)
     assert calls[0] < 1.5 * calls[1]
 
@@ -80,12 +80,15 @@ def _large(mesh):
 def test_every_broken_collective_is_found(fields):
     traced, given, wanted, data = traced_problem(*problem(MESH, optim.sgd(1e-2), **fields))
     assert check_traced(traced, MESH, given, wanted, data=data).ok
-    missed, count = [], 0
+    silent, open_, count = [], [], 0
     for what, broken in mutants(traced, MESH):
         count += 1
-        if check_traced(broken, MESH, given, wanted, data=data).ok:
-            missed.append(what)
-    assert count > 50 and not missed
+        report = check_traced(broken, MESH, given, wanted, data=data)
+        silent += [what] if report.ok else []
+        open_ += [what] if report.unproven and not report.findings else []
+    # Open: a `declare` over another axis leaves what it was to explain unexplained; a gather of another dim in a graph
+    # that was traced for this one has shapes that no trace has.
+    assert count > 50 and not silent and len(open_) < count / 4, open_
     assert check_traced(traced, MESH, given, wanted, data=data).ok  # every fault was taken back
 
 
@@ -172,7 +175,7 @@ def toy(bug=None):
 
 def test_the_right_toy():
     report = check(toy(), STATE, BATCH, MESH)
-    assert report.ok and not report.unproven, str(report)
+    assert report.ok, str(report)
 
 
 FAULTS = {
@@ -209,7 +212,7 @@ QUICK = ("vocab_axis", "bias", "cat", "softmax", "local_max", "sharded_and_whole
 @pytest.mark.parametrize("bug", [pytest.param(b, marks=() if b in QUICK else pytest.mark.slow) for b in FAULTS])
 def test_a_fault_in_the_code_is_found(bug):
     report = check(toy(bug), STATE, BATCH, MESH)
-    assert not report.ok
+    assert report.findings
     assert re.search(FAULTS[bug], str(report)), str(report)
 
 
@@ -225,10 +228,96 @@ def test_a_finding_names_line_axis_and_fix_and_can_be_silenced():
     assert quiet.ok and quiet.silenced and "silenced (a test)" in str(quiet)
 
 
-def test_an_op_without_a_rule_is_reported_as_unproven():
+def test_an_op_without_a_rule_is_unproven_with_the_outputs_that_depend_on_it():
     def odd(state, batch):
-        params = {**state.params, "norm": torch.special.bessel_j0(torch.fft.fft(state.params["norm"]).real)}
-        return state._replace(params=params), {}
+        lengths = torch.tensor([8, 8])
+        norm = torch.segment_reduce(state.params["w1"], "sum", lengths=lengths[:1]).sum() + state.params["norm"]
+        return state._replace(params={**state.params, "norm": norm}), {}
 
     report = check(odd, STATE, BATCH, MESH)
-    assert any("fft" in op for op, at in report.unproven) and "test_check.py" in report.unproven[0][1]
+    assert not report.ok and not report.findings and report.unproven_outputs == ("0/params/norm",)
+    (one,) = report.unproven
+    assert one.at.startswith("test_check.py:") and one.op == "segment_reduce" and one.axes == ("fsdp", "tp")
+    assert "no rule for aten.segment_reduce.default" in one.why and "0/params/norm may be wrong" in str(report)
+    assert check(odd, STATE, BATCH, MESH, allow={one.at: "one segment"}).ok
+
+
+def test_no_op_hides_the_mistakes_behind_it():
+    """An op without a rule is taken apart as torch itself does: a sum that is missing behind it is found."""
+
+    def forgets(ops):
+        def train_step(state, batch):
+            def loss_fn(p):
+                return (ops(batch["images"]).flatten(1)[:, :16] * p["norm"]).square().sum() / 64
+
+            (loss, _), grads = step.value_and_grad(loss_fn)(state.params)
+            axes = Axes(MESH)["dp", "fsdp"]
+            norm = state.params["norm"] - 0.1 * grads["norm"]
+            return state._replace(params={**state.params, "norm": norm}), {"loss": psum(loss.detach(), axes)}
+
+        return train_step
+
+    batch = {"images": Layout((8, 3, 4, 4), F32, MESH, (("dp", "fsdp"),))}
+    for ops in (
+        lambda x: F.pixel_unshuffle(x, 2),
+        lambda x: torch.fft.rfft2(x).abs(),
+        lambda x: F.grid_sample(
+            x, F.affine_grid(torch.eye(2, 3).expand(x.shape[0], 2, 3), x.shape, False), "nearest", "zeros", False
+        ),
+        lambda x: F.pixel_shuffle(F.pad(x, (1, 1, 1, 1), mode="reflect").repeat(1, 4, 1, 1), 2),
+    ):
+        report = check(forgets(ops), STATE, batch, MESH)
+        assert {f.axis for f in report.findings} == {"dp", "fsdp"}, str(report)
+        assert {f.op for f in report.findings} == {"sub"}, str(report)  # of the update
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_parameter_that_the_loss_does_not_use(microbatches):
+    specs = {"norm": SPECS["norm"], "unused": SPECS["w1"]}
+    axes = Axes(MESH)
+
+    def loss_fn(p, batch):
+        loss = (batch["x"] * p["norm"]).square().sum() / 64
+        return loss, {"loss": psum(loss.detach(), axes["dp", "fsdp"])}
+
+    train_step = step.build_train_step(loss_fn, ADAMW, specs, axes, microbatches=microbatches)
+    state = step.state_specs({k: tree.ArraySpec(x, tree.Constant(0)) for k, x in specs.items()}, ADAMW)
+    report = check(train_step, state, {"x": Layout((8, 16), F32, MESH, (("dp", "fsdp"),))}, MESH)
+    assert report.ok, str(report)
+
+
+def test_the_line_of_the_user_comes_first():
+    """Behind it the line of the library: of an op in the library, and of a gradient that its caller did not sum."""
+    mesh = Mesh(dp=2, tp=2)
+    axes = Axes(mesh)
+    layouts = {"norm": Layout((16,), F32, mesh), "w": Layout((16, 32), F32, mesh, (None, "tp"))}
+    batch = {"x": Layout((8, 16), F32, mesh, ("dp",))}
+
+    def train_step(state, batch):
+        def loss_fn(p):
+            u = nn.rms_norm(batch["x"], p["norm"])  # and no enter
+            y = nn.rms_norm(u @ p["w"], torch.ones(16))  # of a shard
+            return y.square().sum() / 64
+
+        _, grads = step.value_and_grad(loss_fn)(state)
+        size = optim.global_norm(grads, layouts, axes)  # and no psum over dp
+        return state, {"size": size}
+
+    lines = Path(__file__).read_text().splitlines()
+
+    def of(comment):
+        return f"test_check.py:{next(i for i, line in enumerate(lines, 1) if comment in line and 'def of' not in line)}"
+
+    said = str(check(train_step, layouts, batch, mesh))
+    assert f"{of('# of a shard')} (in fmegatron/nn/norm.py:" in said, said
+
+    def forgetful(state, batch):
+        def loss_fn(p):
+            return (nn.rms_norm(batch["x"], p["norm"]) @ p["w"]).square().sum() / 64
+
+        _, grads = step.value_and_grad(loss_fn)(state)
+        return state, {"size": optim.global_norm(grads, layouts, axes)}  # and nothing was summed
+
+    found = check(forgetful, layouts, batch, mesh).findings
+    assert found and all(one.at.startswith("test_check.py:") for one in found)
+    assert any(one.at.startswith(f"{of('# and nothing was summed')} (in fmegatron/optim/") for one in found), found

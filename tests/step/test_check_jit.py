@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import warnings
 
 import pytest
 import torch
@@ -47,8 +48,11 @@ def on_a_rank(rank):
     off(*arguments())
     vouched = jit(step_with(False), world=world, backend="eager", allow={line: "a test"})
     vouched(*arguments())
-    with pytest.warns(UserWarning, match=r"no rule for aten._fft_r2c.default at test_check_jit.py:\d+"):
-        jit(step_with(True, own=lambda x: torch.fft.fft(x).real), world=world, backend="eager")(*arguments())
+    unproven = jit(step_with(True, own=of_segments), world=world, backend="eager")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        unproven(*arguments())
+    said = [str(w.message) for w in said if "check of collectives" in str(w.message)]
     declared = Declared(LAYOUTS, {"x": Layout((6, 4), torch.float64, MESH, ("dp",))})
     plain = jit(lambda p, b: ({"w": p["w"] - b["x"].sum(0)}, {}), world=world, backend="eager", check=declared)
     with pytest.raises(ValueError, match="adds a pending sum and a complete value"):
@@ -56,14 +60,25 @@ def on_a_rank(rank):
     with pytest.raises(ValueError, match=r"argument '1/x' has shape \(2, 4\).*gives \(3, 4\)"):
         plain(arguments()[0].params, {"x": arguments()[1]["x"][:2]})
     reports = [next(iter(f.cache.values())).report for f in (right, off, vouched)]
-    return str(refused.value), reports[0].ok, reports[1], [reason for _, reason in reports[2].silenced]
+    return str(refused.value), reports[0].ok, reports[1], [reason for _, reason in reports[2].silenced], said
+
+
+def of_segments(x):
+    """The same rows, by an op that no rule covers."""
+    return torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 1, 1]))
 
 
 def test_on_real_ranks(ranks):
-    for message, ok, unchecked, reasons in ranks.run(on_a_rank, ranks=2):
+    results = ranks.run(on_a_rank, ranks=2)
+    for message, ok, unchecked, reasons, _ in results:
         assert message.startswith("train_step: 1 finding of the check of collectives:\n  ")
         assert "the output 1/loss is partial (sum), its layout says replicated" in message
         assert ok and unchecked is None and reasons == ["a test"]
+    (said,), by_others = (unproven for *_, unproven in results)  # once for the job, not once per rank
+    assert by_others == []
+    assert said.startswith("train_step: the check of collectives cannot prove 3 of 5 outputs:\n  test_check_jit.py:")
+    assert "unproven: segment_reduce over 'dp': no rule for aten.segment_reduce.default" in said
+    assert "so 0/params/w, 1/grad_norm, 1/loss may be wrong" in said and "testing.assert_parity" in said
 
 
 @contextlib.contextmanager

@@ -84,19 +84,15 @@ WRONG = {
         lambda x, s: keyed_noise(x, s, TP), (ROWS, SEED), (ROWS,), "replicated and sharded|sharded"
     ),
     "noise from positions in the shard": (
-        lambda x, s: x + mixed(torch.arange(4) + s)[:, None], (ROWS, SEED), (ROWS,), "replicated and sharded"
+        lambda x, s: x + mixed(torch.arange(4) + s)[:, None], (ROWS, SEED), (ROWS,), "counts from 0"
     ),
     "philox of a seed of each rank": (
         lambda x, s: x + torch.ops.rngprims.philox_rand([8, 16], s, s, None, torch.device("cpu"), x.dtype)[0],
         (WHOLE, lay((), dtype=torch.int64, unreduced=("tp",))), (WHOLE,), "",
     ),
     "bits of a pending sum": (lambda x: x.view(torch.int32) & 1, (PENDING,), (lay((8, 16), "dp"),), "non-linear"),
-    "whole numbers of a pending sum": (lambda x: x.to(torch.int32), (PENDING,), (PENDING,), "non-linear"),
     "division of a pending sum that rounds": (
         lambda x: torch.div(x, 2, rounding_mode="floor"), (PENDING,), (PENDING,), "non-linear"
-    ),
-    "fp8 scales of each rank's own": (
-        scaled_product(True), (lay((32, 16), "dp"), lay((16, 32))), (lay((32, 32), "dp"),), "pending max"
     ),
     "grouped_mm gradients not summed": (
         grouped, (half((32, 16), "dp"), half((4, 16, 8)), OFFSETS, half((32, 8), "dp")),
@@ -111,12 +107,30 @@ WRONG = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     found = report(*RIGHT[name])
-    assert found.ok and not found.unproven, str(found)
+    assert found.ok, str(found)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name):
     *problem, said = WRONG[name]
     found = report(*problem)
-    assert not found.ok and not found.unproven
+    assert found.findings
+    assert re.search(said, str(found)), str(found)
+
+
+OPEN = {
+    "whole numbers of a pending sum of floats": (
+        lambda x: x.to(torch.int32), (PENDING,), (PENDING,), "rounds each rank's term"
+    ),
+    "fp8 scales of each rank's own, taken out again": (
+        scaled_product(True), (lay((32, 16), "dp"), lay((16, 32))), (lay((32, 32), "dp"),), "pending max"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_types_do_not_decide_is_unproven(name):
+    *problem, said = OPEN[name]
+    found = report(*problem)
+    assert not found.findings and [one.outputs for one in found.unproven] == [("0",)]
     assert re.search(said, str(found)), str(found)

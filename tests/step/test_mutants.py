@@ -33,14 +33,13 @@ RIGHT = [(step, of) for step, _ in LISTS for of in getattr(step, "STEPS", ("",))
 )
 def test_the_right_step(step, of):
     report, differ = judge(step, None, of)
-    assert report.ok and not report.unproven and not differ, f"{report}\n{differ}"
+    assert report.ok and not differ, f"{report}\n{differ}"
 
 
 @pytest.mark.parametrize("step, mutant", turns(DAILY, ALL, [mutant.name for _, mutant in ALL]))
 def test_mutant(step, mutant):
     report, differ = judge(step, mutant)
     assert found_by(report, differ) == mutant.finds, f"{mutant.says}\n{report}\n{differ}"
-    assert not report.unproven, str(report)
 
 
 def test_the_list():

@@ -1,7 +1,7 @@
 """Check a traced step: are all sums over ranks made exactly once, over the right axes, for forward and backward?"""
 
 from fmegatron.step.check.declared import Declared, check_call, declared_by
-from fmegatron.step.check.findings import Finding, Report
+from fmegatron.step.check.findings import Finding, Report, Unproven
 from fmegatron.step.check.walk import check, check_traced
 
-__all__ = ["Declared", "Finding", "Report", "check", "check_call", "check_traced", "declared_by"]
+__all__ = ["Declared", "Finding", "Report", "Unproven", "check", "check_call", "check_traced", "declared_by"]

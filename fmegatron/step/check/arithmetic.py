@@ -1,97 +1,179 @@
-"""What arithmetic makes of values: elementwise ops, contractions, reductions. The rules of ops are made of these."""
+"""What arithmetic makes of values: elementwise ops and contractions. The rules of ops are made of these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from fmegatron.step.check.scope import Scope, op_name
-from fmegatron.step.check.values import UNIFORM, Partial, Value, filled, met, over, size_of
+from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
+from fmegatron.step.check.combine import drawn_after, pending_after, strongest
+from fmegatron.step.check.excess import excess_after
+from fmegatron.step.check.scope import Scope, op_name, suspected
+from fmegatron.step.check.values import (
+    NOTHING,
+    Drawn,
+    Excess,
+    First,
+    Mark,
+    Pending,
+    Somewhere,
+    Suspect,
+    Unknown,
+    Value,
+    Varying,
+    Wrong,
+    filled,
+    portions,
+)
+
+Node = torch.fx.Node
+_COUNTED = "positions that each rank counts from 0 meet a value that is sharded"
+_LINEAR = frozenset(("sum", "beside", "same", "product", "quotient"))
 
 
-def elementwise(scope: Scope, node: torch.fx.Node, kind: str, values: Sequence[Value | None]) -> Value:
-    """kind: "sum" (all or none are pending), "beside" (as a sum, or all in one way: they are put side by side),
-    "product" (one is), "quotient" (only the first is), "select" (first is the condition, the others as in a sum),
-    "function" (none is). None stands for a number.
+def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) -> Value:
+    """kind: "sum" (all or none are pending), "beside" (the same, put side by side), "product", "quotient" (one is),
+    "select" (condition, then two terms), "same" (one operand as it is), "max", "min" (of two), "rising", "falling"
+    (monotone functions), "sqrt", "square", "inverse", "abs", "sign", "nan", "finite", "compare", or "function".
+
+    A finding where operands are sharded in different ways: one rank could not compute it, shapes would differ.
     """
-    tensors = [v for v in values if v is not None]
-    rank = max([len(v.dims) for v in tensors])
-    dims, clash = [()] * rank, frozenset()
-    for v in tensors:
+    rank = max([len(v.dims) for v in values])
+    dims: list[Dim] = [()] * rank
+    clash = counted = unclear = frozenset()
+    for v in values:
         for d, dim in enumerate(v.dims, rank - len(v.dims)):
-            dims[d], bad = met(dims[d], dim)
-            clash |= bad
-    if any([v.constant == 0 for v in tensors]) and _is_zero(node, kind, values):
+            meeting = met(dims[d], dim)
+            dims[d] = meeting.dim
+            if meeting.clash or meeting.counted or meeting.unclear:
+                clash |= meeting.clash
+                counted |= meeting.counted
+                unclear |= meeting.unclear
+    if any([v.constant == 0 for v in values]) and _is_zero(node, kind, values):
         return filled([size_of(dim) for dim in dims], 0)
-    clash -= frozenset().union(*[v.drawn for v in tensors])
-    terms = kind in ("sum", "beside", "same", "product", "quotient") and any([v.equal_terms for v in tensors])
-    if terms and kind in ("sum", "beside"):  # one of equal terms and a whole make a whole
-        terms = all(v is not None and (v.equal_terms or v.partial or v.constant == 0) for v in values)
-    if not clash and all([v.settled for v in tensors]):
-        return Value(tuple(dims), equal_terms=terms)
-    out = Value(
-        tuple(dims),
-        varying=frozenset().union(*(v.varying for v in tensors)),
-        tainted=frozenset().union(*(v.tainted for v in tensors)),
-        equal_terms=terms,
+    terms = kind in _LINEAR and any([v.equal_terms for v in values])
+    if terms and kind in ("sum", "beside"):  # one of equal terms and a complete value make a complete value
+        terms = all([v.equal_terms or v.constant == 0 for v in values])
+    folded = any([atom.fold for dim in dims for atom in dim])
+    portion = portions(values, kind in ("same", "beside"), kind == "sum") if kind in _LINEAR else NOTHING
+    if not (clash or counted or unclear or folded) and all([v.settled for v in values]):
+        return Value(tuple(dims), equal_terms=terms, portion=portion)
+    out = Value(tuple(dims), equal_terms=terms, portion=portion)
+    marks: dict[str, Mark | None] = {}
+    for axis in sorted(set().union(clash, counted, unclear, *(v.marks for v in values))):
+        marks[axis] = _over(scope, node, kind, values, out, axis, axis in clash, axis in counted, axis in unclear)
+    if folded:
+        dims, spoiled = _folds(scope, node, kind, values, dims)
+        marks |= {axis: mark for axis, mark in spoiled.items() if not isinstance(marks.get(axis), Wrong)}
+        out = replace(out, dims=tuple(dims))
+    known = frozenset(axis for axis, mark in marks.items() if mark is None)
+    out = out.marked({axis: mark for axis, mark in marks.items() if axis not in known})
+    for mark in [m for m in marks.values() if isinstance(m, Somewhere) and m.group and len(m.dims or ()) == 1]:
+        out = placed(out, mark.group, mark.dims[0])
+    kept, more = excess_after(scope, node, kind, values)
+    return replace(out, excess=_of_known(out, kept)).marked(
+        {a: m for a, m in more.items() if not out.is_(a, Wrong, Unknown, Suspect)}
     )
-    # What is sharded on an unknown dim fits what is sharded on a known one.
-    vague = frozenset().union(*(v.somewhere for v in tensors)) - out.varying - out.tainted
-    partial, hurt = {}, set()
-    for axis in sorted(set().union(*(v.partial for v in tensors))):
-        if axis in out.tainted:
-            continue
-        pending = [v.partial[axis] for v in tensors if axis in v.partial]
-        problem = _misuse(kind, values, axis)
-        if problem:
-            scope.find(node, axis, *problem, pending[0].birth)
-            hurt.add(axis)
-        elif kind == "select" and values[0] is not None and values[0].state(axis) != "replicated":
-            scope.find(node, axis, "picks from a pending sum by a condition that differs between ranks",
-                       "reduce first, pick after", pending[0].birth)  # fmt: skip
-            hurt.add(axis)
-        else:
-            partial[axis] = pending[0]
-    for axis in sorted(clash - hurt - out.varying - out.tainted - set(partial) - vague):
-        states = " and ".join(sorted({v.state(axis) for v in tensors if v.dims}))
+
+
+def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Mark | None:
+    """The mark of the result over one axis; None where its dims say all."""
+    given = [v.marks.get(axis) for v in values]
+    mark = strongest(scope, node, values, axis, kind == "sum")
+    if mark is not None:
+        return mark
+    if any(isinstance(m, Pending) for m in given):
+        return pending_after(scope, node, kind, values, axis)
+    if any(isinstance(m, Drawn) for m in given):
+        return drawn_after(values, out, axis, size_of)
+    if any(isinstance(m, First) for m in given):
+        return _first(node, kind, values, axis)
+    if any(isinstance(m, Varying) for m in given):
+        return Varying()
+    if unclear:
+        return scope.unknown(node, "dims that are made of other factors; which elements meet cannot be told")
+    vague = [m for m in given if isinstance(m, Somewhere)]
+    if clashes and not vague:
+        states = " and ".join(sorted({v.state(axis) for v in values if v.dims}))
         states += "" if " and " in states else ", but in another order of axes"
-        scope.find(node, axis, f"combines values that are {states}", "gather the one, or shard the other")
-        hurt.add(axis)
-    for axis in sorted(vague - clash):
-        if any(v.state(axis) == "replicated" and _as_large(v, out) for v in tensors):
-            what = "combines values that are replicated and sharded"
-            scope.find(node, axis, what, "gather the one, or shard the other")
-            hurt.add(axis)
-    somewhere = vague - {axis for axis in vague if out.shards(axis)}
-    out = replace(out, partial=partial, somewhere=somewhere, drawn=_drawn(tensors, out, clash))
-    out = out.without(hurt, tainted=hurt)
-    # A value that varies has no dim that is known to be sharded over the same axis.
-    return out.without(out.varying, varying=out.varying) if out.varying else out
+        return Wrong(node, f"combines values that are {states}", "gather the one, or shard the other")
+    if counted:
+        return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
+    if not vague or out.shards(axis):
+        return None
+    return _narrowed(scope, node, vague, values, out, axis)
 
 
-def _is_zero(node: torch.fx.Node, kind: str, values: Sequence[Value | None]) -> bool:
+def _narrowed(scope, node, vague: list[Somewhere], values: Sequence[Value], out: Value, axis: str) -> Mark:
+    """Sharded on a dim that all operands allow: one along which a replicated operand is as large is none of them."""
+    shifts = [len(out.dims) - len(v.dims) for v in values if v.is_(axis, Somewhere)]
+    allowed = [{d + s for d in m.dims} for m, s in zip(vague, shifts, strict=True) if m.dims is not None]
+    whole = [v for v in values if v.replicated(axis)]
+    if not allowed:
+        lost = any(_as_large(v, out) for v in whole)
+    else:
+        filled_by = {d for v in whole for d in range(len(out.dims)) if _fills(v, d, out)}
+        left = set.intersection(*allowed) - filled_by
+        lost = not left
+    if lost and any(m.or_sum for m in vague):
+        return scope.unknown(node, "combines a replicated value and one that is sharded or a pending sum")
+    if lost:
+        return Wrong(node, "combines values that are replicated and sharded", "gather the one, or shard the other")
+    dims = tuple(sorted(left)) if allowed else None
+    return vague[0]._replace(dims=dims, or_sum=all(m.or_sum for m in vague))
+
+
+def _fills(value: Value, d: int, out: Value) -> bool:
+    """Whether a value is as large as the result along a dim, and not constant along it."""
+    own = d - len(out.dims) + len(value.dims)
+    return (
+        own >= 0
+        and size_of(value.dims[own]) == size_of(out.dims[d]) > 1
+        and all(atom.axes is not UNIFORM for atom in value.dims[own])
+    )
+
+
+def _first(node: Node, kind: str, values: Sequence[Value], axis: str) -> Mark:
+    """A condition that is true on the first rank only, times a value: that value once, a term of a sum."""
+    others = [v for v in values if not v.is_(axis, First)]
+    if all(v.replicated(axis) for v in others):
+        if kind in ("same", "rising") or (kind == "min" and len(others) == 1):
+            return First()
+        zero = kind == "select" and values[0].is_(axis, First) and values[2].constant == 0
+        if zero or (kind == "product" and len(others) == 1):
+            return Pending("sum", node)
+    return Varying()
+
+
+def _folds(scope, node, kind, values, dims) -> tuple[list[Dim], dict[str, Mark]]:
+    """Dims that are to be reduced: what an op may do to one rank's parts that lie side by side."""
+    spoiled = {}
+    for fold in {fold for dim in dims for fold in folds_of(dim)}:
+        have = [any(fold in folds_of(dim) for dim in v.dims) for v in values]
+        live = [h for h, v in zip(have, values, strict=True) if v.constant != 0]
+        fits = {
+            "sum": kind == "same" or (kind in ("sum", "beside") and all(live))
+            or (kind == "product" and sum(have) == 1) or (kind == "quotient" and have == [True, False]),
+            "max": kind in ("same", "rising", "max"), "min": kind in ("same", "rising", "min"), "copies": True,
+        }[fold.kind]  # fmt: skip
+        if not fits:
+            spoiled[fold.axis] = suspected(node, f"what {op_name(fold.node)} brought together is used before it is "
+                                           "reduced", f"reduce it along the dim first ({fold.kind})")  # fmt: skip
+    for axis in spoiled:
+        dims = [unfolded(dim, axis) for dim in dims]
+    return dims, spoiled
+
+
+def _is_zero(node: Node, kind: str, values: Sequence[Value]) -> bool:
     """Whether it is 0 whatever the other factors are: the gradient of an unused parameter, squared or scaled."""
     factors = {"product": values, "quotient": values[:1]}.get(kind, ())
+    if kind in ("same", "abs", "square", "sqrt", "sum"):
+        return all(v.constant == 0 for v in values)
     if op_name(node) == "pow" and isinstance(node.args[1], (int, float)) and node.args[1] > 0:
         factors = values[:1]
-    return any(v is not None and v.constant == 0 for v in factors)
-
-
-def _drawn(tensors: Sequence[Value], out: Value, clash: frozenset[str]) -> dict[str, torch.fx.Node]:
-    """Where the result is still each rank's own draw: not over axes that shard what the draw is as large as."""
-    left = {}
-    for axis, birth in (item for v in tensors for item in v.drawn.items()):
-        mine = [v for v in tensors if axis in v.drawn]
-        others = [v for v in tensors if axis not in v.drawn]
-        if axis in out.varying or axis in out.tainted:
-            continue
-        fits = all(any(size_of(v.dims[d - len(out.dims)]) == size_of(out.dims[d]) for v in mine
-                       if len(v.dims) >= len(out.dims) - d) for d in out.shards(axis))  # fmt: skip
-        if not (fits and any(v.state(axis).startswith("sharded") for v in others)):
-            left[axis] = birth
-    return left
+    return any(v.constant == 0 for v in factors)
 
 
 def _as_large(value: Value, out: Value) -> bool:
@@ -101,127 +183,112 @@ def _as_large(value: Value, out: Value) -> bool:
     return not any(atom.axes is UNIFORM for dim in value.dims for atom in dim)
 
 
-def _misuse(kind: str, values: Sequence[Value | None], axis: str) -> tuple[str, str] | None:
-    """(what, fix) when operands of which some are pending over the axis are combined wrongly."""
-    pending = [v for v in values if v is not None and axis in v.partial]
-    others = [v for v in values if v is None or axis not in v.partial]
-    if kind == "beside" and len({v.partial[axis].kind for v in pending}) == 1 and not others:
-        return None
-    if any(v.partial[axis].kind != "sum" for v in pending) and kind != "same":
-        return f"a pending {pending[0].partial[axis].kind} is used", f"pmax over {axis!r} before it"
-    if kind == "same":
-        return None
-    if kind in ("sum", "beside", "select"):
-        terms = values[1:] if kind == "select" else values
-        others = [v for v in terms if v is None or not (axis in v.partial or v.constant == 0 or v.equal_terms)]
-        if kind == "select" and values[0] is not None and axis in values[0].partial:
-            return "a pending sum is the condition", f"psum over {axis!r} before it"
-        if others:
-            return (
-                "adds a pending sum and a complete value, which then counts once per rank",
-                "reduce first, add after",
+# ---- contractions ----------------------------------------------------------------------------------------------------
+def contraction(scope: Scope, node: Node, a: Value, b: Value, batch: int) -> Value:
+    """a[..batch, m, k] @ b[..batch, k, n]; a or b may lack m or n (vectors).
+
+    A finding where k is sharded in one operand only, where both are pending, or one is and the other is not replicated.
+    """
+    a = settled(scope, node, a, len(a.dims) - 1, b, batch, batch)
+    b = settled(scope, node, b, batch, a, len(a.dims) - 1, batch)
+    k = met(a.dims[-1], b.dims[batch])
+    lead = [met(a.dims[d], b.dims[d]) for d in range(batch)]
+    clash = k.clash.union(*(m.clash for m in lead))
+    counted, unclear = (getattr(k, what).union(*(getattr(m, what) for m in lead)) for what in ("counted", "unclear"))
+    dims = (*(m.dim for m in lead), *a.dims[batch:-1], *b.dims[batch + 1 :])
+    out = Value(dims, equal_terms=a.equal_terms or b.equal_terms, portion=portions((a, b)))
+    summed = over(atom for dim in (k.dim, a.dims[-1], b.dims[batch]) for atom in dim)
+    folds = folds_of(a.dims[-1]) + folds_of(b.dims[batch])
+    if not (clash or counted or unclear or summed or folds or a.marks or b.marks or a.excess or b.excess):
+        twice = [axis for axis in (a.sharded & b.sharded) if len(out.shards(axis)) > 1]
+        if not twice:
+            return out
+    marks: dict[str, Mark | None] = {}
+    for axis in sorted(a.axes() | b.axes() | counted | {fold.axis for fold in folds}):
+        if any(fold.axis == axis for fold in folds):
+            marks[axis] = suspected(
+                node, "contracts what a collective brought together", "reduce it along the dim first"
             )
-        return None
-    if kind == "product" or (kind == "quotient" and axis not in getattr(values[1], "partial", ())):
-        mixed = next((v for v in others if v is not None and v.state(axis) != "replicated"), None)
-        if len(pending) > 1:
-            return "multiplies two pending sums", "reduce one of them first"
-        if mixed is not None:
-            return f"multiplies a pending sum by a value that is {mixed.state(axis)}", "reduce first"
-        return None
-    return "a pending sum goes into a non-linear op", f"psum or reduce_scatter over {axis!r} before it"
+            continue
+        mark = _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, summed)
+        if mark is not None or axis in a.marks or axis in b.marks:
+            marks[axis] = mark
+    kept, more = excess_after(scope, node, "product", [a, b])
+    out = out.marked({axis: mark for axis, mark in marks.items() if mark is not None})
+    return replace(out, excess=_of_known(out, kept))
 
 
-def contraction(scope: Scope, node: torch.fx.Node, a: Value, b: Value, batch: int) -> Value:
-    """a[..batch, m, k] @ b[..batch, k, n]; a or b may lack m or n (vectors)."""
-    k, clash = met(a.dims[-1], b.dims[batch])
-    lead = []
-    for d in range(batch):
-        dim, bad = met(a.dims[d], b.dims[d])
-        lead.append(dim)
-        clash |= bad
-    out = Value(
-        (*lead, *a.dims[batch:-1], *b.dims[batch + 1 :]),
-        varying=a.varying | b.varying,
-        tainted=a.tainted | b.tainted,
-        equal_terms=a.equal_terms or b.equal_terms,
-    )
-    partial, hurt = {}, set()
-    summed = over(atom for dim in (k, a.dims[-1], b.dims[batch]) for atom in dim)
-    drawn = {**a.drawn, **b.drawn}
-    vague, lost = (a.somewhere | b.somewhere) - out.varying - out.tainted, set()
-    for axis in sorted((a.axes() | b.axes()) - out.tainted - set(drawn)):
-        pending = [v.partial[axis] for v in (a, b) if axis in v.partial]
-        others = [v.state(axis) for v in (a, b) if axis not in v.partial]
-        if axis in vague and axis not in a.partial and axis not in b.partial:
-            # Known to be sharded on the dim that is summed, or (without a batch dim) both must be sharded there.
-            if axis in summed or (batch == 0 and {a.state(axis), b.state(axis)} == {"sharded"}):
-                partial[axis] = Partial("sum", node)
-            else:
-                lost.add(axis)
-        elif axis in clash and axis not in out.varying:
-            what = f"contracts values that are {a.state(axis)} and {b.state(axis)}"
-            scope.find(node, axis, what, f"all_gather the sharded one over {axis!r}, or shard the other")
-            hurt.add(axis)
-        elif pending and (len(pending) > 1 or others != ["replicated"] or pending[0].kind != "sum"):
-            scope.find(node, axis, f"multiplies a pending {pending[0].kind} by a value that is not replicated",
-                       "reduce first", pending[0].birth)  # fmt: skip
-            hurt.add(axis)
-        elif pending:
-            partial[axis] = pending[0]
-        elif axis in summed and axis not in out.varying:
-            partial[axis] = Partial("sum", node)
-        elif len(out.shards(axis)) > 1:
-            scope.find(node, axis, "both operands are sharded over the same axis, on dims that both stay",
-                       f"all_gather one of them over {axis!r} first")  # fmt: skip
-            hurt.add(axis)
-    out = out.without(set(partial) if vague else ()).without(drawn)
-    if not (partial or lost or drawn or hurt):
-        return out
-    return replace(out, partial=partial, somewhere=frozenset(lost), drawn=drawn).without(hurt, tainted=hurt)
+def _of_known(out: Value, kept: Mapping[str, Excess]) -> Mapping[str, Excess]:
+    """An excess says something of what is known up to it."""
+    return {a: e for a, e in kept.items() if not out.is_(a, Wrong, Unknown, Suspect)}
 
 
-def reduction(scope: Scope, node: torch.fx.Node, x: Value, dims: Sequence[int] | None, keep: bool, kind: str) -> Value:
-    """kind: "sum", "mean", "max" (any, all, amax, ...), or the name of another reduction, which may not cross ranks."""
-    gone = {d % max(1, len(x.dims)) for d in dims} if dims else set(range(len(x.dims)))
-    if x.constant == 0 and kind == "sum":
-        return replace(x, dims=tuple(() if d in gone else dim for d, dim in enumerate(x.dims) if keep or d not in gone))
-    if x.settled and not any(x.dims[d] and over(x.dims[d]) for d in gone if d < len(x.dims)):
-        left = tuple([(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone])
-        return Value(left, equal_terms=_counts(x, gone, kind))
-    partial, hurt = dict(x.partial), set()
-    for axis in sorted(x.axes() - x.tainted):
-        crosses = any(d in gone for d in x.shards(axis)) or (axis in x.somewhere and len(gone) == len(x.dims))
-        if axis in partial and (kind not in ("sum", "mean") or partial[axis].kind != "sum"):
-            scope.find(node, axis, f"{kind} of a pending {partial[axis].kind}", "reduce over the ranks first",
-                       partial[axis].birth)  # fmt: skip
-            hurt.add(axis)
-        elif crosses and kind == "mean":
-            scope.find(node, axis, "mean over a sharded dim divides by the local size only",
-                       "sum, psum, then divide by the global size")  # fmt: skip
-            hurt.add(axis)
-        elif crosses and kind not in ("sum", "max"):
-            scope.find(node, axis, f"{kind} over a sharded dim", f"all_gather the dim over {axis!r} first")
-            hurt.add(axis)
-        elif crosses:
-            partial[axis] = Partial(kind, node)
-    left = [(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone]
-    out = Value(tuple(left), partial, x.varying, x.tainted, x.somewhere - set(partial), x.drawn)
-    out = replace(out, equal_terms=_counts(x, gone, kind))
-    return out.without(hurt, tainted=hurt)
+def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, summed) -> Mark | None:
+    mark = strongest(scope, node, (a, b), axis)
+    if mark is not None:
+        return mark
+    given = [v.marks.get(axis) for v in (a, b)]
+    drawn = next((m for m in given if isinstance(m, Drawn)), None)
+    if drawn:
+        return drawn
+    pending = [m for m in given if isinstance(m, Pending)]
+    if any(isinstance(m, (Varying, First)) for m in given):
+        return scope.unknown(node, "multiplies a pending sum by a value that varies") if pending else Varying()
+    if any(isinstance(m, Somewhere) for m in given) and not pending:
+        # Known to be sharded on the dim that is summed, or (without a batch dim) both must be sharded there.
+        if axis in summed or (batch == 0 and {a.state(axis), b.state(axis)} == {"sharded"}):
+            return Pending("sum", node)
+        return Somewhere(or_sum=all(isinstance(m, Somewhere) for m in given))
+    if axis in clash:
+        what = f"contracts values that are {a.state(axis)} and {b.state(axis)}"
+        return Wrong(node, what, f"all_gather the sharded one over {axis!r}, or shard the other")
+    if axis in unclear:
+        return scope.unknown(node, "contracts dims of which it cannot be told which elements meet")
+    if axis in counted:
+        return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
+    if pending:
+        others = [v.state(axis) for v in (a, b) if not v.pending(axis)]
+        if len(pending) == 1 and others == ["replicated"] and pending[0].kind == "sum":
+            return pending[0]
+        what = f"multiplies a pending {pending[0].kind} by a value that is not replicated"
+        if pending[0].kind != "sum" or any(v.excess.get(axis) for v in (a, b)):
+            return suspected(node, what, "reduce first", pending[0].birth)
+        return Wrong(node, what, "reduce first", pending[0].birth)
+    if axis in summed:
+        return Pending("sum", node)
+    if len(out.shards(axis)) > 1:
+        return Wrong(node, "both operands are sharded over the same axis, on dims that both stay",
+                   f"all_gather one of them over {axis!r} first")  # fmt: skip
+    return None
 
 
-def _counts(x: Value, gone: set[int], kind: str) -> bool:
-    """Whether a sum runs along a dim on which x is constant, and which may therefore be a part of a larger one."""
-    constant = any(atom.axes is UNIFORM for d in gone if d < len(x.dims) for atom in x.dims[d])
-    return x.equal_terms or (kind == "sum" and constant)
+def settled(scope: Scope, node: Node, x: Value, k: int, other: Value, other_k: int, batch: int) -> Value:
+    """x with the dim known on which it is sharded, where shapes left several and the other operand leaves one.
+
+    A dim that meets one that is not sharded is not sharded either; one that meets a sharded one is. What has become
+    known holds for the operand itself, for other ops that read it.
+    """
+    before = x
+    meets = {d: d for d in range(batch)} | {k: other_k}
+    for axis in x.having(Somewhere):
+        mark = x.marks.get(axis)
+        if mark is None or mark.dims is None or other.marks.get(axis):
+            continue
+        left = [d for d in mark.dims if d not in meets or meets[d] in other.shards(axis)]
+        sure = [d for d in left if d in meets]
+        if len(sure or left) == 1:
+            x = placed(x, mark.group, (sure or left)[0])
+    if x is not before:
+        for source in node.all_input_nodes:
+            if scope.values.get(source) is before:
+                scope.values[source] = x
+    return x
 
 
-def along(scope: Scope, node: torch.fx.Node, x: Value, dim: int, what: str) -> Value:
-    """An op that needs the whole of a dim (softmax, sort, cumsum): a finding when it is sharded."""
-    sharded = over(x.dims[dim]) if x.dims else frozenset()
-    hurt = sharded - x.tainted
-    for axis in sorted(hurt):
-        scope.find(node, axis, f"{what} over a sharded dim", "all_gather it, or work with pmax and psum as in "
-                   "vocabulary-parallel cross-entropy")  # fmt: skip
-    return x.without(hurt, tainted=hurt)
+def placed(x: Value, axes: tuple[str, ...], dim: int) -> Value:
+    """x sharded over these axes, major first, on a dim."""
+    x = x.without(axes)
+    first, *rest = x.dims[dim] or (Atom(1),)
+    dims = list(x.dims)
+    dims[dim] = canonical((Atom(first.size, axes + (first.axes or ()), first.cuts, first.inner, first.runs), *rest))
+    return replace(x, dims=tuple(dims))

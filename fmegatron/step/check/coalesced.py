@@ -10,9 +10,10 @@ import torch
 
 from fmegatron.collectives import FLAT, Place
 from fmegatron.step.check import shapes
-from fmegatron.step.check.collectives import exchanged, reduced
+from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, cut, interleaved, plain, size_of
+from fmegatron.step.check.collectives import constant_along, exchanged, reduced
 from fmegatron.step.check.scope import Rules, Scope
-from fmegatron.step.check.values import UNIFORM, Atom, Dim, Value, canonical, cut, plain, size_of
+from fmegatron.step.check.values import Mark, Pending, Value, Wrong
 
 
 def for_each(rule: Callable) -> Callable:
@@ -48,29 +49,32 @@ def gathered(scope: Scope, node: torch.fx.Node, x: Value, names: tuple[str, ...]
 def _dim_gathered(scope, node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...] | None, what: str):
     if not axes:
         return x
-    atoms, n = x.dims[dim], scope.mesh.extent(axes)
+    atoms, n = interleaved(x.dims[dim]), scope.mesh.extent(axes)
     first = atoms[0] if atoms else Atom(1, ())
-    hurt, own, unknown = set(), first.axes or (), set()
+    own = first.axes or ()
+    if constant_along(atoms) and not any(axis in x.marks for axis in axes):
+        return x.with_dims(plain(size_of(a) * n, UNIFORM) if d == dim else a for d, a in enumerate(x.dims))
+    marks: dict[str, Mark | None] = dict.fromkeys(axes)
     for axis in axes:
-        if axis in x.tainted or axis in x.varying or axis in x.drawn or axis in x.somewhere:
-            unknown.add(axis)
-        elif axis in x.partial or axis not in own:
-            birth = x.partial[axis].birth if axis in x.partial else None
-            scope.find(node, axis, f"all_gather of {what} of a value that is {x.state(axis)}",
-                       "gather the axis that shards it, on its dim", birth)  # fmt: skip
-            hurt.add(axis)
-    if not hurt and not unknown and own[len(own) - len(axes) :] != axes:
-        scope.find(node, axes[0], f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
+        mark = x.marks.get(axis)
+        if mark is not None and not isinstance(mark, Pending):
+            marks[axis] = mark
+        elif mark is not None or axis not in own:
+            marks[axis] = Wrong(node, f"all_gather of {what} of a value that is {x.state(axis)}",
+                       "gather the axis that shards it, on its dim", mark.birth if mark else None)  # fmt: skip
+    known = not any(marks.values())
+    if known and own[len(own) - len(axes) :] != axes:
+        wrong = Wrong(node, f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
                    "gather the minor axis first, or all in their order")  # fmt: skip
-        hurt |= set(axes)
+        marks = dict.fromkeys(axes, wrong)
     starts = _starts(parts or ())
-    if not hurt and not unknown and parts is not None and (not starts <= first.cuts or (first.cuts and not starts)):
-        scope.find(node, axes[0], f"all_gather of {what} in parts that begin at {sorted(starts) or 0}, those of the "
+    if known and parts is not None and (not starts <= first.cuts or (first.cuts and not starts)):
+        wrong = Wrong(node, f"all_gather of {what} in parts that begin at {sorted(starts) or 0}, those of the "
                    f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
-        hurt |= set(axes)
-    out = x.without(axes, tainted=hurt)
+        marks = dict.fromkeys(axes, wrong)
+    out = x.marked(marks)
     dims = list(out.dims)
-    dims[dim] = plain(size_of(atoms) * n) if hurt or unknown else _restored(first, atoms, axes, n)
+    dims[dim] = plain(size_of(atoms) * n) if any(marks.values()) else _restored(first, atoms, axes, n)
     return out.with_dims(dims)
 
 

@@ -41,10 +41,13 @@ def declared_by(fn: Callable) -> Declared | None:
     return found if isinstance(found, Declared) else None
 
 
-def check_call(traced: Traced, declared: Declared, name: str, allow: Mapping[str, str] | None = None) -> Report:
-    """Check a traced call of `step(state, batch)`: the Report, after a warning that lists ops without a rule.
+def check_call(
+    traced: Traced, declared: Declared, name: str, allow: Mapping[str, str] | None = None, speak: bool = True
+) -> Report:
+    """Check a traced call of `step(state, batch)`: the Report, after a warning where outputs are unproven.
 
-    Raises ValueError with all findings and their lines, or naming the argument that does not have its layout.
+    speak: whether this process warns: of the ranks of a job, one does. Raises ValueError with all findings and their
+    lines, or naming the argument that does not have its layout.
     """
     state = _by_path(declared.state, "0")
     mesh = next(iter(state.values())).mesh
@@ -66,9 +69,12 @@ def check_call(traced: Traced, declared: Declared, name: str, allow: Mapping[str
     require_rows(traced, given, name)
     wanted = [state.get(path) for path in traced.out_paths]
     report = check_traced(traced, mesh, given, wanted, data=data, allow=allow).require(name)
-    if report.unproven:
-        ops = "; ".join(f"{op} at {at}" for op, at in report.unproven)
-        warnings.warn(f"{name}: the check of collectives has no rule for {ops}: not proven", stacklevel=2)
+    if report.unproven and speak:
+        lines = "\n  ".join(map(str, report.unproven))
+        count, all_ = len(report.unproven_outputs), len(traced.out_paths)
+        warnings.warn(
+            f"{name}: the check of collectives cannot prove {count} of {all_} outputs:\n  {lines}", stacklevel=2
+        )
     return report
 
 

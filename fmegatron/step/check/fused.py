@@ -7,10 +7,12 @@ from types import MappingProxyType
 
 import torch
 
-from fmegatron.step.check import arithmetic
-from fmegatron.step.check.made import counted, filled, fresh
+from fmegatron.step.check import arithmetic, reductions
+from fmegatron.step.check.atoms import UNIFORM, Atom, over, size_of
+from fmegatron.step.check.excess import raised
+from fmegatron.step.check.made import counted, fresh
 from fmegatron.step.check.scope import Rules, Scope
-from fmegatron.step.check.values import Value
+from fmegatron.step.check.values import Pending, Suspect, Value, filled
 
 Node = torch.fx.Node
 
@@ -21,33 +23,54 @@ def attention(scope: Scope, node: Node, given: dict) -> list[Value | None]:
 
     The signatures of torch's CPU, flash, memory-efficient and cuDNN kernels agree in what matters here.
     """
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    for other, what in ((k, "keys"), (v, "values")):
-        for dim in (2, 3):
-            arithmetic.along(scope, node, other, dim, f"attention {what}")
-    arithmetic.along(scope, node, q, 3, "attention queries")
-    out = arithmetic.elementwise(scope, node, "function", [_heads(t) for t in (q, k, v)])
+    q, k, v = _located(scope, node, given)
+    parts = over(k.dims[2]) & over(v.dims[2])
+    k, v = (_all_of(scope, node, t, (2, 3), what) for t, what in ((k, "attention keys"), (v, "attention values")))
+    q = _all_of(scope, node, q, (3,), "attention queries")
+    out = arithmetic.elementwise(scope, node, "function", [_heads(t, q) for t in (q, k, v)])
     full = replace(out, dims=(*out.dims[:2], q.dims[2], v.dims[3]))
     if given.get("dropout_p"):
         mask = fresh(scope, node, node.meta["val"][0].shape)
         full = arithmetic.elementwise(scope, node, "product", [full, mask])
     rows = replace(out, dims=(*out.dims[:2], q.dims[2]))
+    known = [axis for axis in parts if rows.is_(axis, Suspect)]  # what combines the parts of ranks
+    rows = rows.marked({axis: Pending("logsumexp", node) for axis in known})
     rest = [counted(m.shape) if isinstance(m, torch.Tensor) else None for m in node.meta["val"][2:]]
     return [full, rows, *rest]
+
+
+def _located(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """Queries, keys and values; what one of them shows of dims that shapes leave open holds for the others."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    for _ in range(2):
+        k, v = (arithmetic.settled(scope, node, t, 3, q, 3, 2) for t in (k, v))
+        q = arithmetic.settled(scope, node, q, 3, k, 3, 2)
+    return [q, k, v]
+
+
+def _all_of(scope: Scope, node: Node, x: Value, dims: tuple[int, ...], what: str) -> Value:
+    for dim in dims:
+        x = reductions.along(scope, node, x, dim, what)
+    return x
 
 
 def attention_backward(scope: Scope, node: Node, given: dict) -> list[Value | None]:
     """Gradients of q, k, v: linear in that of the output."""
     g = given.get("grad_out", given.get("grad_out_"))
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    rest = arithmetic.elementwise(scope, node, "function", [_heads(t) for t in (q, k, v)])
-    out = arithmetic.elementwise(scope, node, "product", [_heads(g), rest])
+    q, k, v = _located(scope, node, given)
+    rest = arithmetic.elementwise(scope, node, "function", [_heads(t, q) for t in (q, k, v)])
+    out = arithmetic.elementwise(scope, node, "product", [_heads(g, q), rest])
     count = len(node.meta["val"])
-    return [replace(out, dims=(*out.dims[:2], *t.dims[2:])) for t in (q, k, v)] + [None] * (count - 3)
+    rows = over(q.dims[2]) - over(k.dims[2])  # each rank has queries of its own, and all keys
+    grads = [replace(out, dims=t.dims).marked(out.marks) for t in (q, k, v)]
+    pending = {axis: Pending("sum", node) for axis in rows if axis not in out.marks}
+    return [grads[0], *(g.marked(pending) for g in grads[1:])] + [None] * (count - 3)
 
 
-def _heads(t: Value) -> Value:
-    return t.with_dims((*t.dims[:2], (), ()))
+def _heads(t: Value, q: Value) -> Value:
+    """Batch and heads; a head of keys that several heads of queries use is the same for all of these."""
+    group = size_of(q.dims[1]) // size_of(t.dims[1])
+    return t.with_dims((t.dims[0], (*t.dims[1], *((Atom(group, UNIFORM),) if group > 1 else ())), (), ()))
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
@@ -70,7 +93,7 @@ def norm_backward(scope: Scope, node: Node, given: dict) -> list[Value | None]:
     sums = []
     if rows:
         dw = arithmetic.elementwise(scope, node, "product", [g, x])
-        sums = [arithmetic.reduction(scope, node, value, rows, False, "sum") for value in (dw, g)]
+        sums = [reductions.reduction(scope, node, value, rows, False, "sum") for value in (dw, g)]
     found = [dx, *(sums or [dx, g])]
     return [v if isinstance(m, torch.Tensor) else None for v, m in zip(found, node.meta["val"], strict=False)]
 
@@ -82,7 +105,7 @@ def _of(scope: Scope, node: Node, *values: Value) -> Value:
 def _whole_end(scope: Scope, node: Node, given: dict) -> Value:
     x = given["input"]
     for back in range(len(given["normalized_shape"])):
-        x = arithmetic.along(scope, node, x, len(x.dims) - 1 - back, "a norm")
+        x = reductions.along(scope, node, x, len(x.dims) - 1 - back, "a norm")
     return x
 
 
@@ -90,15 +113,25 @@ def _whole_end(scope: Scope, node: Node, given: dict) -> Value:
 def nll_loss(scope: Scope, node: Node, given: dict) -> list[Value]:
     """log-probabilities [N, C] picked by labels [N], then none (0), mean (1) or sum (2) -> (loss, total weight)."""
     x, target = given["self"], given["target"]
-    x = arithmetic.along(scope, node, x, len(x.dims) - 1, "nll_loss")
+    x = reductions.along(scope, node, x, len(x.dims) - 1, "nll_loss")
     picked = arithmetic.elementwise(scope, node, "same", [x.with_dims(x.dims[:-1])])
     labels = arithmetic.elementwise(scope, node, "function", [target])
     rows = arithmetic.elementwise(scope, node, "product", [picked, labels])
     if given["reduction"] == 0:
         return [rows, filled((), 0)]
-    kind = "mean" if given["reduction"] == 1 else "sum"
-    loss = arithmetic.reduction(scope, node, rows, None, False, kind)
-    return [loss, replace(loss, partial=dict(loss.partial))]
+    loss = reductions.reduction(scope, node, rows, None, False, "sum")
+    if given["reduction"] == 1:
+        loss = _mean_of_labels(scope, node, loss)
+    return [loss, loss]
+
+
+def _mean_of_labels(scope: Scope, node: Node, loss: Value) -> Value:
+    """Each rank divides by the labels that it has and does not ignore; how many these are is data."""
+    why = "the mean of a rank's own rows divides by the number of its labels that are not ignored"
+    fix = 'reduction="sum" and a division by the psum of the number of labels is proven'
+    means = [a for a in loss.having(Pending) if loss.marks[a].birth is node]
+    (doubt,) = scope.unknown(node, why, fix).origins
+    return raised(loss, means, 1, node, "mean over a sharded dim divides by the local size only", doubt=doubt)
 
 
 def nll_loss_backward(scope: Scope, node: Node, given: dict) -> Value:

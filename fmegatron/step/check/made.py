@@ -9,33 +9,55 @@ ordinary arithmetic, and alike wherever key and positions are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
 from fmegatron.step.check.arithmetic import elementwise
+from fmegatron.step.check.atoms import Atom, canonical, plain
 from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of
-from fmegatron.step.check.values import Value, filled, plain
+from fmegatron.step.check.values import Drawn, Pending, Value, filled
+from fmegatron.step.torch_private import outside_of_tracing
 
 
 def counted(shape: Sequence[int], ramp: bool = False) -> Value:
-    """A tensor made inside the step, alike on all ranks, that differs along its dims."""
-    return Value(tuple(plain(n) for n in shape), ramp=ramp)
+    """A tensor made inside the step that differs along its dims: alike on all ranks, or counted in each one's part."""
+    return Value(tuple(canonical((Atom(n, counted=True),)) for n in shape), ramp=ramp)
 
 
 def fresh(scope: Scope, node: torch.fx.Node, shape: Sequence[int]) -> Value:
     """Random numbers of each rank's own."""
     axes = [axis for axis in scope.mesh.names if scope.mesh[axis] > 1]
-    return Value(tuple(plain(n) for n in shape), drawn=dict.fromkeys(axes, node))
+    return Value(tuple(plain(n) for n in shape), dict.fromkeys(axes, Drawn(node)))
+
+
+def made(constant: torch.Tensor) -> Value:
+    """A tensor that the step made of Python numbers: equal on all ranks; a single number may count what a rank has."""
+    if constant.numel() != 1:
+        return Value(tuple(plain(n) for n in constant.shape))
+    with outside_of_tracing():
+        value = constant.item()
+    return replace(filled(tuple(constant.shape), value), equal_terms=bool(value))
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 def constant(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
-    """zeros, ones_like, full, fill_ ...: one number everywhere; what memory of `empty` holds counts as alike."""
+    """zeros, ones_like, full, fill_ ...: one number everywhere; what memory of `empty` holds counts as alike.
+
+    The gradient of a loss that is n times too large begins as ones of the loss, and is as much too large.
+    """
     name = op_name(node)
     value = given.get("fill_value", given.get("value", given.get("s")))
     value = 0 if "zero" in name else 1 if "ones" in name else value
-    return filled(shape_of(node), value if isinstance(value, (int, float)) else None)
+    out = filled(shape_of(node), value if isinstance(value, (int, float)) else None)
+    if not name.endswith("_like"):  # a number that the step writes may count what a rank has
+        out = replace(out, equal_terms=bool(out.constant))
+    if name != "ones_like" or out.dims:
+        return out
+    loss = given["self"]
+    never = {a: "never" for a in loss.having(Pending)}
+    return replace(out, excess=loss.excess, portion=never)
 
 
 def counter(scope: Scope, node: torch.fx.Node, given: dict) -> Value:

@@ -9,21 +9,29 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.step.check import shapes
-from fmegatron.step.check.arithmetic import along, elementwise
-from fmegatron.step.check.scope import Rules, Scope, shape_of
-from fmegatron.step.check.values import UNIFORM, Atom, Value, over, plain, size_of, viewed
+from fmegatron.step.check.arithmetic import elementwise
+from fmegatron.step.check.atoms import UNIFORM, Atom, over, plain, size_of, viewed
+from fmegatron.step.check.reductions import along
+from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of
+from fmegatron.step.check.values import Somewhere, Value
 
 
 def view(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
-    """view, reshape; an axis_index stays one when it only gets dims of size 1."""
+    """view, reshape; an axis_index stays one when it only gets dims of size 1, and arange counts on."""
     x, shape = given["self"], shape_of(node)
     dim = _dealt(node, shape)
     if dim is not None:
         parts = shape[dim : dim + 2]
-        split, lost = viewed((x.dims[dim],), parts) or (map(plain, parts), over(x.dims[dim]))
-        return replace(x.with_dims((*x.dims[:dim], *split, *x.dims[dim + 1 :])), somewhere=x.somewhere | lost)
+        found = viewed((x.dims[dim],), parts)
+        split, lost = (
+            (found.dims, [a for axes in found.lost for a in axes]) if found else (map(plain, parts), over(x.dims[dim]))
+        )
+        return replace(
+            x.with_dims((*x.dims[:dim], *split, *x.dims[dim + 1 :])),
+            marks={**x.marks, **{a: Somewhere() for a in lost}},
+        )
     out = shapes.reshaped(scope, node, x, shape)
-    return replace(out, index_of=x.index_of) if x.index_of and math.prod(shape) == 1 else out
+    return replace(out, index_of=x.index_of if math.prod(shape) == 1 else (), scale=x.scale, ramp=x.ramp)
 
 
 def _dealt(node: torch.fx.Node, shape: tuple[int, ...]) -> int | None:
@@ -70,23 +78,57 @@ def slice_of(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     """x[start:end:step] of one dim."""
     x, dim = given["self"], given["dim"] % len(given["self"].dims)
     start, stop, _ = slice(given["start"], given["end"]).indices(size_of(x.dims[dim]))
-    return shapes.sliced(scope, node, x, dim, start, stop, given["step"])
+    covered = bool(over(x.dims[dim])) and _covered(scope, node, dim)
+    return shapes.sliced(scope, node, x, dim, start, stop, given["step"], covered)
 
 
 def split(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
     """split, split_with_sizes, chunk."""
     dim = given["dim"] % len(given["self"].dims)
-    return shapes.pieces(scope, node, given["self"], dim, [m.shape[dim] for m in node.meta["val"]])
+    covered = bool(over(given["self"].dims[dim])) and _covered(scope, node, dim)
+    return shapes.pieces(scope, node, given["self"], dim, [m.shape[dim] for m in node.meta["val"]], covered)
 
 
 def unbind(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
     """All indices of a dim."""
-    return shapes.selected(scope, node, given["self"], given["dim"] % len(given["self"].dims), len(node.meta["val"]))
+    dim = given["dim"] % len(given["self"].dims)
+    covered = bool(over(given["self"].dims[dim])) and _covered(scope, node, dim)
+    return [shapes.selected(scope, node, given["self"], dim, covered)] * len(node.meta["val"])
 
 
 def select(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     """One index of a dim."""
-    return shapes.selected(scope, node, given["self"], given["dim"] % len(given["self"].dims))
+    dim = given["dim"] % len(given["self"].dims)
+    covered = bool(over(given["self"].dims[dim])) and _covered(scope, node, dim)
+    return shapes.selected(scope, node, given["self"], dim, covered)
+
+
+_ALL = frozenset(("split", "split_with_sizes", "unsafe_split", "unbind"))
+_SOME = frozenset(("slice", "select"))
+
+
+def _covered(scope: Scope, node: torch.fx.Node, dim: int) -> bool:
+    """Whether what is taken of a dim, here and by others that are used, is all of it, and nothing of it twice."""
+    source = node.args[0]
+    size, taken = source.meta["val"].shape[dim], []
+    for user in source.users:
+        name = op_name(user) if user.op == "call_function" else ""
+        if name not in _ALL | _SOME or user not in scope.live or _dim_of(user) % source.meta["val"].dim() != dim:
+            continue
+        if name == "select":
+            taken.append(user.args[2] % size)
+        elif name == "slice":
+            taken += range(*slice(*(*user.args[2:], None, None, None)[:3]).indices(size))
+        else:
+            used = {item.args[1] for item in user.users if item in scope.live}
+            if len(used) == len(user.meta["val"]):
+                taken += range(size)
+    return sorted(taken) == list(range(size))
+
+
+def _dim_of(node: torch.fx.Node) -> int:
+    at = 2 if op_name(node) in ("split", "split_with_sizes", "unsafe_split") else 1
+    return node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
 
 
 def slice_backward(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
@@ -117,7 +159,7 @@ def stack(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
 
 def repeat(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     """Copies one after another: constant from copy to copy."""
-    x, times = given["self"], given["repeats"]
+    x, times = replace(given["self"], ramp=False), given["repeats"]
     dims = ((),) * (len(times) - len(x.dims)) + x.dims
     return x.with_dims((*(Atom(n, UNIFORM) for n in (r,) if n > 1), *d) for r, d in zip(times, dims, strict=True))
 
@@ -147,7 +189,7 @@ def pad(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
             x = x.with_dims((Atom(shape_of(node)[dim], runs=runs),) if d == dim else a for d, a in enumerate(x.dims))
         elif before or after:
             x = shapes.windows(along(scope, node, x, dim, "a pad"), dim, shape_of(node)[dim])
-    x = replace(x, constant=0 if x.constant == 0 else None)
+    x = replace(x, constant=0 if x.constant == 0 else None, ramp=False)
     return x if given.get("value", 0) == 0 else elementwise(scope, node, "function", [x])
 
 
@@ -156,9 +198,9 @@ def triangle(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     x = given["self"]
     for dim in (-2, -1):
         x = along(scope, node, x, dim, "a triangle")
-    return replace(x, constant=None).with_dims(
-        dim if i < len(x.dims) - 2 else plain(size_of(dim)) for i, dim in enumerate(x.dims)
-    )
+    made = all(atom.axes is UNIFORM or atom.counted for dim in x.dims[-2:] for atom in dim)
+    ends = [(Atom(size_of(dim), counted=made),) for dim in x.dims[-2:]]
+    return replace(x, constant=0 if x.constant == 0 else None).with_dims((*x.dims[:-2], *ends))
 
 
 RULES: Rules = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Rules for products of matrices: plain, batched, of experts, in fp8."""
+"""Rules for products of matrices: plain, batched, of experts, in fp8. Findings are proofs (`contraction`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from types import MappingProxyType
 
 import torch
 
-from fmegatron.step.check.arithmetic import along, contraction, elementwise
+from fmegatron.step.check.arithmetic import contraction, elementwise
+from fmegatron.step.check.atoms import over, plain
 from fmegatron.step.check.scope import Rules, Scope
-from fmegatron.step.check.values import Value, over, plain
+from fmegatron.step.check.values import Unknown, Value, Varying, Wrong
 
 
 def matrices(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
@@ -59,15 +60,6 @@ def scaled(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     return out if bias is None else elementwise(scope, node, "sum", [out, bias])
 
 
-def orthonormal(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
-    """linalg_qr of whole matrices A[..., m, n] -> Q, R, each matrix on its own."""
-    x = elementwise(scope, node, "function", [given["A"]])
-    for dim in (-2, -1):
-        x = along(scope, node, x, dim, "a QR decomposition")
-    results = [tuple(result.shape) for result in node.meta["val"]]
-    return [x.with_dims((*x.dims[:-2], plain(m), plain(n))) for *_, m, n in results]
-
-
 # ---- experts ---------------------------------------------------------------------------------------------------------
 def grouped(scope: Scope, node: torch.fx.Node, given: dict) -> Value | None:
     """_grouped_mm: rows of a group with the matrix of the group, and the forms of its gradients.
@@ -86,12 +78,12 @@ def grouped(scope: Scope, node: torch.fx.Node, given: dict) -> Value | None:
 
 
 def _rows_by_groups(scope, node, x, w, offs):
-    experts = over(w.dims[0]) - w.tainted
+    experts = over(w.dims[0])
     for axis in sorted(experts):
-        if axis not in x.varying | x.tainted and 0 not in x.shards(axis):
-            scope.find(node, axis, f"multiplies rows that are {x.state(axis)} by matrices that are sharded",
+        if not x.is_(axis, Varying, Wrong, Unknown) and 0 not in x.shards(axis):
+            wrong = Wrong(node, f"multiplies rows that are {x.state(axis)} by matrices that are sharded",
                        "all_to_all the rows to the ranks of their experts first")  # fmt: skip
-            x = x.without([axis], tainted=[axis])
+            x = x.marked({axis: wrong})
     w = w.without(experts)
     return contraction(scope, node, x, w.with_dims(w.dims[1:]), 0)
 
@@ -100,12 +92,13 @@ def _groups_of_rows(scope, node, a, b, offs):
     """Over axes whose ranks have groups of their own (offs is sharded) the groups are sharded; over others that shard
     the rows the result is pending; where offs depends on data that differs between ranks, only `declare` can tell."""
     out = contraction(scope, node, a, b, 0)
-    groups = offs.sharded - offs.tainted
-    unknown = (offs.varying | frozenset(offs.partial)) - groups
-    partial = {axis: birth for axis, birth in out.partial.items() if axis not in groups | unknown}
+    groups = offs.sharded
+    unknown = {axis: Varying() for axis in offs.marks if not offs.is_(axis, Unknown, Wrong)}
+    marks = {axis: mark for axis, mark in out.marks.items() if axis not in groups and axis not in unknown}
     first = plain(node.meta["val"].shape[0], tuple(a for a in scope.mesh.names if a in groups))
-    known = Value((first, *out.dims), partial, out.varying, out.tainted, out.somewhere, out.drawn)
-    return known.without(unknown, varying=unknown)
+    return Value((first, *out.dims), marks, out.excess).marked(
+        unknown | {a: offs.marks[a] for a in offs.marks if a not in unknown}
+    )
 
 
 RULES: Rules = MappingProxyType(
@@ -117,7 +110,6 @@ RULES: Rules = MappingProxyType(
         "addmm": add_matrices,
         "baddbmm": add_batches,
         "_int_mm": matrices,
-        "linalg_qr": orthonormal,
         "_scaled_mm": scaled,
         "_grouped_mm": grouped,
     }

@@ -1,60 +1,251 @@
-"""Rules for ops along dims: those that remove one (sum, amax), and those that need the whole of it (softmax, sort)."""
+"""Rules for ops along dims: those that remove one (sum, amax), and those that need all of it (softmax, sort).
+
+A sum, maximum or minimum over a sharded dim is pending over its axes, and exact. A mean is a pending sum that is n
+times too large (`excess.py`). Proofs unless something corrects them before an output: variances, products and softmax
+of a part, a scan that starts anew on each rank. Open: order within a part (sort, topk, positions of a maximum), which a
+step may use for its own rows. Taken for mistakes, though a maximum over all elements would forgive it: a flip and a
+roll of a part.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fmegatron.step.check import arithmetic
-from fmegatron.step.check.scope import Rules, Scope, op_name
-from fmegatron.step.check.values import Value
-
-# How the parts of ranks make up the whole: sum and max can be reduced over ranks, the others need the whole dim.
-KINDS = MappingProxyType(
-    {"amax": "max", "any": "max", "amin": "min", "all": "min", "linalg_vector_norm": "norm"}
-    | {k: k for k in "sum mean max argmax argmin prod var std min norm logsumexp".split()}
+from fmegatron.step.check.arithmetic import elementwise
+from fmegatron.step.check.atoms import UNIFORM, Dim, folds_of, over, plain, size_of, unfolded
+from fmegatron.step.check.excess import excess_after, raised
+from fmegatron.step.check.scope import Rules, Scope, op_name, suspected
+from fmegatron.step.check.values import (
+    NOTHING,
+    Drawn,
+    Mark,
+    Pending,
+    Somewhere,
+    Suspect,
+    Unknown,
+    Value,
+    Varying,
+    Wrong,
+    portions,
 )
+
+Node = torch.fx.Node
+# How the parts of ranks make up the whole; "order": what each rank says of its own part only.
+KINDS = MappingProxyType(
+    {"amax": "max", "any": "max", "amin": "min", "all": "min", "linalg_vector_norm": "root", "norm": "root"}
+    | {"argmax": "order", "argmin": "order", "median": "order", "nanmedian": "order", "mode": "order"}
+    | {k: k for k in "sum mean max min prod var std logsumexp var_mean std_mean".split()}
+)
+_REDUCED = frozenset(("sum", "max", "min", "root", "logsumexp"))  # kinds of which the parts of ranks can be reduced
+# What a reduction does to the scale of its argument, in the words of `elementwise`.
+_SCALES = MappingProxyType(
+    dict.fromkeys("sum mean max min root std".split(), "same") | {"var": "square", "order": "sign"}
+)
+_MEANING = "all_gather it, or work with pmax and psum as in vocabulary-parallel cross-entropy"
 LINEAR = frozenset("cumsum flip roll".split())
+_ORDER = frozenset("sort topk argsort kthvalue".split())
+_ORDER_VALUES = frozenset("sort topk kthvalue median nanmedian mode".split())
 
 
-def reduced(scope: Scope, node: torch.fx.Node, given: dict) -> Any:
-    """sum, mean, amax, ...; max and min along a dim give (values, indices)."""
-    x = given["self"]
-    dims = given.get("dim", given.get("dims"))
-    dims = [dims] if isinstance(dims, int) else dims
-    kind = KINDS[op_name(node).removeprefix("_foreach_")]
-    return _alike(node, arithmetic.reduction(scope, node, x, dims, given.get("keepdim", False), kind))
-
-
-def along(scope: Scope, node: torch.fx.Node, given: dict) -> Any:
-    """softmax, sort, topk, cumsum, ...: one dim, which must be whole, and every row on its own."""
-    name = op_name(node)
-    out = arithmetic.elementwise(scope, node, "same" if name in LINEAR else "function", [given["self"]])
-    return _alike(node, _whole(scope, node, out, given))
-
-
-def softmax_backward(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
-    """Linear in the gradient; the dim must be whole."""
-    out = arithmetic.elementwise(scope, node, "product", [given["grad_output"], given["output"]])
-    return _whole(scope, node, out, given)
-
-
-def _whole(scope, node, out, given):
-    dims = given.get("dim", given.get("dims", -1))
-    for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
-        out = arithmetic.along(scope, node, out, dim, op_name(node).strip("_"))
+def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, keep: bool, kind: str) -> Value:
+    """kind: of KINDS' values. Findings: a function of a pending sum (its maximum, its variance), a sum of a pending
+    maximum."""
+    gone = {d % max(1, len(x.dims)) for d in dims} if dims else set(range(len(x.dims)))
+    inside = [x.dims[d] for d in sorted(gone) if d < len(x.dims)]
+    left = tuple([(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone])
+    if x.constant == 0 and kind in ("sum", "mean", "max", "min", "root", "prod"):
+        return replace(x, dims=left)
+    terms = _counts(x, inside, kind)
+    summed, folds = over(atom for dim in inside for atom in dim), [f for dim in inside for f in folds_of(dim)]
+    if x.settled and not summed and not folds:
+        portion = portions((x,)) if kind in ("sum", "mean") else NOTHING
+        return Value(left, constant=_total(x, inside, kind), equal_terms=terms, portion=portion)
+    marks: dict[str, Mark | None] = {}
+    for axis in sorted(summed | set(x.marks)):
+        marks[axis] = _over(scope, node, x, axis, gone, axis in summed, kind)
+    kept, more = excess_after(scope, node, _SCALES.get(kind, "function"), [x])
+    out = Value(left, excess=kept, equal_terms=terms, portion=portions((x,)) if kind in ("sum", "mean") else NOTHING)
+    for fold in folds:
+        out = _unfolded(scope, node, out, fold, kind, marks)
+    out = out.marked(more | {a: m for a, m in marks.items() if m is not None or a in x.marks})
+    if kind == "mean":
+        means = [a for a, m in marks.items() if isinstance(m, Pending) and a in summed]
+        out = raised(out, means, 1, node, "mean over a sharded dim divides by the local size only")
     return out
 
 
-def _alike(node, out):
-    return [out] * len(node.meta["val"]) if isinstance(node.meta["val"], (list, tuple)) else out
+def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind: str) -> Mark | None:
+    mark = x.marks.get(axis)
+    if isinstance(mark, (Wrong, Unknown, Suspect, Drawn, Varying)):
+        return mark
+    if isinstance(mark, Somewhere):
+        if mark.or_sum or (mark.dims is None and len(gone) < len(x.dims)) or (gone & set(mark.dims or ())) not in (
+            set(), set(mark.dims or ())
+        ):  # fmt: skip
+            return mark._replace(dims=None)
+        if mark.dims is not None and not gone & set(mark.dims):
+            return mark._replace(dims=None)
+        crosses = True
+    elif mark is not None:
+        return _of_pending(scope, node, x, axis, mark, kind)
+    if not crosses:
+        return None
+    if kind in _REDUCED:
+        return Pending(kind, node)
+    if kind == "mean":
+        return Pending("sum", node)
+    if kind == "order":
+        why = f"{op_name(node)} over a sharded dim tells of a rank's own part only"
+        return scope.unknown(node, why, own=op_name(node) in _ORDER_VALUES)
+    return suspected(node, f"{kind} over a sharded dim", f"all_gather the dim over {axis!r} first")
+
+
+def _of_pending(scope, node, x: Value, axis: str, mark: Pending, kind: str) -> Mark | None:
+    if kind in ("sum", "mean") and mark.kind == "sum":
+        return mark
+    if kind == mark.kind and kind in ("max", "min", "root"):
+        return mark
+    what = f"{kind} of a pending {mark.kind}"
+    if mark.kind != "sum" or x.excess.get(axis) or kind in ("max", "min"):
+        return suspected(node, what, "reduce over the ranks first", mark.birth)
+    return Wrong(node, what, "reduce over the ranks first", mark.birth)
+
+
+def _unfolded(scope, node, out: Value, fold, kind: str, marks: dict) -> Value:
+    """A dim that holds one rank's part beside the other is reduced as its kind says: the value of one rank."""
+    n = scope.mesh[fold.axis]
+    if kind == fold.kind or (fold.kind == "copies" and kind in ("max", "min", "mean")):
+        return out
+    if fold.kind == "sum" and kind == "mean":
+        return raised(out, [fold.axis], -1, node, "a mean of the ranks' terms of a sum")
+    if fold.kind == "copies" and kind == "sum":
+        return raised(out, [fold.axis], 1, fold.node, f"{n} equal values are added up", sure=True)
+    marks[fold.axis] = suspected(node, f"{kind} of what {op_name(fold.node)} brought together, which is a "
+                                 f"{fold.kind} of terms", f"{fold.kind} along the dim")  # fmt: skip
+    return out
+
+
+def _counts(x: Value, inside: Sequence[Dim], kind: str) -> bool:
+    """Whether a sum runs along a dim on which x is constant, and which may therefore be a part of a larger one."""
+    return x.equal_terms or (kind == "sum" and any(atom.axes is UNIFORM for dim in inside for atom in dim))
+
+
+def _total(x: Value, inside: Sequence[Dim], kind: str) -> float | None:
+    if x.constant is None or kind not in ("sum", "max", "min", "mean"):
+        return None
+    count = 1
+    for dim in inside:
+        count *= size_of(dim)
+    return x.constant * count if kind == "sum" else x.constant
+
+
+def along(scope: Scope, node: Node, x: Value, dim: int, what: str, order: bool = False) -> Value:
+    """An op that needs all of a dim (softmax, sort, scan): of a sharded one it gives each rank's own. A suspect; open
+    where it only orders (`order`)."""
+    atoms = x.dims[dim] if x.dims else ()
+    marks = {}
+    for axis in sorted(over(atoms)):
+        what_of = f"{what} over a sharded dim"
+        own = op_name(node) in _ORDER_VALUES
+        marks[axis] = scope.unknown(node, what_of, own=own) if order else suspected(node, what_of, _MEANING)
+    for axis, mark in x.marks.items():
+        if isinstance(mark, Somewhere) and mark.dims == (dim % len(x.dims),):
+            marks[axis] = suspected(node, f"{what} over a sharded dim", _MEANING)
+    for fold in folds_of(atoms):
+        if fold.kind != "copies":
+            marks[fold.axis] = suspected(
+                node, f"{what} of what {op_name(fold.node)} brought together", "reduce it first"
+            )
+    if not marks:
+        return x
+    out = x.marked(marks)
+    dims = list(out.dims)
+    dims[dim] = unfolded(dims[dim])
+    return replace(out, dims=tuple(dims))
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+def reduced(scope: Scope, node: Node, given: dict) -> Any:
+    """sum, mean, amax, ...; max and min along a dim give (values, positions in this rank's part)."""
+    x, op = given["self"], op_name(node).removeprefix("_foreach_")
+    dims = given.get("dim", given.get("dims"))
+    dims = [dims] if isinstance(dims, int) else dims
+    kind = KINDS[op]
+    if kind == "root":
+        x, kind = _norm(scope, node, x, given.get("ord", 2))
+    out = reduction(scope, node, x, dims, given.get("keepdim", False), kind)
+    results = node.meta["val"]
+    if not isinstance(results, (list, tuple)) or op_name(node).startswith("_foreach_"):
+        return out
+    if op in ("max", "min"):
+        return [out, reduction(scope, node, _of_values(scope, node, x), dims, given.get("keepdim", False), "order")]
+    return [out] + [_indices(out)] * (len(results) - 1)
+
+
+def _indices(x: Value) -> Value:
+    """Positions that come with values of one order: they may be as many on all ranks, or the same."""
+    own = {a: m._replace(own=False) for a, m in x.marks.items() if isinstance(m, Unknown) and m.own}
+    return x.marked(own)
+
+
+def _of_values(scope: Scope, node: Node, x: Value) -> Value:
+    """What a position depends on: not on how large the values are, but on what they are."""
+    marks = {a: scope.unknown(node, "the position of a rank's own maximum") for a in x.having(Pending)}
+    return replace(x.marked(marks), constant=None)
+
+
+def _norm(scope: Scope, node: Node, x: Value, order: Any) -> tuple[Value, str]:
+    """(what a norm reduces, how): a root of a sum of squares, a maximum, a sum."""
+    kinds = {float("inf"): "max", float("-inf"): "min", 1: "sum", 0: "sum", 2: "root"}
+    kind = kinds.get(order, "prod")  # other orders have no form that could be reduced
+    return elementwise(scope, node, "abs" if kind != "sum" or order == 1 else "function", [x]), kind
+
+
+def ordered(scope: Scope, node: Node, given: dict) -> Any:
+    """softmax, sort, topk, cumsum, ...: one dim of which all must be there, and every row on its own."""
+    name = op_name(node)
+    out = elementwise(scope, node, "same" if name in LINEAR else "function", [given["self"]])
+    out = replace(out, constant=None, ramp=False)
+    return _results(node, _all_of(scope, node, out, given), given)
+
+
+def softmax_backward(scope: Scope, node: Node, given: dict) -> Value:
+    """Linear in the gradient; the dim must be whole."""
+    out = elementwise(scope, node, "product", [given["grad_output"], given["output"]])
+    return _all_of(scope, node, out, given)
+
+
+def _all_of(scope, node, out, given):
+    dims = given.get("dim", given.get("dims", -1))
+    for dim in (dims if isinstance(dims, (list, tuple)) else [dims]) or range(len(out.dims)):
+        out = along(scope, node, out, dim, op_name(node).strip("_"), _orders(node))
+    return out
+
+
+def _orders(node: Node) -> bool:
+    """Whether an op tells about the order in a part: sorts, and counts of rows (their places in a rank's own part)."""
+    first = node.all_input_nodes[0].meta["val"]
+    return op_name(node) in _ORDER or (op_name(node) == "cumsum" and not first.is_floating_point())
+
+
+def _results(node: Node, out: Value, given: dict) -> Any:
+    """As many results as the op has; a dim that the op makes shorter (topk) has the new size."""
+    results = node.meta["val"]
+    shape = tuple((results[0] if isinstance(results, (list, tuple)) else results).shape)
+    if shape != tuple(map(size_of, out.dims)) and len(shape) == len(out.dims):
+        out = out.with_dims(d if size_of(d) == n else plain(n) for d, n in zip(out.dims, shape, strict=True))
+    return [out] + [_indices(out)] * (len(results) - 1) if isinstance(results, (list, tuple)) else out
 
 
 RULES: Rules = MappingProxyType(
     dict.fromkeys(KINDS, reduced)
-    | dict.fromkeys(LINEAR, along)
-    | dict.fromkeys("_softmax _log_softmax _safe_softmax cumprod sort topk".split(), along)
+    | dict.fromkeys(LINEAR, ordered)
+    | dict.fromkeys("_softmax _log_softmax _safe_softmax cumprod logcumsumexp cummax cummin".split(), ordered)
+    | dict.fromkeys(_ORDER, ordered)
     | dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), softmax_backward)
 )

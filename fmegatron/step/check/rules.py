@@ -1,4 +1,8 @@
-"""The rule of each op, looked up by its name. An op that stands in no family's table is reported as unproven."""
+"""The rule of each op, looked up by its name; an op without one is taken apart, and what is left is unproven.
+
+Nothing here may hang or guess: what a rule says is compared with the shapes that the graph has, and where they disagree
+nothing is claimed.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,22 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import is_symbolic
-from fmegatron.step.check import coalesced, collectives, fused, lookups, made, moves, pointwise, products, reductions
-from fmegatron.step.check.scope import Rule, Rules, Scope, Signature, line_of
-from fmegatron.step.check.values import Value, plain
+from fmegatron.step.check import (
+    coalesced,
+    collectives,
+    fused,
+    lookups,
+    made,
+    moves,
+    pointwise,
+    products,
+    reductions,
+    rowwise,
+)
+from fmegatron.step.check.atoms import Misfit, plain, size_of
+from fmegatron.step.check.combine import strongest
+from fmegatron.step.check.scope import GO_ON, Rule, Rules, Scope, Signature
+from fmegatron.step.check.values import Suspect, Value
 
 RULES: Rules = MappingProxyType(
     {
@@ -23,25 +40,73 @@ RULES: Rules = MappingProxyType(
         **products.RULES,
         **lookups.RULES,
         **fused.RULES,
+        **rowwise.RULES,
     }
 )
+# How ops on lists name what the ops on single tensors call otherwise.
+_ALIKE = MappingProxyType({"scalar": "other", "scalars": "other", "tensor": "other"})
+# What a rule that meets something it was not made for may raise: the op is unproven then, and the report says so.
+_FAULTS = (Misfit, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def value_after(scope: Scope, node: torch.fx.Node) -> Any:
-    """The Value (or list of them) of a call_function node."""
+    """The Value (or list of them) of a call_function node, None where no rule covers it."""
     if node.target is operator.getitem:
         source = scope.values[node.args[0]]
         return source[node.args[1]] if isinstance(source, list) else source
     signature = scope.signatures.get(node.target)
     if signature is None:
         signature = scope.signatures[node.target] = _signature(node.target)
+    if signature.rule is None:
+        return None
     given = dict(signature.defaults)
     for name, argument in zip(signature.names, node.args, strict=False):
         given[name] = _with_values(scope, argument)
     for name, argument in node.kwargs.items():
         given[name] = _with_values(scope, argument)
-    found = signature.rule(scope, node, given) if signature.rule is not None else None
-    return found if found is not None else _unproven(scope, node)
+    try:
+        found = signature.rule(scope, node, given)
+    except _FAULTS as fault:
+        return unproven(scope, node, f"internal: its rule fails ({type(fault).__name__}: {fault}); please report it")
+    if found is None or _fits(found, node.meta.get("val")):
+        return found
+    return unproven(scope, node, f"internal: its rule gives {_sizes(found)}, not the shape it has; please report it")
+
+
+def unproven(scope: Scope, node: torch.fx.Node, why: str, fix: str = GO_ON) -> Any:
+    """Nothing is claimed about the result over the axes that come in: what is equal on all ranks stays so."""
+    sources = [scope.values.get(n) for n in node.all_input_nodes]
+    flat = [v for s in sources for v in (s if isinstance(s, Sequence) else [s]) if v is not None]
+    axes = sorted(frozenset().union(*(v.axes() for v in flat)))
+    marks = {axis: strongest(scope, node, flat, axis) or scope.unknown(node, why, fix) for axis in axes}
+    marks |= {axis: scope.unknown(node, why, fix) for axis, mark in marks.items() if isinstance(mark, Suspect)}
+
+    def blank(meta: Any) -> Value | None:
+        return Value(tuple(plain(n) for n in meta.shape)).marked(marks) if isinstance(meta, torch.Tensor) else None
+
+    found = node.meta.get("val")  # an op that only writes returns nothing
+    return [blank(m) for m in found] if isinstance(found, (list, tuple)) else blank(found)
+
+
+def _fits(found: Any, meta: Any) -> bool:
+    if isinstance(found, Value):
+        if not isinstance(meta, torch.Tensor):
+            return False
+        dims, shape = found.dims, meta.shape
+        if len(dims) != len(shape):
+            return False
+        for dim, n in zip(dims, shape, strict=True):
+            if (dim[0].size if len(dim) == 1 else size_of(dim)) != n:
+                return False
+        return True
+    if isinstance(found, list) and isinstance(meta, (list, tuple)):
+        return len(found) >= len(meta) and all(v is None or _fits(v, m) for v, m in zip(found, meta, strict=False))
+    return found is None or isinstance(found, list)  # of an op that only writes: what it writes
+
+
+def _sizes(found: Any) -> str:
+    values = found if isinstance(found, list) else [found]
+    return ", ".join(str(tuple(map(size_of, v.dims))) for v in values if v is not None)
 
 
 def _with_values(scope: Scope, argument: Any) -> Any:
@@ -63,11 +128,13 @@ def _rule_of(target: Any) -> Rule | None:
     name = name.rstrip("_") if target._schema.is_mutable else name
     overload = f"{name}.{target._overloadname}"
     if name.startswith("_foreach_"):
-        return _each(_of_elements(name.removeprefix("_foreach_"), True))
-    rule = RULES.get(overload) or RULES.get(name) or _of_elements(name, torch.Tag.pointwise in target.tags)
+        rule = _of_elements(name.removeprefix("_foreach_"), True)
+        return rule and _each(rule)
+    elements = torch.Tag.pointwise in target.tags
+    rule = RULES.get(overload) or RULES.get(name) or _of_elements(name, elements)
     if rule is None and torch.Tag.nondeterministic_seeded in target.tags:
         return made.drawn_alike if name.endswith("_like") or target._schema.is_mutable else made.drawn
-    return rule
+    return _of_numbers(rule) if elements and rule is not None and not target._schema.is_mutable else rule
 
 
 def _of_elements(name: str, pointwise_op: bool) -> Rule | None:
@@ -76,10 +143,24 @@ def _of_elements(name: str, pointwise_op: bool) -> Rule | None:
     return pointwise.gradient if name.endswith("_backward") else pointwise.function
 
 
+def _of_numbers(rule: Rule) -> Rule:
+    """The rule of a pointwise op; of numbers that are known, the number that it makes is known."""
+
+    def known(scope: Scope, node: torch.fx.Node, given: dict) -> Any:
+        out = rule(scope, node, given)
+        operands = [v for v in given.values() if isinstance(v, Value)]
+        if out is None or not operands or operands[0].constant is None:
+            return out
+        return pointwise.with_number(scope, node, operands, out)
+
+    return known
+
+
 def _each(rule: Rule) -> Rule:
     """The rule of an op on lists of tensors, from that on single ones."""
 
     def each(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
+        given = {_ALIKE.get(k, k): v for k, v in given.items()}
         count = max(len(v) for v in given.values() if _is_tensors(v))
         listed = {k for k, v in given.items() if isinstance(v, list) and len(v) == count}
         return [rule(scope, node, {k: (v[i] if k in listed else v) for k, v in given.items()}) for i in range(count)]
@@ -89,17 +170,3 @@ def _each(rule: Rule) -> Rule:
 
 def _is_tensors(argument: Any) -> bool:
     return isinstance(argument, list) and any(isinstance(a, Value) for a in argument)
-
-
-def _unproven(scope: Scope, node: torch.fx.Node) -> Any:
-    """Nothing is claimed about the result over the axes that come in; the report lists the op."""
-    scope.unproven.setdefault(str(node.target), line_of(node))
-    sources = [scope.values[n] for n in node.all_input_nodes]
-    flat = [v for s in sources for v in (s if isinstance(s, Sequence) else [s]) if v is not None]
-    unknown = frozenset().union(*(v.axes() for v in flat))
-
-    def blank(meta: Any) -> Value | None:
-        return Value(tuple(plain(n) for n in meta.shape), tainted=unknown) if isinstance(meta, torch.Tensor) else None
-
-    found = node.meta.get("val")  # an op that only writes returns nothing
-    return [blank(m) for m in found] if isinstance(found, (list, tuple)) else blank(found)

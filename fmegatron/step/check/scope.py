@@ -1,4 +1,4 @@
-"""What rules share while a graph is walked: the mesh, the values so far, and the list of findings."""
+"""What rules share while a graph is walked: the mesh, the values so far, findings, and reasons why nothing is known."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fmegatron.collectives import is_symbolic
 from fmegatron.layout import Mesh
 from fmegatron.step.check.findings import Finding
-from fmegatron.step.check.values import Value
+from fmegatron.step.check.values import Suspect, Unknown, Value, number
 
 # rule(scope, node, arguments by the names of the op's schema, with Values in place of tensors) -> the Value of the
 # result, a list of them where the op has several results, or None where the rule does not cover this use.
 Rule = Callable[["Scope", torch.fx.Node, dict[str, Any]], Any]
 Rules = Mapping[str, Rule]
+
+GO_ON = (
+    "Go on: write it with other ops, say what it is (declare), vouch for the line (allow), or prove the step on "
+    "simulated ranks (testing.assert_parity)"
+)
 
 
 class Signature(NamedTuple):
@@ -27,21 +33,67 @@ class Signature(NamedTuple):
     rule: Rule | None
 
 
+class Reason(NamedTuple):
+    """Why nothing is known of a value: the fields of `Unproven` that do not depend on the outputs."""
+
+    at: str
+    op: str
+    why: str
+    fix: str
+
+
 @dataclass
 class Scope:
     """One walk over one graph; the graph inside a compiled layer has `values` of its own and shares the rest."""
 
     mesh: Mesh
     values: dict[torch.fx.Node, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    unproven: dict[str, str] = field(default_factory=dict)
+    live: set[torch.fx.Node] = field(default_factory=set)
+    findings: dict[Finding, int] = field(default_factory=dict)  # with the place of its node in the walk
+    order: dict[torch.fx.Node, int] = field(default_factory=dict)
+    reasons: dict[Reason, int] = field(default_factory=dict)
     signatures: dict[Any, Signature] = field(default_factory=dict)
     layers: dict[torch.fx.Graph, list[tuple]] = field(default_factory=dict)  # calls: (arguments, results)
+    levels: dict[tuple, dict[torch.fx.Node, int]] = field(default_factory=dict)  # see `corrects`
+    pieces: dict[Any, torch.fx.Graph | None] = field(default_factory=dict)  # what ops are made of
+    depth: int = 0  # of ops that are made of others
 
     def find(self, node: torch.fx.Node, axis: str, what: str, fix: str, birth: torch.fx.Node | None = None) -> None:
-        """Note a finding at a node."""
+        """Note a finding at a node, when what came of it has arrived at an output."""
         born = line_of(birth) if birth is not None else ""
-        self.findings.append(Finding(line_of(node), op_name(node), axis, what, fix, born))
+        finding = Finding(line_of(node), op_name(node), axis, what, fix, born)
+        self.findings.setdefault(finding, self.order.get(node, len(self.order)))
+
+    def unknown(self, node: torch.fx.Node, why: str, fix: str = GO_ON, own: bool = False) -> Unknown:
+        """The mark of what no rule can decide from a node on; own: as in `Unknown`."""
+        reason = Reason(line_of(node), op_name(node), why, fix)
+        return Unknown(frozenset((self.reasons.setdefault(reason, len(self.reasons)),)), own)
+
+    def reason(self, origin: int) -> Reason:
+        """The reason of that number."""
+        return list(self.reasons)[origin]
+
+    def corrects(self, node: torch.fx.Node, axis: str, births: frozenset[torch.fx.Node]) -> bool:
+        """Whether a node depends on a reduction over the axis of what came from one of `births`."""
+        # 0: does not come from a birth, 1: does, 2: through a collective over the axis. Each node is looked at once.
+        levels = self.levels.setdefault((births, axis), dict.fromkeys(births, 1))
+        todo = [node]
+        while todo:
+            one = todo[-1]
+            ahead = [] if one in levels else [n for n in one.all_input_nodes if n not in levels]
+            todo += ahead
+            if ahead:
+                continue
+            todo.pop()
+            if one not in levels:
+                level = max([levels[n] for n in one.all_input_nodes], default=0)
+                levels[one] = 2 if level and _communicates(one, axis) else level
+        return levels[node] == 2
+
+
+def _communicates(node: torch.fx.Node, axis: str) -> bool:
+    name = is_symbolic(node.target) if node.op == "call_function" else None
+    return name not in (None, "axis_index", "declare") and axis in node.args[1]
 
 
 def line_of(node: torch.fx.Node) -> str:
@@ -60,6 +112,12 @@ def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def as_value(argument: Any) -> Value | None:
-    """An argument that may be a tensor or a number: numbers are None."""
-    return argument if isinstance(argument, Value) else None
+def as_value(argument: Any) -> Value:
+    """An argument that may be a tensor or a number."""
+    return argument if isinstance(argument, Value) else number(argument)
+
+
+def suspected(node: torch.fx.Node, what: str, fix: str, birth: torch.fx.Node | None = None) -> Suspect:
+    """The mark of a part of a rank that is used, at a node, as if it were all there is."""
+    births = frozenset([birth] if birth is not None else [node, *node.all_input_nodes])
+    return Suspect(node, what, fix, birth, births)

@@ -1,99 +1,170 @@
-"""What the checker knows of a value: per dim and mesh axis, how the ranks' local tensors make up one global array.
+"""What the checker knows of a value: how the ranks' local tensors make up the value that one rank would have.
 
-A dim is a row of atoms (major first) whose sizes multiply to its local size, so that views that split and merge dims
-carry what is known along. Over each axis a value is exactly one of: a pending sum (partial), varying (ranks differ in a
-way that no rule knows), drawn (each rank drew its own random numbers), sharded on a dim, or replicated.
+Over each axis a value is exactly one of: replicated, sharded on a dim (its dims say which), or what its `Mark` says.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from fmegatron.layout import Layout
+from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, cut, over, plain, stripped
 
-UNIFORM = None  # axes of an atom along which the value is constant (from expand, ones, zeros): it fits any other
 NOTHING: Mapping = MappingProxyType({})
-NOWHERE: frozenset[str] = frozenset()
+Node = torch.fx.Node
 
 
-class Atom(NamedTuple):
-    """A factor of a dim: local size, and the axes that shard it (major first), () for none, or UNIFORM.
+# ---- marks: what a value is over one axis ----------------------------------------------------------------------------
+class Pending(NamedTuple):
+    """A reduction over the axis is still to be made.
 
-    cuts: where interleaved parts of a sharded atom begin, in local elements (fused QKV, gate and up).  inner: the atoms
-    of what is left when a flattened dim is gathered over `axes`; () for a plain one.  runs: the dims that lie one after
-    another in it, where they differ (a buffer of several flattened arrays); () for a plain one.
+    kind: "sum", "max", "min"; "root" of a pending sum of squares (a norm of parts), "logsumexp".  birth: the node from
+    which on it is pending, None: it came in so.
     """
 
-    size: int
-    axes: tuple[str, ...] | None = ()
-    cuts: frozenset[int] = frozenset()
-    inner: tuple[Atom, ...] = ()
-    runs: tuple[tuple[Atom, ...], ...] = ()
-
-    @property
-    def plain(self) -> bool:
-        """Whether size and axes say it all."""
-        return not (self.inner or self.runs)
-
-    @property
-    def sharded(self) -> frozenset[str]:
-        """All axes that shard it, or something in it."""
-        if not self.inner and not self.runs:
-            return frozenset(self.axes) if self.axes else NOWHERE
-        within = (atom.sharded for dim in (self.inner, *self.runs) for atom in dim)
-        return frozenset(self.axes or ()).union(*within)
-
-
-Dim = tuple[Atom, ...]
-
-
-class Partial(NamedTuple):
-    """A pending reduction: "sum" or "max", and the node from which on it is pending."""
-
     kind: str
-    birth: torch.fx.Node | None  # None: it came in so
+    birth: Node | None
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return f"partial ({self.kind})"
 
 
-def _nothing() -> Mapping:
-    return NOTHING
+class Varying(NamedTuple):
+    """It depends on the rank's index, and no rule knows what that means; `declare` says it."""
+
+    words = "varying"
 
 
+class First(NamedTuple):
+    """A condition that is true on the first rank of the axis only: axis_index == 0."""
+
+    words = "varying"
+
+
+class Drawn(NamedTuple):
+    """Each rank drew random numbers of its own: right for what is sharded, wrong for what must be equal on all ranks.
+
+    node: where.
+    """
+
+    node: Node
+    words = "drawn anew on each rank"
+
+
+class Somewhere(NamedTuple):
+    """Sharded on one of these dims (None: any), and shapes do not tell on which.
+
+    group: the axes that are there together, major first.  or_sum: or a pending sum, if the dim that was sharded is one
+    that was summed.
+    """
+
+    dims: tuple[int, ...] | None = None
+    group: tuple[str, ...] = ()
+    or_sum: bool = False
+    words = "sharded"
+
+
+class Suspect(NamedTuple):
+    """A part of a rank was used as if it were all there is, which only a later correction could set right (a softmax of
+    parts that is rescaled by their maxima). A finding when it arrives at an output without having met one.
+
+    node: the line to name; what, fix: as in `Finding`.  birth: from where on it was pending.  births: nodes whose
+    reduction over the ranks a correction would use.
+    """
+
+    node: Node
+    what: str
+    fix: str
+    birth: Node | None
+    births: frozenset[Node]
+    words = "varying"
+
+
+class Unknown(NamedTuple):
+    """No rule can decide what it is. origins: the reasons, by their numbers in the list of the walk.
+
+    own: it is made of each rank's part, and no collective over the axis came since: no other rank has the same.
+    factor: it may be n times too large, of which a `declare` says nothing.
+    """
+
+    origins: frozenset[int]
+    own: bool = False
+    factor: bool = False
+    words = "not known"
+
+
+class Wrong(NamedTuple):
+    """A mistake was made on the way: a finding if it arrives at an output. More of them over the same axis would say
+    nothing new. node, what, fix, birth: as of a suspect, which only differs in that something may still correct it.
+    """
+
+    node: Node
+    what: str
+    fix: str
+    birth: Node | None = None
+    words = "varying"
+
+
+Mark = Pending | Varying | First | Drawn | Somewhere | Suspect | Unknown | Wrong
+
+
+class Excess(NamedTuple):
+    """The value is n ** power times that of one rank, n the size of an axis: a mean of parts, a sum of replicas.
+
+    node: where that began, what: in words.  loose: it was multiplied by numbers since, which may have been meant to
+    take it out again.  sure: those numbers cannot have been (only a division by n takes it out).  fresh: nothing was
+    computed from it yet.  doubt: the number of the reason why a division by n may not take it out (parts that are means
+    of more or fewer terms), which stays when the power is 0.
+    """
+
+    power: Fraction
+    node: Node
+    what: str
+    loose: bool = False
+    sure: bool = False
+    fresh: bool = True
+    doubt: int | None = None
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Value:
-    """dims: see above.  partial: axis -> what is pending.  varying: axes over which ranks differ in an unknown way.
+    """dims: rows of atoms.  marks: axis -> what it is over that axis where it is not replicated or sharded on a known
+    dim; no axis stands in both.  excess: axis -> how many times too large it is.
 
-    somewhere: axes that shard it on a dim that is not known.  tainted: axes with a finding upstream (later findings on
-    them are suppressed).  drawn: axis -> the node at which each rank drew random numbers of its own: right where each
-    rank needs its own (with what is sharded over the axis), wrong in what must be alike on all ranks.  constant: the
-    number that all elements are, if known.  index_of, scale: it is `scale` times the `axis_index` of these axes.  ramp:
-    it is arange(n).  data: it is a part of the batch, whose rows may be dealt to ranks and microbatches in any order.
-    equal_terms: it was summed along a dim on which it is constant (rows of a rank were counted): alike on all ranks, it
-    may be a whole as well as one of equal terms of a sum.
+    What is known of its numbers besides: constant: the number that all elements are, if known.  index_of, scale: it is
+    `scale` times the `axis_index` of these axes.  ramp: in the order of memory it is arange(n).  data: it is a part of
+    the batch, whose rows may be dealt to ranks and microbatches in any order.  equal_terms: it was summed along a dim
+    on which it is constant (rows of a rank were counted): equal on all ranks, it may be complete as well as one of
+    equal terms of a sum.  portion: axis -> whether it may be 1/n of the value of one rank, because it was divided by n
+    ("exact", and nothing was computed since), or by a multiple of n, or earlier ("maybe"); "never" for gradients of a
+    loss that is a sum over that axis anyhow.
     """
 
     dims: tuple[Dim, ...]
-    partial: Mapping[str, Partial] = field(default_factory=_nothing)
-    varying: frozenset[str] = NOWHERE
-    tainted: frozenset[str] = NOWHERE
-    somewhere: frozenset[str] = NOWHERE
-    drawn: Mapping[str, torch.fx.Node] = field(default_factory=_nothing)
+    marks: Mapping[str, Mark] = field(default_factory=lambda: NOTHING)
+    excess: Mapping[str, Excess] = field(default_factory=lambda: NOTHING)
     constant: float | None = None
     index_of: tuple[str, ...] = ()
     scale: int = 1
     ramp: bool = False
     data: bool = False
     equal_terms: bool = False
+    portion: Mapping[str, str] = field(default_factory=lambda: NOTHING)
 
     @property
     def settled(self) -> bool:
         """Whether it is sharded or replicated over every axis, and its dims say which."""
-        return not (self.partial or self.varying or self.tainted or self.somewhere or self.drawn)
+        return not self.marks and not self.excess
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -104,192 +175,93 @@ class Value:
         """The dims that the axis shards."""
         return [d for d, dim in enumerate(self.dims) if any(axis in atom.sharded for atom in dim)]
 
+    def pending(self, axis: str, *kinds: str) -> bool:
+        """Whether a reduction over the axis is pending, of one of these kinds (any if none is named)."""
+        mark = self.marks.get(axis)
+        return isinstance(mark, Pending) and (not kinds or mark.kind in kinds)
+
+    def is_(self, axis: str, *kinds: type) -> bool:
+        """Whether its mark over the axis is one of these."""
+        return isinstance(self.marks.get(axis), kinds)
+
+    def replicated(self, axis: str) -> bool:
+        """Whether it is equal on all ranks of the axis."""
+        return axis not in self.marks and not self.shards(axis)
+
     def state(self, axis: str) -> str:
         """What it is over an axis, in words."""
-        if axis in self.partial:
-            return f"partial ({self.partial[axis].kind})"
-        if axis in self.varying or axis in self.tainted:
-            return "varying"
-        if axis in self.drawn:
-            return "drawn anew on each rank"
+        mark = self.marks.get(axis)
+        if mark is not None:
+            return mark.words
         dims = self.shards(axis)
-        if dims:
-            return f"sharded on dim {dims[0]}"
-        return "sharded" if axis in self.somewhere else "replicated"
+        return f"sharded on dim {dims[0]}" if dims else "replicated"
 
     def axes(self) -> frozenset[str]:
         """The axes over which it is not replicated."""
-        if self.settled:
-            return self.sharded
-        return self.sharded.union(self.varying, self.tainted, self.somewhere, self.partial, self.drawn)
+        return self.sharded.union(self.marks) if self.marks else self.sharded
+
+    def having(self, mark: type) -> frozenset[str]:
+        """The axes over which it has a mark of this type."""
+        return frozenset([axis for axis, m in self.marks.items() if isinstance(m, mark)])
 
     def with_dims(self, dims: Iterable[Dim]) -> Value:
         """The same knowledge about other dims; no longer an index."""
         return Value(
             tuple([canonical(dim) for dim in dims]),
-            *(self.partial, self.varying, self.tainted, self.somewhere, self.drawn, self.constant),
+            *(self.marks, self.excess, self.constant),
             data=self.data,
             equal_terms=self.equal_terms,
+            portion=self.portion,
         )
 
-    def without(self, axes: Iterable[str], *, tainted: Iterable[str] = (), varying: Iterable[str] = ()) -> Value:
-        """Forget all that is known over `axes`; then mark some as tainted or varying."""
-        gone = frozenset(axes)
-        if not gone and not tainted and not varying:
+    def marked(self, marks: Mapping[str, Mark | None]) -> Value:
+        """Over the axes of `marks`, what these say and nothing else: None makes it replicated."""
+        if not marks:
             return self
-        dims = tuple(canonical(tuple(_strip(atom, gone) for atom in dim)) for dim in self.dims)
+        gone = frozenset(marks)
+        kept = {axis: mark for axis, mark in self.marks.items() if axis not in gone}
+        kept.update((axis, mark) for axis, mark in marks.items() if mark is not None)
+        unsure = [axis for axis, mark in marks.items() if isinstance(mark, (Suspect, Unknown, Wrong))]
         return replace(
             self,
-            dims=dims,
-            partial={axis: pending for axis, pending in self.partial.items() if axis not in gone},
-            varying=(self.varying - gone) | frozenset(varying),
-            tainted=(self.tainted - gone) | frozenset(tainted),
-            somewhere=self.somewhere - gone,
-            drawn={axis: birth for axis, birth in self.drawn.items() if axis not in gone},
+            dims=tuple([canonical(stripped(dim, gone)) for dim in self.dims]) if self.sharded & gone else self.dims,
+            marks=kept,
+            excess={a: e for a, e in self.excess.items() if a not in unsure} if unsure else self.excess,
+            **({"constant": None} if kept and self.constant is not None else {}),
             index_of=(),
             ramp=False,
         )
 
-
-def over(atoms: Iterable[Atom]) -> frozenset[str]:
-    """All axes that shard one of the atoms."""
-    return frozenset().union(*[atom.sharded for atom in atoms])
-
-
-def _strip(atom: Atom, axes: frozenset[str]) -> Atom:
-    if not atom.sharded & axes:
-        return atom
-    left = None if atom.axes is UNIFORM else tuple(a for a in atom.axes if a not in axes)
-    inner = tuple(_strip(a, axes) for a in atom.inner) if left else ()
-    runs = tuple(tuple(_strip(a, axes) for a in run) for run in atom.runs)
-    return Atom(atom.size, left, atom.cuts if left else frozenset(), inner, runs)
+    def without(self, axes: Iterable[str]) -> Value:
+        """Replicated over these axes."""
+        return self.marked(dict.fromkeys(axes))
 
 
-def order_of(dim: Dim) -> tuple[str, ...]:
-    """The axes that shard a dim, major first."""
-    return tuple(axis for atom in dim for axis in atom.axes or ())
-
-
-def stripped(dim: Dim, axes: Iterable[str]) -> Dim:
-    """A dim that these axes do not shard any more."""
-    return tuple(_strip(atom, frozenset(axes)) for atom in dim)
+def portions(values: Sequence[Value], moved: bool = False, terms: bool = False) -> Mapping[str, str]:
+    """What several values, taken together by a linear op, may be portions of; moved: nothing was computed; terms: they
+    are added, so that all must be portions."""
+    given = [v.portion for v in values if v.portion]
+    if not given:
+        return NOTHING
+    out = dict(given[0])
+    for other in given[1:]:
+        if other is not given[0]:
+            out.update((a, p) for a, p in other.items() if out.get(a) != "never")
+    if terms and len(given) < len(values):
+        complete = [v for v in values if v.constant != 0 and not v.equal_terms]
+        out = {a: p for a, p in out.items() if p == "never" or all(a in v.portion or a in v.marks for v in complete)}
+    return out if moved else {a: "maybe" if p == "exact" else p for a, p in out.items()}
 
 
 def filled(shape: Sequence[int], constant: float | None) -> Value:
-    """A tensor made inside the step, alike on all ranks and constant along every dim."""
+    """A tensor made inside the step, equal on all ranks and constant along every dim."""
     return Value(tuple(plain(n, UNIFORM) for n in shape), constant=constant)
 
 
-def size_of(dim: Dim) -> int:
-    """Local size of a dim."""
-    return math.prod(atom.size for atom in dim)
-
-
-def plain(size: int, axes: tuple[str, ...] | None = ()) -> Dim:
-    """A dim of one atom."""
-    return canonical((Atom(size, axes),))
-
-
-def canonical(dim: Dim) -> Dim:
-    """Neighbours that say no more apart than together become one; unsharded atoms of size 1 go."""
-    if len(dim) == 1 and (dim[0].size != 1 or dim[0].sharded):
-        return dim
-    out: list[Atom] = []
-    for atom in dim:
-        if atom.size == 1 and not atom.sharded:
-            continue
-        last = out[-1] if out else None
-        if last and atom.axes == () and last.axes is not UNIFORM and last.plain and atom.plain:
-            out[-1] = Atom(last.size * atom.size, last.axes, frozenset(c * atom.size for c in last.cuts))
-        elif last and last.size == 1 and last.axes and last.plain and atom.axes is not UNIFORM and not atom.runs:
-            out[-1] = atom._replace(axes=last.axes + atom.axes)
-        elif last and atom.axes is UNIFORM and last.axes is UNIFORM:
-            out[-1] = Atom(last.size * atom.size, UNIFORM)
-        else:
-            out.append(atom)
-    return tuple(out)
-
-
-def divided(atom: Atom, major: int) -> tuple[Atom, Atom]:
-    """An atom as (major part of that size, the rest); what shards it stays with the major part."""
-    minor = atom.size // major
-    if not atom.plain and not atom.sharded:
-        return Atom(major, ()), Atom(minor, ())
-    if atom.axes is UNIFORM:
-        return Atom(major, UNIFORM), Atom(minor, UNIFORM)
-    cuts = frozenset(c // minor for c in atom.cuts) if all(c % minor == 0 for c in atom.cuts) else frozenset()
-    return Atom(major, atom.axes, cuts, atom.inner), Atom(minor, ())
-
-
-def cut(dim: Dim, axes: tuple[str, ...], n: int) -> Dim:
-    """What is left of a dim on each of n ranks along `axes`, which take its parts in order."""
-    first = dim[0] if dim else Atom(1, ())
-    if first.plain and not first.cuts and first.axes is not UNIFORM and first.size % n == 0:
-        return canonical((Atom(first.size // n, first.axes + axes), *dim[1:]))
-    return (Atom(size_of(dim) // n, axes, frozenset(), dim),)
-
-
-def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[list[Dim], frozenset[str]] | None:
-    """(the dims after a view to `shape`, axes whose dim is lost on the way); None when the factors do not line up.
-
-    A shard of a single element leaves no trace in sizes: unless the new shape has a dim of size 1 for it, it may belong
-    to its left or its right neighbour.
-    """
-    flat, out, lost = [atom for dim in dims for atom in dim], [], frozenset()
-    for wanted in shape:
-        dim: list[Atom] = []
-        if wanted == 1 and flat and flat[0].size == 1:
-            dim.append(flat.pop(0))
-        elif wanted == 1 and flat and flat[0].sharded and flat[0].plain:
-            # One of several shards of (heads, width) is (1, width): the new dim may be the one that is sharded.
-            lost |= flat[0].sharded
-            flat[0] = Atom(flat[0].size, ())
-        while wanted > 1:
-            if not flat:
-                return None
-            atom = flat.pop(0)
-            if atom.size == 1:
-                lost |= atom.sharded
-            elif wanted % atom.size == 0:
-                dim.append(atom)
-                wanted //= atom.size
-            elif atom.size % wanted == 0 and (atom.plain or not atom.sharded):
-                first, rest = divided(atom, wanted)
-                dim.append(first)
-                flat.insert(0, rest)
-                wanted = 1
-            else:
-                return None
-        out.append(canonical(tuple(dim)))
-    if any(atom.size > 1 for atom in flat):
-        return None
-    return out, lost.union(*(atom.sharded for atom in flat))
-
-
-def met(a: Dim, b: Dim) -> tuple[Dim, frozenset[str]]:
-    """One dim of two operands -> (the dim of the result, axes that shard one but not the other, or in
-    another order)."""
-    if not a or not b or a == b:
-        return (a or b), NOWHERE
-    left, right, out, clash = list(a), list(b), [], frozenset()
-    while left and right:
-        x, y = left.pop(0), right.pop(0)
-        n = math.gcd(x.size, y.size)
-        if x.size > n:
-            x, rest = divided(x, n)
-            left.insert(0, rest)
-        if y.size > n:
-            y, rest = divided(y, n)
-            right.insert(0, rest)
-        if x.axes is UNIFORM or y.axes is UNIFORM:
-            out.append(y if x.axes is UNIFORM else x)
-            continue
-        if x != y:
-            clash |= x.sharded ^ y.sharded
-            if x.plain and y.plain and x.axes != y.axes:  # the same axes in another order are other ranges
-                clash |= x.sharded & y.sharded if x.sharded == y.sharded else NOWHERE
-        out.append(x._replace(cuts=x.cuts | y.cuts) if x.plain else x if len(x.sharded) >= len(y.sharded) else y)
-    return canonical(tuple(out + left + right)), clash
+@functools.lru_cache(maxsize=512)
+def number(x: float | int | bool) -> Value:
+    """A Python number as a value."""
+    return Value((), constant=x)
 
 
 def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
@@ -307,6 +279,6 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
             cuts.add(at)
         dims.append(canonical((Atom(n, axes, frozenset(cuts)),)))
     if layout.flat:
-        block = canonical(tuple(atom for dim in dims for atom in dim))
-        dims = [cut(block, flat, layout.mesh.extent(flat)) if flat else block]
-    return Value(tuple(dims), {a: Partial("sum", None) for a in layout.unreduced if layout.mesh[a] > 1})
+        whole = canonical(tuple(atom for dim in dims for atom in dim))
+        dims = [cut(whole, flat, layout.mesh.extent(flat)) if flat else whole]
+    return Value(tuple(dims), {a: Pending("sum", None) for a in layout.unreduced if layout.mesh[a] > 1})

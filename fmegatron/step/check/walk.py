@@ -19,13 +19,19 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import require_mesh_of_graph
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step.check.findings import Report
-from fmegatron.step.check.rules import value_after
-from fmegatron.step.check.scope import Scope, line_of
-from fmegatron.step.check.values import Value, order_of, plain, value_of
+from fmegatron.step.check.findings import Finding, Report, Unproven
+from fmegatron.step.check.made import made
+from fmegatron.step.check.outputs import compare
+from fmegatron.step.check.pieces import pieces_of, result_of
+from fmegatron.step.check.rules import unproven, value_after
+from fmegatron.step.check.scope import GO_ON, Scope
+from fmegatron.step.check.values import Value, value_of
+from fmegatron.step.check.writes import written
 from fmegatron.step.rows import require_rows
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace, written_by
+
+Node = torch.fx.Node
 
 
 def check(
@@ -35,9 +41,17 @@ def check(
 
     step: over symbolic axes of the mesh.  state_layouts, batch_layouts: trees of Layouts (or ArraySpecs). The new state
     must have the layouts of the old one, the metrics must be the same on all ranks.  allow: "file.py:line" -> reason:
-    findings at these lines are listed as silenced. No process group, no device, no memory: 16,384 ranks take as long as
-    one.
-    What it cannot see: constants (a wrong loss scale), a false `declare`; `testing.simulate` sees those.
+    what is said of these lines is listed as silenced. No process group, no device, no memory: 16,384 ranks take as long
+    as one.
+
+    A finding is a proof of a mistake: at its line a value stops meaning what it means on one rank (arithmetic that
+    undoes just this mistake, on purpose, could still mend it: `allow` says so). What no rule can decide is never a
+    finding: the report lists it as unproven, with the outputs that depend on it, and is then not `ok`.
+    What is proven: that every sum over ranks which an output needs is made once, over the right axes, in forward,
+    backward and optimizer. What no check of types can see, and simulated ranks do (`testing.simulate`, `parity`):
+    constants (a loss scale that is wrong), a false `declare`, and mistakes inside of a movement, such as the direction
+    of a ring, or gradients that it does not bring home. Sizes decide: a mesh on which a rank has one head, or as many
+    rows as columns, shows less than one on which all sizes differ.
     """
     for name, given in (("state_layouts", state_layouts), ("batch_layouts", batch_layouts)):
         tree.require_mesh(given, mesh, f"check: {name}", "the argument")
@@ -51,7 +65,7 @@ def check(
         head, _, rest = path.partition("/")
         leaf = state.get(rest) if head == "0" else None
         outputs.append(leaf if leaf is None or isinstance(leaf, Layout) else leaf.layout)
-    data = {path for path in traced.in_paths if path.startswith("1/")}
+    data = {path for path in traced.in_paths if path.startswith("1/") or path == "1"}
     return check_traced(traced, mesh, layouts, outputs, data=data, allow=allow)
 
 
@@ -73,12 +87,21 @@ def check_traced(
     given = zip(traced.in_paths, in_layouts, shapes, strict=True)
     arguments = [replace(value_of(layout, shape), data=path in data) for path, layout, shape in given]
     results = zip(_walk(scope, graph, arguments), traced.outputs, traced.out_paths, out_layouts, strict=True)
+    open_: dict[int, tuple[dict, dict]] = {}  # reason -> axes, outputs that depend on it (as ordered sets)
     for value, node, path, layout in results:
-        _compare(scope, value, node, path, layout)
+        for axis, origins in compare(scope, value, node, path, layout).items():
+            for origin in sorted(origins):
+                axes, paths = open_.setdefault(origin, ({}, {}))
+                axes[axis], paths[path] = None, None
+    said: list[Finding | Unproven] = sorted(scope.findings, key=scope.findings.__getitem__)
+    for origin in sorted(open_):
+        (at, op, why, fix), (axes, paths) = scope.reason(origin), open_[origin]
+        said.append(Unproven(at, op, tuple(axes), why, fix, tuple(paths)))
     allow = dict(allow or {})
-    kept = tuple(f for f in scope.findings if f.at.split(" ")[0] not in allow)
-    silenced = tuple((f, allow[f.at.split(" ")[0]]) for f in scope.findings if f.at.split(" ")[0] in allow)
-    return Report(tuple(dict.fromkeys(kept)), tuple(scope.unproven.items()), silenced)
+    silenced = tuple((one, allow[one.at.split(" ")[0]]) for one in said if one.at.split(" ")[0] in allow)
+    kept = [one for one in said if one.at.split(" ")[0] not in allow]
+    findings = tuple(one for one in kept if isinstance(one, Finding))
+    return Report(findings, tuple(one for one in kept if isinstance(one, Unproven)), silenced)
 
 
 def _empty(leaf: Any) -> torch.Tensor:
@@ -96,6 +119,7 @@ def _walk(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> li
     garbage collector go through all memory of the process."""
     require_mesh_of_graph(graph, scope.mesh, "check", "the layouts")
     values, arguments, uses = scope.values, iter(arguments), Counter()
+    _mark_live(scope, graph)
     for node in graph.nodes:
         uses.update(node.all_input_nodes)
     for node in graph.nodes:
@@ -103,19 +127,43 @@ def _walk(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> li
             return [values[source] for source in node.args[0]]
         if node.op == "placeholder":
             values[node] = next(arguments)
+        elif node not in scope.live:  # no output depends on it
+            continue
         elif node.op == "get_attr":
             constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
-            values[node] = value_of(None, constant.shape)
+            values[node] = made(constant)
         elif hasattr(node.target, "entry"):  # a compiled layer
             values[node] = _layer(scope, node.target.entry.graph_module.graph, [values[n] for n in node.args[0]])
         else:
-            values[node] = value_after(scope, node)
-            _written(scope, node)
+            scope.order[node] = len(scope.order)
+            values[node] = _after(scope, node)
+            written(scope, node)
         for source in node.all_input_nodes:
             uses[source] -= 1
             if not uses[source]:
                 del values[source]
     raise AssertionError("graph without an output node")
+
+
+def _mark_live(scope: Scope, graph: torch.fx.Graph) -> None:
+    """The nodes on which outputs depend: all else may be as wrong as it likes."""
+    live = scope.live
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in live or written_by(node):
+            live.add(node)
+            live.update(node.all_input_nodes)
+
+
+def _after(scope: Scope, node: Node) -> Any:
+    """The Value of a node by its rule; without one, by those of the ops that it is made of."""
+    found = value_after(scope, node)
+    if found is not None or node.meta.get("val") is None:
+        return found
+    graph = pieces_of(scope, node)
+    if graph is None:
+        return unproven(scope, node, f"no rule for {node.target}", GO_ON)
+    inner = replace(scope, values={}, depth=scope.depth + 1)
+    return result_of(node, _walk(inner, graph, [scope.values[n] for n in node.all_input_nodes]))
 
 
 def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[Value]:
@@ -126,67 +174,3 @@ def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[
             return found
     calls.append((arguments, _walk(replace(scope, values={}), graph, arguments)))
     return calls[-1][1]
-
-
-def _written(scope: Scope, node: torch.fx.Node) -> None:
-    """An op that writes into an argument, or a list of them, gives each the new value.
-
-    What shares its memory and lies in it alike has the new value, too; of other views nothing is known any more.
-    """
-    targets, new = written_by(node), scope.values[node]
-    values = new if isinstance(new, list) else [new]
-    if len(values) != len(targets):  # not what it returns is what it writes
-        values = [None] * len(targets)
-    for target, value in zip(targets, values, strict=True):
-        _overwrite(scope, node, target.meta["val"], value)
-
-
-def _overwrite(scope: Scope, node: torch.fx.Node, place: torch.Tensor, new: Value | None) -> None:
-    storage = place.untyped_storage()._cdata
-    for other, value in list(scope.values.items()):
-        meta = other.meta.get("val")
-        if not isinstance(value, Value) or not isinstance(meta, torch.Tensor):
-            continue
-        if meta.untyped_storage()._cdata != storage:
-            continue
-        if new is not None and _lies(meta) == _lies(place):
-            scope.values[other] = new
-            continue
-        unknown = value.axes() | (frozenset(scope.mesh.names) if new is None else new.axes())
-        if unknown:
-            scope.unproven.setdefault(f"{node.target} into shared memory", line_of(node))
-        scope.values[other] = Value(tuple(plain(n) for n in meta.shape), tainted=unknown)
-
-
-def _lies(x: torch.Tensor) -> tuple:
-    """Where the elements of a tensor lie in its storage."""
-    return x.shape, x.stride(), x.storage_offset()
-
-
-def _compare(scope: Scope, value: Value, node: torch.fx.Node, path: str, layout: Layout | None) -> None:
-    want = value_of(layout, node.meta["val"].shape)
-    for axis in scope.mesh.names:
-        if scope.mesh[axis] == 1 or axis in value.tainted:
-            continue
-        got, wanted = value.state(axis), want.state(axis)
-        dims = want.shards(axis)
-        if got == wanted and dims and want.sharded == value.sharded:
-            orders = [order_of(v.dims[dims[0]]) for v in (value, want)]
-            if set(orders[0]) == set(orders[1]) and orders[0] != orders[1]:
-                mine, layouts = ("+".join(order) for order in orders)
-                what = f"the output {path} is sharded over {mine} on dim {dims[0]}, its layout says {layouts}"
-                scope.find(node, axis, what, "deal its ranges in the order of the layout")
-                continue
-        if got == wanted or (got == "sharded" and wanted.startswith("sharded")):
-            continue
-        if got == "replicated" and (value.constant is not None or value.equal_terms):
-            continue
-        if got == "replicated" and node.op == "placeholder":
-            continue
-        birth = value.partial[axis].birth if axis in value.partial else value.drawn.get(axis)
-        while node.target is torch.ops.aten.detach.default:  # of the line that calls the step, not of the step
-            node = node.args[0]
-        fix = f"psum it over {axis!r}" if axis in value.partial else "look where its gradient or its value comes from"
-        if axis in value.drawn:
-            fix = "draw from a key that is an argument, as a function of global positions"
-        scope.find(node, axis, f"the output {path} is {got}, its layout says {wanted}", fix, birth)

@@ -82,5 +82,5 @@ def judge(module: types.ModuleType, mutant: Mutant | None, of: str = "", mesh: M
 def found_by(report: Report, differ: dict) -> str:
     """ "both", "check", "simulate" or "nobody"."""
     return {(True, True): "both", (True, False): "check", (False, True): "simulate"}.get(
-        (not report.ok, bool(differ)), "nobody"
+        (bool(report.findings), bool(differ)), "nobody"
     )

@@ -88,7 +88,7 @@ MUTANTS = (
     M("mask_forgotten", "Masked positions bear a loss.", '(nll_BS * batch["mask"]).sum()', "nll_BS.sum()", "simulate",
       of="hybrid"),
     M("mean_of_rows", "The mean over this rank's rows, times ranks.",
-      '(nll_BS * batch["mask"]).sum() / count', '(nll_BS * batch["mask"]).mean() / 4', of="zero3"),
+      '(nll_BS * batch["mask"]).sum() / count', '(nll_BS * batch["mask"]).mean() / 4', "simulate", of="zero3"),
     # ---- parameters
     M("gather_transpose_cut", "The gradient of a gathered parameter is cut, not reduce-scattered.",
       GATHER, leaf("norm_D", "wrong.gather_cut(x, data, 0)", GATHER), of="zero3"),

@@ -51,7 +51,7 @@ MUTANTS = (
       'logits_BSV = all_gather(x_BSD, tp, 0)[:x_BSD.shape[0]].repeat(1, mesh["tp"], 1) @ w["head_DV"]'),
     # ---- transposes
     M("psum_transpose", "The transpose of the softmax's psum is a psum: gradients are too large by tp.",
-      "total_BS = psum(sums_BS, tp)", "total_BS = wrong.psum_summed(sums_BS, tp)"),
+      "total_BS = psum(sums_BS, tp)", "total_BS = wrong.psum_summed(sums_BS, tp)", "simulate"),
     M("weight_gather_transpose", "The gradient of a gathered weight is cut, not reduce-scattered.",
       'all_gather(params["w1_DF"], fsdp, 0)', 'wrong.gather_cut(params["w1_DF"], fsdp, 0)'),
     M("attention_gather_transpose", "The gradient of the gathered sequence is cut, not reduce-scattered.",

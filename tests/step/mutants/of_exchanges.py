@@ -29,8 +29,6 @@ MUTANTS = (
     M("wo_entered_mean", "The gradient of a shared weight is averaged over positions.", 'enter(w["wo_HED"], tp)',
       'wrong.enter_mean(w["wo_HED"], tp)', "simulate"),
     M("ring_of_data", "The ring passes on rows of other data.", RING, RING.replace("tp", "fsdp")),
-    M("ring_not_declared", "What ranks add up from a ring is not stated: right, but not proven.", MEANING,
-      "return out_BSD", "check"),
     M("ring_stands", "Each rank sees its own part of the sequence only.", RING, "part_BTD = x_BSD"),
     M("ring_transpose", "Gradients go on round the ring instead of back.", RING,
       "part_BTD = wrong.ring_same(part_BTD, tp, 1)", "simulate", mesh=Mesh(dp=1, fsdp=2, tp=4)),
