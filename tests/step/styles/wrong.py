@@ -307,9 +307,9 @@ OF_UPDATES = (
     M("updates_scattered_twice", "Parts of the update are summed instead of gathered.",
       "p[k] = all_gather(new, dp, 0)[: p[k].numel()].view_as(p[k])",
       "p[k] = psum(F.pad(new, (0, p[k].numel() - new.numel())), dp).view_as(p[k])", of="sharded_state"),
-    M("noise_of_rank", "Noise is drawn on each rank.",
-      "noise = ((word * 2654435761 % 4093) / 4093 - 0.5).to(x.dtype)", "noise = torch.rand(8, 1).sum().to(x.dtype)",
-      of="noise_by_position"),
+    M("noise_of_replicas", "Noise depends on the position over the wrong axis.",
+      "word = torch.arange(x.numel()).view(x.shape) + axis_index(tp) * x.numel()",
+      "word = torch.arange(x.numel()).view(x.shape) + axis_index(dp) * x.numel()", of="noise_by_position"),
     M("noise_from_zero", "The same noise for all shards.",
       "word = torch.arange(x.numel()).view(x.shape) + axis_index(tp) * x.numel()",
       "word = torch.arange(x.numel()).view(x.shape)", of="noise_by_position"),
@@ -351,9 +351,8 @@ OF_SEQUENCES = (
     M("dropout_of_rank", "The same rows are dropped on each rank.",
       "rows = torch.arange(b[\"x\"].numel()).view(b[\"x\"].shape) + axis_index(dp) * b[\"x\"].numel()",
       "rows = torch.arange(b[\"x\"].numel()).view(b[\"x\"].shape)", of="dropout_by_places"),
-    M("dropout_drawn", "A mask is drawn for parameters that all ranks have.",
-      "return said(b[\"x\"] * keep / 0.9 * p[\"gain\"] @ p[\"out\"], b, dp)",
-      "return said(b[\"x\"] * keep / 0.9 * F.dropout(p[\"gain\"], 0.1) @ p[\"out\"], b, dp)", of="dropout_by_places"),
+    M("dropout_of_parameters", "Parameters that all ranks have are dropped by this rank's rows.",
+      "keep / 0.9 * p[\"gain\"]", "keep / 0.9 * (p[\"gain\"] * keep[0])", of="dropout_by_places"),
 )
 # fmt: on
 LISTS = (
