@@ -282,7 +282,8 @@ def test_a_parameter_that_the_loss_does_not_use(microbatches):
 
     train_step = step.build_train_step(loss_fn, ADAMW, specs, axes, microbatches=microbatches)
     state = step.state_specs({k: tree.ArraySpec(x, tree.Constant(0)) for k, x in specs.items()}, ADAMW)
-    report = check(train_step, state, {"x": Layout((8, 16), F32, MESH, (("dp", "fsdp"),))}, MESH)
+    rows = DataParallel(("dp", "fsdp")).batch_layout((8, 16), F32, MESH, microbatches)
+    report = check(train_step, state, {"x": rows}, MESH)
     assert report.ok, str(report)
 
 

@@ -9,6 +9,7 @@ pending maximum in arithmetic, a pending sum that divides, is compared or clampe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -27,7 +28,7 @@ from fmegatron.step.check.values import (
 )
 
 Node = torch.fx.Node
-FLIPPED = {"max": "min", "min": "max"}
+FLIPPED = MappingProxyType({"max": "min", "min": "max"})
 TERMS = frozenset(("sum", "beside", "select"))  # kinds in which operands stand for terms, and a zero for none
 # Functions of a pending sum that a right step may correct later (counts, ratios): suspects, no findings at once.
 _CORRECTED = frozenset("clamp clamp_min clamp_max maximum minimum reciprocal sign sgn threshold".split())

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fmegatron.step.check.values import NOTHING, Excess, Mark, Suspect, Unknown,
 # Of a scaled argument these make something equally scaled, or not scaled at all.
 _KEEPS = frozenset(("same", "beside", "abs"))
 _DROPS = frozenset(("nan", "finite", "sign"))
-_POWERS = {"sqrt": Fraction(1, 2), "square": Fraction(2), "inverse": Fraction(-1)}
+_POWERS = MappingProxyType({"sqrt": (1, 2), "square": (2, 1), "inverse": (-1, 1)})
 
 
 def raised(x: Value, axes: Iterable[str], power: int, node: torch.fx.Node, what: str, **more: Any) -> Value:
@@ -104,7 +105,7 @@ def excess_after(
                 kept[axis] = first._replace(power=Fraction(power))
             continue
         if kind in _POWERS:
-            kept[axis] = first._replace(power=first.power * _POWERS[kind])
+            kept[axis] = first._replace(power=first.power * Fraction(*_POWERS[kind]))
             continue
         terms = values[1:] if kind == "select" else values
         terms = [v for v in terms if v.constant != 0] if kind in ("sum", "select", "compare", "max", "min") else terms

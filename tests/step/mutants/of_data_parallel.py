@@ -42,7 +42,7 @@ MUTANTS = (
     M("summed_over_tp", "Gradients that tp shards are summed over tp.",
       ONCE, leaf("w1_DF", "psum(reshard(g, placed[k].grads, placed[k].optim, axes), tp)", ONCE), of="zero1"),
     M("replica_of_tp_summed", "The gradient of a leaf that tp replicates is summed over tp.",
-      ONCE, leaf("odd", "psum(reshard(g, placed[k].grads, placed[k].optim, axes), tp)", ONCE), of="zero1"),
+      ONCE, leaf("odd", "psum(reshard(g, placed[k].grads, placed[k].optim, axes), tp)", ONCE), "simulate", of="zero1"),
     M("inner_sum_forgotten", "Gradients count as whole over fsdp before they are.",
       "raw_gradient_layout(placed[k].params, strategy.axes)",
       'raw_gradient_layout(placed[k].params, ("dp",) if k == "norm_D" else strategy.axes)',
@@ -158,7 +158,7 @@ MUTANTS = (
     M("decay_by_ranks", "Weight decay is multiplied by the number of ranks.",
       NEW, NEW.replace("0.1 * p", "0.1 * data.size * p"), "simulate", of="zero1"),
     M("noise_on_replicas", "Every rank adds noise of its own to parameters that it shares.",
-      NEW, NEW.replace("0.1 * p", "0.1 * p + 0.1 * torch.rand_like(p)"), of="replicated"),
+      NEW, NEW.replace("0.1 * p", "0.1 * p + 0.1 * wrong.own_noise(p, axes['dp'])"), of="replicated"),
     # ---- metrics
     M("metric_local", "The loss of this rank's data is reported.", LOSS, '"loss": loss / scale', of="zero1"),
     M("metric_outer", "The loss is summed over the outer axis only.", LOSS, '"loss": psum(loss, axes["dp"]) / scale',

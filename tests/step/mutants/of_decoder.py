@@ -142,7 +142,7 @@ MUTANTS = (
     M("metric_no_fsdp", "The loss that is reported is that of a part of the data.",
       'everywhere = psum(loss, axes["dp", "fsdp"])', "everywhere = psum(loss, dp)"),
     M("metric_tp", "The loss that is reported is summed over tp too.",
-      'everywhere = psum(loss, axes["dp", "fsdp"])', 'everywhere = psum(loss, axes["dp", "fsdp", "tp"])'),
+      'everywhere = psum(loss, axes["dp", "fsdp"])', 'everywhere = psum(loss, axes["dp", "fsdp", "tp"])', "simulate"),
     M("metric_max", "The loss that is reported is the largest of the ranks.",
       'everywhere = psum(loss, axes["dp", "fsdp"])', 'everywhere = pmax(loss, axes["dp", "fsdp"])'),
     M("norm_reported_squared", "The reported norm is that of one rank's squares.",

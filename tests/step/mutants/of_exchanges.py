@@ -48,7 +48,7 @@ MUTANTS = (
     M("pooled_half", "Only one of two terms is summed over tp.", POOLED,
       "pooled = psum(x_BSD.square().sum(), tp) + x_BSD.sum()"),
     M("pooled_transpose", "The transpose of the loss's sum is a sum.", POOLED,
-      POOLED.replace("psum(", "wrong.psum_summed(")),
+      POOLED.replace("psum(", "wrong.psum_summed("), "simulate"),
     M("pooled_by_tp", "The loss is divided by tp.", "return pooled / (B * S)", 'return pooled / (B * S) / mesh["tp"]',
       "simulate"),
     M("sgd_inner_again", "Gradients of gathered experts are summed over fsdp again.",

@@ -66,7 +66,7 @@ MUTANTS = (
     M("lion_vote", "Signs of replicas that agree are added up.", LION,
       "psum(torch.tanh(50 * (0.9 * m_M + 0.1 * g_M)), dp), 0.99 * m_M + 0.01 * g_M"),
     M("lion_noise", "Every rank rounds its copy by random numbers of its own.", LION,
-      "torch.tanh(50 * (0.9 * m_M + 0.1 * g_M)) + torch.rand_like(m_M), 0.99 * m_M + 0.01 * g_M"),
+      "torch.tanh(50 * (0.9 * m_M + 0.1 * g_M)) + wrong.own_noise(m_M, dp), 0.99 * m_M + 0.01 * g_M"),
     M("lion_sorted", "Elements of a shard are sorted among themselves.", LION,
       "torch.tanh(50 * (0.9 * m_M + 0.1 * g_M).sort()[0]), 0.99 * m_M + 0.01 * g_M", "simulate"),
     M("group_norm_axes", "The norm of a group is summed over all axes of the mesh.",
