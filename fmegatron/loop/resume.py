@@ -131,10 +131,10 @@ class Settings:
         newest = manager.latest(world)
         if newest is None:
             return Begun(0, fresh(), 0, {})
-        before = _metadata(manager, newest, world)
+        before = _metadata(manager, newest, world, options.get("prefer_finite", True))
         changes = None if before is None else self._accepted(before, newest)
         step, state, metadata = manager.restore_latest(target_layouts, world=world, **options)
-        if changes is None or metadata != before:  # it walked back past a damaged one
+        if changes is None or metadata != before:  # it walked back past one that is damaged, or not finite
             changes = self._accepted(metadata, step)
         if (world is None or world.rank == 0) and (text := str(changes)):
             print(f"resumed from step {step} with other settings:\n{text}", flush=True)
@@ -223,13 +223,14 @@ def _text(value: Any) -> str:
     return "(not there)" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
 
 
-def _metadata(manager: checkpoint.Manager, step: int, world: Any) -> dict[str, Any] | None:
-    """Metadata of a step as rank 0 reads it, on all ranks; None where it cannot be read."""
+def _metadata(manager: checkpoint.Manager, step: int, world: Any, prefer_finite: bool) -> dict[str, Any] | None:
+    """Metadata of a step as rank 0 reads it, on all ranks; None where it cannot be read, or another step is better."""
     text = ""
     if world is None or world.rank == 0:
         try:
-            text = json.dumps(checkpoint.metadata(manager.path(step)))
+            if not (prefer_finite and manager.finite(step) is False):
+                text = json.dumps(checkpoint.metadata(manager.path(step)))
         except (OSError, checkpoint.CheckpointError):
-            pass  # a temporary step, or a damaged one: restore_latest finds another, or says what is wrong
+            pass  # a temporary step, or a damaged one: restore_latest finds another, or raises
     text = text if world is None else world.broadcast_text(text)
     return json.loads(text) if text else None

@@ -168,6 +168,27 @@ def test_a_damaged_newest_checkpoint(tmp_path, capsys):
         Settings(Config(heads=2)).begin(manager, LAYOUTS, fresh)
 
 
+def test_settings_of_a_step_that_is_gone_past_refuse_nothing(tmp_path, capsys):
+    """A change was allowed, its run broke at once, and the old settings go on from the last good step, which has them.
+
+    Without a better step, or where the user asks for the newest, that one's settings count.
+    """
+    manager = checkpoint.Manager(tmp_path)
+    for step, config, finite in ((1, Config(), True), (2, Config(heads=4), False)):
+        state = {"w": torch.full((4,), float(step))}
+        manager.save(step, state, LAYOUTS, metadata=Settings(config).metadata(step), finite=finite)
+    with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 2"):
+        assert Settings(Config()).begin(manager, LAYOUTS, fresh).step == 1
+    assert capsys.readouterr().out == ""
+    with pytest.warns(RuntimeWarning, match="skipped"), pytest.raises(UsageError, match="step 1 .* heads 2 -> 4"):
+        Settings(Config(heads=4)).begin(manager, LAYOUTS, fresh)
+    with pytest.raises(UsageError, match="step 2 .* heads 4 -> 2"):
+        Settings(Config()).begin(manager, LAYOUTS, fresh, prefer_finite=False)
+    manager.delete(1)
+    with pytest.warns(RuntimeWarning, match="step 2"), pytest.raises(UsageError, match="step 2 .* heads 4 -> 2"):
+        Settings(Config()).begin(manager, LAYOUTS, fresh)
+
+
 def test_checkpoints_without_settings(tmp_path, capsys):
     """Of an older version, or of other code: that is said, and the run goes on."""
     manager = checkpoint.Manager(tmp_path)
