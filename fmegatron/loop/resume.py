@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import xxhash
 
 from fmegatron import checkpoint, tree
 from fmegatron.layout import Mesh
@@ -18,6 +20,7 @@ from fmegatron.loop.config import CLASSES
 from fmegatron.loop.flags import PREFIX, UsageError, mesh_text
 
 _ABSENT = object()
+_SHOWN = 64  # elements of an array; of a longer one its digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Settings:
     def changes(self, metadata: Mapping[str, Any]) -> Changes:
         """What has changed since a checkpoint of this metadata.
 
-        A field that the checkpoint does not know had its default then; one that the Config has no more is named.
+        A field that the checkpoint does not know had its default then; one that the Config has no more is named, and
+        so is a fact that only one of the two has.
         """
         before = metadata.get("config")
         if not isinstance(before, dict):
@@ -106,10 +110,11 @@ class Settings:
                 kind = "named"
             found["allowed" if kind == "refused" and self._allowed(name) else kind].append(text)
         facts = metadata.get("facts")
-        for name, now in self.facts.items():
-            was = facts.get(name, _ABSENT) if isinstance(facts, dict) else _ABSENT
+        facts = facts if isinstance(facts, dict) else {}
+        for name in [*self.facts, *(name for name in facts if name not in self.facts)]:
+            was, now = facts.get(name, _ABSENT), self.facts.get(name, _ABSENT)
             if was != now:
-                kind = "named" if was is _ABSENT else "allowed" if name in self.allow else "refused"
+                kind = "named" if _ABSENT in (was, now) else "allowed" if name in self.allow else "refused"
                 found[kind].append(f"{name} {_text(was)} -> {_text(now)}")
         return Changes(**{name: tuple(texts) for name, texts in found.items()})
 
@@ -168,8 +173,8 @@ def plain(value: Any) -> Any:
     >>> plain({"mesh": Mesh(fsdp=2, tp=2), "dtype": np.float32, "rate": float("inf"), "sizes": (1, 2)})
     {'mesh': 'fsdp=2,tp=2', 'dtype': 'numpy.float32', 'rate': 'inf', 'sizes': [1, 2]}
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, np.generic | np.ndarray | torch.Tensor):  # whose text leaves out most of a long one
+        value = _elements(value)
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | str):
@@ -191,6 +196,16 @@ def plain(value: Any) -> Any:
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _elements(value: np.generic | np.ndarray | torch.Tensor) -> Any:
+    """An array as nested lists or one number; a long one as a text that tells one from another."""
+    values = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if values.dtype != object and math.prod(values.shape) > _SHOWN:
+        flat = values.reshape(-1)
+        data = flat.contiguous().view(torch.uint8).numpy() if isinstance(flat, torch.Tensor) else flat
+        return f"{values.dtype} {list(values.shape)}, xxh3 {xxhash.xxh3_64(data.tobytes()).hexdigest()}"
+    return values.tolist()
 
 
 def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, Any]]:

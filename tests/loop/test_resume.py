@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,6 +116,35 @@ def test_metadata_survives_json():
         "torch._C._nn.gelu",
         "<object object>",
     ]
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("length", [3, 5000])
+def test_one_element_of_an_array_is_a_change(of, length):
+    """(The text of a long array leaves out its middle.)"""
+
+    @dataclass(frozen=True)
+    class Weighted:
+        weights: object = field(None)
+
+    before, now = of([1.0] * length), of([1.0] * length)
+    assert not changes(Weighted(now), Weighted(before)).refused
+    now[length // 2] = -7
+    assert changes(Weighted(now), Weighted(before)).refused
+    metadata = Settings(Weighted(now), table=before).metadata(0)
+    assert json.loads(json.dumps(metadata)) == metadata and len(json.dumps(metadata)) < 200
+    assert Settings(Weighted(now), table=now).changes(metadata).refused
+
+
+def test_elements_that_json_has_not():
+    assert plain(np.array([1.5, math.nan])) == [1.5, "nan"] and plain(torch.tensor(3)) == 3
+    assert plain(np.array([None, math.sqrt] * 40))[:2] == [None, "math.sqrt"]
+
+
+def test_facts_come_and_go():
+    before = Settings(Config(), data="a").metadata(0)
+    assert Settings(Config()).changes(before).named == ('data "a" -> (not there)',)
+    assert Settings(Config(), data="a", words=2).changes(before).named == ("words (not there) -> 2",)
 
 
 def save(manager, step, config, **more):
