@@ -21,7 +21,7 @@ from fmegatron import tree
 from fmegatron.data import Batches, RankBatches
 from fmegatron.layout import Layout
 from fmegatron.loop.metrics import fetch, mean
-from fmegatron.loop.nonfinite import CHOICES, broken, judge
+from fmegatron.loop.nonfinite import CHOICES, broken, judge, look
 from fmegatron.loop.signals import Stop
 from fmegatron.step import Declared
 
@@ -52,11 +52,13 @@ class StepInfo:
         return {**self.metrics, "seconds": self.seconds, **speed}
 
     def finite(self) -> bool:
-        """Whether loss and grad_norm of this very step were finite (all metrics, where neither is there).
+        """Whether loss and grad_norm of this very step were finite (all metrics, where neither is there), and the state
+        that it left, as far as this rank holds it.
 
-        What a save says of itself. Between log points it waits for the device, as a save does.
+        What a save says of itself. The state may be the first to break: the loss of a step is that of the parameters
+        before its update. Waits for the device, as a save does, and is to be asked while `state` is valid.
         """
-        return not broken(self.metrics or fetch(self.tensors))
+        return not broken(self.metrics or fetch(self.tensors)) and not look(self.state)
 
 
 def train(

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from fmegatron import optim, step, tree
+from fmegatron import checkpoint, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import NonFiniteError, train
@@ -46,6 +46,34 @@ def test_a_run_stops_within_one_log_interval(bad, name):
     assert seen[-1] == 14 and raised.value.step == 15 and raised.value.paths == ("a/w",)
     words = f"step 15: {name} is {bad} (finite at step 10); not finite in the state: a/w, 1 of 3 leaves; go back to"
     assert str(raised.value).startswith(words)
+
+
+def test_an_update_that_breaks_the_state_loses_no_run(tmp_path):
+    """Loss and norm of step 5 are of the parameters before its update (a rate of NaN, say), so they are finite.
+
+    What it saves is not taken for good: the checkpoint before stays, also with keep=1, and the next start has it.
+    """
+    layouts = {"w": Layout((4,), torch.float32, Mesh())}
+
+    def run(broken_at):
+        def update(state, batch):
+            w, rate = state["w"], math.nan if batch + 1 == broken_at else 0.1
+            return {"w": w - rate * 2 * w}, {"loss": w.square().sum(), "grad_norm": (2 * w).norm()}
+
+        with checkpoint.Manager(tmp_path, keep=1) as manager:
+            start, state = 0, {"w": torch.ones(4)}
+            if manager.latest() is not None:
+                start, state, _ = manager.restore_latest(layouts)
+            for info in train(update, state, int, steps=7, start=start, log_every=1):
+                manager.save(info.step, info.state, layouts, finite=info.finite())
+        return start
+
+    with pytest.raises(NonFiniteError):
+        run(broken_at=5)
+    assert checkpoint.Manager(tmp_path).steps() == [4, 5]
+    with pytest.warns(RuntimeWarning, match="skipped .* step 5"), pytest.warns(RuntimeWarning, match="5 were set"):
+        assert run(broken_at=None) == 4
+    assert checkpoint.Manager(tmp_path).steps() == [7]
 
 
 def test_other_metrics_may_be_anything():
