@@ -79,7 +79,8 @@ class Batches:
         >>> torch.equal(many.after(few.samples(3), 3).at(3)["tokens"][:4], few.at(3)["tokens"])
         True
         """
-        samples = step * self.batch_size if samples is None else samples
+        step = _whole(step, "Batches.after: step")
+        samples = step * self.batch_size if samples is None else _whole(samples, "Batches.after: samples")
         if samples < 0 or step < 0:
             raise ValueError(f"Batches.after: got {samples} samples and {step} steps, want 0 or more of both")
         return replace(self, offset=samples - step * self.batch_size)
@@ -227,11 +228,13 @@ def _range(of: Batches | EvaluationBatches) -> tuple[int, int]:
 
 def _window_count(of: Batches | EvaluationBatches) -> int:
     start, stop = _range(of)
-    return (stop - start - 1) // of.seq_len
+    return int((stop - start - 1) // of.seq_len)  # numpy's numbers may come in by the split
 
 
 def _check_sizes(of: Batches | EvaluationBatches) -> None:
     name, (start, stop), size = type(of).__name__, _range(of), len(of.tokens)
+    for field in ("batch_size", "seq_len"):
+        object.__setattr__(of, field, _whole(getattr(of, field), f"{name}: {field}"))
     if of.batch_size < 1 or of.seq_len < 1:
         raise ValueError(f"{name}: got batch_size {of.batch_size} and seq_len {of.seq_len}, want 1 or more")
     if not 0 <= start <= stop <= size:
@@ -241,6 +244,16 @@ def _check_sizes(of: Batches | EvaluationBatches) -> None:
             f"{name}: {stop - start:,} tokens are fewer than one window of seq_len + 1 = {of.seq_len + 1:,}; give a"
             " longer text, a smaller seq_len or another split"
         )
+
+
+def _whole(value: object, what: str) -> int:
+    """The value as an int; ValueError for what is no whole number: 4.0 rows would fail later, or read other rows."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{what}: got {value!r:.40} ({type(value).__name__}), want a whole number; pass int(...) of it")
 
 
 def _layout(of: Batches | EvaluationBatches, mesh: Mesh, strategy: DataParallel | None, microbatches: int) -> Layout:

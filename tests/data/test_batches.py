@@ -153,6 +153,13 @@ def test_the_order_of_many_steps_is_computed_at_once(monkeypatch, count):
     assert steps > 100 and len(calls) < 6
 
 
+def test_whole_numbers_of_numpy_and_torch_are_whole_numbers():
+    wanted = Batches(COUNTING, 4, 16, seed=1).after(12, 3)
+    split = np.array([0, len(COUNTING)])
+    got = Batches(COUNTING, np.int64(4), np.int32(16), 1, tuple(split)).after(torch.tensor(12), np.int64(3))
+    assert torch.equal(got.at(torch.tensor(3))["tokens"], wanted.at(3)["tokens"])
+
+
 def test_a_step_that_is_no_whole_number_is_refused():
     with pytest.raises(TypeError, match="integer"):
         Batches(COUNTING, 4, 16, seed=1).at(1.5)
@@ -272,6 +279,11 @@ ROWS_OF_8 = Layout((8, 8), torch.int64, Mesh(dp=3), ("dp",))
     [
         (lambda: Batches(COUNTING, 0, 8, 0), "batch_size 0"),
         (lambda: Batches(COUNTING, 4, 0, 0), "seq_len 0"),
+        (lambda: Batches(COUNTING, 4.0, 8, 0), r"batch_size: got 4.0 \(float\), want a whole number; pass int"),
+        (lambda: Batches(COUNTING, True, 8, 0), r"batch_size: got True \(bool\)"),
+        (lambda: EvaluationBatches(COUNTING, 4, "8"), r"EvaluationBatches: seq_len: got '8' \(str\)"),
+        (lambda: Batches(COUNTING, 4, 8, 0).after(12.5, 3), r"after: samples: got 12.5 \(float\)"),
+        (lambda: Batches(COUNTING, 4, 8, 0).after(None, 3.0), r"after: step: got 3.0 \(float\)"),
         (lambda: Batches(COUNTING[:8], 4, 8, 0), "fewer than one window"),
         (lambda: Batches(COUNTING, 4, 8, 0, split=(0, 20_000)), "10,000 tokens"),
         (lambda: Batches(COUNTING, 4, 8, 0).at(-1), "step -1"),
