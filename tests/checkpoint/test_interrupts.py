@@ -1,14 +1,20 @@
-"""Ctrl-C anywhere in an asynchronous save: what the ranks have agreed upon is done on all, and no report is lost."""
+"""Ctrl-C anywhere in an asynchronous save: what the ranks have agreed upon is done on all, and no report is lost.
+
+And in what holds a directory or a step: a note that is left in a process that lives on would hold it for ever.
+"""
 
 import os
 import signal
+import threading
 import time
+import warnings
 
 import pytest
 import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint.calls.ranks import Alone
+from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Layout, Mesh
 
@@ -140,6 +146,43 @@ def test_a_manager_knows_of_the_save(tmp_path, saver):
         assert "KeyboardInterrupt" in report.error and saver.pending == ()
         manager.save(2, state(2), LAYOUTS, wait=False)
     assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("method", ["write", "remove"])
+@pytest.mark.parametrize("kind", ["reading", "leaving", "claim"])
+def test_no_note_outlives_the_call_that_was_interrupted(tmp_path, monkeypatch, kind, method):
+    """In a notebook the process lives on: its notes would keep every step that it has read, and refuse its claims."""
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, state(1), LAYOUTS)
+        manager.save(2, state(2), LAYOUTS)
+    work, pressed = getattr(Notes, method), []
+
+    def interrupted(self, name, *args, **options):
+        done = None if method == "remove" else work(self, name, *args, **options)
+        if f".{kind}-" in name:
+            pressed.append(name)
+            if len(pressed) == 1:
+                press()
+        return work(self, name) if method == "remove" else done
+
+    monkeypatch.setattr(Notes, method, interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:  # and with it the frames of the call, as a notebook keeps them
+        if kind == "reading":
+            manager.restore(2, LAYOUTS)
+        elif kind == "leaving":
+            manager.delete(2)
+        else:
+            with checkpoint.claim(tmp_path):
+                pass
+    monkeypatch.undo()
+    assert pressed and kept.value
+    assert [name for name in os.listdir(tmp_path) if f".{kind}-" in name] == []
+    assert [thread.name for thread in threading.enumerate() if "lease" in thread.name] == []
+    with checkpoint.claim(tmp_path):
+        manager.restore(1, LAYOUTS)
+        with warnings.catch_warnings(action="ignore"):
+            manager.save(2, state(22), LAYOUTS)
+    assert manager.restore_latest(LAYOUTS)[1]["w"][0, 0] == 22
 
 
 def test_an_interrupt_is_held_until_the_end_of_the_outermost_block():

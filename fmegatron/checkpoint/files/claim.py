@@ -28,6 +28,7 @@ from fmegatron.checkpoint.files.leases import Holder, Lease, Watch, alive
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.owner import owner
 from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.collectives import held_interrupt
 
 STALE_S = 120.0
 BEAT_S = 10.0  # the holder renews its note
@@ -132,17 +133,23 @@ def _take(store: Store, what: str, stale_s: float) -> Lease:
             if time.monotonic() > end:
                 raise ClaimedError(_refusal(store, what, next(iter(found.values()))))
         time.sleep(random.uniform(0.2, 1.0) * min(_LOOK_S, stale_s / 8))
-    for name in set(claims()) - {mine}:  # all void
-        if name in doubted:
-            _warn(store, f"took over from {doubted[name]}, which has given no sign of life for {stale_s:g} s")
-        notes.remove(name)
+    try:
+        for name in set(claims()) - {mine}:  # all void
+            if name in doubted:
+                _warn(store, f"took over from {doubted[name]}, which has given no sign of life for {stale_s:g} s")
+            notes.remove(name)
+    except BaseException:  # a Ctrl-C, a warning that is an error
+        found.release()
+        raise
     return found
 
 
 def _settle(notes: Notes | KeyNotes, mine: str, others: Callable[[], dict[str, Holder]]) -> Lease | dict[str, Holder]:
     """Leave the note and look: the claim, or, with the note taken back, who else is there."""
-    lease, taken = Lease(notes, mine, BEAT_S, exclusive=True, held=False), False
+    lease, taken = None, False
     try:
+        with held_interrupt():
+            lease = Lease(notes, mine, BEAT_S, exclusive=True, held=False)
         if found := others():
             return found
         lease.change(held=True)
@@ -151,7 +158,7 @@ def _settle(notes: Notes | KeyNotes, mine: str, others: Callable[[], dict[str, H
         taken = not found
         return found or lease
     finally:
-        if not taken:
+        if lease is not None and not taken:
             lease.release()
 
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.owner import fate, host, owner
+from fmegatron.collectives import held_interrupt
 
 if TYPE_CHECKING:
     from fmegatron.checkpoint.files.keyvalue import KeyNotes
@@ -105,12 +106,17 @@ class Lease:
         **fields: object,
     ):
         self._note = _Renewed(notes, note, exclusive, fields)
-        self._note.write()
         args = (self._note, BEAT_S if beat_s is None else beat_s)  # not this object, so that it can be dropped
         self._thread = threading.Thread(target=_Renewed.keep, args=args, daemon=True, name=f"lease {note}")
-        self._thread.start()
         self._dropped = weakref.finalize(self, self._note.forsake)
         self._dropped.atexit = False
+        try:
+            with held_interrupt():  # a Ctrl-C in between would leave a note that counts as long as this process lives
+                self._note.write()
+                self._thread.start()
+        except BaseException:
+            self.release()
+            raise
 
     @property
     def lost(self) -> bool:
@@ -124,12 +130,14 @@ class Lease:
 
     def release(self) -> None:
         """Take the note back; a second time does nothing. A disk that does not answer is not waited for."""
-        if self._dropped.detach() is None or os.getpid() != self._note.pid:
-            return
-        self._note.done.set()
-        self._thread.join(_YIELD_S)
-        with contextlib.suppress(OSError):
-            self._note.notes.remove(self._note.name)
+        with held_interrupt():
+            if self._dropped.detach() is None or os.getpid() != self._note.pid:
+                return
+            self._note.done.set()
+            if self._thread.ident is not None:  # it was started
+                self._thread.join(_YIELD_S)
+            with contextlib.suppress(OSError):
+                self._note.notes.remove(self._note.name)
 
     def drop(self) -> None:
         """Leave the note, and say in it that nobody holds it: what it tells the owner of is left to whoever cleans."""
@@ -179,19 +187,18 @@ def reading(notes: Notes | KeyNotes, name: str) -> Iterator[None]:
 
     Where no note can be left (a directory that is read-only for us) there is no protection, and no error.
     """
+    lease = None
     try:
-        lease = Lease(notes, f".{name}.reading-{secrets.token_hex(6)}")
-    except OSError:
-        yield
-        return
-    try:
+        with held_interrupt(), contextlib.suppress(OSError):
+            lease = Lease(notes, f".{name}.reading-{secrets.token_hex(6)}")
         until, watch = time.monotonic() + _YIELD_S, Watch()
         with contextlib.suppress(OSError):  # notes that cannot be read protect nobody, and must not stop a reader
-            while holder(notes, name, "leaving", watch) and time.monotonic() < until:
+            while lease and holder(notes, name, "leaving", watch) and time.monotonic() < until:
                 time.sleep(0.01)
         yield
     finally:
-        lease.release()
+        if lease is not None:
+            lease.release()
 
 
 def holding(store: Store) -> AbstractContextManager[None]:
@@ -207,12 +214,12 @@ def leaving(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True)
     pins: whether a pin counts.
     """
     note = f".{name}.leaving-{secrets.token_hex(6)}"
-    with contextlib.suppress(OSError):  # a full disk must not keep old steps from going
-        notes.write(note, json.dumps({"time": time.time(), "host": host(), "owner": owner()}).encode())
     try:
+        with contextlib.suppress(OSError):  # a full disk must not keep old steps from going
+            notes.write(note, json.dumps({"time": time.time(), "host": host(), "owner": owner()}).encode())
         yield why_held(notes, name, watch, pins)
     finally:
-        with contextlib.suppress(OSError):
+        with held_interrupt(), contextlib.suppress(OSError):
             notes.remove(note)
 
 
