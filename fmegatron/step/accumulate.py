@@ -52,8 +52,8 @@ def accumulate(
     aux does not have, or that is not one number; and, naming the metric, where n microbatches cannot give what one
     does: a 0-d bool, a shape that depends on the number of rows in another way, a Python number that depends on data.
     """
-    if n < 1:
-        raise ValueError(f"accumulate over n={n} microbatches; n must be at least 1")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"accumulate over n={n!r} microbatches; n must be a whole number, at least 1")
     each = each or (lambda grads: grads)
     if n == 1:
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +98,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
-    uses a tensor that is not an argument, or draws random numbers from a generator (`step.unkeyed`). Numbers of
+    uses a tensor that is not an argument, draws random numbers from a generator (`step.unkeyed`), or returns tensors in
+    what is no tree (a set, a dataclass, a generator). Numbers of
     Python's and numpy's generators are constants of the graph, as all Python numbers are.
     """
     paths, leaves, spec = tree.flatten(args)
@@ -112,6 +113,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
         filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
         out = fn(*tree.unflatten(spec, filled))
         out_paths, outs, seen["tree"] = tree.flatten(out)
+        _require_no_hidden_tensors(out_paths, outs, getattr(fn, "__name__", "fn"))
         seen["static"] = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
         seen["paths"] = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
         outs = [o for o in outs if isinstance(o, torch.Tensor)]
@@ -272,6 +274,27 @@ def _place(path: str, line: int) -> str:
     """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
     folder, name = os.path.split(path)
     return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"
+
+
+def _require_no_hidden_tensors(paths: list[str], leaves: list, name: str) -> None:
+    """ValueError, naming the leaf, for what a step returns that is no tree and holds tensors: after the trace they are
+    fakes, and no call would fill them in."""
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) and _hides_tensors(leaf):
+            raise ValueError(
+                f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(leaf)}, wanted tensors in "
+                "dicts, lists, tuples or NamedTuples; return those, and make sets, objects or iterators of them outside"
+            )
+
+
+def _hides_tensors(x: Any, depth: int = 4) -> bool:
+    """Whether a leaf makes tensors when it is read (an iterator, a coroutine) or holds some."""
+    if isinstance(x, FakeTensor | Iterator | Awaitable):
+        return True
+    if depth == 0 or isinstance(x, type | torch.Tensor):
+        return False
+    held = x if isinstance(x, Set) else list(getattr(x, "__dict__", {}).values())
+    return any(_hides_tensors(leaf, depth - 1) for leaf in tree.leaves(list(held)))
 
 
 def described(fn: Callable) -> str:

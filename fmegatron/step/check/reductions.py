@@ -234,9 +234,12 @@ def _orders(node: Node) -> bool:
 
 
 def _results(node: Node, out: Value, given: dict) -> Any:
-    """As many results as the op has; a dim that the op makes shorter (topk) has the new size."""
+    """As many results as the op has; a dim that it makes shorter (topk) has the new size, a removed one is gone."""
     results = node.meta["val"]
     shape = tuple((results[0] if isinstance(results, (list, tuple)) else results).shape)
+    if len(shape) == len(out.dims) - 1:  # one element of the dim is left (kthvalue)
+        at = given.get("dim", -1) % len(out.dims)
+        out = out.with_dims(d for i, d in enumerate(out.dims) if i != at)
     if shape != tuple(map(size_of, out.dims)) and len(shape) == len(out.dims):
         out = out.with_dims(d if size_of(d) == n else plain(n) for d, n in zip(out.dims, shape, strict=True))
     return [out] + [_indices(out)] * (len(results) - 1) if isinstance(results, (list, tuple)) else out

@@ -70,8 +70,8 @@ def solved(scope: Scope, node: Node, given: dict) -> Any:
     """Linear systems A X = B of whole matrices, each on its own."""
     a, b = [v for v in given.values() if isinstance(v, Value)][:2]
     rows = min(len(a.dims), len(b.dims)) - 2
-    if rows < 0 or len(a.dims) != len(b.dims):
-        return None
+    if rows < 0 or len(a.dims) != len(b.dims) or over(b.dims[-1]):
+        return None  # columns of B are systems of their own: sharded ones are no mistake
     a, b = (worked(scope, node, x, (-2, -1), "function") for x in (a, b))
     bare = [x.with_dims(x.dims[:rows]) for x in (a, b)]
     out = elementwise(scope, node, "function", bare)

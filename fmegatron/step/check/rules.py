@@ -26,7 +26,7 @@ from fmegatron.step.check import (
     reductions,
     rowwise,
 )
-from fmegatron.step.check.atoms import Misfit, plain, size_of
+from fmegatron.step.check.atoms import UNIFORM, Misfit, plain, size_of
 from fmegatron.step.check.combine import strongest
 from fmegatron.step.check.scope import GO_ON, Rule, Rules, Scope, Signature
 from fmegatron.step.check.values import Suspect, Value
@@ -78,6 +78,9 @@ def unproven(scope: Scope, node: torch.fx.Node, why: str, fix: str = GO_ON) -> A
     sources = [scope.values.get(n) for n in node.all_input_nodes]
     flat = [v for s in sources for v in (s if isinstance(s, Sequence) else [s]) if v is not None]
     axes = sorted(frozenset().union(*(v.axes() for v in flat)))
+    if not axes and any(v.constant != 0 and atom.axes is UNIFORM for v in flat for dim in v.dims for atom in dim):
+        # Ones in the shape of a shard are a part of larger ones as well, and so may be what is made of them.
+        axes = sorted(name for name in scope.mesh.names if scope.mesh[name] > 1)
     marks = {axis: strongest(scope, node, flat, axis) or scope.unknown(node, why, fix) for axis in axes}
     marks |= {axis: scope.unknown(node, why, fix) for axis, mark in marks.items() if isinstance(mark, Suspect)}
 

@@ -124,7 +124,8 @@ def _walk(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> li
         uses.update(node.all_input_nodes)
     for node in graph.nodes:
         if node.op == "output":
-            return [values[source] for source in node.args[0]]
+            # An op of several results, taken apart, may have none in a place: the gradient of an absent weight.
+            return [None if source is None else values[source] for source in node.args[0]]
         if node.op == "placeholder":
             values[node] = next(arguments)
         elif node not in scope.live:  # no output depends on it
