@@ -48,6 +48,7 @@ RIGHT = {
         torch.einsum("bi,ij,bj->", x, torch.outer(p["g"], p["g"]), x) + h.sum()
     ),
     "systems in columns": lambda p, h, x: torch.linalg.solve(p["w"], h.T).sum(),
+    "rows in another order, in a sum over all": lambda p, h, x: h.flip(0).square().sum() + h.roll(1, 0).pow(4).sum(),
     "an interpolation with a plain sum": lambda p, h, x: F.interpolate(h[:, None], 20, mode="linear").sum(),
 }
 PROVEN = ("the frozen statistics of a batch norm", "an instance norm", "a kth value")

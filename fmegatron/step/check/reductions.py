@@ -2,9 +2,9 @@
 
 A sum, maximum or minimum over a sharded dim is pending over its axes, and exact. A mean is a pending sum that is n
 times too large (`excess.py`). Proofs unless something corrects them before an output: variances, products and softmax
-of a part, a scan that starts anew on each rank. Open: order within a part (sort, topk, positions of a maximum), which a
-step may use for its own rows. Taken for mistakes, though a maximum over all elements would forgive it: a flip and a
-roll of a part.
+of a part, a scan that starts anew on each rank (its last element, a sum, would forgive it). Open: order within a part
+(sort, topk, positions of a maximum, a flip, a roll), which a step may use for its own rows, and which a sum over all
+elements does not see.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCALES = MappingProxyType(
 )
 _MEANING = "all_gather it, or work with pmax and psum as in vocabulary-parallel cross-entropy"
 LINEAR = frozenset("cumsum flip roll".split())
-_ORDER = frozenset("sort topk argsort kthvalue".split())
+_ORDER = frozenset("sort topk argsort kthvalue flip roll".split())
 _ORDER_VALUES = frozenset("sort topk kthvalue median nanmedian mode".split())
 
 
