@@ -253,4 +253,4 @@ def test_real_ranks_with_a_damaged_file(ranks, tmp_path):
     data[-1] ^= 1
     at.write_bytes(data)
     got = ranks.run(break_real, str(tmp_path / "a"))
-    assert sorted(got) == [("CheckpointError", True)] + [("RuntimeError", True)] * 3
+    assert sorted(got) == [("CheckpointError", True)] + [("FailedOnRank", True)] * 3

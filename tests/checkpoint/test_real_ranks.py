@@ -49,6 +49,6 @@ def restore_part(rank, path):
 
 def test_four_ranks_to_two(ranks, tmp_path):
     failures = ranks.run(save_part, str(tmp_path), 3)
-    assert [kind for kind, _ in failures] == ["RuntimeError"] * 3 + ["ValueError"]
+    assert [kind for kind, _ in failures] == ["FailedOnRank"] * 3 + ["ValueError"]
     assert all("w: got dtype f64, wanted f32" in text for _, text in failures)
     assert ranks.run(restore_part, str(tmp_path), ranks=2) == [(1, {"note": "four ranks"}, True, 5)] * 2

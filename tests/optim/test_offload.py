@@ -79,6 +79,7 @@ def test_streamed_is_plain(rules, slots):
     assert [x.data_ptr() for x in tree.leaves(state)] == where
 
 
+@pytest.mark.filterwarnings("ignore:update is compiled again")  # for each chunk
 def test_a_jitted_update_writes_where_it_was_fetched():
     opt, params = make([])
     state = to_host(opt.init(params))
