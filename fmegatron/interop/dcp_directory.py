@@ -20,7 +20,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import digest
-from fmegatron.checkpoint.files.look import check_damage, is_file, look
+from fmegatron.checkpoint.files.look import check_damage, is_file, look, open_safely
 from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
 from fmegatron.layout import Box, row_major_strides
@@ -144,7 +144,7 @@ def open_file(root: str, place: Place, where: str) -> int:
         raise CheckpointError(f"{where}: got the file name {place.file[:80]!r}, wanted one in {root}")
     at = os.path.join(root, place.file)
     try:
-        fd = look(lambda: os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+        fd = look(lambda: open_safely(at))
     except OSError as error:
         check_damage(error, f"{where}: {at}")
         raise CheckpointError(f"{where}: its file {at} cannot be read ({error.strerror})") from None

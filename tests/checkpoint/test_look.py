@@ -4,6 +4,7 @@ import ast
 import builtins
 import errno
 import os
+import stat
 import subprocess
 import sys
 import warnings
@@ -23,7 +24,7 @@ from tests.checkpoint.test_manager import ONE, TWO, state
 from tests.house import ROOT, sources, syntax
 
 TRANSIENT = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
-UNSEEN = [*TRANSIENT, errno.EACCES, errno.EMFILE]
+UNSEEN = [*TRANSIENT, errno.EACCES, errno.EMFILE, errno.ENODEV, errno.ENXIO]
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +161,15 @@ def test_what_is_gone_is_gone(steps, monkeypatch, error):
     """The other side: these say something about the step, and an older one is restored, with a warning."""
     Trouble(monkeypatch, steps / "step_00000002/arrays/w/c.0.0", error, kinds=("open",))
     with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 2: w: its chunk file"):
+        assert Manager(steps).restore_latest(ONE)[0] == 1
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "digests.bin", "arrays/w/c.0.0"])
+def test_a_socket_in_the_place_of_a_file_is_damage(steps, file):
+    """It cannot be opened for the same errno as a disk that is away; what it is tells the two."""
+    os.remove(steps / "step_00000002" / file)
+    os.mknod(steps / "step_00000002" / file, stat.S_IFSOCK | 0o600)
+    with pytest.warns(RuntimeWarning, match=f"skipped the checkpoint of step 2: .*{file}.*is no regular file"):
         assert Manager(steps).restore_latest(ONE)[0] == 1
 
 

@@ -18,14 +18,13 @@ import numpy as np
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
 from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts
-from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, tree_stamp
+from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
 
 _FSYNCS = 8  # a disk takes many at a time
 # Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
-_SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
 
 
 class Held:
@@ -52,7 +51,7 @@ class Held:
     def open(self, name: str) -> int:
         """A descriptor of a file in the directory. Raises OSError."""
         try:
-            return os.open(name, _SAFE, dir_fd=self.fd)
+            return open_safely(name, self.fd)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 self._renew()
@@ -135,7 +134,7 @@ class Folder:
             os.close(fd)
 
     def _open(self, name: str) -> int:
-        return os.open(self.at(name), _SAFE) if self.held is None else self.held.open(name)
+        return open_safely(self.at(name)) if self.held is None else self.held.open(name)
 
     def identity(self) -> tuple[int, int]:
         """Device and number of the directory: no other has them while it is held."""

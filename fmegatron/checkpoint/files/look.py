@@ -26,9 +26,12 @@ TRANSIENT = frozenset(
     " ENETUNREACH EHOSTDOWN EHOSTUNREACH ENOLINK ECOMM".split()
     if hasattr(errno, name)
 )
-# What a file's content or kind is the cause of: missing, no directory, a link, a pipe, a wrong size. (EIO is not among
-# them: it may be a bad sector, and is more often a server that is away.)
-_DAMAGE = ABSENT | {errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
+# What a file's content or kind is the cause of: missing, no directory, a link, a pipe, a wrong size. (Errors of devices
+# are not among them: EIO may be a bad sector, and is more often a server that is away, as ENXIO and ENODEV are a disk
+# that went. A socket or device node in the place of a file has these two as well: see `open_safely`.)
+_DAMAGE = ABSENT | {errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG}
+_NO_DEVICE = frozenset({errno.ENXIO, errno.ENODEV})
+_SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 PAUSES_S = (0.05, 0.2, 0.75)  # between the tries
 
 
@@ -60,6 +63,20 @@ def check_damage(error: OSError, where: str) -> None:
     if error.errno is not None and error.errno not in _DAMAGE:
         text = f"{error.strerror}; whether it is good cannot be told; mend that, or restore another step by its number"
         raise OSError(error.errno, text, where) from error
+
+
+def open_safely(path: str, dir_fd: int | None = None) -> int:
+    """A descriptor for reading; no link is followed, and no pipe waited for. Raises OSError, tried once.
+
+    EINVAL for a socket, or a device node without its device: that is what is wrong with the file. ENXIO and ENODEV of a
+    regular file stay, as its disk is away.
+    """
+    try:
+        return os.open(path, _SAFE, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in _NO_DEVICE and not stat.S_ISREG(os.lstat(path, dir_fd=dir_fd).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", path) from None
+        raise
 
 
 def names_in(path: str) -> list[str]:

@@ -8,12 +8,11 @@ import stat
 from contextlib import suppress
 
 from fmegatron.checkpoint.files.commit import sync_directory
-from fmegatron.checkpoint.files.look import look, names_in
+from fmegatron.checkpoint.files.look import look, names_in, open_safely
 from fmegatron.checkpoint.files.owner import fate, owner
 
 _BESIDE = ".new-"  # a file before it takes its name
 _LEFT_BEHIND_S = 600.0
-_SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follow a link nor wait for a pipe
 
 
 class Notes:
@@ -96,7 +95,7 @@ class Notes:
 
     def _open(self, name: str, most: int) -> tuple[bytes, int]:
         """The content of a regular file, and the time of its last change."""
-        fd = os.open(os.path.join(self.at, name), _SAFE)
+        fd = open_safely(os.path.join(self.at, name))
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
