@@ -85,6 +85,47 @@ def test_a_lasting_bad_one_does_not_remove_a_temporary_good_one(tmp_path):
         assert manager.steps() == [3] and manager.steps(temporary=True) == []
 
 
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("before", [True, None])
+def test_a_bad_one_does_not_replace_a_good_one(tmp_path, saver, before, wait):
+    """Saved again under its own number, which may be the only good one: refused, and nothing is changed."""
+    with Manager(tmp_path, keep=1, saver=saver) as manager:
+        manager.save(1, state(1), ONE, finite=True)
+        manager.save(2, state(2), ONE, finite=before, wait=wait)  # may be pending when it is saved again
+        with pytest.raises(ValueError, match=r"step_00000002: got a save with finite=False, .*Manager.delete\(2\) first"):
+            manager.save(2, state(3), ONE, finite=False, wait=wait)
+        assert manager.steps() == [2] and manager.finite(2) is before
+        assert_same_bits(manager.restore_latest(ONE)[1], state(2))
+        manager.save(3, state(3), ONE, finite=False, wait=wait)  # the run goes on
+        manager.save(3, state(4), ONE, finite=False, wait=wait)  # a bad one is replaced by whatever comes
+        manager.save(3, state(5), ONE, finite=True, wait=wait)
+        manager.delete(2) if 2 in manager.steps() else None
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == [3]
+        manager.delete(3)
+        manager.save(3, state(6), ONE, finite=False)
+        manager.save(4, state(4), ONE, temporary=True)
+        with pytest.raises(ValueError, match=r"Manager.delete\(4, temporary=True\) first"):
+            manager.save(4, state(5), ONE, temporary=True, finite=False)
+
+
+def test_one_rank_speaks_for_all_there_too(tmp_path):
+    parts, manager = cut_tree(state(1), TWO), filled(tmp_path, [True])
+    got = run(2, lambda world: manager.save(1, parts[world.rank], TWO, world, finite=world.rank == 0))
+    assert isinstance(got[0], ValueError) and isinstance(got[1], RuntimeError)
+    assert all("Manager.delete(1) first" in str(error) for error in got) and manager.finite(1) is True
+
+
+def test_a_bad_one_in_the_place_of_one_that_was_left_behind(tmp_path):
+    """That one is set aside, so nothing is lost."""
+    filled(tmp_path, [True, True])
+    with Manager(tmp_path) as manager:
+        manager.rewind(1)
+        with pytest.warns(RuntimeWarning, match="steps 2 were set aside"):
+            manager.save(2, state(9), ONE, finite=False)
+    assert manager.finite(2) is False
+
+
 def test_a_damaged_manifest_is_not_good(tmp_path):
     """Retention does not rely on a newest step that cannot be read back."""
     with Manager(tmp_path, keep=1) as manager:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.manage.steps import Steps
 
 _READERS_S = 60.0  # to wait for those who read a step that is set aside
@@ -61,8 +62,45 @@ class Line:
             unseen = error
         self._back = _Back(to, frozenset(left), sure, unseen)
 
-    def left_behind(self, step: int) -> list[Choice]:
-        """What a save of this step has to set aside first. Raises ValueError for a step that is not the newest."""
+    def begin(self, step: int, temporary: bool, finite: bool) -> str | None:
+        """A save of this step begins: what it leaves behind is set aside. Returns a warning if that was something.
+
+        finite: False when a rank has said that the step is not. Raises ValueError for a step that is not the newest,
+        and for one that is not finite in the place of one that is good; OSError. Then nothing was changed.
+        """
+        try:
+            left = self._left_behind(step)
+        except OSError as error:
+            if (unseen := self._unseen(step, error)) is None:
+                raise
+            raise unseen from error
+        of = self._both[temporary]
+        if not finite and (step, temporary) not in left and of.place(step).is_complete() and of.facts(step).good:
+            call = f"delete({step}, temporary=True)" if temporary else f"delete({step})"
+            raise ValueError(
+                f"{of.place(step).text}: got a save with finite=False, which would replace the good one that is there;"
+                f" nothing was saved. Go on from the good one (restore_latest), or call Manager.{call} first"
+            )
+        aside = self._set_aside(left)
+        self._back, self._saved = None, True
+        if not aside:
+            return None
+        steps = ", ".join(str(old) for old, _ in sorted(left))
+        text = f"training went on from an older step, so steps {steps} were set aside: {', '.join(aside)}"
+        return f"{of.store.text}: {text}"
+
+    def _unseen(self, step: int, error: OSError) -> OSError | None:
+        """The error of a look at a step that may be newer, with what can be done about it; None for any other place."""
+        at = str(error.filename)
+        names = [m for m in map(leases.STEP.fullmatch, at.split("/")) if m]
+        if not names:
+            return None
+        temporary, name = at.startswith(f"{self._both[1].store.text}/"), names[-1]
+        call = f"delete({int(name[1])}{', temporary=True' if temporary else ''})"
+        text = f"what {name[0]} holds cannot be seen, so step {step} is not saved; mend that, or give it up: Manager."
+        return OSError(error.errno, f"{error.strerror}; {text}{call}", at)
+
+    def _left_behind(self, step: int) -> list[Choice]:
         newer, back, aside = newest_first(self._both, step), self._back, []
         # A restore by number may only have looked at an old step, unless the run has just begun, or goes back now.
         if back is not None and (back.sure or not self._saved or newer or step in {s for s, _ in back.left}):
@@ -79,10 +117,6 @@ class Line:
             )
         return aside
 
-    def set_aside(self, choices: Collection[Choice]) -> list[str]:
+    def _set_aside(self, choices: Collection[Choice]) -> list[str]:
         """Take these from the list; returns where their files are. Raises ValueError for one that is read, OSError."""
         return [self._both[temporary].set_aside(step, _READERS_S) for step, temporary in sorted(choices)]
-
-    def saves(self) -> None:
-        """A save begins: from here on the line goes up."""
-        self._back, self._saved = None, True

@@ -21,7 +21,7 @@ from typing import Any
 
 from fmegatron.checkpoint.background.async_save import AsyncSaver
 from fmegatron.checkpoint.calls.arguments import check_step, check_world
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
+from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, compared, together
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.snapshot import SavedAgain
@@ -191,6 +191,7 @@ class Manager:
 
         Raises ValueError (RuntimeError on ranks other than 0) for a step below the newest one, before anything is
         written, unless training went back (`restore`, `restore_latest`, `rewind`): then what is newer is set aside.
+        The same for finite=False in the place of a good save of this step, which stays.
         """
         check_world(world)
         ranks, of, began = world or Alone(), self._both[temporary], time.perf_counter()
@@ -201,20 +202,15 @@ class Manager:
             return with_metrics(metadata, metrics), of.place(step), state_bytes(layouts)
 
         def go_on() -> None:
-            if ranks.rank == 0:
-                left = self._line.left_behind(step)
-                aside = self._line.set_aside(left)
-                self._line.saves()
-                if aside:
-                    steps = ", ".join(str(old) for old, _ in sorted(left))
-                    text = f"training went on from an older step, so steps {steps} were set aside: {', '.join(aside)}"
-                    warnings.warn(f"{of.store.text}: {text}", RuntimeWarning, stacklevel=4)
+            if ranks.rank == 0 and (aside := self._line.begin(step, temporary, said_finite)):
+                warnings.warn(aside, RuntimeWarning, stacklevel=4)
 
-        metadata, place, nbytes = together(ranks, what, prepare)
+        (metadata, place, nbytes), (all_say,) = compared(ranks, what, prepare, lambda _: [finite is False], 1)
+        said_finite = all_say and finite is not False
         if any(begun.step > step for _, begun in self._background.pending):
             self._note(self._background.finish(self._bar))  # then it is on the disk what is newer
-        together(ranks, what, go_on)
         self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
+        together(ranks, what, go_on)
         if not of.renames:  # what is deleted there has still this name
             self._deleter.wait_for(place.text)
         if ranks.rank == 0:
