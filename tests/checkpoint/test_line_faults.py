@@ -1,6 +1,7 @@
 """What is newer than the step that a run goes on from, and cannot be seen, or is no complete step: said, never lost."""
 
 import os
+import shutil
 
 import pytest
 
@@ -33,3 +34,33 @@ def test_a_save_past_a_step_that_cannot_be_seen_says_how_to_give_it_up(tmp_path,
         manager.save(3, state(33), ONE)
         assert manager.steps() == [3]
     assert_same_bits(manager.restore(3, ONE)[0], state(33))
+
+
+@pytest.mark.parametrize("left", ["no COMPLETE", "chunks only", "nothing", "a broken link"])
+def test_a_newest_step_without_its_marker_is_said_and_kept(tmp_path, left):
+    """Not complete, under a name that only complete ones take; the run goes on past its number, and nothing is lost."""
+    newest = filled(tmp_path, 1, 2, 3).path(3)
+    os.remove(f"{newest}/COMPLETE")
+    if left == "chunks only":
+        os.remove(f"{newest}/manifest.json")
+    elif left != "no COMPLETE":
+        shutil.rmtree(newest)
+        os.mkdir(newest) if left == "nothing" else os.symlink("/no/such/place", newest)
+    with Manager(tmp_path) as manager:
+        with pytest.warns(RuntimeWarning) as caught:
+            assert manager.restore_latest(ONE)[0] == 2
+        (warned,) = caught
+        assert str(warned.message).startswith(f"skipped the checkpoint of step 3: {newest} has no COMPLETE")
+        with pytest.warns(RuntimeWarning, match="steps 3 were set aside"):
+            manager.save(3, state(33), ONE)
+        assert manager.steps() == [1, 2, 3] and manager.restore_latest(ONE)[0] == 3
+    (aside,) = (name for name in os.listdir(tmp_path) if ".aside-" in name)
+    if left in ("no COMPLETE", "chunks only"):
+        assert os.path.isfile(tmp_path / aside / "arrays/w/c.0.0")
+
+
+def test_an_older_one_without_its_marker_is_not_in_the_way(tmp_path):
+    os.remove(f"{filled(tmp_path, 1, 2, 3).path(2)}/COMPLETE")
+    with Manager(tmp_path) as manager:
+        assert manager.restore_latest(ONE)[0] == 3
+        manager.save(4, state(4), ONE)

@@ -27,6 +27,7 @@ _BINARIES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _LOOK_BYTES = 1 << 16
 
 _RUN = "the folder of a run of Megatron"
+_NO_WEIGHTS = "a folder of Hugging Face without weights"
 # (files that are there, with a word that the first bytes of each hold; what the folder is; what reads it). The first
 # kind that fits counts.
 _KINDS = (
@@ -43,18 +44,19 @@ _KINDS = (
     *((((name, ""),), "a folder of Hugging Face with weights of torch.save", _TORCH_FILES) for name in _BINARIES),
     *((((name, ""),), "a checkpoint of Orbax", _ORBAX) for name in ("_CHECKPOINT_METADATA", "_METADATA")),
     ((("manifest.ocdbt", ""),), "an OCDBT database of tensorstore", _ORBAX),
-    ((("config.json", "model_type"),), "a folder of Hugging Face without weights", _HUGGING_FACE),
+    ((("config.json", "model_type"),), _NO_WEIGHTS, _HUGGING_FACE),
 )
 _STEP = re.compile(r"step_\d{8,}|iter_\d{7,}|release")
 
 
-def recognized(storage: Storage) -> str | None:
+def recognized(storage: Storage, run: bool = False) -> str | None:
     """What these files are, and the call that reads them, in words for an error; None for what nobody here knows.
 
     A few names are looked for, and in small files of JSON for a word; nothing else is read.
+    run: only what a run may have been saved as: no folder without weights, and no single file.
     """
     for files, what, how in _KINDS:
-        if all(_holds(storage, name, word) for name, word in files):
+        if not (run and what == _NO_WEIGHTS) and all(_holds(storage, name, word) for name, word in files):
             steps = _steps(storage.text) if what == _RUN else []
             return f"this is {what}: {how}{f', e.g. {steps[-1]}' if steps else ''}"
     if steps := [name for name in _steps(storage.text) if name.startswith("step_")]:
@@ -62,7 +64,7 @@ def recognized(storage: Storage) -> str | None:
             f"this is a directory of checkpoints: name one of them, e.g. {steps[-1]}, or use"
             " checkpoint.Manager(path).restore_latest"
         )
-    if is_file(storage.text):
+    if not run and is_file(storage.text):
         return f"this is a file: {_HUGGING_FACE if storage.text.endswith('.safetensors') else 'wanted a directory'}"
     return None
 

@@ -6,7 +6,7 @@ the newer ones behind; its first save sets them aside (files/commit.py), so that
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from fmegatron.checkpoint.files import leases
@@ -22,8 +22,17 @@ def newest_first(both: tuple[Steps, Steps], above: int = -1) -> list[Choice]:
 
     above: only steps with a larger number.
     """
-    found = [(step, temporary) for temporary in (False, True) for step in both[temporary].complete(above)]
-    return sorted(found, key=lambda choice: (choice[0], not choice[1]), reverse=True)
+    return in_order((step, temporary) for temporary in (False, True) for step in both[temporary].complete(above))
+
+
+def not_complete(both: tuple[Steps, Steps], above: int = -1) -> list[Choice]:
+    """The same of those that are there without a marker (`Steps.incomplete`)."""
+    return in_order((step, temporary) for temporary in (False, True) for step in both[temporary].incomplete(above))
+
+
+def in_order(choices: Iterable[Choice]) -> list[Choice]:
+    """Newest first; of a step that is there twice, the lasting one first."""
+    return sorted(choices, key=lambda choice: (choice[0], not choice[1]), reverse=True)
 
 
 def newest_good(both: tuple[Steps, Steps]) -> Choice | None:
@@ -57,7 +66,7 @@ class Line:
         """
         left, unseen = {choice for choice in pending if choice[0] > to}, None
         try:
-            left.update(newest_first(self._both, to))
+            left.update(newest_first(self._both, to), not_complete(self._both, to))
         except OSError as error:
             unseen = error
         self._back = _Back(to, frozenset(left), sure, unseen)
@@ -104,7 +113,8 @@ class Line:
         newer, back, aside = newest_first(self._both, step), self._back, []
         # A restore by number may only have looked at an old step, unless the run has just begun, or goes back now.
         if back is not None and (back.sure or not self._saved or newer or step in {s for s, _ in back.left}):
-            aside = [choice for choice in newest_first(self._both, back.to) if choice in back.left]
+            there = in_order(newest_first(self._both, back.to) + not_complete(self._both, back.to))
+            aside = [choice for choice in there if choice in back.left]
         if newer := [choice for choice in newer if choice not in aside]:
             names = ", ".join(str(s) for s, _ in newer[:5]) + ("..." if len(newer) > 5 else "")
             after = "" if back is None else f", saved after step {back.to} was restored: does another run save here?"

@@ -28,6 +28,7 @@ from fmegatron.checkpoint.files.snapshot import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.line import Choice, Line, newest_first, newest_good
+from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.pending import Background
 from fmegatron.checkpoint.manage.progress import progress
 from fmegatron.checkpoint.manage.report import Report, state_bytes
@@ -80,7 +81,7 @@ class Manager:
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
-        self._line = Line(self._both)
+        self._line, self._told = Line(self._both), False  # told: of what lies there that is no step of ours
         self._deleter, self._background = Deleter(), Background(saver, on_failure)
         self._reports: deque[Report] = deque(maxlen=_REPORTS)  # of saves that ended, for the next `poll`
         self._failures: list[str] = []  # of saves in the background, still to be raised
@@ -97,12 +98,18 @@ class Manager:
         return self._both[temporary].complete()
 
     def latest(self, world: Ranks | None = None) -> int | None:
-        """The newest complete step, temporary ones too, or None; with a world, what rank 0 sees, on all ranks."""
+        """The newest complete step, temporary ones too, or None; with a world, what rank 0 sees, on all ranks.
+
+        Before None it warns, once, of what lies there instead: checkpoints of other systems, or copies not finished."""
         check_world(world)
         ranks = world or Alone()
 
         def look() -> int | None:
-            return next(iter(newest_first(self._both)), (None,))[0] if ranks.rank == 0 else None
+            found = newest_first(self._both) if ranks.rank == 0 else []
+            if ranks.rank == 0 and not found and not self._told and (text := others(self._both)):
+                self._told = True
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
+            return found[0][0] if found else None
 
         newest = together(ranks, f"looking for checkpoints in {self._both[0].store.text}", look)
         text = ranks.broadcast_text("" if newest is None else str(newest))

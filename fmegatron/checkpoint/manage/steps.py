@@ -11,7 +11,7 @@ from typing import Any
 
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
-from fmegatron.checkpoint.files.look import look
+from fmegatron.checkpoint.files.look import is_there, look
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.snapshot import SavedAgain, again, snapshot_of
 from fmegatron.checkpoint.files.storage import Store, open_store
@@ -68,15 +68,30 @@ class Steps:
         found: list[int] = []
         for _ in range(_LOOKS):
             names = self.store.children()
-            matches = (leases.STEP.fullmatch(name) for name in names)
-            # step_000000007, made by somebody else, is not the name of step 7
-            steps = sorted(int(m[1]) for m in matches if m and m[0] == self.name(int(m[1])))
-            steps = [step for step in steps if step > above]
+            steps = self._steps(names, above)
             found = [step for step in steps if self.place(step).is_complete()]
             # A step may have been deleted between the two looks, and a newer one saved before: then there is another.
             if len(found) == len(steps) or self.store.children() == names:
                 break
         return found
+
+    def incomplete(self, above: int = -1) -> list[int]:
+        """Steps with a larger number than `above` that are there without a marker, in rising order.
+
+        Saves take their name by a rename when they are complete, so these are damaged, or copies that are not finished.
+        (In an object store a save that is under way, or was killed, looks like that: none.)
+        """
+        if not self.renames:
+            return []
+        found = [s for s in self._steps(self.store.children(), above) if not self.place(s).is_complete()]
+        # They may have been deleted or saved again between the two looks.
+        return [s for s in found if is_there(self.place(s).path) and not self.place(s).is_complete()]
+
+    def _steps(self, names: Collection[str], above: int) -> list[int]:
+        matches = (leases.STEP.fullmatch(name) for name in names)
+        # step_000000007, made by somebody else, is not the name of step 7
+        steps = (int(m[1]) for m in matches if m and m[0] == self.name(int(m[1])))
+        return sorted(step for step in steps if step > above)
 
     def facts(self, step: int) -> Facts:
         """What the manifest of a complete step says; read once, and again when the step was saved again."""

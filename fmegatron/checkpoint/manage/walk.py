@@ -19,7 +19,8 @@ from fmegatron.checkpoint.calls.arguments import check_world, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.manage.line import Choice, newest_first
+from fmegatron.checkpoint.manage.line import Choice, in_order, newest_first, not_complete
+from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.read import rank_of, restore_save
@@ -59,7 +60,7 @@ class Search:
 
     def newest(self) -> Found:
         """The newest good step. Raises CheckpointError when there is none, ValueError when a good one does not fit."""
-        where, skipped, untried = self.both[0].store.text, [], self._untried()
+        where, skipped, untried, warned = self.both[0].store.text, [], self._untried(), False
         while True:
             with ExitStack() as held:
                 choice = self._agreed(lambda: next(untried, None), held)
@@ -68,6 +69,7 @@ class Search:
                 step, temporary, doubt = choice
                 if doubt is not None:
                     self._warn(doubt)
+                    warned = True
                     continue
                 found, problem = self._attempt(step, temporary)
                 if found is not None:
@@ -75,9 +77,11 @@ class Search:
             skipped.append(f"step {step}: {problem}")
             self._warn(f"skipped the checkpoint of {skipped[-1]}")
         if not skipped:
+            if (found := self._others()) and not warned:  # who takes the error for "nothing there" reads this
+                self._warn(found)
             raise CheckpointError(
                 f"{where}: holds no complete checkpoint (step_00000000 and so on);"
-                " check the directory, or start a new run"
+                f" check the directory, or start a new run{f'. {found}' if found else ''}"
             )
         raise CheckpointError(f"{where}: no good checkpoint:\n  " + "\n  ".join(skipped))
 
@@ -100,9 +104,13 @@ class Search:
         later: list[Choice] = []
         for _ in range(_LOOKS):
             fresh = [choice for choice in newest_first(self.both) if choice not in tried]
-            for step, temporary in fresh:
+            broken = [choice for choice in not_complete(self.both) if choice not in tried]
+            for step, temporary in in_order({*fresh, *broken}):
                 tried.add((step, temporary))
-                if self.prefer_finite and self.both[temporary].facts(step).finite is False:
+                if (step, temporary) not in fresh:
+                    why = "has no COMPLETE: it is damaged, or a copy that is not finished"
+                    yield step, temporary, f"skipped the checkpoint of step {step}: {self._text(step, temporary)} {why}"
+                elif self.prefer_finite and self.both[temporary].facts(step).finite is False:
                     later.append((step, temporary))
                     why = "loss or gradient norm of its step was not finite; prefer_finite=False restores it"
                     yield step, temporary, f"skipped the checkpoint of step {step}: {why}"
@@ -115,6 +123,15 @@ class Search:
             why = "nothing better is left; loss or gradient norm of its step was not finite"
             yield step, temporary, f"trying the checkpoint of step {step} after all: {why}"
             yield step, temporary, None
+
+    def _text(self, step: int, temporary: bool) -> str:
+        return self.both[temporary].place(step).text
+
+    def _others(self) -> str:
+        """What lies there instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""
+        ranks, what = self._ranks, f"looking for checkpoints in {self.both[0].store.text}"
+        text = together(ranks, what, lambda: others(self.both) if ranks.rank == 0 else None)
+        return ranks.broadcast_text(text or "")
 
     def _agreed(
         self, choose: Callable[[], tuple[int, bool, str | None] | None], held: ExitStack

@@ -1,0 +1,40 @@
+"""What lies in a directory that has no complete step: it may be the run that somebody meant to go on with."""
+
+from __future__ import annotations
+
+import re
+
+from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.files.foreign import recognized
+from fmegatron.checkpoint.files.leases import STEP
+from fmegatron.checkpoint.manage.steps import Steps
+
+_LIKE_STEPS = re.compile(r"(?i)(global_?)?(step|iter|checkpoint|ckpt|epoch)[-_=]?\d+")  # as others name theirs, too
+_MOST, _SHOWN = 100, 4  # names that are looked into; that are said
+
+
+def others(both: tuple[Steps, Steps]) -> str | None:
+    """What a directory without a complete step holds that looks like checkpoints, in words for a warning; None for
+    nothing: it is empty, or has logs, settings, notes of ours and what killed saves left. Raises OSError.
+
+    both: the lasting and the temporary steps.
+    """
+    lasting, found = both[0], []
+    if hint := recognized(Folder(lasting.store.text) if lasting.renames else lasting.store.locate(), run=True):
+        found.append(hint)
+    found += [f"{of.place(step).text} without COMPLETE" for of in both for step in reversed(of.incomplete())]
+    names = lasting.store.children() if lasting.renames else []  # in an object store, of what was begun and not ended
+    for name in reversed(names[-_MOST:]):
+        if STEP.fullmatch(name) and name == lasting.name(int(name[5:])) or lasting.store.child(name) == both[1].store:
+            continue
+        if hint := recognized(Folder(lasting.store.child(name).text), run=True):
+            found.append(f"{name}: {hint}")
+        elif _LIKE_STEPS.fullmatch(name):
+            found.append(f"{name}, which is no name of ours (step_00000100)")
+    if not found:
+        return None
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return (
+        f"{lasting.store.text}: holds no complete step, so a run that begins here begins anew; but there is: "
+        f"{'; '.join(found[:_SHOWN])}{more}"
+    )

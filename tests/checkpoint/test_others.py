@@ -1,0 +1,106 @@
+"""A directory without a complete step that is not empty: a new run in the place of one that was meant is said."""
+
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+
+import pytest
+
+from fmegatron import checkpoint, loop
+from fmegatron.checkpoint import CheckpointError, Manager
+from tests.checkpoint.fake_world import run
+from tests.checkpoint.test_line import filled
+from tests.checkpoint.test_manager import ONE, state
+from tests.interop.torch_layout import write_megatron
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of a run."""
+
+    model_type: str = "gpt"
+
+
+def begun(directory):
+    return loop.Settings(Config()).begin(Manager(directory), ONE, lambda: state(0)).step
+
+
+def without_marker(at):
+    filled(at, 100)
+    os.remove(at / "step_00000100/COMPLETE")
+
+
+def foreign_run(at):
+    write_megatron(at / "iter_0000007")
+    (at / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+CASES = {
+    "partial copy": (without_marker, ("step_00000100 without COMPLETE",)),
+    "temporary partial copy": (lambda at: without_marker(at / "temporary"), ("temporary/step_00000100 without",)),
+    "another name": (
+        lambda at: checkpoint.save(at / "step_100", state(1), ONE),
+        ("step_100: this is a checkpoint of fmegatron: fmegatron.checkpoint.restore reads it",),
+    ),
+    "an empty one": (lambda at: (at / "global_step500").mkdir(), ("global_step500, which is no name of ours",)),
+    "the folder above": (
+        lambda at: filled(at / "checkpoints", 3),
+        ("checkpoints: this is a directory of",),
+    ),
+    "a checkpoint": (lambda at: checkpoint.save(at / "a", state(1), ONE), ("a: this is a checkpoint of fmegatron",)),
+    "megatron": (foreign_run, ("a run of Megatron", "iter_0000007: this is a torch_dist", "interop.restore_dcp")),
+    "dcp": (write_megatron, ("interop.restore_dcp(path, layouts) restores it",)),
+    "hugging face": (lambda at: (at / "model.safetensors").write_bytes(b"x"), ("a folder of Hugging Face", "interop.")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_lies_there_is_named_once(tmp_path, name):
+    make, words = CASES[name]
+    at = tmp_path / "run"
+    at.mkdir()
+    make(at)
+    for call in (Manager(at).latest, lambda: begun(at)):
+        with pytest.warns(RuntimeWarning, match="begins anew; but there is: ") as caught:
+            assert not call()
+        assert len(caught) == 1 and all(word in str(caught[0].message) for word in words), caught[0].message
+    with pytest.warns(RuntimeWarning) as caught, pytest.raises(CheckpointError, match="begins anew") as got:
+        Manager(at).restore_latest(ONE)
+    assert len(caught) == 1 and all(word in str(got.value) for word in words)
+    manager = Manager(at)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert [manager.latest() for _ in range(3)] == [None] * 3
+    assert len(caught) == 1
+
+
+def test_rank_0_warns(tmp_path):
+    without_marker(tmp_path)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert run(2, lambda world: Manager(tmp_path).latest(world)) == [None] * 2
+    assert len(caught) == 1
+
+
+def test_a_first_start_is_silent(tmp_path):
+    """Nothing there, or only what a run of ours writes before its first save, and what killed ones have left."""
+    at = tmp_path / "run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert begun(at) == 0
+        filled(tmp_path / "other", 1)
+        at.mkdir()
+        for kind in ("tmp", "gone", "aside"):
+            shutil.copytree(tmp_path / "other/step_00000001", at / f".step_00000001.{kind}-0123456789ab")
+        loop.Settings(Config()).write(at / "config.json")
+        for name in ("metrics.jsonl", "train.log", "step_100.log", "latest"):
+            (at / name).write_text("{}")
+        for name in ("logs", "wandb", "temporary", "tensorboard"):
+            (at / name).mkdir()
+        (at / "logs/events.out").write_text("x")
+        assert begun(at) == 0 and Manager(at).latest() is None
+        with checkpoint.claim(at):
+            assert Manager(at).latest() is None
+        with pytest.raises(CheckpointError, match="or start a new run$"):
+            Manager(at).restore_latest(ONE)
+        store = checkpoint.open_store("memory://runs/new", {})
+        assert Manager(store).latest() is None
