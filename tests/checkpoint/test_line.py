@@ -267,6 +267,22 @@ def test_a_pin_holds_back_gc(tmp_path):
     assert [a.kind for a in collect(tmp_path, age=0.0).actions] == ["remove"]
 
 
+def test_a_pin_is_of_the_save_and_not_of_its_number(place):
+    """After a rewind the new step 2 has none, and the old one keeps its own."""
+    filled(place, 1, 2)
+    with Manager(place, keep=1) as manager:
+        manager.pin(2)
+        manager.rewind(1)
+        with pytest.warns(RuntimeWarning, match="steps 2 were set aside"):
+            manager.save(2, state(22), ONE)
+        manager.save(3, state(3), ONE)
+        assert manager.steps() == [3]
+        assert [a.kind for a in collect(place, age=0.0).actions] == ["keep"]
+        manager.unpin(2)
+        assert [a.kind for a in collect(place, age=0.0).actions] == ["remove"]
+    assert not [name for name in manager._both[0].notes.names() if "pinned" in name]
+
+
 def test_delete(place):
     manager = filled(place, 100, 200, 300)
     manager.pin(100)

@@ -4,6 +4,7 @@
     .NAME.leaving-TOKEN   somebody is about to take it away: there while it looks for readers and renames
     .NAME.saving-TOKEN    somebody writes the hidden directory .NAME.tmp-TOKEN (or the objects NAME/TOKEN/); renewed
     .NAME.pinned          the user wants it kept
+    .NAME.pinned-TOKEN    the same of the save .NAME.aside-TOKEN (or the objects NAME/TOKEN/): its pin went with it
 
 Reader and deleter first leave their note and then look for the other's, so one of the two always sees the other: who
 wants to delete gives way, who wants to read waits until the other has given way or is through. A saver leaves its note
@@ -280,13 +281,23 @@ def pin(notes: Notes | KeyNotes, name: str) -> None:
 
 
 def unpin(notes: Notes | KeyNotes, name: str) -> None:
-    """Take a pin back, if there is one."""
-    notes.remove(f".{name}.pinned")
+    """Take a pin back, if there is one, and those of what was set aside of `name`."""
+    for note in notes.names():
+        if note == f".{name}.pinned" or note.startswith(f".{name}.pinned-"):
+            notes.remove(note)
 
 
-def is_pinned(notes: Notes | KeyNotes, name: str) -> bool:
-    """Whether `name` is pinned."""
-    return notes.read(f".{name}.pinned") is not None
+def is_pinned(notes: Notes | KeyNotes, name: str, token: str | None = None) -> bool:
+    """Whether `name` is pinned; with a token, the save that was set aside under it, or whatever has the name now."""
+    notes_of = [f".{name}.pinned", *([] if token is None else [f".{name}.pinned-{token}"])]
+    return any(notes.read(note) is not None for note in notes_of)
+
+
+def move_pin(notes: Notes | KeyNotes, name: str, token: str) -> None:
+    """`name` was set aside under this token: its pin goes with it. Raises OSError; then a pin too many is left."""
+    if (data := notes.read(f".{name}.pinned")) is not None:
+        notes.write(f".{name}.pinned-{token}", data, durable=True)
+        notes.remove(f".{name}.pinned")
 
 
 def clean(notes: Notes | KeyNotes, watch: Watch) -> None:

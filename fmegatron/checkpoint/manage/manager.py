@@ -133,7 +133,7 @@ class Manager:
         leases.pin(self._both[0].notes, self._both[0].name(step))
 
     def unpin(self, step: int) -> None:
-        """Leave a step to the rules again."""
+        """Leave a step to the rules again, and what was set aside of it to `gc`."""
         check_step(step)
         leases.unpin(self._both[0].notes, self._both[0].name(step))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -188,7 +189,10 @@ class Steps:
         while True:
             with leases.leaving(self.notes, self.name(step), self.watch, pins=False) as held:
                 if held is None:
-                    return self.place(step).set_aside()
+                    at = self.place(step).set_aside()
+                    with contextlib.suppress(OSError):  # the new step of this number is then pinned, too
+                        leases.move_pin(self.notes, self.name(step), at[-12:])
+                    return at
             if time.monotonic() >= end:
                 raise ValueError(f"{self.place(step).text}: cannot be set aside: {held}; wait until that has ended")
             time.sleep(min(1.0, max(end - time.monotonic(), 0.01)))

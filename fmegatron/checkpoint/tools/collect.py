@@ -119,7 +119,7 @@ def _asides(store: Store, found: Listing, dry_run: bool) -> list[Action]:
     files, actions = {storage.text: (name, storage) for name, storage in store.asides()}, []
     for left in found.leftovers:
         name, storage = files[left.path]
-        pinned = leases.is_pinned(store.notes(), name)
+        pinned = leases.is_pinned(store.notes(), name, storage.root)
         kind, why = ("keep", f"{left.what}; {name} is pinned") if pinned else ("remove", left.what)
         actions.append(Action(kind, left.path, why, left.nbytes))
         if not pinned and not dry_run:
@@ -163,8 +163,9 @@ class _Leftovers:
             return Action(kind, left.path, why, left.nbytes, doubt)
 
         notes, quiet = Notes(os.path.dirname(left.path)), max(now - left.changed, 0.0)
-        note = leases.saving_note(left.of, commit.HIDDEN.fullmatch(os.path.basename(left.path))[3])
-        if left.kind == "aside" and leases.is_pinned(notes, left.of):
+        token = commit.HIDDEN.fullmatch(os.path.basename(left.path))[3]
+        note = leases.saving_note(left.of, token)
+        if left.kind == "aside" and leases.is_pinned(notes, left.of, token):
             return action("keep", f"{left.what}; {left.of} is pinned")
         owned = left.kind in ("tmp", "old") and notes.read(note) is not None
         if owned and (holder := leases.alive(notes, note, self._watch, self._watch_s or None)):
