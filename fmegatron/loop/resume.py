@@ -1,26 +1,20 @@
 """The settings of a run as JSON, beside its checkpoints and in them; a resume names what has changed, or refuses it."""
 
+import contextlib
 import dataclasses
-import enum
 import json
-import math
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-import xxhash
 
 from fmegatron import checkpoint, tree
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import CLASSES
-from fmegatron.loop.flags import PREFIX, UsageError, mesh_text
+from fmegatron.loop.flags import PREFIX, UsageError
+from fmegatron.loop.plain import fields, plain
 
 _ABSENT = object()
-_SHOWN = 64  # elements of an array; of a longer one its digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +60,27 @@ class Settings:
 
     config: a dataclass; what a change of its fields means is said beside them (`loop.field`), and in fields of a
     dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
-    facts whose change is not refused this time; UsageError for a name that there is not.
+    facts whose change is not refused this time.
+    Raises UsageError for an allowed name that there is not; ValueError for values whose change could not be seen (a
+    lambda, an object without a repr of its own; see `plain`) in what is not declared free, and for arguments of another
+    kind.
     """
 
     def __init__(self, config: Any, *, allow: Sequence[str] = (), **facts: Any):
-        self.config, self.facts, self.allow = plain(config), plain(facts), tuple(allow)
-        self._classes, self._defaults = _declared(config)
-        names = {*_flat(self.config), *self._classes, *self.facts}
+        if not dataclasses.is_dataclass(config) or isinstance(config, type):
+            made = f"make one: {config.__name__}()" if isinstance(config, type) else "write its fields in a dataclass"
+            raise ValueError(f"Settings: config: got {config!r:.80}, wanted an instance of a dataclass; {made}")
+        if isinstance(allow, str) or not isinstance(allow, Iterable):
+            raise ValueError(
+                f"Settings: allow: got {allow!r:.80}, wanted names; pass a tuple of them: ({allow!r:.80},)"
+            )
+        self.config, self.allow = fields(config, type(config).__name__), tuple(allow)
+        self.facts = {name: plain(value, name) for name, value in facts.items()}
+        self._classes, self._defaults, self._nested = _declared(config)
+        names = {*self._classes, *_names(self.config, self._nested), *self.facts}
         for name in self.allow:
-            if name not in names:
-                near = tree.did_you_mean(name, sorted(names))
+            if not isinstance(name, str) or name not in names:
+                near = tree.did_you_mean(name, sorted(names)) if isinstance(name, str) else ""
                 raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
 
     def metadata(self, samples: int) -> dict[str, Any]:
@@ -100,22 +105,21 @@ class Settings:
         if not isinstance(before, dict):
             return Changes(unknown="the checkpoint has no configuration: whether anything has changed cannot be said")
         found = {name: [] for name in ("allowed", *CLASSES)}
-        old, new = _flat(before), _flat(self.config)
-        for name in [*new, *(name for name in old if name not in new)]:
-            was, now = old.get(name, _ABSENT), new.get(name, _ABSENT)
-            if was == now:
+        for name, was, now in self._pairs(before, self.config):
+            if _same(was, now):
                 continue
-            kind, text = self._class(name), f"{name} {_text(was)} -> {_text(now)}"
-            if now is _ABSENT or was is _ABSENT and now == self._defaults.get(name, _ABSENT):
+            kind = self._class(name)
+            if now is _ABSENT or was is _ABSENT and _same(now, self._defaults.get(name, _ABSENT)):
                 kind = "named"
-            found["allowed" if kind == "refused" and self._allowed(name) else kind].append(text)
+            found["allowed" if kind == "refused" and self._allowed(name) else kind].append(_change(name, was, now))
         facts = metadata.get("facts")
         facts = facts if isinstance(facts, dict) else {}
         for name in [*self.facts, *(name for name in facts if name not in self.facts)]:
             was, now = facts.get(name, _ABSENT), self.facts.get(name, _ABSENT)
-            if was != now:
-                kind = "named" if _ABSENT in (was, now) else "allowed" if name in self.allow else "refused"
-                found[kind].append(f"{name} {_text(was)} -> {_text(now)}")
+            if not _same(was, now):
+                one = was is _ABSENT or now is _ABSENT
+                kind = "named" if one else "allowed" if name in self.allow else "refused"
+                found[kind].append(_change(name, was, now))
         return Changes(**{name: tuple(texts) for name, texts in found.items()})
 
     def begin(
@@ -157,6 +161,18 @@ class Settings:
             )
         return changes
 
+    def _pairs(
+        self, before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """(dotted name, value before, value now) of all fields; those of a field that is a dataclass one by one."""
+        for key in [*now, *(key for key in before if key not in now)]:
+            name, was, new = prefix + key, before.get(key, _ABSENT), now.get(key, _ABSENT)
+            known = self._defaults.get(name) if was is _ABSENT else was
+            if name in self._nested and isinstance(known, dict):
+                yield from self._pairs({} if was is _ABSENT else was, new, f"{name}.")
+            else:
+                yield name, was, new
+
     def _class(self, name: str) -> str:
         """The class of a field, or of the nearest that it is a part of."""
         while name not in self._classes and "." in name:
@@ -167,71 +183,59 @@ class Settings:
         return any(name == given or name.startswith(f"{given}.") for given in self.allow)
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: what is no number, text, list or dict becomes text that is the same in every process.
+def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, Any], set[str]]:
+    """(class of each field that says one, default of each that has one, the fields that have fields), by dotted names.
 
-    >>> plain({"mesh": Mesh(fsdp=2, tp=2), "dtype": np.float32, "rate": float("inf"), "sizes": (1, 2)})
-    {'mesh': 'fsdp=2,tp=2', 'dtype': 'numpy.float32', 'rate': 'inf', 'sizes': [1, 2]}
+    A default that no text tells from others is left out: nothing is known to be equal to it.
     """
-    if isinstance(value, np.generic | np.ndarray | torch.Tensor):  # whose text leaves out most of a long one
-        value = _elements(value)
-    if isinstance(value, enum.Enum):
-        return value.name
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mesh):
-        return mesh_text(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value) if item.init}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-def _elements(value: np.generic | np.ndarray | torch.Tensor) -> Any:
-    """An array as nested lists or one number; a long one as a text that tells one from another."""
-    values = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    if values.dtype != object and math.prod(values.shape) > _SHOWN:
-        flat = values.reshape(-1)
-        data = flat.contiguous().view(torch.uint8).numpy() if isinstance(flat, torch.Tensor) else flat
-        return f"{values.dtype} {list(values.shape)}, xxh3 {xxhash.xxh3_64(data.tobytes()).hexdigest()}"
-    return values.tolist()
-
-
-def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, Any]]:
-    """(class of each field that says one, default of each that has one), by dotted names where fields have fields."""
-    classes, defaults = {}, {}
+    classes, defaults, nested = {}, {}, set()
     for item in dataclasses.fields(config):
         if not item.init:
             continue
         name, value = prefix + item.name, getattr(config, item.name)
         classes[name] = item.metadata.get("resume") or ("refused" if not prefix else None)
-        if item.default is not dataclasses.MISSING:
-            defaults.update(_flat({name: plain(item.default)}))
-        elif item.default_factory is not dataclasses.MISSING:
-            defaults.update(_flat({name: plain(item.default_factory())}))
         if dataclasses.is_dataclass(value) and not isinstance(value, type | Mesh):
-            inner, inner_defaults = _declared(value, f"{name}.")
-            classes, defaults = classes | inner, inner_defaults | defaults
-    return {name: kind for name, kind in classes.items() if kind is not None}, defaults
+            nested.add(name)
+            inner, inner_defaults, inner_nested = _declared(value, f"{name}.")
+            classes, defaults, nested = classes | inner, defaults | inner_defaults, nested | inner_nested
+        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+        if default is not dataclasses.MISSING:
+            with contextlib.suppress(ValueError):
+                defaults.update(_each_level(name, plain(default)) if name in nested else {name: plain(default)})
+    return {name: kind for name, kind in classes.items() if kind is not None}, defaults, nested
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, by dotted names."""
-    flat = {}
-    for name, value in values.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value})
-    return flat
+def _names(config: Mapping[str, Any], nested: Collection[str], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields, and of those of fields that have fields."""
+    for key, value in config.items():
+        yield prefix + key
+        if prefix + key in nested:
+            yield from _names(value, nested, f"{prefix}{key}.")
+
+
+def _each_level(name: str, value: Any) -> dict[str, Any]:
+    """A nested value and its parts, by dotted names."""
+    levels = {name: value}
+    for key, part in value.items() if isinstance(value, dict) else ():
+        levels.update(_each_level(f"{name}.{key}", part))
+    return levels
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two JSON values are equal; other than Python's ==, true is not 1. (1 and 1.0 are one number.)"""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def _change(name: str, was: Any, now: Any) -> str:
+    """`heads 2 -> 4`; of two dicts those entries that differ."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        differ = {key for key in {**was, **now} if not _same(was.get(key, _ABSENT), now.get(key, _ABSENT))}
+        was, now = ({key: value for key, value in side.items() if key in differ} for side in (was, now))
+    return f"{name} {_text(was)} -> {_text(now)}"
 
 
 def _text(value: Any) -> str:
