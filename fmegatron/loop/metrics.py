@@ -9,9 +9,17 @@ import torch
 def fetch(metrics: Mapping[str, Any]) -> dict[str, float]:
     """A flat dict of 0-d tensors (or numbers) as floats, by one host synchronisation for all values together.
 
+    Raises ValueError, naming the metric, for what is no dict, and for values that are not one number.
+
     >>> fetch({"loss": torch.tensor(1.5), "step": 3})
     {'loss': 1.5, 'step': 3.0}
     """
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
+        raise ValueError(
+            f"metrics: got {metrics!r:.60} ({kind}), wanted a dict of numbers by name; a step returns (state, metrics),"
+            " and {} where it has none"
+        )
     tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
     for name, value in tensors.items():
         if value.numel() != 1:
@@ -23,7 +31,17 @@ def fetch(metrics: Mapping[str, Any]) -> dict[str, float]:
         # float64, so that step counts and token counts survive beside losses.
         stacked = torch.stack([value.detach().reshape(()).double() for value in tensors.values()])
         values = dict(zip(tensors, stacked.tolist(), strict=True))
-    return {name: values[name] if name in values else float(value) for name, value in metrics.items()}
+    return {name: values[name] if name in values else _number(name, value) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"metric {name!r}: got {value!r:.60} ({type(value).__name__}), wanted one number; leave it out of what the"
+            " step returns, or make it a 0-d tensor"
+        ) from None
 
 
 def mean(many: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ for info in train(step, state, batch_at, steps=1000, start=done, tokens_per_step
         log(report.step, report.record())
 """
 
+import numbers
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -88,8 +89,9 @@ def train(
     `build_train_step` made the step for; yields nothing when start >= steps, and warns when it is above.
     """
     for name, value, least in (("log_every", log_every, 1), ("start", start, 0), ("steps", steps, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"train: {name}: got {value!r}, wanted a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            raise ValueError(f"train: {name}: got {value!r:.60}, wanted a whole number of at least {least}")
+    log_every, start, steps = int(log_every), int(start), int(steps)
     if on_nonfinite not in CHOICES:
         raise ValueError(f"train: on_nonfinite: got {on_nonfinite!r}, wanted one of {', '.join(CHOICES)}")
     if start > steps and (world is None or world.rank == 0):

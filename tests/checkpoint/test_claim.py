@@ -314,7 +314,18 @@ def test_rank_0_does_not_keep_it_when_another_rank_fails(tmp_path):
     assert isinstance(got[0], RuntimeError) and isinstance(got[1], ValueError) and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("options, words", [({"what": "a/b"}, "short word"), ({"stale_s": 5.0}, "30 or more")])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"what": "a/b"}, "what='a/b', wanted a short word"),
+        ({"what": None}, "what=None, wanted a short word"),
+        ({"what": b"run"}, "what=b'run', wanted a short word"),
+        ({"stale_s": 5.0}, "stale_s=5.0, wanted 30 seconds or more"),
+        ({"stale_s": "x"}, "stale_s='x', wanted 30 seconds or more"),
+        ({"stale_s": None}, "stale_s=None, wanted 30 seconds or more"),
+        ({"stale_s": float("nan")}, "stale_s=nan, wanted 30 seconds or more"),
+    ],
+)
 def test_bad_arguments(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         with checkpoint.claim(tmp_path, **options):

@@ -1,13 +1,15 @@
 """Manager: the newest complete step, retention, and the way back past damaged steps, alone and together."""
 
 import os
+import re
 import shutil
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
-from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint import CheckpointError, Keep, Manager
 from fmegatron.checkpoint.files import commit
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
@@ -62,6 +64,13 @@ def test_only_complete_steps_count(tmp_path):
         assert manager.restore_latest(ONE)[0] == 1
     assert [str(w.message).split(": ")[0][-1] for w in caught] == ["3", "2"]
     assert all("has no COMPLETE" in str(w.message) for w in caught)
+
+
+def test_whole_numbers_of_any_library_say_how_many_stay(tmp_path):
+    assert filled(tmp_path / "n", 1, 2, 3, keep=np.int64(2)).steps() == [2, 3]
+    rules = Keep(last=np.uint8(1), every=np.int32(2), newer_than_s=np.float32(0.5))
+    assert Manager(tmp_path / "n", keep=rules).keep == rules
+    assert Manager(tmp_path / "n", keep_temporary=np.int16(3)).keep_temporary == Keep(last=3)
 
 
 def test_retention_keeps_the_newest(tmp_path):
@@ -122,8 +131,13 @@ def test_a_wrong_request_is_not_a_damaged_step(tmp_path):
 
 
 def test_bad_arguments(tmp_path):
-    with pytest.raises(ValueError, match="keep=0"):
-        Manager(tmp_path, keep=0)
+    wrong = {"0 (int)": 0, "True (bool)": True, "2.0 (float)": 2.0, "'2' (str)": "2", "np.True_ (bool)": np.True_}
+    for shown, value in wrong.items():
+        words = f"Manager: got keep={shown}, wanted a whole number of at least 1, a Keep, or None to keep all; pass"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            Manager(tmp_path, keep=value)
+        with pytest.raises(ValueError, match="got keep_temporary=.* wanted a whole number of at least 1; pass"):
+            Manager(tmp_path, keep_temporary=value)
     for step in (-1, torch.tensor(3), 1.5):
         with pytest.raises(ValueError, match="step: got"):
             Manager(tmp_path).save(step, state(1), ONE)

@@ -3,6 +3,7 @@
 import itertools
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,26 @@ def test_log_points():
 def test_settings_are_checked_before_the_first_step(wrong, words):
     with pytest.raises(ValueError, match=words):
         train(count, torch.tensor(0), torch.tensor, **{"steps": 1, **wrong})
+
+
+def test_whole_numbers_of_any_library():
+    infos = run(steps=np.int64(5), start=np.int32(1), log_every=np.uint8(2))
+    assert [(info.step, type(info.step)) for info in infos] == [(step, int) for step in (2, 3, 4, 5)]
+    assert [info.step for info in infos if info.metrics] == [2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "metrics, words",
+    [
+        (None, r"metrics: got None \(NoneType\), wanted a dict of numbers by name; a step returns \(state, metrics\)"),
+        (torch.tensor(1.0), r"metrics: got tensor\(1.\) \(Tensor\), wanted a dict"),
+        ({"loss": None}, r"metric 'loss': got None \(NoneType\), wanted one number; leave it out"),
+        ({"loss": torch.tensor(1.0), "kind": "fast"}, r"metric 'kind': got 'fast' \(str\), wanted one number"),
+    ],
+)
+def test_metrics_that_are_no_numbers(metrics, words):
+    with pytest.raises(ValueError, match=words):
+        list(train(lambda state, batch: (state, metrics), None, int, steps=1))
 
 
 def test_the_time_of_the_caller_is_not_counted(monkeypatch):

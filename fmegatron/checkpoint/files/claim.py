@@ -12,6 +12,7 @@ gone is void at once on the same machine; one of another machine when it was not
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import random
 import re
@@ -86,10 +87,10 @@ def claim(
     def work() -> str:
         nonlocal lease
         store = open_store(directory)
-        if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", what):
+        if not isinstance(what, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", what):
             raise ValueError(f"claim: got what={what!r:.60}, wanted a short word of a-z, 0-9 and _, e.g. 'run'")
-        if not stale_s >= 3 * BEAT_S:
-            least = f"{3 * BEAT_S:g} or more, as a claim is renewed every {BEAT_S:g} s"
+        if isinstance(stale_s, bool) or not isinstance(stale_s, numbers.Real) or not stale_s >= 3 * BEAT_S:
+            least = f"{3 * BEAT_S:g} seconds or more, as a claim is renewed every {BEAT_S:g} s"
             raise ValueError(f"claim: got stale_s={stale_s!r:.60}, wanted {least}")
         if ranks.rank == 0:
             lease = _take(store, what, stale_s)

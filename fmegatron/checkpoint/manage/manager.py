@@ -32,7 +32,7 @@ from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.pending import Background
 from fmegatron.checkpoint.manage.progress import progress
 from fmegatron.checkpoint.manage.report import Report, state_bytes
-from fmegatron.checkpoint.manage.retention import Keep, to_delete, with_metrics
+from fmegatron.checkpoint.manage.retention import Keep, is_count, to_delete, with_metrics
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.manage.tracker import LATEST, Latest, write_latest
 from fmegatron.checkpoint.manage.walk import Found, Search
@@ -72,11 +72,14 @@ class Manager:
         for name, value in (("keep", keep), ("keep_temporary", keep_temporary)):
             if value is None and name == "keep" or isinstance(value, Keep) and name == "keep":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 more = ", a Keep, or None to keep all" if name == "keep" else ""
-                raise ValueError(f"Manager: got {name}={value!r}, wanted a number of at least 1{more}")
+                kind = f"{value!r:.60} ({type(value).__name__})"
+                raise ValueError(
+                    f"Manager: got {name}={kind}, wanted a whole number of at least 1{more}; pass {name}=2"
+                )
         self.directory, self.show_progress = directory, show_progress
-        self.keep = Keep(last=keep) if isinstance(keep, int) else keep
+        self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
         self.keep_temporary = Keep(last=keep_temporary)
         self.last: Report | None = None
         lasting = Steps(directory)

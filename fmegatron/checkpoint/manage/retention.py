@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +33,11 @@ class Keep:
     def __post_init__(self):
         for name in ("last", "every"):
             value = getattr(self, name)
-            if value is not None and not _count(value):
+            if value is not None and not is_count(value):
                 raise ValueError(f"Keep.{name}: got {value!r}, wanted a whole number of at least 1, or None")
         if self.best is not None:
             match self.best:
-                case (str(), "min" | "max", n) if _count(n):
+                case (str(), "min" | "max", n) if is_count(n):
                     pass
                 case _:
                     raise ValueError(
@@ -44,7 +45,7 @@ class Keep:
                         ' e.g. ("heldout_loss", "min", 3)'
                     )
         age = self.newer_than_s
-        if age is not None and (isinstance(age, bool) or not isinstance(age, int | float) or not age > 0):
+        if age is not None and (isinstance(age, bool) or not isinstance(age, numbers.Real) or not age > 0):
             raise ValueError(f"Keep.newer_than_s: got {age!r}, wanted seconds above 0, or None")
         if self.last is self.every is self.best is self.newer_than_s is None:
             raise ValueError("Keep: got no rule, wanted at least one, e.g. last=2; to keep all steps, pass keep=None")
@@ -110,8 +111,9 @@ def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] |
     return {**(metadata or {}), "metrics": {name: v if math.isfinite(v) else None for name, v in values.items()}}
 
 
-def _count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: object) -> bool:
+    """Whether this is a whole number, of any library, of at least 1."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:
