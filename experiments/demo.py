@@ -28,7 +28,7 @@ ROOT = SCRIPT.parents[1]
 class Config:
     """What the demo varies."""
 
-    run: str = "runs/demo"
+    run: str = loop.field("runs/demo", least=1)
     first: str = "fsdp=2,tp=2"  # mesh of the first half
     second: str = "fsdp=2"  # mesh of the second half
     steps: int = 500

@@ -29,7 +29,9 @@ class Config:
 
     mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp; their product is the number of ranks
     strategy: str = field("hsdp", resume="named")  # replicated, zero1, zero2, zero3, hsdp (fsdp inside of dp), hybrid
-    run: str = field("runs/shakespeare", resume="free")  # checkpoints and metrics; a run that is there is resumed
+    run: str = field(
+        "runs/shakespeare", resume="free", least=1
+    )  # checkpoints and metrics; a run that is there is resumed
     allow: tuple[str, ...] = field((), resume="free")  # fields that may differ from the run that is resumed
     dim: int = field(192, resume="refused")
     layers: int = field(4, resume="refused")
@@ -90,17 +92,21 @@ def describe(config: Config):
 
 def main(config: Config) -> dict[str, float]:
     """Train (or go on), evaluate, write a sample; returns the last held-out metrics. Ends early when asked to stop."""
-    world, run = connect(config.mesh), Path(config.run)
-    tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
-    ids = tokenizer.encode(TEXT.read_text())
-    train_range, heldout_range = data.train_and_held_out(ids)
-    batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
-    prompts = [torch.from_numpy(tokenizer.encode(text)).long() for text in config.prompts]
-    heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
+    with loop.set_up():  # nothing is written here, and what cannot be meant is refused
+        world, run = connect(config.mesh), Path(config.run)
+        manager = checkpoint.Manager(run / "checkpoints", keep=2)
+        tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
+        ids = tokenizer.encode(TEXT.read_text())
+        train_range, heldout_range = data.train_and_held_out(ids)
+        batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
+        prompts = [torch.from_numpy(tokenizer.encode(text)).long() for text in config.prompts]
+        heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
+        heldout_rows = heldout.layout(config.mesh, DataParallel.named(config.strategy))
 
-    of = model_config(config, tokenizer.vocab_size)
-    loss_fn, (train_step, state_specs, rows) = make_loss(config, of), describe(config)
-    layouts = tree.layouts(state_specs.params)
+        of = model_config(config, tokenizer.vocab_size)
+        loss_fn, (train_step, state_specs, rows) = make_loss(config, of), describe(config)
+        layouts = tree.layouts(state_specs.params)
+        settings = loop.Settings(config, allow=config.allow, data=data.fingerprint(ids))
     train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
 
     @functools.partial(step.jit, world=world, backend=config.backend)
@@ -111,12 +117,9 @@ def main(config: Config) -> dict[str, float]:
         return tree.map(lambda x: x.to(world.device), tensors)
 
     def evaluate(params):
-        whole = heldout.layout(config.mesh, DataParallel.named(config.strategy))
-        batch_at = heldout.for_rank(whole, world.rank, world.device).at
+        batch_at = heldout.for_rank(heldout_rows, world.rank, world.device).at
         return loop.evaluate(heldout_step, params, batch_at, len(heldout), heldout.real_tokens)
 
-    settings = loop.Settings(config, allow=config.allow, data=data.fingerprint(ids))
-    manager = checkpoint.Manager(run / "checkpoints", keep=2)
     with checkpoint.claim(run, world=world) as claim:  # no other run writes here
         begun = settings.begin(
             manager,

@@ -3,7 +3,7 @@
 from fmegatron.loop.config import check, field
 from fmegatron.loop.curves import plot_loss
 from fmegatron.loop.faults import Faults, Place, fail, watch
-from fmegatron.loop.flags import UsageError, parse, usage
+from fmegatron.loop.flags import UsageError, parse, set_up, usage
 from fmegatron.loop.launch import launch, use_threads
 from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
 from fmegatron.loop.metrics import fetch, mean
@@ -40,6 +40,7 @@ __all__ = [
     "plot_loss",
     "progress",
     "read_metrics",
+    "set_up",
     "startup",
     "train",
     "usage",

@@ -22,8 +22,8 @@ def field(default: Any, *, resume: str = "refused", least: float | None = None, 
     """A field of a frozen dataclass with a default, as `dataclasses.field`, that also says what holds for its value.
 
     resume: what happens when a run is resumed with another value: "refused" unless it is allowed by name, "named" in
-    what is printed, or "free". A field that says nothing is refused. least, above: the value is at least, or above,
-    this number.
+    what is printed, or "free". A field that says nothing is refused. least, above: the value, of text and tuples their
+    length, is at least, or above, this number.
     """
     if resume not in CLASSES:
         raise ValueError(f"field: resume: got {resume!r}, wanted one of {', '.join(CLASSES)}")
@@ -48,12 +48,20 @@ def check(config: Any) -> None:
                 f"{name}: got {value!r:.80} of type {type(value).__name__}, wanted {type_name(hints[item.name])}"
             ) from None
         least, above = item.metadata.get("least"), item.metadata.get("above")
-        if least is not None and fitting is not None and not fitting >= least:
-            raise ValueError(f"{name}: got {fitting!r}, wanted at least {least}")
-        if above is not None and fitting is not None and not fitting > above:
-            raise ValueError(f"{name}: got {fitting!r}, wanted a number above {above}")
+        size, unit = _size(fitting)
+        if least is not None and size is not None and not size >= least:
+            raise ValueError(f"{name}: got {fitting!r:.80}, wanted at least {least}{unit}")
+        if above is not None and size is not None and not size > above:
+            raise ValueError(f"{name}: got {fitting!r:.80}, wanted a number{unit and f' of{unit}'} above {above}")
         if fitting is not value:
             object.__setattr__(config, item.name, fitting)
+
+
+def _size(value: Any) -> tuple[Any, str]:
+    """What `least` and `above` are compared with, and its unit: a number itself; of text and tuples the length."""
+    if isinstance(value, str | tuple):
+        return len(value), " characters" if isinstance(value, str) else " values"
+    return value, ""
 
 
 def type_name(hint: Any) -> str:

@@ -1,10 +1,13 @@
 """Command-line flags made from a frozen dataclass when they are needed, never at import."""
 
+import contextlib
 import dataclasses
 import inspect
+import os
+import traceback
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from absl import flags
@@ -17,6 +20,30 @@ PREFIX = "config_"
 
 class UsageError(ValueError):
     """A command line that does not fit the `Config`; the message says what was wrong and names the nearest flag."""
+
+
+@contextlib.contextmanager
+def set_up() -> Iterator[None]:
+    """Within this block, in which an experiment makes what its Config asks for, a ValueError is a UsageError.
+
+    For values that only the data, the model or the number of ranks show to be wrong: `launch` ends with one line and
+    status 2. The line says where in the experiment it was, and a notebook shows the ValueError as its cause. Errors of
+    other types, those with a type of their own (a damaged checkpoint, another run in the folder) among them, pass. To
+    end before anything is written, and before the first step: no ValueError of a step is about the command line.
+
+    >>> with set_up():
+    ...     raise ValueError("windows: got 9, the text has 1 to 6 of them")
+    Traceback (most recent call last):
+    fmegatron.loop.flags.UsageError: windows: got 9, the text has 1 to 6 of them (...)
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({os.path.basename(frames[1].filename)}:{frames[1].lineno})" if len(frames) > 1 else ""
+        raise UsageError(f"{error}{where}") from error
 
 
 def parse(argv: Sequence[str], config: Any) -> Any:

@@ -25,7 +25,8 @@ def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None =
     Under torchrun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one rank
     ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C, its own for a
     SystemExit that is not 0).
-    A bad command line is one line on stderr and exit status 2; a run in a folder that another run has, with status 1.
+    A bad command line, also where only the experiment's set-up sees that (`set_up`), is one line on stderr and exit
+    status 2; a run in a folder that another run has, with status 1.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)

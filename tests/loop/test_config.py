@@ -33,6 +33,8 @@ class Config:
     pair: tuple[int, float] = (1, 2.0)
     part: Part = Part()
     anything: Any = None
+    folder: str = field("runs", resume="free", least=1)
+    layers: tuple[int, ...] = field((1, 2), above=1)
 
     __post_init__ = check
 
@@ -58,6 +60,8 @@ class Config:
         ({"prompts": (1,)}, "Config.prompts: got (1,) of type tuple"),
         ({"pair": (1,)}, "Config.pair: got (1,)"),
         ({"mesh": "fsdp=2"}, "Config.mesh: got 'fsdp=2' of type str, wanted Mesh"),
+        ({"folder": ""}, "Config.folder: got '', wanted at least 1 characters"),
+        ({"layers": (3,)}, "Config.layers: got (3,), wanted a number of values above 1"),
         ({"run": 3}, "Config.run: got 3 of type int, wanted str"),
         ({"part": {"width": 3}}, "Config.part: got {'width': 3} of type dict, wanted Part"),
     ],
@@ -84,6 +88,7 @@ def test_a_part_checks_itself():
         ({"prompts": ["a", "b"]}, {"prompts": ("a", "b")}),
         ({"pair": [np.int32(1), 2]}, {"pair": (1, 2.0)}),
         ({"kind": 3}, {"kind": 3}),
+        ({"run": "", "folder": Path("a")}, {"run": "", "folder": "a"}),
         ({"limit": None, "anything": object}, {"limit": None, "anything": object}),
     ],
 )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fmegatron.loop import Place, catch, launch, use_threads
+from fmegatron.checkpoint import CheckpointError, ClaimedError
+from fmegatron.loop import Place, UsageError, catch, launch, set_up, use_threads
 from tests.house import ROOT
 
 SCRIPT = """
@@ -219,6 +220,44 @@ def test_threads_are_the_cores_of_a_rank():
     assert use_threads(Place(local_size=cores, size=cores)) == 1
     assert use_threads(Place(local_size=1)) == 1  # a process of its own keeps what it has
     torch.set_num_threads(before)
+
+
+def test_a_value_that_set_up_refuses_is_a_line_and_the_same_error_in_a_step_is_not(capsys):
+    """Errors that have a type of their own pass set-up: a claimed folder, a damaged checkpoint, a file's encoding."""
+
+    @dataclass(frozen=True)
+    class Config:
+        raised: str = "in set-up"
+
+    def main(config):
+        with set_up():
+            if config.raised == "in set-up":
+                raise ValueError("windows: got 9, wanted 6")
+            if config.raised != "in a step":
+                raise {"claimed": ClaimedError, "damaged": CheckpointError, "usage": UsageError, "type": TypeError}[
+                    config.raised
+                ]("another")
+        raise ValueError("windows: got 9, wanted 6")
+
+    with pytest.raises(SystemExit) as left:
+        launch(main, Config, ["prog"])
+    line = main.__code__.co_firstlineno + 3
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"prog: windows: got 9, wanted 6 (test_launch.py:{line})\nTry --help.\n"
+    for how, kind, status in (
+        ("in a step", ValueError, None),
+        ("damaged", CheckpointError, None),
+        ("claimed", None, 1),
+    ):
+        with pytest.raises(kind or SystemExit) as left:
+            launch(main, Config, ["prog", f"--config_raised={how}"])
+        assert not isinstance(left.value, UsageError) and getattr(left.value, "code", None) == status
+    capsys.readouterr()
+    with pytest.raises(UsageError, match=r"wanted 6 \(test_launch.py:") as left:
+        main(Config())
+    assert type(left.value.__cause__) is ValueError
+    with pytest.raises(UsageError, match="^another$"):
+        main(Config("usage"))
 
 
 def test_in_a_notebook_launch_returns_and_raises(monkeypatch):
