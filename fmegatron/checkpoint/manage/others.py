@@ -20,10 +20,11 @@ def others(both: tuple[Steps, Steps]) -> str | None:
     both: the lasting and the temporary steps.
     """
     lasting, found = both[0], []
-    if hint := recognized(Folder(lasting.store.text) if lasting.renames else lasting.store.locate(), run=True):
-        found.append(hint)
-    found += [f"{of.place(step).text} without COMPLETE" for of in both for step in reversed(of.incomplete())]
     names = lasting.store.children() if lasting.renames else []  # in an object store, of what was begun and not ended
+    if not any(map(STEP.fullmatch, names)):  # else it would be called a directory of checkpoints
+        if hint := recognized(Folder(lasting.store.text) if lasting.renames else lasting.store.locate(), run=True):
+            found.append(hint)
+    found += [f"{of.place(step).text} without COMPLETE" for of in both for step in reversed(of.incomplete())]
     for name in reversed(names[-_MOST:]):
         if STEP.fullmatch(name) and name == lasting.name(int(name[5:])) or lasting.store.child(name) == both[1].store:
             continue
