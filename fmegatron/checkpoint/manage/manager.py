@@ -70,9 +70,7 @@ class Manager:
         on_failure: str = "warn",
     ):
         for name, value in (("keep", keep), ("keep_temporary", keep_temporary)):
-            if value is None and name == "keep" or isinstance(value, Keep) and name == "keep":
-                continue
-            if not is_count(value):
+            if not is_count(value) and not (name == "keep" and (value is None or isinstance(value, Keep))):
                 more = ", a Keep, or None to keep all" if name == "keep" else ""
                 kind = f"{value!r:.60} ({type(value).__name__})"
                 raise ValueError(
@@ -80,12 +78,11 @@ class Manager:
                 )
         self.directory, self.show_progress = directory, show_progress
         self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
-        self.keep_temporary = Keep(last=keep_temporary)
+        self.keep_temporary, self._told = Keep(last=keep_temporary), False  # told: of what lies there that is not ours
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
-        self._line, self._told = Line(self._both), False  # told: of what lies there that is no step of ours
-        self._deleter, self._background = Deleter(), Background(saver, on_failure)
+        self._line, self._deleter, self._background = Line(self._both), Deleter(), Background(saver, on_failure)
         self._reports: deque[Report] = deque(maxlen=_REPORTS)  # of saves that ended, for the next `poll`
         self._failures: list[str] = []  # of saves in the background, still to be raised
 
