@@ -174,7 +174,7 @@ def test_fp64_sums_of_microbatches_lose_nothing_of_fp32_gradients():
     [
         ({"x": torch.ones(6, 2)}, 4, r"leaf 'x' of local shape \(6, 2\) cannot be cut into 4 microbatches"),
         ({"x": torch.ones(4), "y": torch.ones(())}, 2, r"leaf 'y' of local shape \(\) cannot be cut"),
-        ({"x": torch.ones(4)}, 0, "n=0 microbatches; n must be at least 1"),
+        ({"x": torch.ones(4)}, 0, "n=0 microbatches; n must be a whole number, at least 1"),
     ],
 )
 def test_accumulate_errors(batch, n, message):
