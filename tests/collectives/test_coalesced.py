@@ -14,6 +14,7 @@ from fmegatron.layout import Layout, Mesh, dtype_name
 from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
 from tests.collectives.coalesced_cases import GROUPS, MESHES, Problem, draw, gather_step
+from tests.pairs import turns
 
 ALL = [
     (mesh, group)
@@ -141,14 +142,17 @@ def compiled_on_rank(rank, mesh, group, little=None):
 
 @pytest.mark.parametrize(
     ("group", "little", "ops", "copies"),
-    [
-        ("one axis", None, ["all_gather", "all_to_all"], {"pack": 2, "unpack": 2, "cat": 4}),
-        ("one axis", 0, ["all_gather", "all_to_all"], {"pack": 1, "unpack": 1, "cat": 4}),
-        pytest.param("one axis, one dtype", None, ["all_gather", "reduce_scatter"], {"cat": 6}, marks=pytest.mark.slow),
-        ("one axis, one dtype", 0, ["all_gather", "reduce_scatter"], {"cat": 4}),
-        ("one tensor", None, ["all_gather", "reduce_scatter"], {}),
-        pytest.param("one tensor by rows", None, ["all_gather", "reduce_scatter"], {}, marks=pytest.mark.slow),
-    ],
+    turns(
+        2,
+        [
+            ("one axis", None, ["all_gather", "all_to_all"], {"pack": 2, "unpack": 2, "cat": 4}),
+            ("one axis, one dtype", None, ["all_gather", "reduce_scatter"], {"cat": 6}),
+            ("one tensor", None, ["all_gather", "reduce_scatter"], {}),
+            ("one axis", 0, ["all_gather", "all_to_all"], {"pack": 1, "unpack": 1, "cat": 4}),
+            ("one axis, one dtype", 0, ["all_gather", "reduce_scatter"], {"cat": 4}),
+            ("one tensor by rows", None, ["all_gather", "reduce_scatter"], {}),
+        ],
+    ),
 )
 def test_one_real_collective(ranks, group, little, ops, copies):
     """One all-gather forward and one exchange backward; no cat for a list of one or of large tensors, and else one for
