@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 
 from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
-from fmegatron.step.check.combine import drawn_after, pending_after, strongest
+from fmegatron.step.check.combine import pending_after, strongest
 from fmegatron.step.check.excess import excess_after
 from fmegatron.step.check.scope import Scope, op_name, suspected
 from fmegatron.step.check.values import (
     NOTHING,
-    Drawn,
     Excess,
     First,
     Mark,
@@ -86,8 +85,6 @@ def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Ma
         return mark
     if any(isinstance(m, Pending) for m in given):
         return pending_after(scope, node, kind, values, axis)
-    if any(isinstance(m, Drawn) for m in given):
-        return drawn_after(values, out, axis, size_of)
     if any(isinstance(m, First) for m in given):
         return _first(node, kind, values, axis)
     if any(isinstance(m, Varying) for m in given):
@@ -228,9 +225,6 @@ def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, su
     if mark is not None:
         return mark
     given = [v.marks.get(axis) for v in (a, b)]
-    drawn = next((m for m in given if isinstance(m, Drawn)), None)
-    if drawn:
-        return drawn
     pending = [m for m in given if isinstance(m, Pending)]
     if any(isinstance(m, (Varying, First)) for m in given):
         return scope.unknown(node, "multiplies a pending sum by a value that varies") if pending else Varying()

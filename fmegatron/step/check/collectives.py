@@ -31,7 +31,6 @@ from fmegatron.step.check.atoms import (
 from fmegatron.step.check.excess import raised
 from fmegatron.step.check.scope import Rule, Rules, Scope, op_name, suspected
 from fmegatron.step.check.values import (
-    Drawn,
     First,
     Mark,
     Pending,
@@ -150,7 +149,7 @@ def _gathered(scope, node, name, x: Value, axes, given) -> Value:
     for axis in axes:
         mark, held = x.marks.get(axis), axis in over(atoms)
         marks[axis] = _left(mark)
-        if isinstance(mark, _OPEN) or held or isinstance(mark, Drawn) or (mark is None and constant_along(atoms)):
+        if isinstance(mark, _OPEN) or held or (mark is None and constant_along(atoms)):
             continue
         if isinstance(mark, Varying) or (isinstance(mark, Somewhere) and mark.or_sum):
             fix = 'declare(x, axis, forward=("sharded", dim)) says that its parts are shards'
@@ -220,7 +219,7 @@ def exchanged(scope: Scope, node: Node, name: str, x: Value, axes: tuple[str, ..
         mark, held = x.marks.get(axis), any(axis in (atom.axes or ()) for atom in x.dims[concat_dim][:1])
         marks[axis] = _left(mark)
         constant = mark is None and constant_along(x.dims[concat_dim])
-        if isinstance(mark, (*_OPEN, Varying, Somewhere, Drawn)) or held or constant:
+        if isinstance(mark, (*_OPEN, Varying, Somewhere)) or held or constant:
             continue
         if isinstance(mark, Pending) and mark.kind in ("sum", "max", "min") and split_dim != concat_dim:
             terms[axis] = Fold(mark.kind, axis, node)
@@ -251,7 +250,7 @@ def _whole_again(atoms, axes, n):
 
 def _permuted(scope, node, name, x: Value, axes, given) -> Value:
     # What is sharded lies elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms.
-    moved = [a for a in axes if x.shards(a) or x.is_(a, Somewhere, Drawn)]
+    moved = [a for a in axes if x.shards(a) or x.is_(a, Somewhere)]
     open_ = {a: _left(x.marks[a]) for a in axes if x.is_(a, Unknown)}
     out = x.marked(open_).marked(dict.fromkeys(moved, Varying()))
     return replace(out, data=False, index_of=(), ramp=False) if moved else out

@@ -15,7 +15,6 @@ import torch
 
 from fmegatron.step.check.scope import Scope, op_name, suspected
 from fmegatron.step.check.values import (
-    Drawn,
     First,
     Mark,
     Pending,
@@ -205,16 +204,3 @@ def _own_reduction(scope: Scope, node: Node, axis: str, birth: Node | None) -> b
 
 def _state(values: Sequence[Value], axis: str) -> str:
     return next(v.state(axis) for v in values if not v.replicated(axis))
-
-
-def drawn_after(values: Sequence[Value], out: Value, axis: str, sizes) -> Drawn | None:
-    """Whether the result is still each rank's own draw: not over an axis that shards what the draw is as large as."""
-    mine = [v for v in values if v.is_(axis, Drawn)]
-    others = [v for v in values if not v.is_(axis, Drawn)]
-    fits = all(
-        any(sizes(v.dims[d - len(out.dims)]) == sizes(out.dims[d]) for v in mine if len(v.dims) >= len(out.dims) - d)
-        for d in out.shards(axis)
-    )
-    if fits and any(v.shards(axis) or v.is_(axis, Somewhere) for v in others):
-        return None
-    return mine[0].marks[axis]

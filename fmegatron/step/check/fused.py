@@ -10,7 +10,7 @@ import torch
 from fmegatron.step.check import arithmetic, reductions
 from fmegatron.step.check.atoms import UNIFORM, Atom, over, size_of
 from fmegatron.step.check.excess import raised
-from fmegatron.step.check.made import counted, fresh
+from fmegatron.step.check.made import counted
 from fmegatron.step.check.scope import Rules, Scope
 from fmegatron.step.check.values import Pending, Suspect, Value, filled
 
@@ -29,9 +29,6 @@ def attention(scope: Scope, node: Node, given: dict) -> list[Value | None]:
     q = _all_of(scope, node, q, (3,), "attention queries")
     out = arithmetic.elementwise(scope, node, "function", [_heads(t, q) for t in (q, k, v)])
     full = replace(out, dims=(*out.dims[:2], q.dims[2], v.dims[3]))
-    if given.get("dropout_p"):
-        mask = fresh(scope, node, node.meta["val"][0].shape)
-        full = arithmetic.elementwise(scope, node, "product", [full, mask])
     rows = replace(out, dims=(*out.dims[:2], q.dims[2]))
     known = [axis for axis in parts if rows.is_(axis, Suspect)]  # what combines the parts of ranks
     rows = rows.marked({axis: Pending("logsumexp", node) for axis in known})

@@ -20,7 +20,6 @@ from fmegatron.step.check.combine import strongest
 from fmegatron.step.check.reductions import along, reduction
 from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of, suspected
 from fmegatron.step.check.values import (
-    Drawn,
     First,
     Mark,
     Pending,
@@ -69,7 +68,7 @@ def _looked_up(scope: Scope, node: Node, x: Value, index: Value, axis: str, cros
         return Wrong(node, "takes this rank's part of a pending sum", "reduce_scatter", x.marks[axis].birth)
     if index.pending(axis):
         return suspected(node, "indexes by a pending reduction", "reduce it first", index.marks[axis].birth)
-    own = bool(index.shards(axis)) or index.is_(axis, Somewhere, Drawn)
+    own = bool(index.shards(axis)) or index.is_(axis, Somewhere)
     if crosses and (own or any(atom.counted for dim in index.dims for atom in dim)):
         return scope.unknown(node, _OWN_ROWS)
     if crosses:
@@ -135,9 +134,6 @@ def _accumulated(scope: Scope, node: Node, g: Value, index: Value, axis: str, su
         return suspected(
             node, "adds up a pending sum at indices that are sharded", "reduce it first", g.marks[axis].birth
         )
-    drawn = next((v.marks[axis] for v in (g, index) if v.is_(axis, Drawn)), None)
-    if drawn is not None:
-        return drawn
     if summed and any(atom.counted for dim in index.dims for atom in dim):
         return scope.unknown(node, "adds up a rank's own rows at positions that it counts itself")
     return Pending("sum", node) if summed or g.is_(axis, Somewhere) or index.is_(axis, Somewhere) else None

@@ -1,9 +1,8 @@
-"""Rules for tensors that a step makes itself: constants, counters, random numbers.
+"""Rules for tensors that a step makes itself: constants, counters, random numbers of a seed.
 
-Numbers drawn from a generator are each rank's own (`Value.drawn`): a mask for what is sharded may be that, a mask for
-what is replicated makes replicas differ. Random numbers that are a function of a key and of global positions
-(`fold_in`, integer hashes of `axis_index * n + arange`, philox with a seed that is an argument) are no draws: they are
-ordinary arithmetic, and alike wherever key and positions are.
+Draws from a generator do not come here: a step with one is refused when it is traced (`step.unkeyed`). Random numbers
+that are a function of a key and of global positions (`nn.dropout`, integer hashes of `axis_index * n + arange`, philox
+with a seed that is an argument) are ordinary arithmetic, and alike wherever key and positions are.
 """
 
 from __future__ import annotations
@@ -17,19 +16,13 @@ import torch
 from fmegatron.step.check.arithmetic import elementwise
 from fmegatron.step.check.atoms import Atom, canonical, plain
 from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of
-from fmegatron.step.check.values import Drawn, Pending, Value, filled
+from fmegatron.step.check.values import Pending, Value, filled
 from fmegatron.step.torch_private import outside_of_tracing
 
 
 def counted(shape: Sequence[int], ramp: bool = False) -> Value:
     """A tensor made inside the step that differs along its dims: alike on all ranks, or counted in each one's part."""
     return Value(tuple(canonical((Atom(n, counted=True),)) for n in shape), ramp=ramp)
-
-
-def fresh(scope: Scope, node: torch.fx.Node, shape: Sequence[int]) -> Value:
-    """Random numbers of each rank's own."""
-    axes = [axis for axis in scope.mesh.names if scope.mesh[axis] > 1]
-    return Value(tuple(plain(n) for n in shape), dict.fromkeys(axes, Drawn(node)))
 
 
 def made(constant: torch.Tensor) -> Value:
@@ -65,32 +58,6 @@ def counter(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
     return counted(shape_of(node), given.get("start", 0) == 0 and given.get("step", 1) == 1 and "n" not in given)
 
 
-def drawn(scope: Scope, node: torch.fx.Node, given: dict) -> Value | None:
-    """rand, randn, randint, randperm: new numbers. None (unproven) for ops whose distribution depends on tensors."""
-    return None if any(isinstance(v, Value) for v in given.values()) else fresh(scope, node, shape_of(node))
-
-
-def drawn_alike(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
-    """rand_like, normal_, uniform_, ...: new numbers in the shape of the argument, whatever it held."""
-    return fresh(scope, node, shape_of(node))
-
-
-def bernoulli(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
-    """Draws whose probabilities are the argument."""
-    return elementwise(scope, node, "function", [given["self"], fresh(scope, node, shape_of(node))])
-
-
-def dropout(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
-    """native_dropout -> (input times mask, mask)."""
-    mask = fresh(scope, node, node.meta["val"][1].shape)
-    return [elementwise(scope, node, "product", [given["input"], mask]), mask]
-
-
-def dropout_backward(scope: Scope, node: torch.fx.Node, given: dict) -> Value:
-    """The gradient times the mask of the forward."""
-    return elementwise(scope, node, "product", [given["grad_output"], given["mask"]])
-
-
 def philox(scope: Scope, node: torch.fx.Node, given: dict) -> list[Value]:
     """Numbers from a seed and an offset that are tensors: alike wherever these are -> (numbers, next offset)."""
     source = elementwise(scope, node, "function", [given["seed"], given["offset"]])
@@ -104,10 +71,5 @@ RULES: Rules = MappingProxyType(
         constant,
     )
     | dict.fromkeys("arange iota eye linspace tril_indices triu_indices".split(), counter)
-    | {
-        "bernoulli": bernoulli,
-        "native_dropout": dropout,
-        "native_dropout_backward": dropout_backward,
-        "philox_rand": philox,
-    }
+    | {"philox_rand": philox}
 )

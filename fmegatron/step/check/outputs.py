@@ -9,7 +9,6 @@ from fmegatron.step.check.atoms import folds_of, interleaved, order_of
 from fmegatron.step.check.excess import too_large
 from fmegatron.step.check.scope import GO_ON, Scope
 from fmegatron.step.check.values import (
-    Drawn,
     First,
     Mark,
     Pending,
@@ -79,10 +78,8 @@ def _difference(scope: Scope, value: Value, want: Value, axis: str, node: Node, 
 
 def _not_as_wanted(scope: Scope, value: Value, axis: str, node: Node, path: str, got: str, wanted: str) -> None:
     mark = value.marks.get(axis)
-    birth = mark.birth if isinstance(mark, Pending) else mark.node if isinstance(mark, Drawn) else None
+    birth = mark.birth if isinstance(mark, Pending) else None
     fix = f"psum it over {axis!r}" if isinstance(mark, Pending) else "look where its gradient or its value comes from"
-    if isinstance(mark, Drawn):
-        fix = "draw from a key that is an argument, as a function of global positions"
     scope.find(node, axis, f"the output {path} is {got}, its layout says {wanted}", fix, birth)
 
 

@@ -22,7 +22,6 @@ from fmegatron.step.check.excess import excess_after, raised
 from fmegatron.step.check.scope import Rules, Scope, op_name, suspected
 from fmegatron.step.check.values import (
     NOTHING,
-    Drawn,
     Mark,
     Pending,
     Somewhere,
@@ -81,7 +80,7 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
 
 def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind: str) -> Mark | None:
     mark = x.marks.get(axis)
-    if isinstance(mark, (Wrong, Unknown, Suspect, Drawn, Varying)):
+    if isinstance(mark, (Wrong, Unknown, Suspect, Varying)):
         return mark
     if isinstance(mark, Somewhere):
         if mark.or_sum or (mark.dims is None and len(gone) < len(x.dims)) or (gone & set(mark.dims or ())) not in (

@@ -135,8 +135,6 @@ def _rule_of(target: Any) -> Rule | None:
         return rule and _each(rule)
     elements = torch.Tag.pointwise in target.tags
     rule = RULES.get(overload) or RULES.get(name) or _of_elements(name, elements)
-    if rule is None and torch.Tag.nondeterministic_seeded in target.tags:
-        return made.drawn_alike if name.endswith("_like") or target._schema.is_mutable else made.drawn
     return _of_numbers(rule) if elements and rule is not None and not target._schema.is_mutable else rule
 
 

@@ -50,16 +50,6 @@ class First(NamedTuple):
     words = "varying"
 
 
-class Drawn(NamedTuple):
-    """Each rank drew random numbers of its own: right for what is sharded, wrong for what must be equal on all ranks.
-
-    node: where.
-    """
-
-    node: Node
-    words = "drawn anew on each rank"
-
-
 class Somewhere(NamedTuple):
     """Sharded on one of these dims (None: any), and shapes do not tell on which.
 
@@ -114,7 +104,7 @@ class Wrong(NamedTuple):
     words = "varying"
 
 
-Mark = Pending | Varying | First | Drawn | Somewhere | Suspect | Unknown | Wrong
+Mark = Pending | Varying | First | Somewhere | Suspect | Unknown | Wrong
 
 
 class Excess(NamedTuple):
