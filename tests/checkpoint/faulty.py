@@ -78,3 +78,27 @@ def full_after(writes):
             raise OSError(28, "No space left on device")
 
     return before
+
+
+class Killed(BaseException):
+    """The process is gone: after this, nothing that it would have done happens."""
+
+
+def die_at(patch, moment, places):
+    """Kill the process at the n-th thing that it does by one of these functions, each (owner, name) of an attribute.
+
+    Returns the count of things done, in a list."""
+    done = [0]
+
+    def mortal(function):
+        def call(*args, **kwargs):
+            done[0] += 1
+            if done[0] >= moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    for place, name in places:
+        patch.setattr(place, name, mortal(getattr(place, name)))
+    return done

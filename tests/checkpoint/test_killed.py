@@ -14,7 +14,7 @@ from fmegatron.checkpoint.files.leases import Lease
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
-from tests.checkpoint.faulty import lives
+from tests.checkpoint.faulty import Killed, die_at, lives
 from tests.checkpoint.test_faults import layouts_on, read_all, state
 
 
@@ -36,29 +36,10 @@ def die():
         yield end
 
 
-class Killed(BaseException):
-    """The process is gone: after this, nothing that it would have done happens."""
-
-
-def die_at(patch, moment):
-    """Kill the process at the n-th thing that it does to the file system. Returns the count of things done."""
-    done = [0]
-
-    def mortal(function):
-        def call(*args, **kwargs):
-            done[0] += 1
-            if done[0] >= moment:
-                raise Killed
-            return function(*args, **kwargs)
-
-        return call
-
-    for module, name in (
-        (Folder, "write"), (commit, "sync_directory"), (commit, "remove"), (commit, "_exchange"),
-        (commit.os, "rename"), (commit.os, "mkdir"), (Notes, "write"), (Notes, "remove"),
-    ):  # fmt: skip
-        patch.setattr(module, name, mortal(getattr(module, name)))
-    return done
+PLACES = (
+    *((Folder, "write"), (commit, "sync_directory"), (commit, "remove"), (commit, "_exchange")),
+    *((commit.os, "rename"), (commit.os, "mkdir"), (Notes, "write"), (Notes, "remove")),
+)
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
@@ -76,7 +57,7 @@ def test_killed_at_every_moment(tmp_path, monkeypatch, die, existing, exchange):
         if existing:
             shutil.copytree(tmp_path / "old", at)
         with monkeypatch.context() as patch:
-            done = die_at(patch, moment)
+            done = die_at(patch, moment, PLACES)
             try:
                 checkpoint.save(at, state(1), one)
             except Killed:

@@ -17,7 +17,7 @@ from fmegatron.checkpoint.files.storage import store_from_json
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
-from tests.checkpoint.faulty import FaultyStorage, FaultyStore, full_after, lives
+from tests.checkpoint.faulty import FaultyStorage, FaultyStore, Killed, die_at, full_after, lives
 from tests.checkpoint.s3_server import s3_endpoint, s3_store
 from tests.checkpoint.test_faults import layouts_on, state
 
@@ -146,10 +146,6 @@ def test_a_changed_pointer(memory, root):
 # ---- a save that dies
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.fixture
 def die():
     with lives() as end:
@@ -161,22 +157,12 @@ def test_killed_at_every_moment(monkeypatch, die, existing):
     """Old or new, bit for bit, whatever the last request was; the next save works and leaves nothing behind."""
     seen = set()
     for moment in range(1, 400):
-        store, done = open_store("memory://runs/a", {}), [0]
+        store = open_store("memory://runs/a", {})
         if existing:
             checkpoint.save(store, state(0), ONE)
 
-        def mortal(function, done=done, moment=moment):
-            def call(*args, **kwargs):
-                done[0] += 1
-                if done[0] >= moment:
-                    raise Killed
-                return function(*args, **kwargs)
-
-            return call
-
         with monkeypatch.context() as patch:
-            for name in ("write", "remove", "delete"):
-                patch.setattr(keyvalue.KeyValues, name, mortal(getattr(keyvalue.KeyValues, name)))
+            done = die_at(patch, moment, [(keyvalue.KeyValues, name) for name in ("write", "remove", "delete")])
             try:
                 checkpoint.save(store, state(1), ONE)
             except Killed:

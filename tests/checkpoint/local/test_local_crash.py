@@ -9,6 +9,7 @@ import pytest
 
 from fmegatron.checkpoint.local import blob, shelf
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+from tests.checkpoint.faulty import Killed
 from tests.checkpoint.local.nodes import Cluster, state, tiny_bands
 
 
@@ -16,10 +17,6 @@ from tests.checkpoint.local.nodes import Cluster, state, tiny_bands
 def _tiny():
     with tiny_bands():
         yield
-
-
-class Killed(BaseException):
-    """The process is gone: nothing that this thread would still do to a file happens."""
 
 
 class Fates:
