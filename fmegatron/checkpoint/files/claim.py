@@ -16,14 +16,13 @@ import numbers
 import os
 import random
 import re
-import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator
 
 from fmegatron.checkpoint.calls.arguments import check_world
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
-from fmegatron.checkpoint.files.commit import make_directories
+from fmegatron.checkpoint.files.commit import make_directories, new_token
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Holder, Lease, Watch, alive
 from fmegatron.checkpoint.files.notes import Notes
@@ -109,7 +108,7 @@ def _take(store: Store, what: str, stale_s: float) -> Lease:
     notes, watch, doubted, end = store.notes(), Watch(most_s=2.5 * BEAT_S), {}, None
     if isinstance(notes, Notes):
         make_directories(notes.at)
-    mine = f".{what}.claim-{secrets.token_hex(6)}"
+    mine = f".{what}.claim-{new_token()}"
 
     def claims() -> list[str]:
         return [name for name in notes.names() if re.fullmatch(rf"\.{what}\.claim-[0-9a-f]{{12}}", name)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
-from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts
+from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
 from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
 
@@ -276,18 +276,11 @@ class FolderStore:
         """Remove the hidden directory if it is still there, and with it the note of the save."""
         if storage is None:
             return
-        removed = False
-        try:
+        with settling(storage.lease):
             # Interrupted between the two renames of `publish`, the name is still missing.
             commit.take_back(self.path, commit.HIDDEN.fullmatch(os.path.basename(storage.root))[3])
             if commit.is_there(storage.root):
                 commit.remove(storage.root)
-            removed = True
-        except OSError:
-            pass  # how the save itself has ended is what counts; the next one tries again, and says so
-        finally:
-            if storage.lease is not None:
-                storage.lease.release() if removed else storage.lease.drop()
 
     def withdraw(self) -> Folder:
         """Hide the directory by a rename."""

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import threading
 import time
 import warnings
@@ -30,6 +29,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fmegatron.checkpoint.files.commit import new_token
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.owner import fate, host, owner
 from fmegatron.collectives import held_interrupt
@@ -145,14 +145,35 @@ class Lease:
         self._dropped()
 
 
+def _signed() -> dict[str, object]:
+    """What a note says of who leaves it, and when."""
+    return {"time": time.time(), "host": host(), "owner": owner()}
+
+
+@contextlib.contextmanager
+def settling(lease: Lease | None) -> Iterator[None]:
+    """Ends the lease of a save with this block, which removes what the save has left.
+
+    Where that failed the note stays, and says that nobody holds it: whoever cleans goes on. An OSError is not raised:
+    how the save itself has ended is what counts.
+    """
+    removed = False
+    try:
+        with contextlib.suppress(OSError):
+            yield
+            removed = True
+    finally:
+        if lease is not None:
+            lease.release() if removed else lease.drop()
+
+
 class _Renewed:
     """A note and what renews it."""
 
     def __init__(self, notes: Notes | KeyNotes, name: str, exclusive: bool, fields: dict[str, object]):
         self.notes, self.name, self.exclusive, self.fields = notes, name, exclusive, fields
-        self.since, self.beats, self.lost = time.time(), 0, False
+        self.own, self.beats, self.lost = _signed(), 0, False
         self.done, self.lock, self.pid = threading.Event(), threading.RLock(), os.getpid()
-        self.own = {"time": self.since, "host": host(), "owner": owner()}
 
     def text(self) -> bytes:
         return json.dumps(self.own | {"beat": self.beats} | self.fields).encode()
@@ -191,7 +212,7 @@ def reading(notes: Notes | KeyNotes, name: str) -> Iterator[None]:
     lease = None
     try:
         with held_interrupt(), contextlib.suppress(OSError):
-            lease = Lease(notes, f".{name}.reading-{secrets.token_hex(6)}")
+            lease = Lease(notes, f".{name}.reading-{new_token()}")
         until, watch = time.monotonic() + _YIELD_S, Watch()
         with contextlib.suppress(OSError):  # notes that cannot be read protect nobody, and must not stop a reader
             while lease and holder(notes, name, "leaving", watch) and time.monotonic() < until:
@@ -214,10 +235,10 @@ def leaving(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True)
 
     pins: whether a pin counts.
     """
-    note = f".{name}.leaving-{secrets.token_hex(6)}"
+    note = f".{name}.leaving-{new_token()}"
     try:
         with contextlib.suppress(OSError):  # a full disk must not keep old steps from going
-            notes.write(note, json.dumps({"time": time.time(), "host": host(), "owner": owner()}).encode())
+            notes.write(note, json.dumps(_signed()).encode())
         yield why_held(notes, name, watch, pins)
     finally:
         with held_interrupt(), contextlib.suppress(OSError):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import secrets
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -25,9 +24,20 @@ from typing import Any
 
 import tensorstore as ts
 
+from fmegatron.checkpoint.files.commit import new_token
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, MARKER_VERSION, CheckpointError, digest_text
 from fmegatron.checkpoint.files.keyvalue import KeyNotes, KeyValues
-from fmegatron.checkpoint.files.leases import LEASE_S, NOBODYS, Holder, Lease, Watch, alive, saving_note, say_doubts
+from fmegatron.checkpoint.files.leases import (
+    LEASE_S,
+    NOBODYS,
+    Holder,
+    Lease,
+    Watch,
+    alive,
+    saving_note,
+    say_doubts,
+    settling,
+)
 from fmegatron.checkpoint.files.object_files import Objects
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
@@ -125,7 +135,7 @@ class ObjectStore:
         if strange and MARKER not in keys:
             raise ValueError(f"{self.text}: holds {strange[0]} and is no checkpoint; choose another URL, or empty it")
         say_doubts(self.text, self._clear(Watch()), "if they have died, delete these objects")
-        token = secrets.token_hex(6)
+        token = new_token()
         lease = Lease(self._notes, self._note(token), exclusive=True)
         if self._index is not None:
             index, name = self._index
@@ -160,17 +170,12 @@ class ObjectStore:
         """Remove the objects of a save that did not become the checkpoint, and the note of the save."""
         if storage is None:
             return
-        removed = False
-        try:
-            if superseded := (self._pointer() or {}).get("root") != storage.root:
+        superseded = False
+        with settling(storage.lease):
+            if (self._pointer() or {}).get("root") != storage.root:
                 storage.delete()
-            removed = True
-        except OSError:
-            pass  # how the save itself has ended is what counts; the next one tries again, and says so
-        finally:
-            if storage.lease is not None:
-                storage.lease.release() if removed else storage.lease.drop()
-        if removed and superseded:
+                superseded = True
+        if superseded:
             with suppress(OSError):
                 self._forget_if_empty()
 

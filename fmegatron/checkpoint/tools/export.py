@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.files.commit import checkpoint_around, sync_directory
+from fmegatron.checkpoint.files.commit import checkpoint_around, hidden, new_token, sync_directory
 from fmegatron.checkpoint.files.format import Leaf, dtype_of, dtype_text, raw
 from fmegatron.checkpoint.files.look import is_there
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, Source, stream
@@ -102,13 +101,13 @@ def export(
         "fmegatron.step": json.dumps(source.manifest.step),
         "fmegatron.metadata": json.dumps(source.manifest.metadata),
     }
-    parent, name = os.path.split(path)
+    parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
-    hidden = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(6)}")
-    os.mkdir(hidden)
+    draft = hidden(path, "tmp", new_token())
+    os.mkdir(draft)
     try:
         for file, part in zip(names, shards, strict=True):
-            with open(os.path.join(hidden, file), "xb") as out:
+            with open(os.path.join(draft, file), "xb") as out:
                 writer(out, [entries[x.path] for x in part], _contents(source, part, entries, most), metadata)
                 out.flush()
                 os.fsync(out.fileno())
@@ -116,15 +115,15 @@ def export(
         if not single:
             weights = {entries[x.path].name: f for f, part in zip(names, shards, strict=True) for x in part}
             index = {"metadata": {**metadata, "total_size": total}, "weight_map": weights}
-            with open(os.path.join(hidden, f"model{ending}.index.json"), "x") as out:
+            with open(os.path.join(draft, f"model{ending}.index.json"), "x") as out:
                 json.dump(index, out, indent=1)
                 out.flush()
                 os.fsync(out.fileno())
-        sync_directory(hidden)
-        os.rename(os.path.join(hidden, names[0]) if single else hidden, path)
+        sync_directory(draft)
+        os.rename(os.path.join(draft, names[0]) if single else draft, path)
         sync_directory(parent)
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
     files = (path,) if single else tuple(os.path.join(path, file) for file in names)
     return Exported(files, len(leaves), total)
 
