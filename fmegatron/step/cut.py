@@ -13,6 +13,7 @@ from fmegatron.step.torch_private import (
     FakeTensorMode,
     extract_subgraph,
     fx_traceback,
+    graph_module_of,
     inductor_decompositions,
     make_fx,
     mark_backward,
@@ -153,7 +154,7 @@ def cut_joint(joint: Joint, policy: Policy) -> Cut:
     residuals = [n for n in wanted if n.op != "placeholder" and n.name in used]
 
     def part(inputs, outputs, which):
-        return torch.fx.GraphModule(graph_module, extract_subgraph(graph, inputs, outputs, which))
+        return graph_module_of(graph_module, extract_subgraph(graph, inputs, outputs, which))
 
     def values(nodes):
         return [n.meta["val"] for n in nodes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fmegatron.collectives import World, is_symbolic, real, real_coalesced, require_mesh_of_graph
-from fmegatron.step.torch_private import make_fx, outside_of_tracing
+from fmegatron.step.torch_private import graph_module_of, make_fx, outside_of_tracing
 from fmegatron.step.trace import meta_of, symbolic_nodes
 
 __all__ = ["RankInputs", "copy_module", "lower"]
@@ -23,7 +23,7 @@ def copy_module(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The same graph in a module of its own, so that a pass can change it."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    return torch.fx.GraphModule(graph_module, graph)
+    return graph_module_of(graph_module, graph)
 
 
 def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, fake_mode) -> tuple:

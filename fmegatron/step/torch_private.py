@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 try:
@@ -54,6 +56,7 @@ __all__ = [
     "forget_constant",
     "functional_graph",
     "fx_traceback",
+    "graph_module_of",
     "has_cpp_compiler",
     "inductor_decompositions",
     "is_tracing",
@@ -67,6 +70,22 @@ __all__ = [
 ]
 
 storage_uses = torch._C._storage_Use_Count
+
+
+def graph_module_of(root, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of this graph. It writes its Python code when it is first called or asked for it: most are changed by
+    the next pass before, and code that nobody runs is a fifth of the time of a trace."""
+    return _LazyGraphModule(root, graph)
+
+
+def make_fx(function, **settings):
+    """torch's make_fx, whose module writes its code when it is first called (`graph_module_of`)."""
+
+    def traced(*args):
+        with _use_lazy_graph_module(True):
+            return _make_fx(function, **settings)(*args)
+
+    return traced
 
 
 def is_tracing() -> bool:

@@ -6,8 +6,9 @@ gathers of a graph by the node that first computes with what they bring.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +84,13 @@ def memory_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Hashable]:
     Read from the operators, because nodes that were copied into a graph share fake tensors. The i-th output of a node
     with several is (node, i).
     """
-    return {node: _memory(node) for node in nodes}
+    known = {}
+    for node in nodes:
+        known[node] = _memory(node, known)
+    return known
 
 
-def _memory(node: fx.Node) -> Hashable:
+def _memory(node: fx.Node, known: Mapping[fx.Node, Hashable]) -> Hashable:
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
         if node.target is operator.getitem and not is_view(source):
@@ -94,14 +98,19 @@ def _memory(node: fx.Node) -> Hashable:
         if not (node.target is operator.getitem or is_view(node) or is_wait(node)):
             break
         node = source
+        if node in known:
+            return known[node]
     return node
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's value lies in the memory of its first argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target._opname in _MAY_BE_VIEWS or any(r.alias_info is not None for r in node.target._schema.returns)
+    return isinstance(node.target, torch._ops.OpOverload) and _returns_a_view(node.target)
+
+
+@functools.cache
+def _returns_a_view(op: torch._ops.OpOverload) -> bool:
+    return op._opname in _MAY_BE_VIEWS or any(r.alias_info is not None for r in op._schema.returns)
 
 
 def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
