@@ -16,6 +16,7 @@ from tests.fresh import Python
 # What processes of the tests need: the package, and what torch imports late, when it first traces or compiles.
 MODULES = (
     garbage.__name__,
+    "tests.fresh",
     "fmegatron.testing.ranks",
     "fmegatron.loop",
     "functorch.compile",

@@ -2,13 +2,15 @@
 
 What a program sees is what `python script.py`, `python -m module` and `python -c code` give it: `__main__`, arguments,
 search path, environment, streams, session, exit handlers. What it does not see is the start of the interpreter: modules
-are imported already, -W and -X and the variables that Python or OpenMP read at their start have no effect.
+are imported already, -W and -X and the variables that Python or OpenMP read at their start have no effect. Ranks that a
+torchrun starts are forks, too.
 """
 
 import fcntl
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,9 @@ import time
 import types
 import warnings
 
-from fmegatron.testing import Forkserver
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from fmegatron.testing import Forkserver, forkserver
 
 __all__ = ["Process", "Python"]
 
@@ -38,6 +42,27 @@ class Python:
         process = self.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+class _Twin(Forkserver):
+    """A server that is a fork of this process, which has one thread, and not an interpreter that imports all anew.
+
+    The constructor returns in both processes; in the one that serves `serve` is to be called.
+    """
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        self._lock, self.forks = threading.Lock(), True
+        self.serves = os.fork() == 0
+        self._socket, other = (theirs, ours) if self.serves else (ours, theirs)
+        other.close()
+        if not self.serves:
+            threads = forkserver.answer(self._socket)
+            assert threads == 1, f"{threads} threads cannot fork safely"
+
+    def serve(self):
+        """Serve until the owner is gone. Returns in a child when its work is done, too."""
+        forkserver.serve(self._socket.detach(), ())
 
 
 class Process:
@@ -141,6 +166,14 @@ def become(arguments, environment, cwd, session, targets, *files):
     if environment.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     kind, *rest = arguments
+    if kind == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        arguments = rest
+        kind, *rest = arguments
+    if (kind, *rest[:1]) == ("-m", "torch.distributed.run"):
+        if (server := _Twin()).serves:
+            return server.serve()
+        subprocess_handler.Popen = lambda args, **settings: Process(server, args, **settings)
     first = "" if kind == "-c" else cwd if kind == "-m" else os.path.dirname(os.path.abspath(kind))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
     if kind == "-m":

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Fork", "Forkserver"]
+__all__ = ["Fork", "Forkserver", "answer", "serve"]
 
 _ANSWER_S = 300
 _NUMBER = 8  # bytes of a whole number on the wire
@@ -102,7 +102,7 @@ class Forkserver:
             )
         ours.settimeout(_ANSWER_S)
         try:
-            return process, ours, _answer(ours)
+            return process, ours, answer(ours)
         except BaseException:
             ours.close()
             process.kill()
@@ -132,20 +132,21 @@ def _ask(connection: socket.socket, request: tuple, files: Sequence[int] = ()) -
         connection.sendall(len(data).to_bytes(_NUMBER, "little") + data)
         if files:
             socket.send_fds(connection, [b"f"], files)
-    return _answer(connection)
+    return answer(connection)
 
 
-def _answer(connection: socket.socket) -> int:
-    answer = b""
+def answer(connection: socket.socket) -> int:
+    """The next number that a server tells: of its threads when it begins, then what each request asks for."""
+    data = b""
     try:
-        answer = _exactly(connection, _NUMBER)
+        data = _exactly(connection, _NUMBER)
     except TimeoutError:
         raise TimeoutError(f"a process that starts others did not answer within {_ANSWER_S} s") from None
     except OSError:
         pass
-    if len(answer) < _NUMBER:
+    if len(data) < _NUMBER:
         raise RuntimeError("a process that starts others has ended; why stands on stderr")
-    return int.from_bytes(answer, "little")
+    return int.from_bytes(data, "little")
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -156,8 +157,11 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _serve(descriptor: int, modules: Sequence[str]) -> None:
-    """Serve until the owner is gone. Returns in a child when its work is done, too: then its interpreter ends."""
+def serve(descriptor: int, modules: Sequence[str]) -> None:
+    """Import `modules`, then start children for whoever has the other end of this socket, until it is closed.
+
+    This process must have one thread. Returns in a child when its work is done, too: then its interpreter ends.
+    """
     connection = socket.socket(fileno=descriptor)
     for module in modules:
         importlib.import_module(module)
@@ -189,4 +193,4 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 if __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[2])
-    _serve(int(sys.argv[1]), sys.argv[3:])
+    serve(int(sys.argv[1]), sys.argv[3:])
