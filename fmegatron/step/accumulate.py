@@ -14,7 +14,7 @@ from fmegatron.step.grad import widened
 from fmegatron.step.jit import jit
 from fmegatron.step.rows import cut_rows
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
-from fmegatron.step.trace import meta_of, trace
+from fmegatron.step.trace import meta_of, storage_of, trace
 
 __all__ = ["accumulate"]
 
@@ -163,15 +163,11 @@ def _with_own_metrics(grad_fn: Callable) -> Callable:
     @functools.wraps(grad_fn)
     def with_grad(*args):
         (loss, aux), grads = grad_fn(*args)
-        given = {_storage(x) for x in tree.leaves(args) if isinstance(x, torch.Tensor)}
-        shares = tree.map(lambda x: isinstance(x, torch.Tensor) and _storage(x) in given, aux)
+        given = {storage_of(x) for x in tree.leaves(args) if isinstance(x, torch.Tensor)}
+        shares = tree.map(lambda x: isinstance(x, torch.Tensor) and storage_of(x) in given, aux)
         return (loss, tree.map(lambda x, shared: x.clone() if shared else x, aux, shares)), grads
 
     return with_grad
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _kinds(grad_fn: Callable, args: tuple, metrics: list, weight: str | None, known: dict) -> list:

@@ -146,9 +146,7 @@ class Donation:
                 held.append(i)
                 new.append(_copied(x.data))
                 continue
-            if (
-                memory._cdata not in pieces or not memory.resizable()
-            ):  # not resizable: numpy, a file or a process has it
+            if memory._cdata not in pieces or not memory.resizable():  # numpy, a file or a process has it
                 x.data = _copied(x.data)
             new.append(x.data)
         return new, held

@@ -13,6 +13,7 @@ import optree
 import torch
 
 from fmegatron import tree
+from fmegatron.step.trace import meta_text
 
 __all__ = ["differences", "require_constants", "signature_of"]
 
@@ -117,8 +118,7 @@ def _is_number(entry: tuple) -> bool:
 def _words(entry: tuple) -> str:
     """A leaf in words."""
     if _is_tensor(entry):
-        shape, _, dtype, device = entry
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+        return meta_text(entry)
     if isinstance(entry[0], tuple):  # by value
         kind, *rest = entry[0]
         return repr(float.fromhex(rest[0])) if issubclass(kind, float) and isinstance(rest[0], str) else kind.__name__

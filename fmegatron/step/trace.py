@@ -34,8 +34,8 @@ from fmegatron.step.torch_private import (
 from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_generator
 
 __all__ = [
-    *("Traced", "described", "make_fakes", "meta_of", "record", "require_pure", "symbolic_nodes", "trace"),
-    *("tried", "written_by"),
+    *("Traced", "described", "make_fakes", "meta_of", "meta_text", "record", "require_pure", "storage_of"),
+    *("symbolic_nodes", "trace", "tried", "written_by"),
 ]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -86,6 +86,17 @@ def meta_of(t: torch.Tensor) -> tuple:
     return t.shape, t.stride(), t.dtype, t.device
 
 
+def meta_text(meta: tuple) -> str:
+    """What `meta_of` gave, in words, without the stride: "float32[2, 4] on cpu"."""
+    shape, _, dtype, device = meta
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def storage_of(t: torch.Tensor) -> int:
+    """A number that is equal for tensors that share their memory, fake ones too."""
+    return t.untyped_storage()._cdata
+
+
 def symbolic_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The symbolic collectives of a graph, in order."""
     return [n for n in graph.nodes if n.op == "call_function" and collectives.is_symbolic(n.target)]
@@ -99,11 +110,12 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     on symbolic axes and compiled layers inside.
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
     uses a tensor that is not an argument, draws random numbers from a generator (`step.unkeyed`), or returns tensors in
-    what is no tree (a set, a dataclass, a generator). Numbers of
-    Python's and numpy's generators are constants of the graph, as all Python numbers are.
+    what is no tree (a set, a dataclass, a generator). Numbers of Python's and numpy's generators are constants of the
+    graph, as all Python numbers are.
     """
+    name = getattr(fn, "__name__", "fn")
     paths, leaves, spec = tree.flatten(args)
-    require_no_generator(paths, leaves, getattr(fn, "__name__", "fn"))
+    require_no_generator(paths, leaves, name)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     in_paths = [path for path, t in zip(paths, is_tensor, strict=True) if t]
     seen = {}
@@ -113,17 +125,17 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
         filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
         out = fn(*tree.unflatten(spec, filled))
         out_paths, outs, seen["tree"] = tree.flatten(out)
-        _require_no_hidden_tensors(out_paths, outs, getattr(fn, "__name__", "fn"))
+        _require_no_hidden_tensors(out_paths, outs, name)
         seen["static"] = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
         seen["paths"] = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
         outs = [o for o in outs if isinstance(o, torch.Tensor)]
-        inputs = {_storage(t) for t in tensors}
-        seen["aliased"] = [_storage(o) in inputs for o in outs]
+        inputs = {storage_of(t) for t in tensors}
+        seen["aliased"] = [storage_of(o) in inputs for o in outs]
         return [o.detach() for o in outs]
 
     mode = fake_mode or FakeTensorMode()
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
-    graph_module = record(flat, fakes, mode, getattr(fn, "__name__", "fn"))
+    graph_module = record(flat, fakes, mode, name)
     require_pure(graph_module, in_paths)
     found = (in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"])
     return Traced(graph_module, fakes, *found, mode, _line(_frames(sys._getframe(1))))
@@ -214,10 +226,6 @@ def _refused(e: BaseException, text: str) -> ValueError:
     if frames:
         error.add_note("".join(["In the step (most recent call last):\n", *traceback.format_list(frames)]).rstrip())
     return error
-
-
-def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -339,13 +347,13 @@ def require_pure(graph_module, in_paths) -> None:
     """A step may write into its own temporaries, never into an argument: ValueError naming leaf and line."""
     owner = {}
     for node, path in zip(graph_module.graph.find_nodes(op="placeholder"), in_paths, strict=True):
-        owner[_storage(node.meta["val"])] = path
+        owner[storage_of(node.meta["val"])] = path
     for node in graph_module.graph.nodes:
         for source in written_by(node):
             value = source.meta.get("val")
-            if isinstance(value, FakeTensor) and _storage(value) in owner:
+            if isinstance(value, FakeTensor) and storage_of(value) in owner:
                 raise ValueError(
-                    f"argument {owner[_storage(value)]!r} is changed in place by {node.target} at "
+                    f"argument {owner[storage_of(value)]!r} is changed in place by {node.target} at "
                     f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
                     "(jit(..., donate=...) reuses the memory)"
                 )

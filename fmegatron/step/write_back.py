@@ -7,7 +7,7 @@ import torch
 from fmegatron.step.arrive import forget, gather_in_place
 from fmegatron.step.fresh import in_own_memory
 from fmegatron.step.lower import copy_module
-from fmegatron.step.trace import Traced, meta_of, written_by
+from fmegatron.step.trace import Traced, meta_of, meta_text, written_by
 
 __all__ = ["donated_leaves", "write_back", "writes_last"]
 
@@ -36,7 +36,7 @@ def donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
             old, new = meta_of(traced.fakes[i]), meta_of(traced.outputs[outputs[path]].meta["val"])
             if old[0] != new[0] or old[2:] != new[2:]:
                 raise ValueError(
-                    f"donated leaf {path!r} changes: was {_words(old)}, would become {_words(new)}; "
+                    f"donated leaf {path!r} changes: was {meta_text(old)}, would become {meta_text(new)}; "
                     "cast or reshape the new value, or do not donate"
                 )
             donated[outputs[path]] = i
@@ -45,11 +45,6 @@ def donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
 
 def _under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + "/")
-
-
-def _words(meta) -> str:
-    shape, _, dtype, device = meta
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
 def write_back(graph_module, donated: dict[int, int], in_order: bool) -> torch.fx.GraphModule:

@@ -54,8 +54,9 @@ def finding_of_cut(cut: Cut, mesh: Mesh) -> Finding:
     """What is said where only the order of rows makes the difference."""
     what = (
         f"each rank of {mesh} cuts its own rows into {cut.n} microbatches, so that these hold other rows than on one "
-        "rank, and the result depends on which rows are together; give the batch a layout that deals every microbatch "
-        f"to all ranks: Split(axes, parts={cut.n}) on dim {cut.dim}"
+        "rank, and the result depends on which rows are together; give the batch a layout by which every rank has its "
+        f"part of every microbatch: Split(axes, parts={cut.n}) on dim {cut.dim}, which is what "
+        f"DataParallel.batch_layout(..., microbatches={cut.n}) makes"
     )
     return Finding(cut.at, "microbatches", what)
 

@@ -22,11 +22,11 @@ def arguments(rows: int = B, dtype: torch.dtype = torch.float64) -> dict:
 
 
 class Tripled(torch.autograd.Function):
-    """exp, with a backward of its own that reads the result."""
+    """sin, with a backward of its own that reads the result."""
 
     @staticmethod
     def forward(ctx, x):
-        y = x.exp()
+        y = x.sin()
         ctx.save_for_backward(y)
         return y
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fmegatron.step import compiled_layer
+from tests.step.foreign_layers import Tripled
 
 __all__ = ["KINDS", "PREPARE", "detached", "has_gradient"]
 
@@ -331,21 +332,6 @@ def constant(rng, pool, arguments):
     return [], rng.choice(ops)
 
 
-class _Tripled(torch.autograd.Function):
-    """sin, with a backward of its own that reads the result."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sin()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return 3 * g * y
-
-
 def _gradient_inside(x):
     z = x.detach().requires_grad_()
     with torch.enable_grad():
@@ -356,7 +342,7 @@ def _gradient_inside(x):
 inside = _of_one(
     "inside",
     real,
-    _Tripled.apply,
+    Tripled.apply,
     _gradient_inside,
     lambda x: checkpoint(lambda x: x.tanh() * x, x, use_reentrant=False),
     lambda x: compiled_layer("inputs")(lambda x, w: (x * 1.5).tanh())(x, {}),

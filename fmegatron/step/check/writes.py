@@ -11,7 +11,7 @@ from fmegatron.step.check.atoms import plain, size_of
 from fmegatron.step.check.combine import strongest
 from fmegatron.step.check.scope import Scope, op_name
 from fmegatron.step.check.values import Value
-from fmegatron.step.trace import written_by
+from fmegatron.step.trace import storage_of, written_by
 
 Node = torch.fx.Node
 
@@ -38,12 +38,12 @@ def written(scope: Scope, node: Node) -> None:
 
 def _overwrite(scope: Scope, node: Node, target: Node, new: Value | None) -> None:
     place = target.meta["val"]
-    storage = place.untyped_storage()._cdata
+    storage = storage_of(place)
     for other, value in list(scope.values.items()):
         meta = other.meta.get("val")
         if not isinstance(value, Value) or not isinstance(meta, torch.Tensor) or other is node:
             continue
-        if meta.untyped_storage()._cdata != storage:
+        if storage_of(meta) != storage:
             continue
         if new is not None and _lies(meta) == _lies(place):
             scope.values[other] = new
