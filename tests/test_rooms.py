@@ -1,6 +1,7 @@
 """The order of the rooms: imports go upwards only, stand at the top of files, and no drawer takes what has no place."""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,25 @@ def test_no_imports_inside_functions():
         for name in imported(node)
         if name.split(".")[0] not in OPTIONAL | PEERS and name.rpartition(".")[0] not in OPTIONAL_MODULES
     )
+
+
+def file_of(name: str) -> str | None:
+    """The module that an imported name is of: itself, or what it is taken from."""
+    for found in (name, name.rpartition(".")[0]):
+        path = ROOT.joinpath(*found.split("."))
+        if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+            return found
+    return None
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Names for type checkers count, too: who must know whom is one question."""
+    needs: dict[str, set[str]] = {}
+    for path, _, name in imports("fmegatron"):
+        own = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        needs.setdefault(own, set()).add(file_of(name))
+    graph = graphlib.TopologicalSorter({own: others - {own, None} for own, others in needs.items()})
+    graph.prepare()  # CycleError names the files
 
 
 def test_experiments_never_import_each_other():

@@ -25,7 +25,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,6 @@ from fmegatron.collectives import held_interrupt
 
 if TYPE_CHECKING:
     from fmegatron.checkpoint.files.keyvalue import KeyNotes
-    from fmegatron.checkpoint.files.storage import Store
 
 STEP = re.compile(r"step_(\d{8,})")  # what a Manager calls a checkpoint
 LEASE_S = 300.0  # a note that was watched for so long and not renewed is void
@@ -221,12 +219,6 @@ def reading(notes: Notes | KeyNotes, name: str) -> Iterator[None]:
     finally:
         if lease is not None:
             lease.release()
-
-
-def holding(store: Store) -> AbstractContextManager[None]:
-    """`reading` of the checkpoint at `store`, if it has the name of a Manager's step; others nobody deletes."""
-    name = store.text.rpartition("/")[2]
-    return reading(store.above().notes(), name) if STEP.fullmatch(name) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

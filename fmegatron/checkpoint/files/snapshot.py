@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError, Manifest
-from fmegatron.checkpoint.files.leases import holding
 from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.storage import Storage, Store, open_store
+from fmegatron.checkpoint.files.storage import Storage, Store, holding, open_store
 
 _TRIES = 8  # how often a reader begins anew because the checkpoint was saved again
 

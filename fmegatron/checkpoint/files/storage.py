@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -23,7 +23,7 @@ import numpy as np
 from fmegatron.checkpoint.calls.arguments import check_path
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
-from fmegatron.checkpoint.files.leases import Lease, Watch
+from fmegatron.checkpoint.files.leases import STEP, Lease, Watch, reading
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.objects import ObjectStore
 
@@ -186,6 +186,12 @@ def url_path(rest: str) -> str:
 def store_from_json(value: dict[str, Any]) -> Store:
     """The Store that `to_json` described."""
     return open_store(value.get("path") or value["url"], value.get("options"))
+
+
+def holding(store: Store) -> AbstractContextManager[None]:
+    """`reading` of the checkpoint at `store`, if it has the name of a Manager's step; others nobody deletes."""
+    name = store.text.rpartition("/")[2]
+    return reading(store.above().notes(), name) if STEP.fullmatch(name) else nullcontext()
 
 
 def locate(path: str | os.PathLike | Store) -> Storage:

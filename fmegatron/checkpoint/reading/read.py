@@ -22,9 +22,8 @@ from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_device, check_world, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
-from fmegatron.checkpoint.files.leases import holding
 from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store, holding, open_store
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.mapping import Rule

@@ -13,9 +13,8 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.leases import holding
 from fmegatron.checkpoint.files.snapshot import again
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store, holding, open_store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.collect import LIVE_SECONDS, collect
 from fmegatron.checkpoint.tools.diff import diff
