@@ -40,7 +40,7 @@ def is_constant(value) -> bool:
         return False
     # Written in C or by functools: decorated functions, operators of torch, typing's own objects, builtins.
     wrapped = hasattr(value, "__wrapped__") or callable(value) and type(value).__module__.startswith("torch._library")
-    return wrapped or type(value).__module__ in ("typing", "builtins", "functools", "numpy", "__future__")
+    return wrapped or type(value).__module__ in ("typing", "builtins", "functools", "operator", "numpy", "__future__")
 
 
 def mutable(path) -> dict[str, str]:

@@ -113,6 +113,53 @@ def test_no_files_import_each_other_in_a_circle():
     graph.prepare()  # CycleError names the files
 
 
+# Private names of Python itself that have no public form.
+OF_PYTHON = {"_exit", "_fields", "_getframe", "_signal"}
+
+
+def private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of every private name that a file takes from an object or a module."""
+    for node in ast.walk(syntax(path)):
+        found = []
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found = [node.attr]
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "getattr"
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            found = [node.args[1].value]
+        elif not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fmegatron"):
+            found = [part for name in imported(node) for part in name.split(".")]
+        yield from ((node.lineno, name) for name in found if name.startswith("_") and not name.endswith("__"))
+
+
+def own_names() -> Iterator[str]:
+    """Every name that some file of the package defines."""
+    for path in sources("fmegatron"):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.attr
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+
+
+def test_private_names_of_others_stand_in_one_file_of_each_room():
+    """torch may move them with any release: then one file of the room is mended."""
+    ours = OF_PYTHON.union(own_names())
+    none(
+        f"{path}:{line}: {name} is a private name of another package; put it into torch_private.py of the room"
+        for path in sources("fmegatron")
+        if path.name != "torch_private.py"
+        for line, name in private_names(path)
+        if name not in ours
+    )
+    places = [path for path in sources("fmegatron") if path.name == "torch_private.py"]
+    assert len({room_of(path) for path in places}) == len(places)
+
+
 def test_experiments_never_import_each_other():
     none(f"{path}:{line}: {name}" for path, line, name in imports("experiments") if name.split(".")[0] == "experiments")
 

@@ -10,6 +10,8 @@ along the axes is another number; `order[index]` is then the position in the gro
 import torch
 import torch.distributed as dist
 
+from fmegatron.collectives.torch_private import functional_ops, group_named
+
 __all__ = ["all_gather", "all_to_all", "emit", "pmax", "ppermute", "psum", "reduce_scatter"]
 
 Order = tuple[int, ...] | None
@@ -28,10 +30,6 @@ def emit(name: str, x: torch.Tensor, world, axes: tuple[str, ...], *arguments: i
     return function(x, group, *arguments, order=order)
 
 
-def _c10d():
-    return torch.ops._c10d_functional
-
-
 def by_index(parts, order: Order):
     """From parts in the order of the group to parts in the order of the index."""
     return parts if order is None else [parts[position] for position in order]
@@ -44,7 +42,7 @@ def by_position(parts, order: Order):
 
 def all_gather(x: torch.Tensor, group: str, n: int, dim: int, order: Order = None) -> torch.Tensor:
     """Concatenate the `n` ranks' tensors on `dim`."""
-    ops = _c10d()
+    ops = functional_ops()
     gathered = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), n, group))
     if dim in (0, -x.dim()) and order is None:
         return gathered
@@ -53,7 +51,7 @@ def all_gather(x: torch.Tensor, group: str, n: int, dim: int, order: Order = Non
 
 def reduce_scatter(x: torch.Tensor, group: str, n: int, dim: int, order: Order = None) -> torch.Tensor:
     """Sum over the ranks; keep this rank's part of `dim`."""
-    ops = _c10d()
+    ops = functional_ops()
     straight = dim in (0, -x.dim()) and order is None
     rows = x.contiguous() if straight else torch.cat(by_position(x.chunk(n, dim), order), 0)
     return ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", n, group))
@@ -61,13 +59,13 @@ def reduce_scatter(x: torch.Tensor, group: str, n: int, dim: int, order: Order =
 
 def psum(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over the ranks."""
-    ops = _c10d()
+    ops = functional_ops()
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
 
 
 def pmax(x: torch.Tensor, group: str) -> torch.Tensor:
     """Elementwise maximum over the ranks."""
-    ops = _c10d()
+    ops = functional_ops()
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "max", group))
 
 
@@ -75,7 +73,7 @@ def all_to_all(
     x: torch.Tensor, group: str, n: int, split_dim: int, concat_dim: int, order: Order = None
 ) -> torch.Tensor:
     """Part j of `split_dim` goes to rank j; what arrives is concatenated on `concat_dim` in rank order."""
-    ops = _c10d()
+    ops = functional_ops()
     parts = torch.stack(by_position(x.chunk(n, split_dim), order))
     flat = parts.flatten(0, 1) if parts.dim() > 1 else parts
     sizes = [flat.shape[0] // n] * n
@@ -93,7 +91,7 @@ def ppermute(x: torch.Tensor, group: str, n: int, shift: int, order: Order = Non
 
 
 def _ppermute(x, group_name, shift, order):
-    group = torch._C._distributed_c10d._resolve_process_group(group_name)
+    group = group_named(group_name)
     n, me = len(order), order.index(dist.get_rank(group))
     received = torch.empty_like(x)
     to, source = (dist.get_global_rank(group, order[(me + s) % n]) for s in (shift, -shift))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.real import Order, by_index, by_position
+from fmegatron.collectives.torch_private import functional_ops
 from fmegatron.collectives.wire import wide
 from fmegatron.layout import dtype_from_name, dtype_name
 
@@ -35,10 +36,6 @@ def emit(name: str, xs: list[Tensor], world, axes: tuple[str, ...], *arguments) 
     sizes, places, *rest = arguments
     function = all_gather_many if name == "all_gather_many" else reduce_scatter_many
     return function(xs, group, tuple(sizes), [Place.parse(p) for p in places], *rest, order=order)
-
-
-def _c10d():
-    return torch.ops._c10d_functional
 
 
 def _ours():
@@ -92,7 +89,7 @@ def _opened(buffer: Tensor, n: int, like: list[Tensor], shapes: list, order: Ord
 # ---- all_gather ------------------------------------------------------------------------------------------------------
 def _gathered_rows(xs: list[Tensor], group: str, n: int, order: Order) -> list[Tensor]:
     """[n, *shape] of each: what the ranks hold, in the order of the index."""
-    ops, together = _c10d(), _buffers(xs)
+    ops, together = functional_ops(), _buffers(xs)
     mine = [_packed([xs[i].unsqueeze(0) for i in members]) for members in together]
     if len(mine) == 1:
         wholes = [ops.all_gather_into_tensor(mine[0], n, group)]
@@ -127,7 +124,7 @@ def reduce_scatter_many(
     pieces = [place.pieces(x, sizes) for place, x in zip(places, xs, strict=True)]
     if not _summed_on_the_way(xs, exact):
         return [_row_sum(rows, exact) for rows in _exchanged_rows(pieces, shapes, group, n, order)]
-    ops, together = _c10d(), _buffers(xs)
+    ops, together = functional_ops(), _buffers(xs)
     given = [_ordered(_joined([pieces[i] for i in members]), order, by_position) for members in together]
     given = [buffer.reshape(-1).contiguous() for buffer in given]
     if len(given) == 1:
@@ -144,7 +141,7 @@ def reduce_scatter_many(
 
 def _exchanged_rows(pieces: list[Tensor], shapes: list, group: str, n: int, order: Order) -> list[Tensor]:
     """[n, *shape] of each: the pieces that all ranks have for this one, in the order of the index."""
-    ops = _c10d()
+    ops = functional_ops()
     mixed = _as_bytes(pieces)
     rows = _ordered(_ours().pack(pieces) if mixed else _joined(pieces), order, by_position)
     flat = rows.reshape(-1).contiguous()
@@ -177,7 +174,7 @@ def all_to_all_many(
 def psum_many(xs: list[Tensor], group: str, n: int, exact: bool, order: Order = None) -> list[Tensor]:
     """The sum of each tensor over the ranks."""
     if _summed_on_the_way(xs, exact):
-        ops = _c10d()
+        ops = functional_ops()
         mine = _joined([x.unsqueeze(0) for x in xs]).reshape(-1).contiguous()
         flat = ops.wait_tensor(ops.all_reduce(mine, "sum", group))
         return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]

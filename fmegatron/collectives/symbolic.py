@@ -7,6 +7,7 @@ A step is traced with these ops. The same graph is then checked, simulated, coun
 import torch
 
 from fmegatron.collectives.place import Place
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.collectives.wire import wide
 from fmegatron.layout import Mesh
 
@@ -112,7 +113,7 @@ _LIBRARY = _define_ops()
 
 def is_symbolic(target) -> str | None:
     """Name of the collective if `target` (of an fx node) is one of the symbolic ops, else None."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None:
         return None
     namespace, _, name = schema.name.partition("::")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fmegatron.collectives.meet import meet
+from fmegatron.collectives.torch_private import group_named, register_group, unregister_group
 from fmegatron.layout import Mesh
 
 __all__ = ["FailedOnRank", "World", "connect"]
@@ -110,8 +111,7 @@ class World:
                 group = dist.group.WORLD
             else:
                 group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
-        # One private call (torch 2.11 to 2.13): an alias that is the same on all ranks.
-        torch._C._distributed_c10d._register_process_group(name, group)
+        register_group(name, group)
         return group
 
     def device_mesh(self) -> dist.device_mesh.DeviceMesh:
@@ -238,7 +238,7 @@ class World:
     def close(self) -> None:
         """Leave the groups; destroys torch's process group if `connect` started it."""
         for name in self._registered:
-            torch._C._distributed_c10d._unregister_process_group(name)
+            unregister_group(name)
         self._registered.clear()
         self._groups.clear()
         if self._owns and dist.is_initialized():
@@ -301,7 +301,7 @@ def connect(
 def _known_group(name: str) -> dist.ProcessGroup | None:
     """The group that torch knows under a name."""
     try:
-        return torch._C._distributed_c10d._resolve_process_group(name)
+        return group_named(name)
     except RuntimeError:
         return None
 

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fmegatron.collectives.torch_private import group_named, schema_of
 from fmegatron.step.overlap.merge import ancestors
 from fmegatron.step.overlap.roles import is_layer, is_start, is_view, is_wait, memory_of
+from fmegatron.step.torch_private import opname
 
 __all__ = ["forget", "gather_in_place"]
 
@@ -68,7 +70,7 @@ def _read_before(leaf: fx.Node, needed: set[fx.Node], sent: set[fx.Node]) -> boo
 
 def _stands(node: fx.Node) -> bool:
     """Whether a node is computed where it stands: no compiler puts it off to fuse it with its readers."""
-    return is_layer(node) or is_start(node) or getattr(node.target, "_opname", "") in _PRODUCTS
+    return is_layer(node) or is_start(node) or opname(node.target) in _PRODUCTS
 
 
 def forget(graph: fx.Graph, values: list[fx.Node]) -> None:
@@ -97,12 +99,12 @@ def _gather_behind(value: fx.Node) -> fx.Node | None:
             return None
     start = node.args[0]
     fits = _lies_alike(node, made) and node.meta["val"].dtype == made.dtype
-    return start if fits and getattr(start.target, "_opname", "") == "all_gather_into_tensor" else None
+    return start if fits and opname(start.target) == "all_gather_into_tensor" else None
 
 
 def _only_views(node: fx.Node) -> bool:
     """Whether a node is a view and changes nothing; an op that writes in place returns its argument too."""
-    return is_view(node) and not node.target._schema.is_mutable
+    return is_view(node) and not schema_of(node.target).is_mutable
 
 
 def _lies_alike(node: fx.Node, like: torch.Tensor) -> bool:
@@ -112,7 +114,7 @@ def _lies_alike(node: fx.Node, like: torch.Tensor) -> bool:
 # ---- the op ----------------------------------------------------------------------------------------------------------
 def _gather_into(wholes: list[torch.Tensor], mine: list[torch.Tensor], groups: list[str]) -> None:
     for whole, x, name in zip(wholes, mine, groups, strict=True):
-        _gather_one(whole.view(-1), x.reshape(-1), torch._C._distributed_c10d._resolve_process_group(name))
+        _gather_one(whole.view(-1), x.reshape(-1), group_named(name))
 
 
 def _gather_one(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:

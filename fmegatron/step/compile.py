@@ -14,6 +14,7 @@ from fmegatron.step.torch_private import (
     has_cpp_compiler,
     lower_own,
     outside_of_tracing,
+    write_code,
 )
 
 __all__ = ["BACKENDS", "IN_ORDER", "compile_graph", "usable_backend"]
@@ -83,5 +84,5 @@ def _of_vectors(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             else:
                 user.replace_input_with(node, number)
     graph.lint()
-    copy.recompile()
+    write_code(copy)
     return copy

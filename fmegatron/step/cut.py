@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.torch_private import (
+    UNSAFE_VIEW,
     FakeTensorMode,
+    Op,
     extract_subgraph,
     fx_traceback,
     graph_module_of,
@@ -113,7 +116,7 @@ def _functionalize(raw, fakes, tangent, mode) -> torch.fx.GraphModule:
     graph_module.graph.eliminate_dead_code()
     for node in graph_module.graph.nodes:
         node.meta["at"] = node.meta.get("stack_trace") or "?"
-        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        mutable = isinstance(node.target, Op) and schema_of(node.target).is_mutable
         assert not mutable, f"{node.target} survived functionalization"
     return graph_module
 
@@ -194,13 +197,13 @@ def _is_view(node) -> bool:
     """Whether a node shares memory with its argument once Inductor has compiled it."""
     if getattr(node.target, "__name__", "") == "getitem":
         return _is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, Op):
         return False
     if node.target is torch.ops.aten.clone.default:  # Inductor drops such a clone
         return node.meta["val"].stride() == node.args[0].meta["val"].stride()
-    if node.target is torch.ops.aten._unsafe_view.default:
+    if node.target is UNSAFE_VIEW:
         return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
+    return any(r.alias_info is not None for r in schema_of(node.target).returns)
 
 
 def _base(node):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import held_interrupt
-from fmegatron.step.torch_private import storage_uses
+from fmegatron.step.torch_private import storage_number, storage_uses, tensor_uses
 
 __all__ = ["Donated", "Donation", "Leaf", "require_own_memory"]
 
@@ -86,7 +86,7 @@ class Donation:
         self.empty = [torch.empty(0, device=device) for device in devices]
         self.plain = [torch.Tensor] * len(self.leaves)
         fresh = torch.empty(1)  # how often torch counts a tensor and its storage when nobody else has them
-        self.alone = fresh._use_count(), storage_uses(fresh.untyped_storage()._cdata)
+        self.alone = tensor_uses(fresh), storage_uses(storage_number(fresh.untyped_storage()))
 
     def call(self, run: Callable, tensors: list, finish: Callable) -> Any:
         """`finish(memory of the leaves with new values, outputs of run)`; the given leaves are dead then.
@@ -132,21 +132,22 @@ class Donation:
         if len({*map(id, tensors)}) == len(tensors):
             for x in old:
                 memory = x.untyped_storage()
-                if storage_uses(memory._cdata) != storage or x._use_count() != tensor or not memory.resizable():
+                shared = storage_uses(storage_number(memory)) != storage or tensor_uses(x) != tensor
+                if shared or not memory.resizable():
                     break
             else:
                 return [x.data for x in old], []
         require_own_memory(tensors, self.paths, self.positions)
-        count = collections.Counter(x.untyped_storage()._cdata for x in tensors)
+        count = collections.Counter(storage_number(x.untyped_storage()) for x in tensors)
         pieces = {place for place, n in count.items() if storage_uses(place) - storage < n}  # all of them are given
         new, held = [], []
         for i, x in enumerate(old):
             memory = x.untyped_storage()
-            if x._use_count() != tensor:
+            if tensor_uses(x) != tensor:
                 held.append(i)
                 new.append(_copied(x.data))
                 continue
-            if memory._cdata not in pieces or not memory.resizable():  # numpy, a file or a process has it
+            if storage_number(memory) not in pieces or not memory.resizable():  # numpy, a file or a process has it
                 x.data = _copied(x.data)
             new.append(x.data)
         return new, held

@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from fmegatron.collectives import World
+from fmegatron.collectives.torch_private import functional_ops
 from fmegatron.step.lower import copy_module
 from fmegatron.step.overlap.merge import add_call
 from fmegatron.step.overlap.roles import is_start, is_wait
+from fmegatron.step.torch_private import opname
 
 __all__ = ["exchanged"]
 
@@ -32,7 +34,7 @@ def exchanged(graph_module: fx.GraphModule, world: World | None) -> fx.GraphModu
     module = copy_module(graph_module)
     graph = module.graph
     for start in [n for n in graph.nodes if _form(n)]:
-        if not start.target._opname.endswith(_ENDING):
+        if not opname(start.target).endswith(_ENDING):
             _replace(graph, start, start, start.args[0])
             continue
         for piece in list(start.users):
@@ -45,7 +47,7 @@ def exchanged(graph_module: fx.GraphModule, world: World | None) -> fx.GraphModu
 
 def _form(node: fx.Node) -> str | None:
     """The collective that a node starts, where it is made of an exchange."""
-    name = node.target._opname.removesuffix(_ENDING) if is_start(node) else None
+    name = opname(node.target).removesuffix(_ENDING) if is_start(node) else None
     if name == "reduce_scatter_tensor" and node.args[1] != "sum":
         return None
     return name if name in _FORMS else None
@@ -64,8 +66,8 @@ def _replace(graph: fx.Graph, start: fx.Node, piece: fx.Node, x: fx.Node) -> Non
             x = add_call(graph, torch.ops.aten.repeat.default, (x, [n] + [1] * (x.meta["val"].dim() - 1)), like)
         rows = x.meta["val"].shape[0] // n
         sizes = [rows] * n
-        whole = add_call(graph, torch.ops._c10d_functional.all_to_all_single.default, (x, sizes, sizes, group), like)
-        whole.meta |= {"symbolic": start.target._opname, "part_of": start.name}
+        whole = add_call(graph, functional_ops().all_to_all_single.default, (x, sizes, sizes, group), like)
+        whole.meta |= {"symbolic": opname(start.target), "part_of": start.name}
     for wait in [user for user in piece.users if is_wait(user)]:
         with graph.inserting_before(wait):
             done = add_call(graph, wait.target, (whole,), wait)

@@ -18,7 +18,7 @@ from fmegatron.step.exchange import exchanged
 from fmegatron.step.fresh import with_fresh_outputs
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.overlap import overlapped
-from fmegatron.step.torch_private import below_autograd, outside_of_tracing
+from fmegatron.step.torch_private import Op, below_autograd, outside_of_tracing
 from fmegatron.step.trace import meta_of
 
 __all__ = ["Entry", "entry_of", "opaque_entries"]
@@ -26,7 +26,7 @@ __all__ = ["Entry", "entry_of", "opaque_entries"]
 _SYMBOLIC, _COMPILED = "fmegatron_layer", "fmegatron_compiled"
 
 
-def _define(namespace: str, name: str, run, out_meta, entry) -> torch._ops.OpOverload:
+def _define(namespace: str, name: str, run, out_meta, entry) -> Op:
     """Register `name(Tensor[] args) -> Tensor[]`. Raw registration: torch.library.custom_op costs 0.15 ms per call."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"{name}(Tensor[] args) -> Tensor[]")
@@ -72,7 +72,7 @@ class Entry:
         known = _existing(_SYMBOLIC, name)
         return known.entry if known is not None else cls(name, graph_module, fakes, fake_mode)
 
-    def bind(self, world: World | None, backend: str, patches: dict, overlap=None) -> torch._ops.OpOverload:
+    def bind(self, world: World | None, backend: str, patches: dict, overlap=None) -> Op:
         """The operator that runs the compiled graph with the collectives of `world`; lowered here, compiled later.
 
         overlap: how they are ordered if layers are called inside (`step.Overlap`); in a layer they keep their order.

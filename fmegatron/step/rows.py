@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.step.torch_private import fx_traceback
+from fmegatron.step.torch_private import Op, fx_traceback
 from fmegatron.step.trace import Traced
 
 __all__ = ["cut_rows", "microbatches_of", "require_batch", "require_rows", "rows_in_order"]
@@ -106,7 +107,7 @@ def _marks(graph: torch.fx.Graph) -> list[tuple[int, _Cut]]:
         mark = node.meta.get("custom", {}).get(_MARK)
         entry = getattr(node.target, "entry", None) if node.op == "call_function" else None
         cuts = [] if entry is None else [(node.args[0][i], cut) for i, cut in _marks(entry.graph_module.graph)]
-        cuts += [(node.args[0], mark)] if mark and isinstance(node.target, torch._ops.OpOverload) else []
+        cuts += [(node.args[0], mark)] if mark and isinstance(node.target, Op) else []
         found += [(inputs[origin], cut) for source, cut in cuts if (origin := _origin(source)) in inputs]
     return list(dict.fromkeys(found))
 
@@ -114,7 +115,7 @@ def _marks(graph: torch.fx.Graph) -> list[tuple[int, _Cut]]:
 def _origin(node: torch.fx.Node) -> torch.fx.Node | None:
     """The placeholder of whose rows a value consists, one by one: behind casts, reshapes and other ops of elements."""
     while node.op == "call_function":
-        schema, sources = getattr(node.target, "_schema", None), node.all_input_nodes
+        schema, sources = schema_of(node.target), node.all_input_nodes
         known = schema is not None and (
             schema.name.partition("::")[2] in _SAME_ROWS or torch.Tag.pointwise in node.target.tags
         )

@@ -1,4 +1,4 @@
-"""Every private name of torch that the step uses, in one place. Tried on torch 2.11 and 2.13.
+"""Every private name of torch that step and testing use, in one place. Tried on torch 2.11 and 2.13.
 
 Nothing else in the room imports from a module with a leading underscore; when torch moves something, it is mended here.
 """
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import operator
 import shutil
 import sys
 import threading
@@ -44,10 +45,12 @@ except ImportError:  # lines of backward nodes are lost without it, nothing else
     setup_stacktrace_preservation_hooks = None
 
 __all__ = [
+    "UNSAFE_VIEW",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "Op",
     "TorchDispatchMode",
     "below_autograd",
     "compile_flat_graph",
@@ -64,18 +67,50 @@ __all__ = [
     "make_fx",
     "mark_backward",
     "min_cut",
+    "opname",
     "outside_of_tracing",
+    "overload_name",
     "quiet_about_shapes",
+    "storage_number",
     "storage_uses",
+    "tensor_uses",
+    "version_of",
+    "write_code",
 ]
 
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+Op = torch._ops.OpOverload  # what the target of a graph's node is, if it is an operator of torch
+# Without a function of Python around them: they are asked of every leaf in every call of a donated step.
+tensor_uses = torch.Tensor._use_count
 storage_uses = torch._C._storage_Use_Count
+storage_number = operator.attrgetter("_cdata")
+
+
+def opname(op) -> str:
+    """The name of an operator without namespace and overload: "all_reduce"; empty for what is no operator."""
+    return getattr(op, "_opname", "")
+
+
+def overload_name(op: Op) -> str:
+    """The name of the overload: "default", "Tensor"."""
+    return op._overloadname
+
+
+def version_of(t: torch.Tensor) -> int:
+    """A count of the writes into a tensor's memory."""
+    return t._version
 
 
 def graph_module_of(root, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A module of this graph. It writes its Python code when it is first called or asked for it: most are changed by
     the next pass before, and code that nobody runs is a fifth of the time of a trace."""
     return _LazyGraphModule(root, graph)
+
+
+def write_code(module: torch.fx.GraphModule) -> None:
+    """Let a module of `graph_module_of` write its code now: Dynamo cannot follow a call that does it."""
+    module.recompile()
+    _LazyGraphModule.force_recompile(module)
 
 
 def make_fx(function, **settings):

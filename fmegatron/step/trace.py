@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fmegatron import collectives, tree
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import dtype_name
 from fmegatron.step.torch_private import (
     DataDependentOutputException,
@@ -30,6 +31,7 @@ from fmegatron.step.torch_private import (
     make_fx,
     outside_of_tracing,
     quiet_about_shapes,
+    storage_number,
 )
 from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_generator
 
@@ -94,7 +96,7 @@ def meta_text(meta: tuple) -> str:
 
 def storage_of(t: torch.Tensor) -> int:
     """A number that is equal for tensors that share their memory, fake ones too."""
-    return t.untyped_storage()._cdata
+    return storage_number(t.untyped_storage())
 
 
 def symbolic_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -361,7 +363,7 @@ def require_pure(graph_module, in_paths) -> None:
 
 def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
     """The nodes into whose memory a node writes, given by position or by name, alone or in lists (`_foreach_add_`)."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return []
     by_name = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)

@@ -13,6 +13,7 @@ from torch import fx
 from fmegatron.collectives import is_symbolic, require_mesh_of_graph
 from fmegatron.layout import Mesh
 from fmegatron.step.opaque import entry_of
+from fmegatron.step.torch_private import opname
 
 __all__ = ["Collective", "bytes_sent", "collectives_of"]
 
@@ -114,7 +115,7 @@ def _real_name(node: fx.Node) -> str | None:
     """The key of _REAL for a functional collective on a process group, else None."""
     if getattr(node.target, "namespace", "") not in ("_c10d_functional", "fmegatron_real"):
         return None
-    name = node.target._opname
+    name = opname(node.target)
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
     return name if name in _REAL else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.torch_private import outside_of_tracing
 
 __all__ = ["generators_kept", "require_keyed", "require_no_generator"]
@@ -42,7 +43,7 @@ def require_no_generator(paths: list[str], leaves: list, name: str) -> None:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None or schema.name in _KEYED:
         return False
     takes_one = any("Generator" in str(argument.type) for argument in schema.arguments)
@@ -55,7 +56,7 @@ def _draws(node: torch.fx.Node) -> bool:
 
 def _given(node: torch.fx.Node) -> dict[str, Any]:
     """The arguments of a node by name, defaults included."""
-    arguments = node.target._schema.arguments
+    arguments = schema_of(node.target).arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return given | dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
 

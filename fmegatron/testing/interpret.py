@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from fmegatron.collectives import Place, is_symbolic, require_mesh_of_graph
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.collectives.wire import wide
 from fmegatron.layout import Mesh
+from fmegatron.step.torch_private import UNSAFE_VIEW
 
 __all__ = ["interpret"]
 
@@ -64,7 +66,7 @@ def _on_a_group_of_lists(
 
 
 def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     given = dict(zip(names[1:], node.args[1:], strict=False)) | node.kwargs
     axes = tuple(given.pop("axes"))
     del given["mesh"]
@@ -86,9 +88,7 @@ def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
-_VIEWS_BY_NATURE = frozenset(
-    {torch.ops.aten._unsafe_view.default, torch.ops.fmegatron.declare.default, operator.getitem}
-)
+_VIEWS_BY_NATURE = frozenset({UNSAFE_VIEW, torch.ops.fmegatron.declare.default, operator.getitem})
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -104,7 +104,7 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if node.target in _VIEWS_BY_NATURE:
             parent[root(node)] = root(node.args[0])
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node.target)
         if schema is None:
             continue
         for i, argument in enumerate(schema.arguments):

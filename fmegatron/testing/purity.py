@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.step.torch_private import version_of
 
 __all__ = ["assert_pure"]
 
@@ -22,7 +23,7 @@ def assert_pure(fn: Callable, *trees: Any) -> Any:
     {'w': tensor([2., 2.])}
     """
     paths, leaves, spec = tree.flatten(trees)
-    before = [(x.clone(), x._version) if isinstance(x, torch.Tensor) else x for x in leaves]
+    before = [(x.clone(), version_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
     result = fn(*trees)
     paths_after, leaves_after, spec_after = tree.flatten(trees)
     if spec_after != spec:
@@ -48,7 +49,7 @@ def _same(x, after, before):
     if not isinstance(x, torch.Tensor):
         return before is x
     value, version = before
-    return x._version == version and x.shape == value.shape and _bits(x) == _bits(value)
+    return version_of(x) == version and x.shape == value.shape and _bits(x) == _bits(value)
 
 
 def _bits(x):

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.checkpoint.files.format import ALIGN_BYTES
+from fmegatron.checkpoint.torch_private import copy_all
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
 from fmegatron.checkpoint.writing.write import Chunks
 from fmegatron.layout import Box
@@ -145,7 +146,7 @@ def stage(
     _move(moves)
     devices = {x.device for x in source if x.is_cuda}
     if into:
-        torch._foreach_copy_(into, source, non_blocking=bool(devices))
+        copy_all(into, source, non_blocking=bool(devices))
     for device in devices:
         torch.cuda.synchronize(device)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fmegatron.checkpoint.files.format import dtype_text
+from fmegatron.checkpoint.torch_private import rebuild_tensor
 
 _SAFETENSORS = (
     *(("bool", "BOOL"), ("uint8", "U8"), ("int8", "I8"), ("uint16", "U16"), ("int16", "I16"), ("float16", "F16")),
@@ -139,7 +140,7 @@ class _Pickler(pickle.Pickler):
         strides = torch.empty(e.shape, device="meta").stride()
         rest = (0, tuple(e.shape), strides, False, OrderedDict(), e.dtype)
         # By name only: the one that torch.save writes for newer dtypes, and that torch.load allows (2.1 and later).
-        return torch._utils._rebuild_tensor_v3, (_Storage(obj.key, e.nbytes), *rest)
+        return rebuild_tensor, (_Storage(obj.key, e.nbytes), *rest)
 
 
 def _numpy_type(dtype: torch.dtype) -> np.dtype:

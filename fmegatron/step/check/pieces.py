@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.check.scope import Scope, line_of
 from fmegatron.step.torch_private import FakeTensorMode, decomposition_of, make_fx, outside_of_tracing
 
@@ -19,7 +20,7 @@ def pieces_of(scope: Scope, node: torch.fx.Node) -> torch.fx.Graph | None:
 
     Its placeholders are `node.all_input_nodes`. None where torch has no decomposition, or for an op that writes.
     """
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None or schema.is_mutable or scope.depth >= _DEEPEST:
         return None
     key = (node.target, line_of(node), repr((node.args, node.kwargs)), _metas(node))

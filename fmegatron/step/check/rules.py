@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import is_symbolic
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.check import (
     coalesced,
     collectives,
@@ -30,6 +31,7 @@ from fmegatron.step.check.atoms import UNIFORM, Misfit, plain, size_of
 from fmegatron.step.check.combine import strongest
 from fmegatron.step.check.scope import GO_ON, Rule, Rules, Scope, Signature
 from fmegatron.step.check.values import Suspect, Value
+from fmegatron.step.torch_private import overload_name
 
 RULES: Rules = MappingProxyType(
     {
@@ -119,23 +121,23 @@ def _with_values(scope: Scope, argument: Any) -> Any:
 
 
 def _signature(target: Any) -> Signature:
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return Signature(target._schema.name, tuple(a.name for a in arguments), defaults, _rule_of(target))
+    return Signature(schema_of(target).name, tuple(a.name for a in arguments), defaults, _rule_of(target))
 
 
 def _rule_of(target: Any) -> Rule | None:
     if is_symbolic(target):
         return {**collectives.RULES, **coalesced.RULES}[is_symbolic(target)]
-    name = target._schema.name.partition("::")[2]
-    name = name.rstrip("_") if target._schema.is_mutable else name
-    overload = f"{name}.{target._overloadname}"
+    name = schema_of(target).name.partition("::")[2]
+    name = name.rstrip("_") if schema_of(target).is_mutable else name
+    overload = f"{name}.{overload_name(target)}"
     if name.startswith("_foreach_"):
         rule = _of_elements(name.removeprefix("_foreach_"), True)
         return rule and _each(rule)
     elements = torch.Tag.pointwise in target.tags
     rule = RULES.get(overload) or RULES.get(name) or _of_elements(name, elements)
-    return _of_numbers(rule) if elements and rule is not None and not target._schema.is_mutable else rule
+    return _of_numbers(rule) if elements and rule is not None and not schema_of(target).is_mutable else rule
 
 
 def _of_elements(name: str, pointwise_op: bool) -> Rule | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron.collectives import is_symbolic
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
 from fmegatron.step.check.findings import Finding
 from fmegatron.step.check.values import Suspect, Unknown, Value, number
@@ -103,7 +104,7 @@ def line_of(node: torch.fx.Node) -> str:
 
 def op_name(node: torch.fx.Node) -> str:
     """The name of a node's op, without namespace and overload: "add"."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema.name.partition("::")[2] if schema is not None else str(node.op)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fmegatron.step.overlap.roles import is_light, is_start, is_view, memory_of, units
+from fmegatron.step.torch_private import opname
 
 __all__ = ["gathered_bytes", "largest_unit_bytes", "materialized", "most_alive", "peak_bytes"]
 
@@ -41,7 +42,7 @@ def materialized(graph: fx.Graph) -> set[fx.Node]:
         if node.op != "call_function":
             continue
         tags = getattr(node.target, "tags", ())
-        fused = torch.Tag.pointwise in tags and node.target._opname not in _COPIES
+        fused = torch.Tag.pointwise in tags and opname(node.target) not in _COPIES
         if not fused or any(_reads_memory(user) for user in node.users):
             found.add(node)
     return found
@@ -51,7 +52,7 @@ def _reads_memory(user: fx.Node) -> bool:
     """Whether a reader is computed on its own: a layer, a product, a collective; a view of it counts as its readers."""
     if is_view(user):
         return any(map(_reads_memory, user.users))
-    name = getattr(user.target, "_opname", "")
+    name = opname(user.target)
     return user.op == "call_function" and name not in _REDUCTIONS and (is_start(user) or not is_light(user))
 
 

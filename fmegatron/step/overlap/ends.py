@@ -7,10 +7,12 @@ import operator
 import torch
 from torch import fx
 
+from fmegatron.collectives.torch_private import functional_ops
 from fmegatron.layout import dtype_name
 from fmegatron.step.overlap.merge import add_call, ancestors, topological
 from fmegatron.step.overlap.order import sort_by
 from fmegatron.step.overlap.roles import behind, is_layer, is_start, is_view, is_wait, kind, layers, units, waits_of
+from fmegatron.step.torch_private import opname
 
 __all__ = ["join_ends"]
 
@@ -54,9 +56,9 @@ def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
     exchange it shares as an exchange: its sum then is local too, in the order of the ranks.
     """
     alike: dict[tuple, list[fx.Node]] = {}
-    exchanged = {s.args[-1] for s in starts if s.target._opname == _EXCHANGE}
+    exchanged = {s.args[-1] for s in starts if opname(s.target) == _EXCHANGE}
     for start in starts:
-        name, group = start.target._opname, start.args[-1]
+        name, group = opname(start.target), start.args[-1]
         if name in (_SCATTER, _EXCHANGE) and group in exchanged:
             alike.setdefault((_EXCHANGE, group), []).append(start)
         elif (base := name.removesuffix(_LIST)) in (_GATHER, _SCATTER):
@@ -70,7 +72,7 @@ def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
 
 def _parts(start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """(buffer that is sent, node of what arrives) of a start, or of each in its list."""
-    if not start.target._opname.endswith(_LIST):
+    if not opname(start.target).endswith(_LIST):
         return [(start.args[0], start)]
     return [(start.args[0][piece.args[1]], piece) for piece in start.users]
 
@@ -84,7 +86,7 @@ def _coalesced(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
         given = [x for x, _ in parts]
         if as_bytes:
             given = [add_call(graph, _VIEW, (x, torch.uint8), like) for x in given]
-        target = getattr(torch.ops._c10d_functional, starts[0].target._opname.removesuffix(_LIST) + _LIST).default
+        target = getattr(functional_ops(), opname(starts[0].target).removesuffix(_LIST) + _LIST).default
         whole = add_call(graph, target, (given, *starts[0].args[1:]), like)
         pieces = [graph.call_function(operator.getitem, (whole, i)) for i in range(len(parts))]
     for i, (piece, (_, old)) in enumerate(zip(pieces, parts, strict=True)):
@@ -109,7 +111,7 @@ def _coalesced(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
 def _exchanged(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
     """One exchange of a buffer [ranks, row] that has the rows of all; what was packed already is packed only once."""
     ours, reshape = torch.ops.fmegatron_real, torch.ops.aten.reshape.default
-    exchange = next(s for s in starts if s.target._opname == _EXCHANGE)
+    exchange = next(s for s in starts if opname(s.target) == _EXCHANGE)
     n = len(exchange.args[1])
     packs, unpacks = ([_along(s, ours.pack.default) for s in starts], [_along(s, ours.unpack.default) for s in starts])
     with graph.inserting_before(at):
@@ -136,7 +138,7 @@ def _exchanged(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
                     graph.erase_node(user)
                 gone = [*reversed(unpack), old, *pack]
             else:
-                whole = mine[0] if old.target._opname == _EXCHANGE else _sum(graph, mine[0], n, at)
+                whole = mine[0] if opname(old.target) == _EXCHANGE else _sum(graph, mine[0], n, at)
                 gone = [*waits_of(old), old]
                 gone[0].replace_all_uses_with(add_call(graph, reshape, (whole, [-1]), at))
             for node in gone:

@@ -10,6 +10,7 @@ from torch import fx
 
 from fmegatron.step.overlap.order import sort_by
 from fmegatron.step.overlap.roles import behind, is_start, waits_of
+from fmegatron.step.torch_private import opname
 
 __all__ = ["add_call", "ancestors", "merge_reductions", "topological"]
 
@@ -18,7 +19,7 @@ def merge_reductions(graph: fx.Graph, bucket_bytes: int) -> None:
     """All-reduces that do not depend on each other become one on a concatenated buffer; see `Overlap.bucket_bytes`."""
     buckets: dict[tuple, list[list[fx.Node]]] = {}
     directly = behind(graph)
-    for node in [n for n in graph.nodes if is_start(n) and n.target._opname == "all_reduce"]:
+    for node in [n for n in graph.nodes if is_start(n) and opname(n.target) == "all_reduce"]:
         value = node.meta["val"]
         if value.numel() * value.element_size() > bucket_bytes:
             continue

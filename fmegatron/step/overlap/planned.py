@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from fmegatron.step.overlap.events import COMPUTE, Event, Timeline
 from fmegatron.step.overlap.launches import named
 from fmegatron.step.overlap.roles import is_layer, is_light, is_start, is_view, is_wait, kind
+from fmegatron.step.torch_private import Op, opname
 
 __all__ = ["Rates", "planned"]
 
@@ -66,7 +67,7 @@ def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned")
                 events.append(Event(names[node], COMPUTE, clock, clock + took, detail=node.target.entry.op.name()))
             elif took:
                 began = began if rest else clock
-                rest.append(getattr(node.target, "_opname", node.name))
+                rest.append(opname(node.target) or node.name)
             clock += took
     flush(clock)
     return Timeline(tuple(events), title, "units" if rates is None else "s")
@@ -97,7 +98,7 @@ def _seconds_of(node: fx.Node, rates: Rates | None) -> float:
         entry = node.target.entry
         inner = getattr(entry, "graph_module", None) or entry.entry.graph_module
         return sum(_seconds_of(n, rates) for n in inner.graph.nodes if n.op == "call_function" and not is_start(n))
-    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+    if not isinstance(node.target, Op) or is_view(node):
         return 0.0
     formula = flop_registry.get(node.target.overloadpacket)
     if formula is not None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fmegatron.collectives.torch_private import schema_of
+from fmegatron.step.torch_private import Op, opname
 from fmegatron.step.trace import written_by
 
 __all__ = [
@@ -29,7 +31,7 @@ _LIGHT |= {"pack", "unpack", "amax"}  # several dtypes in one buffer; scales of 
 
 def _c10d_name(node: fx.Node) -> str | None:
     target = node.target
-    return target._opname if getattr(target, "namespace", "") == "_c10d_functional" else None
+    return opname(target) if getattr(target, "namespace", "") == "_c10d_functional" else None
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -70,11 +72,11 @@ def is_light(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or is_start(node):
+    if not isinstance(node.target, Op) or schema_of(node.target).is_mutable or is_start(node):
         return False
     if is_layer(node):
         return False
-    name = node.target._opname
+    name = opname(node.target)
     return torch.Tag.pointwise in node.target.tags or name in _LIGHT or is_wait(node) or is_view(node)
 
 
@@ -105,12 +107,12 @@ def _memory(node: fx.Node, known: Mapping[fx.Node, Hashable]) -> Hashable:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's value lies in the memory of its first argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and _returns_a_view(node.target)
+    return isinstance(node.target, Op) and _returns_a_view(node.target)
 
 
 @functools.cache
-def _returns_a_view(op: torch._ops.OpOverload) -> bool:
-    return op._opname in _MAY_BE_VIEWS or any(r.alias_info is not None for r in op._schema.returns)
+def _returns_a_view(op: Op) -> bool:
+    return opname(op) in _MAY_BE_VIEWS or any(r.alias_info is not None for r in schema_of(op).returns)
 
 
 def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fmegatron.step.overlap.roles import Unit, from_arguments, units
+from fmegatron.step.torch_private import opname
 
 __all__ = ["keep_last"]
 
@@ -37,7 +38,7 @@ def _same(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         found[node] = node
         if node not in movable or node.op != "call_function":
             continue
-        if getattr(node.target, "_opname", "") in _OTHER_NAMES:
+        if opname(node.target) in _OTHER_NAMES:
             found[node] = found[node.args[0]]
             continue
         arguments = fx.map_arg((node.args, dict(node.kwargs)), found.get)

@@ -1,0 +1,33 @@
+"""Every private name of torch that this room uses, in one place. Tried on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["functional_ops", "group_named", "register_group", "schema_of", "unregister_group"]
+
+
+def schema_of(op):
+    """What an operator takes and returns (name, arguments, returns, is_mutable); None for what is no operator."""
+    return getattr(op, "_schema", None)
+
+
+def functional_ops():
+    """torch's functional collectives, as `torch.ops.NAMESPACE`; there is none without `torch.distributed`."""
+    return torch.ops._c10d_functional
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that torch knows under a name. Raises RuntimeError for an unknown one."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let torch's functional collectives know a group by a name, the same on all ranks."""
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def unregister_group(name: str) -> None:
+    """Forget the name."""
+    torch._C._distributed_c10d._unregister_process_group(name)
