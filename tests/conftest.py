@@ -4,13 +4,14 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 
 import pytest
 import torch
 
 from fmegatron.testing import Forkserver, RankPool
-from tests import garbage, pairs, sampling
+from tests import garbage, pairs, sampling, writers
 from tests.fresh import Python
 
 # What processes of the tests need: the package, and what torch imports late, when it first traces or compiles.
@@ -108,3 +109,17 @@ def ranks(forkserver):
     """A pool of 4 gloo ranks, started once: `ranks.run(function, *args, ranks=2)` (see fmegatron.testing.RankPool)."""
     with RankPool(4, timeout_s=600, server=forkserver) as pool:  # for ranks that hang; a busy machine is none
         yield pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_writers(request):
+    """Asynchronous savers of the tests' own process get their writers from the fork server, which has torch."""
+    with writers.started_by(lambda *args, **settings: request.getfixturevalue("python").popen(*args, **settings)):
+        yield
+
+
+@pytest.fixture
+def fresh_writers():
+    """Writers are interpreters of their own, as they are for users."""
+    with writers.started_by(subprocess.Popen):
+        yield

@@ -19,6 +19,7 @@ from fmegatron.checkpoint import AsyncSaver, save_async
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree
 from tests.checkpoint.forked_ranks import collect, launch, run
+from tests.writers import Fork, started_by
 
 
 def layouts_on(ranks):
@@ -114,7 +115,8 @@ def main(directory, trials, seed):
     for number in range(trials):
         at = os.path.join(directory, f"{number}")
         try:
-            seen = trial(at, rng)
+            with started_by(Fork):
+                seen = trial(at, rng)
         except Exception as error:
             seen = {"failed": f"{type(error).__name__}: {error}", "files": sorted(os.listdir(at))}
         print(json.dumps({"trial": number, **seen}), flush=True)

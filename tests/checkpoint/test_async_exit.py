@@ -28,7 +28,10 @@ print("imported", flush=True)
 import torch
 from fmegatron import checkpoint
 from fmegatron.layout import Layout, Mesh
-path = sys.argv[1]
+path, writers = sys.argv[1:]
+if writers == "forked":
+    from tests.writers import Fork, started_by
+    started_by(Fork).__enter__()
 layouts = {"w": Layout((1024, 1024), torch.float32, Mesh())}
 new = {"w": torch.full((1024, 1024), 2.0)}
 checkpoint.save(path, {"w": torch.full((1024, 1024), 1.0)}, layouts)
@@ -46,9 +49,9 @@ def saver_of(stop=True):
 class Trainer:
     """A running script. `writer`: process id of its writer."""
 
-    def __init__(self, python, path, body):
+    def __init__(self, python, path, body, writers):
         script = BEGIN + textwrap.dedent(body)
-        command, pipe = [sys.executable, "-c", script, str(path)], subprocess.PIPE
+        command, pipe = [sys.executable, "-c", script, str(path), writers], subprocess.PIPE
         self.process = python.popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         self.lines, self.writer = [], 0
         while self.wait_for_line() != "ready":
@@ -71,8 +74,8 @@ class Trainer:
 def start(tmp_path, python):
     trainers = []
 
-    def start(body):
-        trainers.append(Trainer(python, tmp_path / "c", body))
+    def start(body, writers="forked"):
+        trainers.append(Trainer(python, tmp_path / "c", body, writers))
         return trainers[-1]
 
     yield start
@@ -106,11 +109,14 @@ def stored(tmp_path):
 
 
 def test_python_ends_without_close(start, tmp_path):
-    trainer = start("""
+    trainer = start(
+        """
         saver = saver_of()
         handle = checkpoint.save_async(path, new, layouts, saver=saver)
         print("ready", flush=True)
-    """)
+    """,
+        writers="fresh",
+    )  # which end when their trainer does, and import nothing of it
     code, _, err = trainer.end()
     assert code == 0 and "nobody waited for" in err
     assert_ends(trainer.writer)
@@ -262,7 +268,7 @@ def test_a_second_interrupt_does_not_wait(start, tmp_path):
     assert stored(tmp_path) == 1
 
 
-def test_nothing_of_the_trainer_reaches_the_writer(tmp_path, monkeypatch):
+def test_nothing_of_the_trainer_reaches_the_writer(tmp_path, monkeypatch, fresh_writers):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     with checkpoint.AsyncSaver(arena_bytes=1 << 20) as saver:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import AsyncSaver, Manager, read_latest
+from fmegatron.checkpoint.background import flights
 from fmegatron.checkpoint.manage import manager as manager_module
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
@@ -183,7 +184,7 @@ def test_an_error_in_the_block_finishes_what_needs_no_other_rank(saver, tmp_path
     assert manager.steps() == [1]
 
 
-def test_its_own_saver_is_closed(tmp_path):
+def test_its_own_saver_is_closed(tmp_path, monkeypatch):
     """A Manager that was given none makes one when it is needed; after Ctrl-C what is pending is given up, at once."""
     with Manager(tmp_path) as manager:
         manager.save(1, state(1), ONE, wait=False)
@@ -192,6 +193,7 @@ def test_its_own_saver_is_closed(tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert manager.steps() == [1] and [report.durable for report in manager.poll()] == [True]
+    monkeypatch.setattr(flights, "_STOP_S", 0.1)  # for a writer that stands still: it is killed then
     with pytest.raises(KeyboardInterrupt):
         with manager:
             manager.save(2, state(2), ONE, wait=False)

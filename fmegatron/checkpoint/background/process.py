@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from fmegatron.checkpoint.background.wire import Channel
@@ -24,6 +25,20 @@ _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _NO_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _END_S = 2.0
+start_process = subprocess.Popen  # the tests fork
+
+
+@contextlib.contextmanager
+def _this_process() -> Iterator[tuple[int, ...]]:
+    """A descriptor that tells who has it when this process has ended; none where the system has no such thing."""
+    found = ()
+    with contextlib.suppress(OSError, AttributeError):
+        found = (os.pidfd_open(os.getpid()),)
+    try:
+        yield found
+    finally:
+        for file in found:
+            os.close(file)
 
 
 class WriterProcess:
@@ -38,13 +53,14 @@ class WriterProcess:
         ours, theirs = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if k not in _LEFT_OUT and not k.startswith("TORCHELASTIC")}
         env |= dict.fromkeys(_ONE_THREAD, "1") | dict.fromkeys(_NO_DEVICES, "")
-        arguments = [json.dumps(sys.path), *map(str, (theirs.fileno(), arena_fd, os.getpid(), nice))]
         self._errors = tempfile.TemporaryFile()
-        with theirs:
+        with theirs, _this_process() as trainer:
+            files = (theirs.fileno(), arena_fd, *trainer)
+            arguments = [json.dumps(sys.path), f"{nice}", *map(str, files)]
             # Its own session: Ctrl-C in a terminal and signals to the trainer's process group do not reach it.
-            self._process = subprocess.Popen(
+            self._process = start_process(
                 [sys.executable, "-c", _BOOT, *arguments],
-                pass_fds=(theirs.fileno(), arena_fd),
+                pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,

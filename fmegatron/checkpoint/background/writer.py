@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import platform
+import select
 import signal
 import socket
 import sys
@@ -190,21 +191,25 @@ class Writer:
         self.saves.pop(number, None)
         self.report(id=number, did="cancelled")
 
-    def watch(self, parent: int) -> None:
+    def watch(self, trainer: int | None, parent: int) -> None:
         """End with the trainer even if a child of its holds the socket open."""
-        while os.getppid() == parent:
+        if trainer is not None:
+            end = select.poll()
+            end.register(trainer, select.POLLIN)
+            end.poll()
+        while trainer is None and os.getppid() == parent:
             time.sleep(_BEAT_S)
         self.leave()
 
 
-def main(socket_fd: int, arena_fd: int, parent: int, nice: int) -> None:
-    """Entry of the process: the inherited socket and arena, the trainer's process id, how nice to be."""
+def main(nice: int, socket_fd: int, arena_fd: int, trainer: int | None = None) -> None:
+    """Entry of the process: how nice to be, the inherited socket and arena, and a descriptor of the trainer (pidfd)."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     _be_nice(nice)
     torch.set_num_threads(1)
     writer = Writer(Channel(socket.socket(fileno=socket_fd)), arena_fd)
-    threading.Thread(target=writer.watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=writer.watch, args=(trainer, os.getppid()), daemon=True).start()
     writer.run()
     sys.stderr.flush()
     os._exit(0)
