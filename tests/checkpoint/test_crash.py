@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.sampling import seeds
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -36,7 +38,8 @@ def check_reach(results, phases):
 
 
 def test_killed_ranks(tmp_path, python):
-    check_reach(campaign(python, tmp_path, 40, 1), 5)
+    (seed,) = seeds("killed ranks", 0, 1)
+    check_reach(campaign(python, tmp_path, 20, seed), 5)
 
 
 @pytest.mark.slow
