@@ -56,6 +56,8 @@ GROUPS = {  # name: (cases, gathered axes, dtype that all have, or None for thei
     "one tensor": ({"columns": ONE_AXIS["columns"]}, ("a",), None),
     "one tensor by rows": ({"rows": ONE_AXIS["rows"]}, ("a",), None),
 }
+FEW = {name: ONE_AXIS[name] for name in ("columns", "interleaved", "flat below another", "bf16", "a byte each")}
+LITTLE_GROUPS = {"a few": (FEW, ("a",), None), "a few, one dtype": (FEW, ("a",), torch.float64)}  # to be compiled
 MESHES = [Mesh(a=2, b=2), Mesh(a=4, b=1), Mesh(a=2, b=1), Mesh(b=2, a=2)]
 
 
@@ -69,7 +71,7 @@ class Problem:
     gathered), terms (of that shape, another one on every rank: a pending sum)."""
 
     def __init__(self, mesh: Mesh, group: str):
-        cases, self.names, dtype = GROUPS[group]
+        cases, self.names, dtype = (GROUPS | LITTLE_GROUPS)[group]
         self.mesh, gone = mesh, (*self.names, *(a for a in mesh.names if mesh[a] == 1 and a not in self.names))
         self.layouts = [
             Layout(case.shape, dtype or case.dtype, mesh, case.spec, flat=case.flat) for case in cases.values()

@@ -3,6 +3,7 @@
 The reference are the boxes of the layouts (`testing.split`), on simulated and on real ranks.
 """
 
+import itertools
 import math
 
 import pytest
@@ -13,14 +14,14 @@ from fmegatron.collectives import FLAT, Axes, Place, Wire, connect, real_coalesc
 from fmegatron.layout import Layout, Mesh, dtype_name
 from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
-from tests.collectives.coalesced_cases import GROUPS, MESHES, Problem, draw, gather_step
+from tests.collectives.coalesced_cases import GROUPS, LITTLE_GROUPS, MESHES, Problem, draw, gather_step
 from tests.pairs import turns
 
-ALL = [
+ALL = [  # every group, each on another mesh, then each on the next
     (mesh, group)
-    for mesh in MESHES
-    for group, (_, names, _) in GROUPS.items()
-    if group != "two axes" or mesh["b"] > 1 or mesh["a"] == 4
+    for shift in range(len(MESHES))
+    for i, group in enumerate(GROUPS)
+    if (mesh := MESHES[(i + shift) % len(MESHES)]) and (group != "two axes" or mesh["b"] > 1 or mesh["a"] == 4)
 ]
 
 
@@ -73,7 +74,7 @@ def assert_same(found, expected, rank):
             assert x.dtype == y.dtype and torch.equal(x.double(), y.double()), f"{name}[{i}] on rank {rank}"
 
 
-@pytest.mark.parametrize(("mesh", "group"), ALL, ids=str)
+@pytest.mark.parametrize(("mesh", "group"), turns(8, ALL, [f"{mesh}-{group}" for mesh, group in ALL]))
 def test_values_and_transposes(mesh, group):
     problem = Problem(mesh, group)
     sim = simulate(all_of(problem, problem.axis()), mesh, problem.shards, Ranks(problem.terms))
@@ -125,13 +126,13 @@ def test_large_tensors_travel_as_they_are(ranks, little):
             assert_same(own, wanted(problem, rank), rank)
 
 
-def compiled_on_rank(rank, mesh, group, little=None):
-    """(results, collectives of the lowered graph, calls that copy) of a compiled gather with its transpose."""
+def jitted_on_rank(rank, mesh, group, little=None, backend="eager"):
+    """(results, collectives of the lowered graph, calls that copy) of a jitted gather with its transpose."""
     with connect(mesh) as world, pytest.MonkeyPatch.context() as patched:
         if little is not None:
             patched.setattr(real_coalesced, "_LITTLE", little)
         problem = Problem(mesh, group)
-        step = jit(gather_step(problem, problem.axis()), world=world, check=False)
+        step = jit(gather_step(problem, problem.axis()), world=world, backend=backend, check=False)
         wholes, grads = step(problem.shards[rank], problem.terms[rank])
         graph = step.graph("lower")
         found = {"gathered": wholes, "reduced gradients": grads}
@@ -142,28 +143,34 @@ def compiled_on_rank(rank, mesh, group, little=None):
 
 @pytest.mark.parametrize(
     ("group", "little", "ops", "copies"),
-    turns(
-        2,
-        [
-            ("one axis", None, ["all_gather", "all_to_all"], {"pack": 2, "unpack": 2, "cat": 4}),
-            ("one axis, one dtype", None, ["all_gather", "reduce_scatter"], {"cat": 6}),
-            ("one tensor", None, ["all_gather", "reduce_scatter"], {}),
-            ("one axis", 0, ["all_gather", "all_to_all"], {"pack": 1, "unpack": 1, "cat": 4}),
-            ("one axis, one dtype", 0, ["all_gather", "reduce_scatter"], {"cat": 4}),
-            ("one tensor by rows", None, ["all_gather", "reduce_scatter"], {}),
-        ],
-    ),
+    [
+        ("one axis", None, ["all_gather", "all_to_all"], {"pack": 2, "unpack": 2, "cat": 4}),
+        ("one axis, one dtype", None, ["all_gather", "reduce_scatter"], {"cat": 6}),
+        ("one tensor", None, ["all_gather", "reduce_scatter"], {}),
+        ("one axis", 0, ["all_gather", "all_to_all"], {"pack": 1, "unpack": 1, "cat": 4}),
+        ("one axis, one dtype", 0, ["all_gather", "reduce_scatter"], {"cat": 4}),
+        ("one tensor by rows", None, ["all_gather", "reduce_scatter"], {}),
+    ],
 )
 def test_one_real_collective(ranks, group, little, ops, copies):
-    """One all-gather forward and one exchange backward; no cat for a list of one or of large tensors, and else one for
-    each buffer (and one for each interleaved dim)."""
+    """One all-gather forward and one exchange backward in the graph; no cat for a list of one or of large tensors, and
+    else one for each buffer (and one for each interleaved dim)."""
     mesh = Mesh(a=2, b=1)
     problem = Problem(mesh, group)
-    for rank, (found, collectives, names) in enumerate(ranks.run(compiled_on_rank, mesh, group, little, ranks=2)):
+    for rank, (found, collectives, names) in enumerate(ranks.run(jitted_on_rank, mesh, group, little, ranks=2)):
         own = {name: [x.to(dtype) for x, dtype in xs] for name, xs in found.items()}
         assert_same(own, {name: xs for name, xs in wanted(problem, rank).items() if name in own}, rank)
         assert collectives == ops
         assert {name: names.count(name) for name in ("pack", "unpack", "cat") if name in names} == copies
+
+
+@pytest.mark.parametrize(("group", "little"), turns(1, itertools.product(LITTLE_GROUPS, (None, 0))))
+def test_compiled(ranks, group, little):
+    """The compiled graph computes the same."""
+    problem = Problem(Mesh(a=2, b=1), group)
+    for rank, (found, _, _) in enumerate(ranks.run(jitted_on_rank, problem.mesh, group, little, "inductor", ranks=2)):
+        own = {name: [x.to(dtype) for x, dtype in xs] for name, xs in found.items()}
+        assert_same(own, {name: xs for name, xs in wanted(problem, rank).items() if name in own}, rank)
 
 
 @pytest.mark.parametrize(
