@@ -3,17 +3,18 @@
 Faults that need one value of one option, or two values of two, are found by such a set (`product`); those that need
 three at once are left to `make test-all`, which runs the full product. Where cases are expensive, or the options are
 two, every day has cases with every value of each option, and every case has its day (`rotating`). Cases that are no
-product take turns (`turns`).
+product take turns (`turns`), as do those of a product of which few a day are enough (`mixed`).
 """
 
 import itertools
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import pytest
 
 from tests import sampling
 
-__all__ = ["covering", "of_a_day", "product", "rotating", "turns"]
+__all__ = ["covering", "mixed", "of_a_day", "product", "rotating", "turns"]
 
 
 def covering(*options: Iterable[Hashable], of: Iterable[tuple] | None = None) -> list[tuple]:
@@ -58,6 +59,13 @@ def of_a_day(day: int, *options: Sequence[Hashable]) -> list[tuple]:
         tuple(option[(n + shift) % len(option)] for option, shift in zip(options, shifts, strict=True))
         for n in range(len(options[longest]))
     ]
+
+
+def mixed(*options: Sequence[Hashable]) -> list[tuple]:
+    """The full product so that neighbours differ in as much as they can: for `turns` of a few cases a day."""
+    options = [list(option) for option in options]
+    longest, full = max(map(len, options)), math.prod(map(len, options))
+    return [case for day in range(full // longest) for case in of_a_day(day, *options)]
 
 
 def rotating(*options: Iterable[Hashable], ids: Sequence | None = None) -> list:

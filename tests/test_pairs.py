@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.pairs import covering, of_a_day, product, turns
+from tests.pairs import covering, mixed, of_a_day, product, turns
 
 SIZES = [(1,), (5,), (2, 3), (2, 2, 2), (4, 3, 2), (3, 3, 3, 3), (6, 6, 2, 2), (7, 2, 2, 2, 2), (2,) * 8]
 
@@ -64,3 +64,11 @@ def test_cases_take_turns(count, monkeypatch):
         assert [case.id for case in cases] == list("abcde") and len(kept) == min(count, 5)
         seen |= kept
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_mixed_is_the_product_in_another_order(sizes):
+    cases = mixed(*map(range, sizes))
+    assert sorted(cases) == sorted(itertools.product(*map(range, sizes)))
+    same = [sum(x == y for x, y in zip(a, b, strict=True)) for a, b in itertools.pairwise(cases)]
+    assert sum(same) <= len(sizes) * len(cases) / max(sizes)

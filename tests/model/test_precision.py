@@ -1,6 +1,7 @@
 """Policies of dtypes in the decoder: what travels in which dtype, what arrives, and that the mesh changes nothing."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fmegatron.step import collectives_of, compiled_layer, trace, value_and_grad
 from fmegatron.testing import simulate, split
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, batch_layouts, check, make_step, raw_layouts
+from tests.pairs import turns
 
 F8, B16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 FP8 = Precision.fp64(gather=F8)
@@ -22,7 +24,10 @@ def config_of(precision, **changes):
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(tp=2), Mesh(dp=2, fsdp=2, tp=2)], ids=str)
+FP8_MESHES = [Mesh(fsdp=2), Mesh(tp=2), Mesh(dp=2, fsdp=2, tp=2)]
+
+
+@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in FP8_MESHES], map(str, FP8_MESHES)))
 def test_weights_gathered_in_fp8(mesh):
     """The same roundings on every mesh: loss and each gradient equal one rank's under the same policy, fp64, 1e-10."""
     check(config_of(FP8, tied=mesh["fsdp"] == 2 if "fsdp" in mesh else False), mesh)
@@ -50,25 +55,30 @@ def test_fp8_rounds_to_nearest_and_passes_gradients_straight_through():
     assert not torch.equal(params["blocks"]["mlp"]["w_down"], quantised["blocks"]["mlp"]["w_down"])
 
 
-def sent(precision, mesh, ops, **options):
-    """(collectives of these ops in loss and gradients of the decoder, bytes that a rank sends by them)."""
-    config = config_of(precision)
+@functools.cache
+def wire(precision, mesh):
+    """The collectives in loss and gradients of a decoder of one layer."""
+    config = config_of(precision, layers=1)
     params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
     batch = make_batch(config, batch_size=4)
     local = split(batch, batch_layouts(batch, mesh))[0]
-    graph = trace(make_step(config, **options)(mesh), (params, local)).graph_module.graph
-    found = [one for one in collectives_of(graph, mesh) if one.op in ops]
+    return collectives_of(trace(make_step(config)(mesh), (params, local)).graph_module.graph, mesh)
+
+
+def sent(precision, mesh, op):
+    """(those of one op, bytes that a rank sends by them)."""
+    found = [one for one in wire(precision, mesh) if one.op == op]
     return found, sum(one.sent for one in found)
 
 
 def test_bytes_of_the_wire():
     mesh = Mesh(fsdp=4)
-    gathers, full = sent(Precision.fp32(), mesh, ["all_gather_many"])
+    gathers, full = sent(Precision.fp32(), mesh, "all_gather_many")
     for precision, ratio in ((Precision.bf16(), 2), (Precision.bf16_wire(), 2), (Precision.fp8_wire(), 4)):
-        found, nbytes = sent(precision, mesh, ["all_gather_many"])
+        found, nbytes = sent(precision, mesh, "all_gather_many")
         assert len(found) == len(gathers) and nbytes * ratio == full
-    assert [len(sent(Precision.fp8_wire(), mesh, [op])[0]) for op in ("pmax", "psum")] == [1, 1], "scales; the loss"
-    back = {p: sent(p, mesh, ["reduce_scatter_many"])[1] for p in (Precision.bf16(), Precision.bf16_wire())}
+    assert [len(sent(Precision.fp8_wire(), mesh, op)[0]) for op in ("pmax", "psum")] == [1, 1], "scales; the loss"
+    back = {p: sent(p, mesh, "reduce_scatter_many")[1] for p in (Precision.bf16(), Precision.bf16_wire())}
     assert back[Precision.bf16()] == full == 2 * back[Precision.bf16_wire()]
 
 
@@ -115,7 +125,7 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", turns(2, [(name,) for name in POLICIES], POLICIES))
 def test_no_finding_under_any_policy(name):
     mesh, config = Mesh(dp=2, fsdp=2, tp=2), config_of(POLICIES[name])
     axes, layouts = Axes(mesh), model.layouts(config, mesh)
@@ -137,7 +147,10 @@ def on_rank(rank, mesh, name, params, batch):
         return f(split(params, layouts)[rank], split(batch, batch_layouts(batch, mesh))[rank])[1]
 
 
-@pytest.mark.parametrize("name", ["bf16 wire", "fp8", pytest.param("sums in bf16", marks=pytest.mark.slow)])
+REAL = ["bf16 wire", "fp8", "sums in bf16"]
+
+
+@pytest.mark.parametrize("name", turns(1, [(name,) for name in REAL], REAL))
 def test_real_ranks(ranks, name):
     """Bit for bit the gradients of simulated ranks."""
     mesh, config = Mesh(fsdp=2), config_of(POLICIES[name])

@@ -13,6 +13,7 @@ from fmegatron.step import jit, value_and_grad
 from fmegatron.testing import relative_error, simulate, split
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, batch_layouts, make_step, raw_layouts
+from tests.pairs import mixed, turns
 
 
 def whole_params(config):
@@ -30,8 +31,10 @@ def gradients_on_rank(rank, mesh, config):
         return grads, loss, metrics
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2)], ids=str)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+CASES = mixed([Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2)], [False, True])
+
+
+@pytest.mark.parametrize(("mesh", "sequence_parallel"), turns(2, CASES, map(str, CASES)))
 def test_equal_to_simulated_ranks(ranks, mesh, sequence_parallel):
     config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel, z_loss=1e-2)
     real = ranks.run(gradients_on_rank, mesh, config, ranks=mesh.size)
@@ -68,7 +71,9 @@ def text_on_rank(rank, mesh, config, temperature, compiled):
 TEXTS = [(mesh, False, t) for mesh in (Mesh(tp=2), Mesh(fsdp=2), Mesh(fsdp=2, tp=2)) for t in (0.0, 1.2)]
 
 
-@pytest.mark.parametrize(("mesh", "compiled", "temperature"), [*TEXTS, (Mesh(tp=2), True, 1.2)])
+@pytest.mark.parametrize(
+    ("mesh", "compiled", "temperature"), [*turns(2, TEXTS, map(str, TEXTS)), (Mesh(tp=2), True, 1.2)]
+)
 def test_every_rank_of_every_mesh_writes_the_same_text(ranks, mesh, compiled, temperature):
     config = dataclasses.replace(CONFIG, sequence_parallel=True)  # ignored while sampling
     wanted = text_on_rank(0, Mesh(), config, temperature, False)

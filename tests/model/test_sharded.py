@@ -12,7 +12,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.step import compiled_layer, raw_gradient_layout, trace, value_and_grad
 from fmegatron.testing import assert_parity, inline_layers, split
 from tests.model.test_reference import TINY, leaves_that_differ, make_batch
-from tests.pairs import rotating
+from tests.pairs import mixed, turns
 
 CONFIG = dataclasses.replace(TINY, heads=8, kv_heads=4, dim=64, ffn_dim=48, vocab_size=90)
 MESHES = [Mesh(), Mesh(dp=2), Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)]
@@ -22,6 +22,7 @@ VARIANTS = {
     "sequence parallel": {"sequence_parallel": True},
     "sequence parallel, tied": {"sequence_parallel": True, "tied": True},
 }
+CASES = mixed(VARIANTS, MESHES)
 
 
 def data_axes(mesh):
@@ -62,18 +63,23 @@ def check(config, mesh, mask=False, layer=model.plain_layer, rules=model.RULES):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mesh"), rotating(VARIANTS, MESHES))
+@pytest.mark.parametrize(("name", "mesh"), turns(2, CASES, [f"{name}-{mesh}" for name, mesh in CASES]))
 def test_loss_and_each_gradient(name, mesh):
     check(dataclasses.replace(CONFIG, **VARIANTS[name]), mesh)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)], ids=str)
+MASKED = [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)]
+
+
+@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in MASKED], map(str, MASKED)))
 def test_with_a_mask(mesh):
     """The number of tokens that count differs between data ranks: the divisor must be the global one."""
     check(dataclasses.replace(CONFIG, z_loss=1e-2), mesh, mask=True)
 
 
-@pytest.mark.parametrize(("save", "sequence_parallel"), rotating(["mincut", "inputs"], [False, True]))
+@pytest.mark.parametrize(
+    ("save", "sequence_parallel"), turns(1, [("mincut", False), ("inputs", True), ("mincut", True), ("inputs", False)])
+)
 def test_with_compiled_layers(save, sequence_parallel):
     config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel)
     check(config, Mesh(fsdp=2, tp=2), layer=compiled_layer(save))
@@ -100,7 +106,7 @@ def collectives(config, mesh, layer=model.plain_layer, inline=True):
     )
 
 
-@pytest.mark.parametrize("layers", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("layers", turns(1, [(1,), (2,), (3,)]))
 def test_number_of_collectives(layers):
     """What the layouts imply, and not one more: counted in the traced graph."""
     config = dataclasses.replace(CONFIG, layers=layers)

@@ -15,7 +15,7 @@ from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, MESHES
-from tests.pairs import rotating
+from tests.pairs import mixed, turns
 
 
 def check(config, mesh, clip_norm, layer=model.plain_layer, microbatches=1):
@@ -41,12 +41,16 @@ def check(config, mesh, clip_norm, layer=model.plain_layer, microbatches=1):
     assert {"loss", "grad_norm"} <= set(result.sharded.metrics)
 
 
-@pytest.mark.parametrize(("mesh", "clip_norm"), rotating(MESHES, [0.01, None]))
+CASES = mixed(MESHES, [0.01, None])
+EVERYTHING = [Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
+
+
+@pytest.mark.parametrize(("mesh", "clip_norm"), turns(2, CASES, map(str, CASES)))
 def test_steps(mesh, clip_norm):
     check(dataclasses.replace(CONFIG, tied=mesh.size == 8, z_loss=1e-3), mesh, clip_norm)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in EVERYTHING], map(str, EVERYTHING)))
 def test_steps_with_everything(mesh):
     """Sequence parallelism, layers compiled once that recompute, and microbatches, together."""
     config = dataclasses.replace(CONFIG, sequence_parallel=True, z_loss=1e-3)

@@ -13,6 +13,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, enter
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import assert_parity
+from tests.pairs import rotating, turns
 
 DATA = ("dp", "fsdp")
 MESHES = [
@@ -81,8 +82,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "mesh"), rotating(OPS, MESHES))
 def test_op(name, mesh):
     op = OPS[name]
     generator = torch.Generator().manual_seed(len(name))
@@ -134,7 +134,10 @@ GATHERED = {  # every place where the gathered axis can stand
 }
 
 
-@pytest.mark.parametrize("mesh", [m for m in MESHES if m["fsdp"] > 1] + [Mesh(dp=1, fsdp=4, tp=1)], ids=str)
+GATHERING = [*(mesh for mesh in MESHES if mesh["fsdp"] > 1), Mesh(dp=1, fsdp=4, tp=1)]
+
+
+@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in GATHERING], map(str, GATHERING)))
 def test_gather_tree(mesh):
     generator = torch.Generator().manual_seed(0)
     arrays = {

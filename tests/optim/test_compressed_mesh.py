@@ -11,21 +11,14 @@ from fmegatron.testing import Ranks, simulate, split
 from fmegatron.tree import ArraySpec, Normal
 from tests.optim.formats import FORMATS, adamw_in, flat_params, flat_specs
 from tests.optim.table import DTYPES, assert_same, grads_of, make_params, make_specs
+from tests.pairs import mixed, turns
 
-QUICK = Mesh(dp=1, fsdp=2, tp=2)
-MORE = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=2, fsdp=1, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
-every_mesh = pytest.mark.parametrize(
-    "mesh", [QUICK, *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE]], ids=str
-)
-QUICK_FORMATS = ("bf16-stochastic", "fp8", "int8")
-every_format = pytest.mark.parametrize(
-    "rules",
-    [pytest.param(r, id=name, marks=() if name in QUICK_FORMATS else pytest.mark.slow) for name, r in FORMATS.items()],
-)
+MESHES = [Mesh(dp=1, fsdp=2, tp=2), Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=2, fsdp=1, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
 FLAT_FORMATS = {
     "stochastic": [("adam", optim.Bfloat16(stochastic=True)), ("master", optim.NoMaster())],
     "int8": [("m", optim.int8(block=2, smallest=0)), ("v", optim.int8(block=2, smallest=0, root=True))],
 }
+WHOLE, FLAT = mixed(FORMATS, MESHES), mixed(FLAT_FORMATS, MESHES)
 
 
 def assert_sharded_is_whole(rules, specs, params, mesh, steps=2):
@@ -54,16 +47,14 @@ def assert_sharded_is_whole(rules, specs, params, mesh, steps=2):
             assert_same(sim.outputs[rank], part)
 
 
-@every_format
-@every_mesh
-def test_sharded_is_whole_bit_for_bit(rules, mesh):
-    assert_sharded_is_whole(rules, make_specs(DTYPES["bf16"], mesh), make_params(DTYPES["bf16"]), mesh)
+@pytest.mark.parametrize(("name", "mesh"), turns(2, WHOLE, map(str, WHOLE)))
+def test_sharded_is_whole_bit_for_bit(name, mesh):
+    assert_sharded_is_whole(FORMATS[name], make_specs(DTYPES["bf16"], mesh), make_params(DTYPES["bf16"]), mesh)
 
 
-@pytest.mark.parametrize("rules", FLAT_FORMATS.values(), ids=FLAT_FORMATS)
-@every_mesh
-def test_flattened_leaves_too(rules, mesh):
-    assert_sharded_is_whole(rules, flat_specs(torch.bfloat16, mesh), flat_params(torch.bfloat16), mesh)
+@pytest.mark.parametrize(("name", "mesh"), turns(1, FLAT, map(str, FLAT)))
+def test_flattened_leaves_too(name, mesh):
+    assert_sharded_is_whole(FLAT_FORMATS[name], flat_specs(torch.bfloat16, mesh), flat_params(torch.bfloat16), mesh)
 
 
 def proven(make, specs, mesh, but=()):
@@ -81,13 +72,13 @@ def proven(make, specs, mesh, but=()):
     assert unproven == {f"0/params/{name}" for name in but}, str(report)
 
 
-@every_format
+@pytest.mark.parametrize("rules", turns(2, [(rules,) for rules in FORMATS.values()], FORMATS))
 def test_the_checker_proves_the_update(rules):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     proven(adamw_in(rules), make_specs(DTYPES["bf16"], mesh), mesh)
 
 
-@pytest.mark.parametrize("rules", FLAT_FORMATS.values(), ids=FLAT_FORMATS)
+@pytest.mark.parametrize("rules", turns(1, [(rules,) for rules in FLAT_FORMATS.values()], FLAT_FORMATS))
 def test_the_checker_proves_flattened_leaves(rules):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     # Of blocks that cross the rows of a flattened leaf the rules cannot say which elements meet; on simulated ranks all

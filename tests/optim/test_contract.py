@@ -14,6 +14,7 @@ from tests.optim.table import (
     DTYPES,
     EVERY,
     ONE,
+    TABLE,
     assert_same,
     grads_of,
     loss_of,
@@ -21,18 +22,20 @@ from tests.optim.table import (
     make_specs,
     run,
 )
+from tests.pairs import product, rotating
 
 every_optimizer = pytest.mark.parametrize("opt", [row.make() for row in EVERY.values()], ids=EVERY)
-every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 
 
-def _case(name, row, dtype):
-    """Formats of fewer bytes do nothing to float64, and to float32 what they do to moments of bfloat16 parameters."""
-    marks = pytest.mark.slow if name in COMPRESSED and dtype in ("fp32", "fp64") else ()
-    return pytest.param(row.make(), DTYPES[dtype], id=f"{dtype}-{name}", marks=marks)
-
-
-every_case = pytest.mark.parametrize(("opt", "dtypes"), [_case(*item, d) for d in DTYPES for item in EVERY.items()])
+# Formats of fewer bytes do nothing to float64, and to float32 what they do to moments of bfloat16 parameters.
+WEAK = [pytest.param(name, dtype, marks=pytest.mark.slow) for name in COMPRESSED for dtype in ("fp32", "fp64")]
+NAMES = [*rotating(TABLE, DTYPES), *rotating(COMPRESSED, ["bf16", "mixed"]), *WEAK]
+CASES = [
+    pytest.param(EVERY[name].make(), DTYPES[dtype], marks=case.marks, id=f"{dtype}-{name}")
+    for case in NAMES
+    for name, dtype in [case.values]
+]
+every_case = pytest.mark.parametrize(("opt", "dtypes"), CASES)
 
 
 def facts(x):
@@ -60,10 +63,9 @@ def test_structure_shapes_and_dtypes_are_kept(opt, dtypes):
     assert new_state.get("opt", new_state)["count"] == 1
 
 
-@pytest.mark.parametrize("row", EVERY.values(), ids=EVERY)
-@every_dtype
-@pytest.mark.parametrize("mesh", [ONE, Mesh(fsdp=2, tp=2)], ids=str)
-def test_init_on_specs_is_the_spec_of_init_on_params(row, dtypes, mesh):
+@pytest.mark.parametrize(("name", "dtype", "mesh"), product(EVERY, DTYPES, [ONE, Mesh(fsdp=2, tp=2)]))
+def test_init_on_specs_is_the_spec_of_init_on_params(name, dtype, mesh):
+    row, dtypes = EVERY[name], DTYPES[dtype]
     specs = make_specs(dtypes, mesh)
     opt = row.make(tree.layouts(specs), Axes(mesh))
     state_specs = opt.init(specs)

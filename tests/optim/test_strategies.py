@@ -10,6 +10,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, check, placements, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
+from tests.pairs import mixed, turns
 from tests.step import tiny
 from tests.step.strategies import STRATEGIES
 
@@ -44,27 +45,20 @@ def batch_on(mesh):
     return tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (("dp", "fsdp"),)), tiny.decoder_batch(rows=8))
 
 
-def quick(*chosen):
-    """Cases (optimizer, strategy): those by default, all others with the slow tests."""
-    return pytest.mark.parametrize(
-        "make, strategy",
-        [
-            pytest.param(make, strategy, id=f"{a}-{b}", marks=[] if (a, b) in chosen else pytest.mark.slow)
-            for a, make in MAKE.items()
-            for b, strategy in STRATEGIES.items()
-        ],
-    )
+CASES = mixed(MAKE, STRATEGIES)
 
 
-@quick(*((name, strategy) for name in MAKE for strategy in ("zero1", "zero3")), ("muon", "hsdp"))
-def test_check_proves_it(make, strategy):
+@pytest.mark.parametrize(("name", "strategy"), turns(3, CASES, map("-".join, CASES)))
+def test_check_proves_it(name, strategy):
+    make, strategy = MAKE[name], STRATEGIES[strategy]
     step, state_layouts, _ = make_step(make, strategy, MESH)
     report = check(step, state_layouts, batch_on(MESH), MESH)
     assert not report.findings and not report.unproven, str(report)
 
 
-@quick(("muon", "zero3"), ("muon-heads-shared", "zero1"), ("adafactor", "hybrid"), ("soap", "zero3"))
-def test_ranks_train_as_one(make, strategy):
+@pytest.mark.parametrize(("name", "strategy"), turns(1, CASES, map("-".join, CASES)))
+def test_ranks_train_as_one(name, strategy):
+    make, strategy = MAKE[name], STRATEGIES[strategy]
     state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_step(make, strategy, ONE)[2])
     assert_parity(
         lambda mesh: make_step(make, strategy, mesh)[0], MESH, state, lambda i: tiny.decoder_batch(rows=8, seed=i),

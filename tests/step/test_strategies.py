@@ -1,7 +1,6 @@
 """ZeRO-0 to 3, HSDP and hybrid train as torch.optim does on one rank, with microbatches, clips and uneven masks."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -12,17 +11,19 @@ from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import build_train_step, check, compiled_layer, jit, placements, state_specs
 from fmegatron.testing import Ranks, relative_error, simulate, split
 from tests.checkpoint.fake_world import assert_same_bits, run, save_all, small_sizes
+from tests.pairs import mixed, turns
 from tests.step import strategies
 from tests.step.strategies import LR, OPTIMIZER, STRATEGIES, make_config, make_step, simulated
 
 MESHES = [Mesh(dp=1), Mesh(fsdp=2), Mesh(dp=2), Mesh(dp=2, fsdp=2), Mesh(fsdp=4), Mesh(dp=2, fsdp=2, tp=2)]
-ALL = list(itertools.product(STRATEGIES, MESHES, (1, 3), (None, 0.05)))
-# Each strategy on four ranks with everything on, and each mesh, count and clip with some strategy.
+ALL = mixed(STRATEGIES, MESHES, (1, 3), (None, 0.05))
+# Each strategy on four ranks with everything on, and each mesh, count and clip with some strategy: three a day.
 QUICK = [(name, Mesh(dp=2, fsdp=2), 3, 0.05) for name in STRATEGIES] + [
     ("zero1", Mesh(fsdp=4), 1, None),
     ("zero3", Mesh(dp=1), 3, None),
     ("hybrid", Mesh(dp=2, fsdp=2, tp=2), 1, 0.05),
 ]
+FIELDS = "name, mesh, microbatches, clip_norm"
 
 
 @functools.lru_cache
@@ -39,9 +40,9 @@ def check_fp64(name, mesh, microbatches, clip_norm, steps):
         assert relative_error(a, b) <= 1e-10, path
 
 
-@pytest.mark.parametrize("case", QUICK, ids=str)
-def test_five_steps_equal_torch(case):
-    check_fp64(*case, steps=5)
+@pytest.mark.parametrize(FIELDS, turns(3, QUICK, map(str, QUICK)))
+def test_five_steps_equal_torch(name, mesh, microbatches, clip_norm):
+    check_fp64(name, mesh, microbatches, clip_norm, steps=5)
 
 
 @pytest.mark.slow
@@ -50,14 +51,11 @@ def test_ten_steps_equal_torch_all(case):
     check_fp64(*case, steps=10)
 
 
-FP32 = [("zero1", Mesh(dp=2, fsdp=2), 3, 0.05), ("zero3", Mesh(dp=2, fsdp=2), 1, None)]
+ON_RANKS = [case for case in ALL if case[1].size > 1]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in FP32 else pytest.mark.slow) for c in ALL if c[1].size > 1], ids=str
-)
-def test_losses_in_fp32(case):
-    name, mesh, microbatches, clip_norm = case
+@pytest.mark.parametrize(FIELDS, turns(1, ON_RANKS, map(str, ON_RANKS)))
+def test_losses_in_fp32(name, mesh, microbatches, clip_norm):
     losses, _, _ = simulated(
         make_config(torch.float32), mesh, STRATEGIES[name], 5, microbatches=microbatches, clip_norm=clip_norm
     )
@@ -70,6 +68,7 @@ POLICIES = {
     "bf16 wire": Precision.bf16_wire(),
     "bf16 weights": Precision.bf16(param=torch.bfloat16, reduce=torch.bfloat16, exact=True),  # and fp32 masters
 }
+IN_ORDER = mixed(["zero1", "zero2"], POLICIES)
 
 
 @functools.lru_cache
@@ -78,35 +77,24 @@ def in_bf16(name, mesh, policy="bf16", microbatches=1, clip_norm=None):
     return simulated(config, mesh, STRATEGIES[name], 5, microbatches=microbatches, clip_norm=clip_norm)
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param(p, marks=() if p == "bf16 wire" else pytest.mark.slow) for p in POLICIES]
-)
-def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order(policy):
+@pytest.mark.parametrize("name, policy", turns(1, IN_ORDER, map(" ".join, IN_ORDER)))
+def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order(name, policy):
     """On two ranks a sum has one order: where the gradients lie, and who updates them, changes no bit."""
     mesh = Mesh(dp=2)
     first = in_bf16("replicated", mesh, policy)  # no clip: a norm adds its squares shard by shard
-    for name in ("zero1", "zero2"):
-        losses, norms, state = in_bf16(name, mesh, policy)
-        assert losses == first[0], name
-        assert norms == pytest.approx(first[1], rel=1e-6), name
-        for a, b in zip(tree.leaves(state.params), tree.leaves(first[2].params), strict=True):
-            assert torch.equal(a, b), name
+    losses, norms, state = in_bf16(name, mesh, policy)
+    assert losses == first[0]
+    assert norms == pytest.approx(first[1], rel=1e-6)
+    for a, b in zip(tree.leaves(state.params), tree.leaves(first[2].params), strict=True):
+        assert torch.equal(a, b)
 
 
-BF16 = [
-    ("zero2", Mesh(dp=2, fsdp=2), "bf16 wire", 3, 0.05),
-    ("zero3", Mesh(fsdp=2), "bf16 weights", 1, None),
-    ("hybrid", Mesh(dp=2, fsdp=2), "bf16", 1, 0.05),
-]
-BF16_ALL = [(name, mesh, p, n, clip) for name, mesh, n, clip in ALL if mesh.size > 1 for p in POLICIES]
+BF16 = [case for case in mixed(STRATEGIES, MESHES, POLICIES, (1, 3), (None, 0.05)) if case[1].size > 1]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in BF16 else pytest.mark.slow) for c in BF16_ALL], ids=str
-)
-def test_bf16_stays_near_one_rank(case):
+@pytest.mark.parametrize("name, mesh, policy, microbatches, clip_norm", turns(1, BF16, map(str, BF16)))
+def test_bf16_stays_near_one_rank(name, mesh, policy, microbatches, clip_norm):
     """bf16 has 8 bits: five losses stay within 2^-7 of those of the same policy on one rank."""
-    name, mesh, policy, microbatches, clip_norm = case
     one = in_bf16("replicated", Mesh(dp=1), policy, 1, clip_norm)
     losses, _, state = in_bf16(name, mesh, policy, microbatches, clip_norm)
     assert losses == pytest.approx(one[0], rel=2**-7)
@@ -131,16 +119,18 @@ def on_rank(rank, mesh, name, microbatches, backend):
         return metrics, state, [str(f) for f in next(iter(step.cache.values())).report.findings]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "microbatches", "backend"),
-    [
-        ("zero1", Mesh(dp=2), 2, "aot_eager"),
-        ("hybrid", Mesh(dp=2, fsdp=2), 1, "eager"),
-        pytest.param("hybrid", Mesh(dp=2, fsdp=2), 1, "aot_eager", marks=pytest.mark.slow),
-        pytest.param("zero3", Mesh(dp=2, fsdp=2), 1, "aot_eager", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+REAL = [
+    ("zero1", Mesh(dp=2), 2, "aot_eager"),
+    ("hybrid", Mesh(dp=2, fsdp=2), 1, "eager"),
+    ("zero3", Mesh(fsdp=2), 1, "aot_eager"),
+]
+MORE = [
+    pytest.param("hybrid", Mesh(dp=2, fsdp=2), 1, "aot_eager", marks=pytest.mark.slow),
+    pytest.param("zero3", Mesh(dp=2, fsdp=2), 1, "aot_eager", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name, mesh, microbatches, backend", [*turns(1, REAL), *MORE])
 def test_real_ranks(ranks, name, mesh, microbatches, backend):
     got = ranks.run(on_rank, mesh, name, microbatches, backend, ranks=mesh.size)
     losses, norms, params = strategies.by_torch(make_config(), 3, 0.05)
@@ -170,7 +160,7 @@ def awkward_loss(params, batch):
     return x.square().sum() / 8
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", turns(2, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_awkward_arrays(name):
     """Dims that do not divide, one element, none at all, more ranks than rows; frozen, unused, used twice."""
     strategy = STRATEGIES[name]
@@ -212,11 +202,13 @@ def test_awkward_arrays(name):
 
 
 # ---- changing the strategy is a restore ------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(("zero1", Mesh(dp=2)), ("zero3", Mesh(dp=2, fsdp=2))), (("zero3", Mesh(fsdp=4)), ("hybrid", Mesh(dp=2, fsdp=2)))],
-    ids=str,
-)
+CHANGES = [
+    (("zero1", Mesh(dp=2)), ("zero3", Mesh(dp=2, fsdp=2))),
+    (("zero3", Mesh(fsdp=4)), ("hybrid", Mesh(dp=2, fsdp=2))),
+]
+
+
+@pytest.mark.parametrize("source, target", turns(1, CHANGES, map(str, CHANGES)))
 def test_changing_the_strategy_is_a_restore(tmp_path, source, target):
     """A state saved under one strategy and mesh is, bit for bit, the state of the other; moments included."""
     config = make_config()
