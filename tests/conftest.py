@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from fmegatron.testing import Forkserver, RankPool
 from tests import garbage, pairs, sampling, writers
@@ -42,9 +43,13 @@ def pytest_configure(config):
     """Before worker processes and tests start: the day of the sampled campaigns, so that all draw the same cases.
 
     A run over workers compiles into a folder of its own, which they share: a graph is compiled once, and nothing that
-    an earlier run left has a part in it. Ctrl-C works, also in a run that a shell started in the background.
+    an earlier run left has a part in it. In a new folder Inductor tries, by compilations of 4 s, whether the compiler
+    can build for this processor; here it takes that as given, and if it is not, each compiled test fails. Ctrl-C works,
+    also in a run that a shell started in the background.
     """
     sampling.today()
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes that the tests start
+    inductor.cpp.vec_isa_ok = os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         config.stash[FOLDER] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fmegatron-tests-")
