@@ -12,6 +12,7 @@ from fmegatron.nn.random import box_muller
 from fmegatron.step import jit
 from fmegatron.testing import simulate
 from tests.collectives.test_random_words import LAYOUTS, MESH
+from tests.pairs import mixed, rotating, turns
 
 COUNT = torch.tensor(7)
 KINDS = {
@@ -27,14 +28,14 @@ def drawn(kind, shape, key=1, count=COUNT, dtype=torch.float32, **how):
 
 
 # ---- the same numbers everywhere -------------------------------------------------------------------------------------
-@kinds
-def test_the_same_bits_on_every_mesh(kind):
-    for name, layout in LAYOUTS.items():
-        sim = simulate(
-            lambda x, c, layout=layout: KINDS[kind](x, key=1, count=c, layout=layout, axes=Axes(MESH)),
-            MESH, torch.zeros(layout.shape), COUNT, layouts=(layout, None), out_layouts=layout,
-        )  # fmt: skip
-        assert torch.equal(sim.globals(), drawn(kind, layout.shape)), name
+@pytest.mark.parametrize(("name", "kind"), rotating(LAYOUTS, KINDS))
+def test_the_same_bits_on_every_mesh(name, kind):
+    layout = LAYOUTS[name]
+    sim = simulate(
+        lambda x, c: KINDS[kind](x, key=1, count=c, layout=layout, axes=Axes(MESH)),
+        MESH, torch.zeros(layout.shape), COUNT, layouts=(layout, None), out_layouts=layout,
+    )  # fmt: skip
+    assert torch.equal(sim.globals(), drawn(kind, layout.shape))
 
 
 @kinds
@@ -55,26 +56,28 @@ def test_a_count_for_each_row_stays_with_the_row(kind, mesh):
         assert torch.equal(row, drawn(kind, (3, 4), count=sample))  # position in the sample, of a draw of its own
 
 
-COMPILED = {
-    "aot_eager": ("aot_eager", tuple(KINDS)),
-    "inductor": ("inductor", ("uniform", "dropout")),
-    "inductor, normal": ("inductor", ("normal",)),
-}
+# The kernel of normal numbers takes longest to compile: with the slow tests.
+COMPILED = mixed(["uniform", "dropout"], [(1003,), (17, 31)])
+NORMAL = [pytest.param("normal", shape, marks=pytest.mark.slow) for shape in [(1003,), (17, 31)]]
 
 
-@pytest.mark.parametrize("name", ["aot_eager", "inductor", pytest.param("inductor, normal", marks=pytest.mark.slow)])
-def test_the_same_bits_compiled(name):
+@pytest.mark.parametrize(("kind", "shape"), [*turns(1, COMPILED), *NORMAL])
+def test_the_same_bits_compiled(kind, shape):
     """Sizes at which a vectorized loop has a rest; a factor that a compiler could contract with what is before it."""
-    backend, of = COMPILED[name]
+    assert_compiled_is_eager([kind], shape, "inductor")
 
+
+def test_the_same_bits_of_a_functional_graph():
+    assert_compiled_is_eager(KINDS, (17, 31), "aot_eager")
+
+
+def assert_compiled_is_eager(of, shape, backend):
     def all_kinds(x, c):
         return [3 * KINDS[kind](x, key=1, count=c) + x for kind in of]
 
-    for shape in ((1003,), (17, 31)):
-        step = jit(all_kinds, backend=backend)
-        x = torch.linspace(-1, 1, math.prod(shape)).view(shape)
-        for kind, got, wanted in zip(of, step(x, COUNT), all_kinds(x, COUNT), strict=True):
-            assert torch.equal(got, wanted), kind
+    x = torch.linspace(-1, 1, math.prod(shape)).view(shape)
+    for kind, got, wanted in zip(of, jit(all_kinds, backend=backend)(x, COUNT), all_kinds(x, COUNT), strict=True):
+        assert torch.equal(got, wanted), kind
 
 
 @kinds

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fmegatron import optim, tree
 from fmegatron.step import jit, trace
+from tests.pairs import rotating, turns
 
 OPTIMIZERS = {
     "adamw": optim.adamw(optim.cosine(1e-2, 100, 10)),
@@ -23,8 +24,6 @@ OPTIMIZERS = {
     "soap": optim.soap(optim.cosine(1e-2, 100, 10), eps=1e-3, matrices=["blocks"]),
     "guarded": optim.skip_nonfinite(optim.adamw(1e-2), spike=optim.Spike(), loss_scale=optim.LossScale()),
 }
-
-QUICK = ("adamw", "sgd", "muon")  # compiled by default; the others with the slow tests
 
 
 def make_trees(dtype):
@@ -45,11 +44,10 @@ def clipped_update(opt):
     return update
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_tensor_meets_only_scalars_that_are_stored(opt, dtype):
+@pytest.mark.parametrize(("name", "dtype"), rotating(OPTIMIZERS, [torch.float32, torch.bfloat16, torch.float64]))
+def test_a_tensor_meets_only_scalars_that_are_stored(name, dtype):
     """Else Inductor computes them again for each element; `optim.scalars` has the measurement."""
-    params, grads = make_trees(dtype)
+    opt, (params, grads) = OPTIMIZERS[name], make_trees(dtype)
     graph = trace(clipped_update(opt), (grads, opt.init(params), params)).graph_module.graph
     met = 0
     for node in graph.nodes:
@@ -65,10 +63,7 @@ def test_a_tensor_meets_only_scalars_that_are_stored(opt, dtype):
     assert met >= 2 * len(params)
 
 
-@pytest.mark.parametrize(
-    "opt",
-    [pytest.param(opt, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, opt in OPTIMIZERS.items()],
-)
+@pytest.mark.parametrize("opt", turns(1, [(opt,) for opt in OPTIMIZERS.values()], OPTIMIZERS))
 def test_compiled_is_eager(opt):
     atol = 1e-13 if opt is OPTIMIZERS["soap"] else 1e-15
     params, grads = make_trees(torch.float64)

@@ -10,6 +10,7 @@ from fmegatron import optim, tree
 from fmegatron.optim import Bfloat16, NoMaster, Remainder, compressed
 from fmegatron.step import jit
 from tests.optim.table import assert_same
+from tests.pairs import turns
 
 BLOCK = {"block": 16, "smallest": 0}
 ALL = ["bf16", "random", "fp16", "fp8", "int8", "linear"]
@@ -90,9 +91,9 @@ def test_every_format_compiled_is_eager():
     assert_close(assert_in_place(jit(step, donate=0), carry, names), after(step, carry, names))
 
 
-def test_elementwise_formats_need_no_memory():
+@pytest.mark.parametrize("names", turns(1, [(["random"],), (["bf16"],)]), ids=str)
+def test_elementwise_formats_need_no_memory(names):
     """One pass over codes, parameter and gradient: the generated code allocates nothing of a leaf's size."""
-    names = ["random"]
     step, carry = step_of(names)
     donated = jit(step, donate=0)
     _, code = run_and_get_code(donated, tree.map(torch.clone, carry), draw(names, 1))

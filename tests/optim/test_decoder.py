@@ -8,6 +8,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, check, compiled_layer, jit, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
+from tests.pairs import turns
 from tests.step import tiny
 
 ONE = Mesh(dp=1, fsdp=1, tp=1)
@@ -36,16 +37,15 @@ def layouts_on(mesh):
     return tree.layouts(state_specs(model.specs(tiny.CONFIG, mesh), make_optimizer(mesh))), batch
 
 
-@pytest.mark.parametrize(
-    "mesh, share",
-    [
-        (Mesh(dp=2, fsdp=2, tp=2), ("dp",)),
-        pytest.param(Mesh(dp=2, fsdp=2, tp=2), (), marks=pytest.mark.slow),
-        pytest.param(Mesh(dp=1, fsdp=4, tp=2), (), marks=pytest.mark.slow),
-        pytest.param(Mesh(dp=4, fsdp=1, tp=2), ("dp",), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+CASES = [
+    (Mesh(dp=2, fsdp=2, tp=2), ("dp",)),
+    (Mesh(dp=2, fsdp=2, tp=2), ()),
+    (Mesh(dp=1, fsdp=4, tp=2), ()),
+    (Mesh(dp=4, fsdp=1, tp=2), ("dp",)),
+]
+
+
+@pytest.mark.parametrize("mesh, share", turns(1, CASES, map(str, CASES)))
 def test_a_mesh_trains_as_one_rank(mesh, share):
     state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer(ONE))
     assert_parity(
@@ -54,7 +54,10 @@ def test_a_mesh_trains_as_one_rank(mesh, share):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("layer", [model.plain_layer, compiled_layer("inputs")], ids=["plain", "compiled-layer"])
+LAYERS = {"plain": model.plain_layer, "compiled-layer": compiled_layer("inputs")}
+
+
+@pytest.mark.parametrize("layer", turns(1, [(layer,) for layer in LAYERS.values()], LAYERS))
 def test_check_proves_it(layer):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     report = check(make_step(mesh, layer, share=("dp",)), *layouts_on(mesh), mesh)

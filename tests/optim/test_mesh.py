@@ -12,10 +12,10 @@ from fmegatron.step import State, build_train_step, check, state_specs
 from fmegatron.testing import assert_parity, split
 from tests.checkpoint.fake_world import save_all
 from tests.optim.table import DTYPES, EVERY, ONE, TABLE, assert_same, grads_of, make_params, make_specs, run
-from tests.pairs import rotating
+from tests.pairs import mixed, turns
 
+MESH = Mesh(dp=2, fsdp=2, tp=2)
 FEW = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=1, tp=1)]
-MESHES = [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in FEW), Mesh(dp=2, fsdp=2, tp=2)]
 DATA = ("dp", "fsdp")
 
 
@@ -67,13 +67,21 @@ def assert_sharded_is_plain(row, specs_on, mesh, steps):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("row", "mesh"),
+    [
+        *turns(5, [(row, MESH) for row in TABLE], TABLE),
+        *[pytest.param(row, mesh, marks=pytest.mark.slow) for row in TABLE for mesh in FEW],
+    ],
+)
 def test_sharded_is_plain(row, mesh):
-    assert_sharded_is_plain(row, fp64, mesh, steps=3)
+    assert_sharded_is_plain(TABLE[row], fp64, mesh, steps=3)
 
 
-@pytest.mark.parametrize(("row", "place"), rotating(TABLE, PLACES))
+PLACED = mixed(TABLE, PLACES)
+
+
+@pytest.mark.parametrize(("row", "place"), turns(5, PLACED, map("-".join, PLACED)))
 def test_sharded_is_plain_wherever_a_strategy_puts_the_state(row, place):
     """Layouts O of the ZeRO levels: more dims split, two axes on one dim, flattened leaves."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)
@@ -113,10 +121,7 @@ def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
     assert_same(run(opt, *back, range(3, 5)), run(opt, *half, range(3, 5)))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=name, marks=[] if name in TABLE else pytest.mark.slow) for name, row in EVERY.items()],
-)
+@pytest.mark.parametrize("row", turns(5, [(row,) for row in EVERY.values()], EVERY))
 def test_the_checker_proves_a_train_step(row):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     specs = make_specs(DTYPES["fp32"], mesh)

@@ -32,7 +32,7 @@ def cases():
         found[f"{name}-bare"] = row.make, None
         if "guarded" not in name:
             found[f"{name}-guard-clip"] = guarded(row.make), 1.0
-    return turns(9, found.values(), found)
+    return turns(5, found.values(), found)
 
 
 def guarded(make):

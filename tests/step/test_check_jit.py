@@ -100,10 +100,10 @@ def test_costs_little_beside_the_trace():
     """In calls of functions below a tenth of the trace, and few objects stay alive: the collector walks all memory."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     with counted() as trace:
-        traced, given, wanted, data = traced_problem(*problem(mesh, optim.adamw(1e-3), layers=4))
+        traced, given, wanted, data = traced_problem(*problem(mesh, optim.adamw(1e-3), layers=2))
     with counted() as work, collections() as young:
         assert check_traced(traced, mesh, given, wanted, data=data).ok
-    assert len(young) <= 8  # 2 or 3 by measurement; 33 when no value was ever dropped
+    assert len(young) <= 8  # 2 or 3 by measurement; 17 when no value was ever dropped
     assert work.calls < 0.1 * trace.calls
 
 
@@ -111,7 +111,7 @@ def test_a_compiled_layer_is_checked_once():
     """However often it runs: its trace does not grow with depth either."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     calls = []
-    for layers in (2, 12):
+    for layers in (1, 5):
         layer = compiled_layer("inputs")
         traced, given, wanted, data = traced_problem(*problem(mesh, optim.sgd(1e-2), layers=layers, layer=layer))
         with counted() as work:

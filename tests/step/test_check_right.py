@@ -9,6 +9,7 @@ from fmegatron.collectives import Axes, enter, psum, reshard, reshard_moves
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import State, check, check_traced, raw_gradient_layout, trace, value_and_grad
 from tests.collectives.test_reshard import make_step, pairs
+from tests.pairs import rotating, turns
 from tests.step.graph_mutants import TINY, problem
 
 
@@ -24,7 +25,7 @@ def no_finding_in_a_reshard(pair):
     assert report.ok, f"{source} -> {target} by {reshard_moves(source, target)}\n{report}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(pairs())
 def test_reshard(pair):
     no_finding_in_a_reshard(pair)
@@ -72,9 +73,10 @@ def zero1(mesh, optimizer, clip, bug=None):
 OPTIMIZERS = {"adamw": optim.adamw(1e-3), "sgd": optim.sgd(1e-2), "momentum": optim.sgd(1e-2, momentum=0.9)}
 
 
-@pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=2), Mesh(dp=2, tp=4)], ids=str)
+MESHES = [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=2), Mesh(dp=2, tp=4)]
+
+
+@pytest.mark.parametrize(("mesh", "name", "clip"), rotating(MESHES, OPTIMIZERS, [True, False]))
 def test_zero1(mesh, name, clip):
     report = check(*zero1(mesh, OPTIMIZERS[name], clip), mesh)
     assert report.ok, str(report)
@@ -85,7 +87,10 @@ def test_wrong_zero1(bug):
     assert check(*zero1(Mesh(dp=2, tp=2), OPTIMIZERS["sgd"], True, bug), Mesh(dp=2, tp=2)).findings
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon", "skip_nonfinite"])
+COMMUNICATE = ["adafactor", "muon", "skip_nonfinite"]
+
+
+@pytest.mark.parametrize("name", turns(1, [(name,) for name in COMMUNICATE], COMMUNICATE))
 def test_optimizers_that_communicate(name):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     where = {"layouts": model.layouts(model.Config(**TINY, vocab_multiple=8), mesh), "axes": Axes(mesh)}

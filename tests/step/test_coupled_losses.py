@@ -10,6 +10,7 @@ from fmegatron.data import Batches
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.step import Declared, accumulate, build_train_step, check, jit, state_specs, value_and_grad
 from fmegatron.testing import assert_parity, parity, simulate, split
+from tests.pairs import rotating, turns
 
 F64, ROWS, WIDE = torch.float64, 36, 5
 SETTINGS = [(Mesh(dp=2), 2), (Mesh(dp=2, fsdp=2), 3), (Mesh(fsdp=3), 2), (Mesh(fsdp=4), 3), (Mesh(fsdp=3), 1)]
@@ -70,6 +71,7 @@ def hardest(p, b, dp, rows):
 
 
 LOSSES = (softmax_over_the_batch, batch_statistics, balance_of_load, correlation, ranking, hardest)
+NAMES = [lambda loss: loss.__name__, lambda setting: f"{setting[0]}-{setting[1]}", str]
 
 
 def make_step(loss, mesh, n, strategy):
@@ -110,17 +112,14 @@ def arguments(step=0):
     return state, {name: torch.randn(ROWS, 12, generator=generator, dtype=F64) for name in ("x", "y")}
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-def test_parity_on_every_mesh(loss):
-    """Three of the settings for each loss, all of them for all losses together."""
-    turn = LOSSES.index(loss)
-    for i in range(turn, turn + 3):
-        (mesh, n), strategy = SETTINGS[i % len(SETTINGS)], [*STRATEGIES.values()][i % 2]
-        layouts = tree.layouts(specs_of(mesh, strategy)), batch_layouts(mesh, n)
-        assert_parity(
-            lambda m, n=n, strategy=strategy: make_step(loss, m, n, strategy), mesh, arguments()[0],
-            lambda step: arguments(step)[1], layouts=layouts, steps=2, tolerance=1e-12,
-        )  # fmt: skip
+@pytest.mark.parametrize("loss, setting, strategy", rotating(LOSSES, SETTINGS, STRATEGIES, ids=NAMES))
+def test_parity_on_every_mesh(loss, setting, strategy):
+    (mesh, n), strategy = setting, STRATEGIES[strategy]
+    layouts = tree.layouts(specs_of(mesh, strategy)), batch_layouts(mesh, n)
+    assert_parity(
+        lambda m: make_step(loss, m, n, strategy), mesh, arguments()[0], lambda step: arguments(step)[1],
+        layouts=layouts, steps=2, tolerance=1e-12,
+    )  # fmt: skip
 
 
 def test_a_loss_of_rows_alone_does_not_depend_on_n():
@@ -202,7 +201,7 @@ PREPARED = {
 }
 
 
-@pytest.mark.parametrize("prepare", PREPARED)
+@pytest.mark.parametrize("prepare", turns(1, [(name,) for name in PREPARED], PREPARED))
 def test_steps_of_ones_own_are_compared_too(prepare):
     mesh = Mesh(dp=2)
     params = Layout((12, WIDE), F64, mesh)

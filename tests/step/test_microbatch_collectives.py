@@ -8,6 +8,7 @@ from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step import collectives_of, trace
 from fmegatron.testing import split
+from tests.pairs import turns
 from tests.step import strategies
 from tests.step.strategies import STRATEGIES, make_config, make_step, specs_of
 
@@ -35,7 +36,7 @@ def whole_bytes():
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [
+    turns(2, [
         # bytes that a rank sends, as shares of all parameters: (of one step, more for each microbatch after the first)
         ("replicated", {("psum", "dp+fsdp"): (3 / 2, 0)}),
         ("zero1", {("reduce_scatter", ...): (3 / 4, 0), ("all_gather", ...): (3 / 4, 0)}),
@@ -45,7 +46,7 @@ def whole_bytes():
                   ("psum", "dp"): (1 / 2, 0)}),
         ("hybrid", {("all_gather", "fsdp"): (1 / 2, 1 / 2), ("reduce_scatter", "fsdp"): (1 / 2, 1 / 2),
                     ("reduce_scatter", "dp"): (1 / 4, 0), ("all_gather", "dp"): (1 / 4, 0)}),
-    ],
+    ], STRATEGIES),
 )  # fmt: skip
 def test_what_is_sent(name, wanted):
     """Without remat a microbatch gathers each parameter once; the tables A2 of the reference and section 5 of ZeRO."""
