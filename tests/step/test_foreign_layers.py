@@ -64,8 +64,7 @@ def test_the_last_op_reads_its_result(op, save):
     compare([f"last: {op}"], save, None, None)
 
 
-@pytest.mark.parametrize("offload", [None, 0])
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize(("save", "offload"), rotating(POLICIES, [None, 0]))
 def test_policies(save, offload):
     drawn = some(f"layers {save} {offload}", LAYERS, 0, 5 if save == "all" else 2)
     compare(drawn, POLICIES[save], offload, None)
