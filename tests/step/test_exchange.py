@@ -3,6 +3,7 @@
 That values are the same is what every run on real ranks shows (`tests/step/test_compiled.py`, `tests/step/overlap`).
 """
 
+import itertools
 import re
 
 import pytest
@@ -13,30 +14,31 @@ from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, bytes_sent, collectives_of, jit, launches
 from fmegatron.step.exchange import exchanged
 from fmegatron.step.overlap import launched
-from tests.pairs import rotating
-from tests.step.overlap.decoder import POLICIES, compiled, config
+from tests.pairs import turns
+from tests.step.overlap.decoder import FSDP, POLICIES, compiled, config
 
 MESH = Mesh(fsdp=4)
-NAMES = (str, lambda overlap: "overlap" if overlap else "none")
 NATIVE = re.compile(r"all_gather_into_tensor|reduce_scatter_tensor")
 
 
 @pytest.mark.parametrize(
-    ("policy", "overlap"), rotating(["fp32", "bf16", "sums in bf16"], [None, Overlap()], ids=NAMES)
+    ("policy", "overlap"),
+    [(None, None), (None, Overlap()), *turns(1, itertools.product(["bf16", "sums in bf16"], [None, Overlap()]))],
+    ids=lambda value: "overlap" if isinstance(value, Overlap) else str(value),
 )
 def test_same_bytes_in_the_same_places(policy, overlap):
-    stages = compiled(overlap, config(precision=POLICIES[policy]), MESH).stages
+    stages = compiled(overlap, config(precision=POLICIES[policy]) if policy else None).stages
     before, after = stages["overlap"].graph, stages["exchange"].graph
     assert NATIVE.search(str(before)) and not NATIVE.search(str(after))
-    sent = [bytes_sent(collectives_of(graph, MESH)) for graph in (before, after)]
+    sent = [bytes_sent(collectives_of(graph, FSDP)) for graph in (before, after)]
     assert sent[0] == sent[1]
     assert launches(before) == launches(after)
     assert list(dict.fromkeys(launched(after))) == [name for name in launches(before).split() if name[0] in "GRAX"]
 
 
 def test_libraries_that_do_both_well_keep_them():
-    lowered = compiled(None, mesh=MESH).stages["overlap"]
-    assert exchanged(lowered, PaperWorld(MESH, device="cuda")) is lowered
+    lowered = compiled().stages["overlap"]
+    assert exchanged(lowered, PaperWorld(FSDP, device="cuda")) is lowered
     assert exchanged(lowered, None) is lowered
 
 

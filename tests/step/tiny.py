@@ -21,6 +21,7 @@ CONFIG = model.Config(
     param_dtype=torch.float64, compute_dtype=torch.float64,
 )  # fmt: skip
 OPTIMIZER = optim.adamw(learning_rate=1e-2)
+SCALAR = {"cpp.simdlen": 1}  # patches of jit: no vector instructions, for which g++ takes a third of its time
 
 
 # ---- a decoder -------------------------------------------------------------------------------------------------------

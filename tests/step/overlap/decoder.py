@@ -51,8 +51,17 @@ def state(of: model.Config, mesh: Mesh, strategy: DataParallel | None = None, ra
 
 
 def compiled(overlap=None, of: model.Config | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> Compiled:
-    """The stages of the step on one rank of a mesh, nothing compiled."""
-    of = of or config()
+    """The stages of the step on one rank of a mesh, nothing compiled; one of equal arguments, only to be looked at."""
+    return _compiled(overlap, of or config(), mesh, strategy, **options)
+
+
+def lowered(of: model.Config | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> torch.fx.GraphModule:
+    """The step before its collectives are ordered."""
+    return compiled(None, of, mesh, strategy, **options).stages["lower"]
+
+
+@functools.cache
+def _compiled(overlap, of, mesh, strategy, **options):
     args = (state(of, mesh, strategy), tiny.decoder_batch(of, mesh=mesh))
     world = PaperWorld(mesh)
     step = train_step(of, mesh, strategy=strategy, **options)

@@ -8,23 +8,19 @@ from fmegatron import model
 from fmegatron.step import Overlap, launches, overlapped
 from fmegatron.step.overlap.alive import gathered_bytes, largest_unit_bytes, peak_bytes
 from fmegatron.step.overlap.roles import units
-from tests.step.overlap.decoder import compiled, config
+from tests.pairs import turns
+from tests.step.overlap.decoder import LAYERS, compiled, config
+from tests.step.overlap.decoder import lowered as lowered_of
 
-L = 5
+L = LAYERS
 NONE = Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False)
 
 
-@pytest.fixture(scope="module")
-def lowered():
-    """(tied, reshard_after_forward) -> the lowered step of L layers."""
-    made = {}
-
-    def get(tied=False, reshard=None):
-        if (tied, reshard) not in made:
-            made[tied, reshard] = compiled(None, config(L, tied=tied), reshard=reshard).stages["lower"]
-        return made[tied, reshard]
-
-    return get
+def lowered(tied=False, reshard=None):
+    """The lowered step of L layers."""
+    if reshard is None:
+        return lowered_of(config(L, tied=tied))
+    return lowered_of(config(L, tied=tied), reshard=reshard)
 
 
 def counted(module, setting) -> tuple[Counter, float]:
@@ -45,7 +41,7 @@ def counted(module, setting) -> tuple[Counter, float]:
     ],
     ids=lambda value: repr(value)[8:-1] if isinstance(value, Overlap) else None,
 )
-def test_by_default(lowered, setting, gathers, scatters, reductions, layers):
+def test_by_default(setting, gathers, scatters, reductions, layers):
     starts, alive = counted(lowered(), setting)
     assert starts == Counter(G=gathers, R=scatters, A=reductions)
     assert alive == pytest.approx(layers, abs=0.05)
@@ -53,14 +49,17 @@ def test_by_default(lowered, setting, gathers, scatters, reductions, layers):
 
 @pytest.mark.parametrize(
     ("tied", "reshard", "gathers", "scatters", "layers"),
-    [
-        (False, ("blocks",), 2 * L + 1, L + 1, 2.27),  # table and head in one gather; the head, 0.27 of a layer, stays
-        (False, (), L + 1, L + 1, L + 1.27),  # all of them, while the last one is laid out
-        (True, None, 2 * L + 1, L + 1, 2.27),  # a tied table is kept: gathered once, reduced once
-        (True, model.GROUPS, 2 * L + 2, L + 2, 2.0),
-    ],
+    turns(
+        2,
+        [
+            (False, ("blocks",), 2 * L + 1, L + 1, 2.27),  # table and head in one gather; the head, 0.27, stays
+            (False, (), L + 1, L + 1, L + 1.27),  # all of them, while the last one is laid out
+            (True, None, 2 * L + 1, L + 1, 2.27),  # a tied table is kept: gathered once, reduced once
+            (True, model.GROUPS, 2 * L + 2, L + 2, 2.0),
+        ],
+    ),
 )
-def test_groups_that_are_freed_or_kept(lowered, tied, reshard, gathers, scatters, layers):
+def test_groups_that_are_freed_or_kept(tied, reshard, gathers, scatters, layers):
     starts, alive = counted(lowered(tied, reshard), NONE)
     assert starts == Counter(G=gathers, R=scatters, A=3)  # the loss, the norms' gradients, the gradients' norm
     assert alive == pytest.approx(layers, abs=0.05)
@@ -71,7 +70,7 @@ def test_unknown_groups_are_refused():
         compiled(None, reshard=("layers",))
 
 
-def test_a_layer_is_gone_after_its_use(lowered):
+def test_a_layer_is_gone_after_its_use():
     """The order of the default graph: no gathered array is read after the layer that it was gathered for."""
     graph = overlapped(lowered(), Overlap()).graph
     place = {n: i for i, n in enumerate(graph.nodes)}
@@ -81,28 +80,31 @@ def test_a_layer_is_gone_after_its_use(lowered):
         assert last < place[after_next.anchor]
 
 
-def test_everything_that_is_alive(lowered):
+def test_everything_that_is_alive():
     """Gathers that start early and waits that come late add at most a layer of weights and one of gradients."""
     without, with_overlap = (overlapped(lowered(), s).graph for s in (NONE, Overlap()))
     assert peak_bytes(with_overlap) <= peak_bytes(without) + 2 * largest_unit_bytes(without)
 
 
-WIDE = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 176, "max_seq": 32}
+def wide(save, vocab=1024):
+    """The lowered step of 4 layers of some width; save: the layers' policy."""
+    shape = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 176, "max_seq": 32}
+    return lowered_of(config(4, vocab_size=vocab, **shape), save=save)
 
 
 def test_where_memory_is_highest_overlap_gives_way():
     """With a large vocabulary the peak is at the loss: there, and only there, the next gather waits for its turn."""
-    lowered = compiled(None, config(3, vocab_size=1024, **WIDE)).stages["lower"]
+    lowered = wide("mincut")
     free, limited = (overlapped(lowered, s).graph for s in (Overlap(), Overlap(peak=1.05)))
     before = peak_bytes(lowered.graph)
     assert peak_bytes(limited) <= 1.05 * before < peak_bytes(free)
-    assert launches(limited) == launches(free).replace("F2 w:G3 G4 R0 w:G4", "F2 w:G3 R0 G4 w:G4")
+    assert launches(limited) == launches(free).replace("F3 w:G4 G5 R0 w:G5", "F3 w:G4 R0 G5 w:G5")
 
 
 def test_where_it_is_highest_at_the_end_the_ends_part():
     """Where layers save only inputs the peak is where the gradients of all layers are stacked, which needs the first
     block's: joined with it, the shard of the embedding's gradient is there already."""
-    lowered = compiled(None, config(4, vocab_size=1024, **WIDE), save="inputs").stages["lower"]
+    lowered = wide("inputs")
     without = peak_bytes(lowered.graph)
     free, limited = (overlapped(lowered, s).graph for s in (Overlap(), Overlap(peak=1.05)))
     assert peak_bytes(limited) <= 1.05 * without < peak_bytes(free)
@@ -116,6 +118,6 @@ def test_where_it_is_highest_at_the_end_the_ends_part():
 @pytest.mark.parametrize("vocab", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_the_limit_is_kept(save, vocab):
     """Of depth 1, wherever the peak is: at the loss, in the backward, at the stack of gradients."""
-    lowered = compiled(None, config(4, vocab_size=vocab, **WIDE), save=save).stages["lower"]
+    lowered = wide(save, vocab)
     for limit in (1.0, 1.05, 1.1):
         assert peak_bytes(overlapped(lowered, Overlap(peak=limit)).graph) <= limit * peak_bytes(lowered.graph)

@@ -5,10 +5,10 @@ import torch
 
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, launches
+from fmegatron.step import Overlap, PaperWorld, launches, overlapped
 from fmegatron.step.jit import Compiled
 from fmegatron.step.overlap.groups import separate_groups
-from tests.step.overlap.decoder import compiled
+from tests.step.overlap.decoder import FSDP, lowered
 
 MESH = Mesh(dp=2, tp=2)
 AXES = Axes(MESH)
@@ -71,11 +71,11 @@ def test_values_and_shapes():
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 def test_gathers_have_groups_of_their_own():
-    graph = compiled(Overlap(separate_groups=True)).stages["overlap"].graph
+    graph = overlapped(lowered(), Overlap(separate_groups=True), PaperWorld(FSDP)).graph
     starts = [n for n in graph.nodes if getattr(n.target, "namespace", "") == "_c10d_functional"]
     found = {n.args[-1] for n in starts if "wait" not in n.name and "gather" in n.name}
     others = {n.args[-1] for n in starts if "wait" not in n.name and "gather" not in n.name}
     assert found == {"fmegatron:fsdp#gather"} and others == {"fmegatron:fsdp"}
     names = launches(graph)
-    separate_groups(graph, PaperWorld(Mesh(fsdp=2)))  # once more: nothing to do
+    separate_groups(graph, PaperWorld(FSDP))  # once more: nothing to do
     assert launches(graph) == names and {n.args[-1] for n in starts if "gather" in n.name} == found

@@ -11,17 +11,16 @@ from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, jit, ove
 from fmegatron.step.overlap import planned
 from tests.fresh_state import fresh_state
 from tests.step import tiny
-from tests.step.overlap.decoder import FSDP, compiled, config, train_step
+from tests.step.overlap.decoder import FSDP, LAYERS, config, lowered, train_step
 
-LAYERS = 3
 PLAIN = Overlap(depth=0, late_reductions=False, join_ends=False)
 
 
 @pytest.fixture(scope="module")
 def plan():
     """(setting, rates) -> the plan of a small step."""
-    lowered = compiled(None, config(LAYERS)).stages["lower"]
-    return lambda setting, rates=None: planned(overlapped(lowered, setting, PaperWorld(FSDP)).graph, rates)
+    step = lowered()
+    return lambda setting, rates=None: planned(overlapped(step, setting, PaperWorld(FSDP)).graph, rates)
 
 
 def test_units(plan):
@@ -41,8 +40,8 @@ def test_nothing_waits_that_could_be_hidden():
     the norm. The second block's weights travel while the first computes; what does not travel with the embedding
     follows it at once."""
     of = config(LAYERS, dim=64, heads=4, kv_heads=2, ffn_dim=176, max_seq=64, vocab_size=512)
-    lowered, rates = compiled(None, of).stages["lower"], Rates(flops=1e9, memory=1e9, network=1e9, latency=1e-6)
-    joined, apart = (planned(overlapped(lowered, Overlap(join_ends=join)).graph, rates) for join in (True, False))
+    step, rates = lowered(of), Rates(flops=1e9, memory=1e9, network=1e9, latency=1e-6)
+    joined, apart = (planned(overlapped(step, Overlap(join_ends=join)).graph, rates) for join in (True, False))
     assert [e.name for e in joined.events if e.waits] == ["G0", f"R{LAYERS}", "A0"]
     at = {e.name: e for e in joined.events if not e.waits}
     assert at["F0"].start <= at["G1"].start < at["G1"].end < at["F0"].end
