@@ -6,7 +6,7 @@ from fmegatron import tree
 from fmegatron.step import accumulate, jit, value_and_grad
 from fmegatron.testing import peak_bytes
 
-N, WIDTH = 5, 256
+N, WIDTH = 3, 256
 
 
 def loss(params, batch):

@@ -15,11 +15,11 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, ppermute, psum, reduce_scatter
 from fmegatron.layout import Mesh
-from fmegatron.step import entry_of, jit
+from fmegatron.step import entry_of, jit, value_and_grad
 from fmegatron.step.jit import Compiled
 from fmegatron.step.overlap import launched
 from fmegatron.testing import assert_pure, relative_error
-from tests.fresh_state import fresh_state
+from tests.pairs import turns
 from tests.step import tiny
 
 KINDS = {
@@ -103,17 +103,16 @@ def lowered_on_rank(rank, mesh, save):
         return in_graph(graphs["overlap"]), "\n".join(map(str, graphs.values()))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "save"),
-    [
-        (Mesh(dp=2), "mincut"),
-        (Mesh(fsdp=2), "mincut"),
-        (Mesh(tp=2), "mincut"),
-        (Mesh(tp=2), "inputs"),
-        (Mesh(dp=2, fsdp=2), "mincut"),
-    ],
-    ids=str,
-)
+LOWERED = [
+    (Mesh(fsdp=2), "mincut"),
+    (Mesh(tp=2), "inputs"),
+    (Mesh(dp=2), "mincut"),
+    (Mesh(tp=2), "mincut"),
+    (Mesh(dp=2, fsdp=2), "mincut"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "save"), turns(2, LOWERED, [f"{mesh}-{save}" for mesh, save in LOWERED]))
 def test_lowered_graph(ranks, mesh, save):
     found = ranks.run(lowered_on_rank, mesh, save, ranks=mesh.size)
     assert found[0][0] == implied(tiny.CONFIG, mesh, save == "inputs")
@@ -129,18 +128,8 @@ def exchanges_of(graph) -> str:
     return "".join(name[0] for name in launched(graph) if name[0] in "GR")
 
 
-def generated_on_rank(rank, mesh):
-    """(code that Inductor generates for every graph, on rank 0; text of the graph it is given, its exchanges)."""
-    with connect(mesh) as world:
-        args = (tiny.decoder_state(mesh=mesh, rank=rank), tiny.decoder_batch(mesh=mesh, rank=rank))
-        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), world, "inductor", {}, {})
-        graph = step.stages["exchange"].graph
-        codes = tiny.generated_code(step) if rank == 0 else None
-        return codes, str(graph), exchanges_of(graph)
-
-
 def compiled_on_rank(rank, mesh):
-    """The same of a step that runs, and its losses."""
+    """(code that Inductor generates for every graph, text of the graph it is given, its exchanges, losses)."""
     with connect(mesh) as world:
         step = jit(tiny.decoder_step(save="inputs", mesh=mesh), donate=0, world=world)
         state = tiny.decoder_state(mesh=mesh, rank=rank)
@@ -164,13 +153,14 @@ def assert_implied(mesh, codes, exchanges):
     assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's
 
 
-def test_generated_code(ranks):
-    """That compiled steps compute the same on ranks: overlap/test_ranks.py, and the next test for more meshes."""
+def test_generated_code():
+    """Of rank 0. That all ranks have the same graph, of which the same code is made: above. That compiled steps compute
+    the same on ranks: overlap/test_ranks.py, and the next test for more meshes."""
     mesh = Mesh(fsdp=2, tp=2)
-    found = ranks.run(generated_on_rank, mesh, ranks=mesh.size)
-    assert_implied(mesh, found[0][0], found[0][2])
-    for _, graph, exchanges in found:  # of the same graph the same code is made
-        assert graph == found[0][1] and exchanges == found[0][2]
+    args = (tiny.decoder_state(mesh=mesh), tiny.decoder_batch(mesh=mesh))
+    with tiny.fake_ranks(mesh) as world:
+        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), world, "inductor", {}, {})
+        assert_implied(mesh, tiny.generated_code(step), exchanges_of(step.stages["exchange"].graph))
 
 
 @pytest.mark.slow
@@ -202,7 +192,8 @@ def compiled_and_not(rank, mesh):
     """Whether compiled and uncompiled calls give the same, twice, and their arguments stay."""
     with connect(mesh) as world:
         step = functools.partial(around_collectives, axis=Axes(mesh)["tp"])
-        runs = [jit(step, world=world, backend=backend, check=False) for backend in ("inductor", "eager")]
+        options = {"world": world, "check": False, "patches": tiny.SCALAR}
+        runs = [jit(step, backend=backend, **options) for backend in ("inductor", "eager")]
         same = []
         for i in range(2):
             x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * i + rank))
@@ -222,8 +213,8 @@ def count_compilations(rank, cache):
     with connect(Mesh(dp=2)) as world, pytest.MonkeyPatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
         counters.clear()
-        step = jit(tiny.mlp_step("mincut"), donate=0, world=world, check=False)  # each rank alone: a step of one rank
-        tiny.run_steps(step, fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), [tiny.mlp_batch()])
+        grads = value_and_grad(tiny.mlp_loss("mincut"))  # each rank alone
+        jit(grads, world=world, check=False, patches=tiny.SCALAR)(tiny.mlp_params(), tiny.mlp_batch())
         return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 

@@ -12,9 +12,11 @@ from fmegatron import tree
 from fmegatron.step import jit
 from fmegatron.testing import assert_pure, relative_error
 from tests.fresh_state import fresh_state
+from tests.pairs import turns
 from tests.step import tiny
 
 CALLS = 10
+CONFIG = tiny.config_with(layers=1)  # several in one step: the stack of MLP layers
 DECODER_BATCHES = [tiny.decoder_batch(seed=i) for i in range(CALLS)]
 MLP_BATCHES = [tiny.mlp_batch(seed=i) for i in range(5)]
 
@@ -43,8 +45,8 @@ def assert_equal_states(got, wanted):
 @pytest.fixture(scope="module")
 def plain():
     """The plain Python function with plain layers: (loss of each call, state after five, state after the last)."""
-    step = tiny.decoder_step()
-    first, state = tiny.run_steps(step, tiny.decoder_state(), DECODER_BATCHES[:5])
+    step = tiny.decoder_step(CONFIG)
+    first, state = tiny.run_steps(step, tiny.decoder_state(CONFIG), DECODER_BATCHES[:5])
     rest, last = tiny.run_steps(step, state, DECODER_BATCHES[5:])
     return first + rest, state, last
 
@@ -52,8 +54,8 @@ def plain():
 @pytest.fixture(scope="module", params=["inductor", "compile", "aot_eager"])
 def compiled(request):
     """(step, loss of each call, state after five, state after the last, what was compiled after 1 and after all)."""
-    step = jit(tiny.decoder_step(save="mincut"), donate=0, backend=request.param)
-    first, state = tiny.run_steps(step, tiny.decoder_state(), DECODER_BATCHES[:1])
+    step = jit(tiny.decoder_step(CONFIG, save="mincut"), donate=0, backend=request.param)
+    first, state = tiny.run_steps(step, tiny.decoder_state(CONFIG), DECODER_BATCHES[:1])
     after_one = compilations()
     losses, state = tiny.run_steps(step, state, DECODER_BATCHES[1:5])
     after_five = tiny.copied(state)
@@ -90,14 +92,22 @@ def test_lower_precision(compute, tolerance):
 
 
 # ---- plain functions -------------------------------------------------------------------------------------------------
+POLICIES = [("mincut", 1), ("mincut", 2), ("inputs", 1), ("all", 1), (0.5, 1), (keep_products, 1)]
+COMPILED = [(*case, "inductor") for case in POLICIES]
+
+
 @pytest.mark.parametrize(
-    ("save", "microbatches"),
-    [("mincut", 1), ("mincut", 2), ("inputs", 1), ("all", 1), (0.5, 1), (keep_products, 1)],
+    ("save", "microbatches", "backend"),
+    [
+        *((*case, "aot_eager") for case in POLICIES),
+        COMPILED[1],
+        *turns(1, [case for case in COMPILED if case != COMPILED[1]]),
+    ],
 )
-def test_policies(save, microbatches):
+def test_policies(save, microbatches, backend):
     """With microbatches the layers are opaque nodes inside of an opaque node."""
     wanted = tiny.run_steps(tiny.mlp_step(), fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
-    step = jit(tiny.mlp_step(save, microbatches=microbatches), donate=0)
+    step = jit(tiny.mlp_step(save, microbatches=microbatches), donate=0, backend=backend, patches=tiny.SCALAR)
     losses, state = tiny.run_steps(step, fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
     assert losses == pytest.approx(wanted[0], rel=1e-10)
     assert_equal_states(state, wanted[1])
@@ -117,7 +127,7 @@ def test_layers_of_lower_precision(compute, tolerance):
     def in_compute(params, batch):
         return loss(*tree.map(lambda x: x.to(compute), (params, batch)))
 
-    step = jit(tiny.train_step_of(in_compute, params), donate=0)
+    step = jit(tiny.train_step_of(in_compute, params), donate=0, patches=tiny.SCALAR)
     losses, state = tiny.run_steps(step, fresh_state(params, tiny.OPTIMIZER), batches)
     assert losses == pytest.approx(wanted, rel=tolerance)
     assert {x.dtype for x in tree.leaves(state) if x.is_floating_point()} == {torch.float32}

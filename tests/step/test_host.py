@@ -1,5 +1,6 @@
 """Activations in host memory: the same numbers, and nothing of a layer on its device between forward and backward."""
 
+import functools
 import itertools
 import re
 
@@ -15,6 +16,7 @@ from fmegatron.step.host import from_host, is_worth_moving, to_host
 from fmegatron.step.jit import Compiled
 from fmegatron.step.overlap.roles import memory_of
 from fmegatron.step.torch_private import FakeTensorMode
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 
 SLOW = pytest.mark.slow
@@ -29,7 +31,9 @@ def step_of(save, offload):
     return build_train_step(lambda p, b: model.loss(p, b, CONFIG, layouts, axes, layer), tiny.OPTIMIZER, layouts, axes)
 
 
+@functools.cache
 def traced(save, offload):
+    """The graph of the step; only to be looked at."""
     return trace(step_of(save, offload), (tiny.decoder_state(CONFIG), tiny.decoder_batch(CONFIG))).graph_module.graph
 
 
@@ -98,8 +102,8 @@ def test_the_same_numbers(save, backend):
 
 
 def test_the_order_of_compiled_code():
-    args = (tiny.decoder_state(CONFIG), tiny.decoder_batch(CONFIG))
-    step = Compiled(step_of("mincut", 0), args, (), None, "inductor", {}, {})
+    args = (fresh_state(tiny.mlp_params(LAYERS), tiny.OPTIMIZER), tiny.mlp_batch())
+    step = Compiled(tiny.mlp_step("mincut", offload=0), args, (), None, "inductor", {}, {})
     assert_frees(tiny.generated_code(step)[-1])
 
 

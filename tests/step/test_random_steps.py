@@ -53,11 +53,21 @@ def tried(seed: int, backend: str) -> str:
     return found and "\n".join([f"seed {seed}, {backend}: {found}", *step.code, f"new {step.new}, outs {step.outs}"])
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_op_by_op(part):
+def op_by_op(some: list[int]) -> None:
     """Every other seed on aot_eager, the others on eager."""
-    found = [tried(seed, ("eager", "aot_eager")[i % 2]) for i, seed in enumerate(seeds("steps", 150, 150)[part::10])]
+    found = [tried(seed, ("eager", "aot_eager")[i % 2]) for i, seed in enumerate(some)]
     assert not any(found), "\n\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_op_by_op(part):
+    op_by_op(seeds("steps", 20, 80)[part::5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_op_by_op_more(part):
+    op_by_op(seeds("more steps", 150, 150)[part::10])
 
 
 class Together:

@@ -1,15 +1,18 @@
 """The smallest things that show what the step room does: a decoder, a stack of MLP layers, and their train steps."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch._inductor import config as inductor
 from torch._inductor.utils import get_code
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fmegatron import model, optim, tree
-from fmegatron.collectives import Axes
+from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, compiled_layer, state_specs
 from fmegatron.testing import split
@@ -74,9 +77,9 @@ def mlp_params(layers: int = 2, width: int = 8, hidden: int = 16, dtype: torch.d
     return {name: 0.3 * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
 
 
-def mlp_loss(save=None) -> Callable:
-    """loss(params, batch) over the stack; save: policy of compiled layers, None for plain ones."""
-    layer = mlp if save is None else compiled_layer(save)(mlp)
+def mlp_loss(save=None, offload=None) -> Callable:
+    """loss(params, batch) over the stack; save, offload: of compiled layers; save None: plain ones."""
+    layer = mlp if save is None else compiled_layer(save, offload=offload)(mlp)
 
     def loss(params, batch):
         x_BD = batch["x"]
@@ -88,9 +91,9 @@ def mlp_loss(save=None) -> Callable:
     return loss
 
 
-def mlp_step(save=None, params: dict | None = None, **options) -> Callable:
+def mlp_step(save=None, params: dict | None = None, offload=None, **options) -> Callable:
     """The usual train step over `mlp_loss`."""
-    return train_step_of(mlp_loss(save), mlp_params() if params is None else params, **options)
+    return train_step_of(mlp_loss(save, offload), mlp_params() if params is None else params, **options)
 
 
 def train_step_of(loss: Callable, params: dict, **options) -> Callable:
@@ -119,6 +122,17 @@ def generated_code(compiled) -> list[str]:
     """The code that Inductor generates for every graph of a `Compiled`; it is neither compiled nor run."""
     with inductor.patch(fx_graph_cache=False):
         return [code for code in get_code(compiled.compile) if code]
+
+
+@contextlib.contextmanager
+def fake_ranks(mesh: Mesh):
+    """The `World` of rank 0 of a mesh on process groups that move nothing (torch's "fake" backend)."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.size)
+    try:
+        with connect(mesh, device="cpu") as world:
+            yield world
+    finally:
+        dist.destroy_process_group()
 
 
 def copied(t):
