@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from fmegatron import tree
+from fmegatron import model, nn, tree
 from fmegatron.collectives import Axes, connect, psum
-from fmegatron.step import Overlap, jit, launches, timeline
+from fmegatron.layout import Layout
+from fmegatron.model.gpt import layer_layout
+from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, launches, timeline
 from fmegatron.step.overlap import launched
-from fmegatron.testing import relative_error
+from fmegatron.testing import relative_error, split
+from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, config, train_step
 
@@ -27,13 +30,38 @@ SETTINGS = (
 STEPS = 3
 
 
-def some_steps(rank, world, overlap, backend, **options):
-    """(the jit, losses and norms of some steps, the state after them)."""
+def of_the_decoder(rank, **options):
+    """(train step, this rank's state, this rank's batch at a step)."""
     of = config(2)
-    step = jit(train_step(of, FSDP, **options), donate=0, world=world, backend=backend, overlap=overlap)
-    state, seen = tiny.decoder_state(of, FSDP, rank), []
+    state = tiny.decoder_state(of, FSDP, rank)
+    return train_step(of, FSDP, **options), state, lambda i: tiny.decoder_batch(of, seed=i, mesh=FSDP, rank=rank)
+
+
+def of_mlp_layers(rank):
+    """The same of two layers of tiny.mlp, gathered for use: a third of the kernels."""
+    layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, FSDP, ((), ("fsdp",))), tiny.mlp_params())
+    axis, of_a_layer = Axes(FSDP)["fsdp"], tree.map(layer_layout, layouts)
+    layer = compiled_layer("mincut")(tiny.mlp, lambda shards: nn.gather_tree(shards, of_a_layer, axis))
+
+    def loss_fn(params, batch):
+        x_BD = batch["x"]
+        for shards in model.unstack(params):
+            x_BD = layer(x_BD, shards)
+        loss = (x_BD - batch["y"]).square().sum() / 32
+        return loss, {"loss": psum(loss.detach(), axis)}
+
+    step = build_train_step(loss_fn, tiny.OPTIMIZER, layouts, Axes(FSDP), data_axes=("fsdp",))
+    state = fresh_state(tree.map(torch.clone, split(tiny.mlp_params(), layouts)[rank]), tiny.OPTIMIZER)
+    return step, state, lambda i: tree.map(lambda x: x.chunk(2)[rank], tiny.mlp_batch(seed=i))
+
+
+def some_steps(rank, world, overlap, backend, make=of_the_decoder, **options):
+    """(the jit, losses and norms of some steps, the state after them)."""
+    step, state, batch_at = make(rank, **options)
+    step = jit(step, donate=0, world=world, backend=backend, overlap=overlap, patches=tiny.SCALAR)
+    seen = []
     for i in range(STEPS):
-        state, metrics = step(state, tiny.decoder_batch(of, seed=i, mesh=FSDP, rank=rank))
+        state, metrics = step(state, batch_at(i))
         seen += [metrics["loss"], metrics["grad_norm"]]
     return step, torch.stack(seen), state
 
@@ -113,36 +141,37 @@ def in_code(code: str, started: list[str]) -> str:
     return " ".join(dict.fromkeys(out))
 
 
-def generated(rank, overlap, backend):
+def generated(rank, overlap, backend, make):
     """(order of the graph, order of the code, whether all is equal to a step of a backend without overlap, to the bit
     if that is compiled, too; timeline of a call)."""
     with connect(FSDP) as world:
-        _, wanted, state = some_steps(rank, world, None, backend)
-        (step, seen, after), codes = run_and_get_code(some_steps, rank, world, overlap, "inductor")
+        _, wanted, state = some_steps(rank, world, None, backend, make)
+        (step, seen, after), codes = run_and_get_code(some_steps, rank, world, overlap, "inductor", make)
         if backend == "inductor":
             equal = torch.equal(seen, wanted) and same_bits(after, state)
         else:
             pairs = zip([seen, *tree.leaves(after)], [wanted, *tree.leaves(state)], strict=True)
             equal = max(relative_error(a, b) for a, b in pairs) <= 1e-10
-        batch = tiny.decoder_batch(config(2), mesh=FSDP, rank=rank)
         graph = step.graph("exchange")
-        return launches(graph), in_code(codes[-1], launched(graph)), equal, timeline(step, after, batch)
+        return launches(graph), in_code(codes[-1], launched(graph)), equal, timeline(step, after, make(rank)[2](0))
 
 
 @pytest.mark.parametrize(
-    ("setting", "backend"),
+    ("make", "setting", "backend"),
     [
-        (Overlap(), "eager"),
-        pytest.param(Overlap(), "inductor", marks=pytest.mark.slow),
-        pytest.param(Overlap(depth=2, separate_groups=True), "inductor", marks=pytest.mark.slow),
+        (of_mlp_layers, Overlap(), "eager"),
+        pytest.param(of_the_decoder, Overlap(), "eager", marks=pytest.mark.slow),
+        pytest.param(of_the_decoder, Overlap(), "inductor", marks=pytest.mark.slow),
+        pytest.param(of_the_decoder, Overlap(depth=2, separate_groups=True), "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_compiled(ranks, setting, backend):
-    for graph, code, equal, measured in ranks.run(generated, setting, backend, ranks=2):
+def test_compiled(ranks, make, setting, backend):
+    gathers = 4 if make is of_mlp_layers else 5  # of two layers; the embedding travels with one, the head by itself
+    for graph, code, equal, measured in ranks.run(generated, setting, backend, make, ranks=2):
         assert equal
         assert code == graph
         layers = [e.name for e in measured.events if e.name[0] in "FB"]
         assert layers == ["F0", "F1", "B0", "B1"]
         sent = [e.name for e in measured.events if e.lane != "compute"]
-        assert sorted({n for n in sent if n[0] == "G"}) == ["G0", "G1", "G2", "G3", "G4"]
+        assert sorted({n for n in sent if n[0] == "G"}) == [f"G{i}" for i in range(gathers)]
         assert "measured" in str(measured) and measured.duration > 0
