@@ -51,7 +51,7 @@ def test_simulated_fp32_losses():
 def test_blame_in_the_whole_model():
     """Gradients of replicated norm weights that are not summed over fsdp: found through compiled layers and a clip that
     groups the leaves otherwise on every mesh, with the lines where the sums began and no other finding than theirs."""
-    config, mesh, layer = make_config(sequence_parallel=True), Mesh(dp=2, fsdp=2, tp=2), compiled_layer("inputs")
+    config, mesh, layer = make_config(sequence_parallel=True), Mesh(dp=2, fsdp=2), compiled_layer("inputs")
     ins = layouts_of(config, mesh)
     result = parity(
         lambda m: make_step(config, m, 0.01, layer, data_axes=("dp",)), mesh, whole_state(config),

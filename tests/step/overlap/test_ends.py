@@ -52,7 +52,7 @@ def test_counts(strategy, policy):
 # ---- equal to the bit ------------------------------------------------------------------------------------------------
 def steps(rank, world, mesh, strategy, policy, overlap, backend="eager"):
     """(losses and norms of two steps, the state after them, order of the launches)."""
-    of = config(2, precision=POLICIES[policy])
+    of = config(1, precision=POLICIES[policy])
     step = jit(train_step(of, mesh, strategy=strategy), donate=0, world=world, backend=backend, overlap=overlap)
     now, seen = state(of, mesh, strategy, rank), []
     for i in range(2):
