@@ -1,4 +1,4 @@
-"""1,000 random changes to the files of a checkpoint: a reader or verify finds each; no reader returns other bits.
+"""400 random changes to the files of a checkpoint: a reader or verify finds each; no reader returns other bits.
 
 Every reader has its turn: restore, a Manager, a snapshot, `load_state_dict`. They read marker, manifest, digests.bin
 and every band of the leaves that are asked for, and find all changes there. `verify` reads everything, so it alone
@@ -241,7 +241,7 @@ def check_changes(folder, ranks, seed, times):
 @pytest.mark.parametrize("seed", seeds("changes", 1, 1))
 def test_changes_are_found(tmp_path, ranks, seed):
     """What is in the way of a reader is found by it, the rest by verify; nothing is silent, nothing without bound."""
-    check_changes(tmp_path, ranks, seed, 250)
+    check_changes(tmp_path, ranks, seed, 100)
 
 
 @pytest.mark.slow

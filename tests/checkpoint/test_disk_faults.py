@@ -17,6 +17,7 @@ from fmegatron.checkpoint.files.storage import open_store
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore
+from tests.pairs import rotating
 
 MESH = Mesh(fsdp=4)
 
@@ -110,8 +111,9 @@ def moments(operation, path):
     return faults.seen
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    ("rank", "error"), rotating(range(4), (errno.ENOSPC, errno.EIO, errno.EROFS), ids=(str, errno.errorcode))
+)
 def test_every_write_of_every_rank(saved, rank, error):
     count = moments("write", saved)[rank]
     assert count >= 4  # chunks, a flat piece, the part or the manifest

@@ -194,7 +194,7 @@ def check_fuzz(path, seed, times):
 
 @pytest.mark.parametrize("seed", seeds("mutated manifests", 1, 1))
 def test_mutated_manifests(saved, seed):
-    check_fuzz(saved, seed, 250)
+    check_fuzz(saved, seed, 120)
 
 
 @pytest.mark.slow

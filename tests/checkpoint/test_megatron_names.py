@@ -11,6 +11,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.model import Config
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import state_for
+from tests.pairs import rotating
 
 CONFIG = Config(vocab_size=65, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=48, max_seq=16, vocab_multiple=16)
 HEAD = CONFIG.head_dim
@@ -95,8 +96,10 @@ def save_megatron(path, stored):
     assert save_all(path, stored, {name: layout(name, x) for name, x in stored.items()}) == [None] * 2
 
 
-@pytest.mark.parametrize("read", ["own", "once"])
-@pytest.mark.parametrize("target", [Mesh(), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=4)], ids=str)
+TARGETS = (Mesh(), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=4))
+
+
+@pytest.mark.parametrize(("target", "read"), rotating(TARGETS, ("own", "once")))
 def test_ten_rules(tmp_path, states, target, read):
     state, stored = states
     with small_sizes(512, 128):

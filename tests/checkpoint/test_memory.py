@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.pairs import turns
+
 ROOT = pathlib.Path(__file__).parents[2]
 LEAF_BYTES = 6 << 10  # for each of many leaves: its plan, its JSON and its row of the manifest, its target
 
@@ -24,7 +26,7 @@ def check(python, kind, ranks, folder):
         assert restored < 0.05 * size + LEAF_BYTES * found["leaves"] * (kind == "small"), found
 
 
-@pytest.mark.parametrize("kind", ["small", "transposed"])
+@pytest.mark.parametrize("kind", turns(1, [("small",), ("transposed",)]))
 def test_one_rank(tmp_path, python, kind):
     check(python, kind, 1, tmp_path)
 

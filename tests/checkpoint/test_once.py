@@ -15,6 +15,7 @@ from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.counting import counting
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import layouts_on, state_for
+from tests.pairs import product, rotating, turns
 
 SOURCE = Mesh(dp=1, fsdp=2, tp=2)
 TARGETS = (
@@ -26,8 +27,7 @@ TARGETS = (
 )
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("sizes", [(128, 32), (1 << 20, 1 << 20)])
+@pytest.mark.parametrize(("target", "sizes"), rotating(TARGETS, ((128, 32), (1 << 20, 1 << 20))))
 def test_all_kinds_of_leaves(tmp_path, target, sizes, monkeypatch):
     monkeypatch.setattr(once, "_IN_PLACE_BYTES", 64)
     saved, wanted = layouts_on(SOURCE), layouts_on(target)
@@ -136,9 +136,7 @@ def failing_packets(rank, method, n):
     return type("Packet", (once._Packet,), {method: fails})
 
 
-@pytest.mark.parametrize("method", ["__init__", "fill", "empty"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(("method", "n", "rank"), product(("__init__", "fill", "empty"), (1, 2, 3), (0, 3)))
 def test_an_error_between_two_rounds_ends_all_at_once(tmp_path, monkeypatch, method, n, rank):
     """Whoever waits for bytes of the rank that failed hears of it, directly or through a group that shares a rank."""
     saved, mesh = big(Mesh(tp=2), (256, 64)), Mesh(dp=2, tp=2)
@@ -234,7 +232,7 @@ def break_real(rank, path):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"dp": 2, "tp": 1}, {"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], ids=str
+    "sizes", turns(2, [({"dp": 2, "tp": 1},), ({"dp": 2, "tp": 2},), ({"dp": 4, "tp": 1},), ({"tp": 2, "dp": 2},)])
 )
 def test_real_ranks(ranks, tmp_path, sizes):
     saved = big(Mesh(tp=2))

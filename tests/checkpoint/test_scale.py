@@ -152,7 +152,7 @@ def check_linear(folder, small, large):
 
 
 def test_small_leaves_are_linear_work(tmp_path):
-    check_linear(tmp_path, 2_000, 8_000)
+    check_linear(tmp_path, 1_000, 4_000)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from fmegatron.checkpoint.tools.targets import parse_mesh, parse_rules
 from fmegatron.layout import Box, Layout, Mesh, row_major_strides
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, save_all, small_sizes
 from tests.checkpoint.test_reshard import MESHES, layouts_on, state_for
+from tests.pairs import turns
 
 
 def call(*argv):
@@ -35,7 +36,9 @@ def snapshot(root):
     return found
 
 
-@pytest.mark.parametrize("source, bound", [*zip(MESHES[1:6], (1000, 1 << 20, 400, 5000, 64), strict=True)])
+@pytest.mark.parametrize(
+    "source, bound", turns(2, zip(MESHES[1:6], (1000, 1 << 20, 400, 5000, 64), strict=True), map(str, MESHES[1:6]))
+)
 def test_the_files_are_those_of_a_save(tmp_path, source, bound):
     """From any mesh to any other, every kind of leaf: byte for byte what the ranks would have saved, whatever bound."""
     saved = layouts_on(source)

@@ -20,6 +20,7 @@ from tests.checkpoint.fake_world import assert_same_bits
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore
 from tests.checkpoint.test_manager import ONE, state
 from tests.house import ROOT
+from tests.pairs import turns
 from tests.sampling import seeds
 
 
@@ -35,9 +36,9 @@ def campaign(python, directory, seconds, seed, keep, machines=1, background=0):
     return found
 
 
-@pytest.mark.parametrize("keep, machines, seed", [(0, 1, 1), (1, 2, seeds("two jobs", 0, 1)[0])], ids=["all", "one"])
-def test_every_acknowledged_save_restores(tmp_path, python, keep, machines, seed):
-    campaign(python, tmp_path / "run", 3, seed, keep, machines)
+@pytest.mark.parametrize("keep, machines", turns(1, [(0, 1), (1, 2)], ["all", "one"]))
+def test_every_acknowledged_save_restores(tmp_path, python, keep, machines):
+    campaign(python, tmp_path / "run", 3, seeds("two jobs", 0, 1)[0], keep, machines)
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """A script that ends while a collective's last reference is still in gloo's hands ends well."""
 
 import os
+import subprocess
 import sys
+
+import torch.distributed as dist
 
 from tests.house import ROOT
 
@@ -18,11 +21,18 @@ print("at the end", flush=True)
 """
 
 
-def test_a_script_that_does_not_close_its_world_ends_well(tmp_path, python):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = python.run(command, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("at the end") == 2
+def test_a_script_that_does_not_close_its_world_ends_well(python):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # what torchrun has
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    command, pipe = [sys.executable, "-c", SCRIPT], subprocess.PIPE
+    ranks = [
+        python.popen(command, stdout=pipe, stderr=pipe, text=True, env={**environment, "RANK": f"{rank}"})
+        for rank in range(2)
+    ]
+    ends = [rank.communicate(timeout=600) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    assert [out for out, _ in ends] == ["at the end\n"] * 2

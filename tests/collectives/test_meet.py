@@ -35,7 +35,7 @@ def word(stores):
     return {rank: store.get("address") for rank, store in stores.items()}
 
 
-@pytest.mark.parametrize("first", [0.0, 0.3])
+@pytest.mark.parametrize("first", [0.0, 0.05])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_attempt_has_a_part_of_its_own(size, first):
     """Also after an attempt in which only some ranks came, and left their questions."""
@@ -59,8 +59,8 @@ def test_uses_do_not_see_each_other():
 
 
 def test_who_did_not_come_is_named():
-    found = together(dist.HashStore(), [0, 2], 4, timeout_s=2.0)
-    assert str(found[0]) == "no word from rank 1, 3 of 4 within 2 s; were they started?"
+    found = together(dist.HashStore(), [0, 2], 4, timeout_s=1.0)
+    assert str(found[0]) == "no word from rank 1, 3 of 4 within 1 s; were they started?"
     assert "rank 0 did not answer" in str(together(dist.HashStore(), [1], 2, timeout_s=0.1)[1])
 
 

@@ -64,7 +64,7 @@ def problem(source, target):
     return x, g, local_x, local_g
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pairs())
 def test_reshard(pair):
     source, target = pair
@@ -82,7 +82,7 @@ def several(draw):
     return [draw(pairs((mesh,))) for _ in range(3)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(several(), st.sampled_from((0, 1 << 20)))
 def test_reshard_many(chosen, together):
     """Each value as `reshard` moves it, and its gradient; whole numbers, so that the order of sums does not matter."""

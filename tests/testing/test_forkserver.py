@@ -74,11 +74,6 @@ def test_where_an_import_starts_threads_nothing_is_forked(lines):
         assert everything(lines, child) == (0, f"hello {child.pid} False None\n")
 
 
-def test_torch_and_the_rooms_start_no_threads():
-    with Forkserver("fmegatron.testing.ranks") as server:
-        assert server.forks
-
-
 def test_children_end_as_any_interpreter_does(lines, capfd):
     with Forkserver() as server:
         last = server.start("work_of_children", "at_exit", [], [lines[0]])

@@ -9,6 +9,7 @@ from fmegatron.collectives import Axes, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step import compiled_layer, value_and_grad
 from fmegatron.testing import Ranks, join, parity, simulate, split
+from tests.pairs import turns
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -33,7 +34,7 @@ def layouts(draw):
     return Layout(shape, torch.float64, mesh, tuple(spec), flat=named["flat"], unreduced=named["pending"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_join_is_the_inverse_of_split(layout):
     x = torch.arange(1.0, 1.0 + torch.Size(layout.shape).numel(), dtype=torch.float64).view(layout.shape)
@@ -103,7 +104,7 @@ def test_metrics_gather_and_again():
     assert second.metrics["loss"] < sim.metrics["loss"]
 
 
-@pytest.mark.parametrize("save", ["mincut", "inputs", "all", 0.5])
+@pytest.mark.parametrize("save", turns(2, [("mincut",), ("inputs",), ("all",), (0.5,)]))
 def test_compiled_layers_are_run_inside(save):
     """Opaque nodes: their collectives work, whatever they save, and blame looks into them."""
     params, batch, specs = problem()

@@ -196,7 +196,9 @@ class _File:
     def __init__(self, storage: Storage, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
         self.storage, self.array, self.index, self.leaf = storage, array, index, leaf
         self.name = array.chunk_file(index)
-        number = int(np.ravel_multi_index(index, array.grid)) if index else 0
+        number = 0  # by hand: numpy's function gives the interpreter to the reading threads, chunk after chunk
+        for at, n in zip(index, array.grid, strict=True):
+            number = number * n + at
         self.digests = None if digests is None else digests[number]
 
     @contextmanager
