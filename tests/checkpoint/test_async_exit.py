@@ -137,7 +137,7 @@ def test_a_forked_child_that_exits_leaves_the_writer_alone(tmp_path):
     assert stored(tmp_path) == 2
 
 
-@pytest.mark.parametrize("stop", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", [True, False])
 def test_trainer_is_killed(start, tmp_path, stop):
     trainer = start(f"""
         saver = saver_of({stop})
@@ -155,10 +155,12 @@ def test_trainer_is_killed(start, tmp_path, stop):
     assert os.listdir(tmp_path) == ["c"] and stored(tmp_path) == 3
 
 
-@pytest.mark.slow
-def test_a_child_of_the_trainer_does_not_keep_the_writer(start):
-    """A forked data worker has the socket, too; the writer must not wait for it."""
-    trainer = start("""
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_a_child_of_the_trainer_does_not_keep_the_writer(start, pidfd):
+    """A forked data worker has the socket, too; the writer must not wait for it. Also where there is no pidfd."""
+    trainer = start(f"""
+        if not {pidfd}:
+            del os.pidfd_open
         saver = saver_of(False)
         child = os.fork()
         if child == 0:
