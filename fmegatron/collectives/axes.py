@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fmegatron.layout import Mesh
+from fmegatron.layout import DATA_AXES, Mesh
 from fmegatron.tree import require_mesh
 
 if TYPE_CHECKING:
@@ -48,13 +48,18 @@ class Axes:
     """The axes of a mesh, bound symbolically (`Axes(mesh)`) or to process groups (`Axes(mesh, connect(mesh))`).
 
     `axes["tp"]` is one axis, `axes["dp", "fsdp"]` two joined: their ranks act as one group, `dp` major.
+    data: the axes over which the rows of a batch are split, those of the strategy (`DataParallel.axes`); names that the
+    mesh does not have are left out. `axes[axes.data]` is the axis over which a loss is summed.
     Raises ValueError for an axis that the mesh does not have, and for a world that was connected for another mesh.
     """
 
     mesh: Mesh
     world: World | None = None
+    data: tuple[str, ...] = DATA_AXES
 
     def __post_init__(self):
+        data = (self.data,) if isinstance(self.data, str) else self.data
+        object.__setattr__(self, "data", tuple(name for name in data if name in self.mesh))
         if self.world is not None:
             self.world.mesh.require_same(self.mesh, "Axes", "the world", "axes")
 

@@ -2,7 +2,7 @@
 
 from fmegatron.layout.boxes import Box, row_major_strides
 from fmegatron.layout.cover import check_cover
-from fmegatron.layout.data_parallel import DataParallel, Placed
+from fmegatron.layout.data_parallel import DATA_AXES, DataParallel, Placed
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.layout import Layout
 from fmegatron.layout.mesh import Mesh
@@ -12,6 +12,7 @@ from fmegatron.layout.split import Segment, Split, chunk
 
 __all__ = [
     "Box",
+    "DATA_AXES",
     "DataParallel",
     "Layout",
     "Mesh",

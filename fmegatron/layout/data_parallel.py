@@ -12,6 +12,8 @@ from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import entry_axes
 from fmegatron.layout.split import Split
 
+DATA_AXES = ("dp", "fsdp")  # as they are called where nobody gives them other names
+
 
 class Placed(NamedTuple):
     """Layouts of one parameter: at rest, of its gradient while it is accumulated, and of the optimizer's view of it."""
@@ -51,7 +53,7 @@ class DataParallel:
     f32[4@dp, 512@fsdp, 512] on dp2·fsdp2
     """
 
-    axes: tuple[str, ...] = ("dp", "fsdp")
+    axes: tuple[str, ...] = DATA_AXES
     params: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
     optim: tuple[str, ...] = ()
@@ -77,24 +79,24 @@ class DataParallel:
     @staticmethod
     def replicated(*axes: str) -> DataParallel:
         """Everything whole on every rank; gradients are all-reduced once a step."""
-        return DataParallel(axes or ("dp", "fsdp"))
+        return DataParallel(axes or DATA_AXES)
 
     @staticmethod
     def zero1(*axes: str) -> DataParallel:
         """The optimizer's state is sharded: reduce-scatter once a step, all-gather of the updated parameters."""
-        axes = axes or ("dp", "fsdp")
+        axes = axes or DATA_AXES
         return DataParallel(axes, optim=axes)
 
     @staticmethod
     def zero2(*axes: str) -> DataParallel:
         """ZeRO-1, and gradients are reduce-scattered after every microbatch, so that only a shard is accumulated."""
-        axes = axes or ("dp", "fsdp")
+        axes = axes or DATA_AXES
         return DataParallel(axes, grads=axes, optim=axes)
 
     @staticmethod
     def zero3(*axes: str) -> DataParallel:
         """Parameters are sharded too: gathered when a layer runs, forward and backward."""
-        axes = axes or ("dp", "fsdp")
+        axes = axes or DATA_AXES
         return DataParallel(axes, axes, axes, axes)
 
     @staticmethod

@@ -5,7 +5,6 @@ from fmegatron.model.block import block
 from fmegatron.model.config import Config
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from fmegatron.model.gpt import (
-    DATA_AXES,
     GROUPS,
     RULES,
     gather_weights,
@@ -20,7 +19,6 @@ from fmegatron.model.gpt import (
 from fmegatron.model.sample import generate
 
 __all__ = [
-    "DATA_AXES",
     "GROUPS",
     "RULES",
     "Config",

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Axis, psum
-from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split
+from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.model.block import block, norm_weight
 from fmegatron.model.config import Config
 from fmegatron.tree import ArraySpec, Constant, Normal
 
-DATA_AXES = ("dp", "fsdp")  # the batch is split over these; weights may be sharded over them and gathered when used
-MODEL_AXES = (*DATA_AXES, "tp")
 GROUPS = ("blocks", "embed", "head")  # whose gathered weights can be freed after use: each block, the table, the head
 
 # Where tp splits the rows of a matrix, data axes split them further: their pieces follow each other in memory, so that
@@ -38,21 +36,23 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
     """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
 
     strategy: over which data axes parameters are sharded at rest; every leaf is, vectors too, on the dim where the
-    rules name a data axis, else on another one. None: just as the rules say (fsdp shards matrices, dp nothing), except
-    that a data axis that does not divide its dim goes to one that it divides.
+    rules name a data axis, else on another one. Its axes may have other names than dp and fsdp, for which the rules'
+    then stand. None: just as the rules say (fsdp shards matrices, dp nothing), except that a data axis that does not
+    divide its dim goes to one that it divides.
 
-    `rules` gives the axes of each leaf; axes of MODEL_AXES that the mesh lacks count as size 1. Dims that hold several
-    matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis.
+    `rules` gives the axes of each leaf; dp, fsdp and tp count as size 1 where the mesh lacks them. Dims that hold
+    several matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis.
     Raises ValueError when a size does not divide by the axes that split it, naming leaf, size and fix, and when an axis
     of the mesh would do nothing.
     """
     config.check_mesh(mesh)
     D, L, F, V = config.dim, config.layers, config.ffn_dim, config.padded_vocab
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    meant = _meant(strategy)
     narrow, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * L))  # GPT-2's scaling of what is added to the stream
 
     def array(path, shape, init, parts=None):
-        spec = tuple(_on_mesh(entry, mesh) for entry in rules.match(path))
+        spec = tuple(_on_mesh(entry, mesh, meant) for entry in rules.match(path))
         if parts and len(spec) == len(shape) and spec[-1]:
             spec = (*spec[:-1], Split(spec[-1], parts))
         layout = Layout(shape, config.param_dtype, mesh, spec)
@@ -88,8 +88,17 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
         "final_norm": array("final_norm", (D,), Constant(1.0)),
     }
     out = out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
-    _check_every_axis_works(out, mesh)
+    _check_every_axis_works(out, mesh, (*meant.values(), "tp"))
     return out
+
+
+def _meant(strategy: DataParallel | None) -> dict[str, str]:
+    """For each data axis that rules may name the axis that the strategy has for it: of others the last for fsdp."""
+    if strategy is None:
+        return {name: name for name in DATA_AXES}
+    free = [name for name in DATA_AXES if name not in strategy.axes]
+    own = [name for name in strategy.axes if name not in DATA_AXES]
+    return {name: name for name in strategy.axes} | dict(zip(reversed(free), reversed(own), strict=False))
 
 
 def _moved_data_axes(layout: Layout, whole: tuple[int, ...]) -> Layout:
@@ -99,14 +108,14 @@ def _moved_data_axes(layout: Layout, whole: tuple[int, ...]) -> Layout:
     return moved if set(moved.sharded) == set(layout.sharded) and not moved.flat else layout
 
 
-def _check_every_axis_works(specs: dict, mesh: Mesh) -> None:
+def _check_every_axis_works(specs: dict, mesh: Mesh, known: tuple[str, ...]) -> None:
     """ValueError for an axis that splits neither the model nor the batch: its ranks would all do the same work."""
-    used = {*MODEL_AXES, *(name for spec in tree.leaves(specs) for name in spec.layout.sharded)}
+    used = {*known, *(name for spec in tree.leaves(specs) for name in spec.layout.sharded)}
     if idle := [name for name in mesh.names if mesh[name] > 1 and name not in used]:
         raise ValueError(
             f"mesh {mesh}: got the axis {idle[0]!r}, which splits no array of the model and no batch, so its "
-            f"{mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(MODEL_AXES)}, or give a rule "
-            "that uses it"
+            f"{mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(known)}, give a strategy over "
+            "it, or a rule that uses it"
         )
 
 
@@ -120,10 +129,12 @@ def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RUL
     return tree.init(specs(config, mesh, rules), key, rank)
 
 
-def _on_mesh(entry, mesh: Mesh):
-    """A rule's entry for one dim without the model axes that this mesh does not have."""
+def _on_mesh(entry, mesh: Mesh, meant: dict[str, str]):
+    """A rule's entry for one dim, by the names that the data axes have, without those that this mesh does not have."""
     axes = entry.names if isinstance(entry, Split) else (entry,) if isinstance(entry, str) else entry or ()
-    kept = tuple(name for name in axes if name in mesh or name not in MODEL_AXES)  # Layout refuses unknown axes
+    axes = [meant.get(name, name) for name in axes]
+    known = {*meant.values(), *DATA_AXES, "tp"}
+    kept = tuple(name for name in axes if name in mesh or name not in known)  # Layout refuses unknown axes
     if not kept:
         return None
     return Split(kept, entry.parts) if isinstance(entry, Split) else kept
@@ -142,7 +153,7 @@ def gather_weights(shards, layouts, config: Config, axes: Axes):
     fp32; they are in the same buffer nevertheless.
     Transpose: one reduce_scatter of all gradients, which arrive in the dtype of the shards.
     """
-    return nn.gather_tree(shards, layouts, axis_of(axes, *DATA_AXES), config.policy.wires(layouts))
+    return nn.gather_tree(shards, layouts, axes[axes.data], config.policy.wires(layouts))
 
 
 def prepared(params: dict, layouts: dict, config: Config, axes: Axes) -> dict:
@@ -270,7 +281,7 @@ def loss(
 ) -> tuple[Tensor, dict]:
     """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
 
-    batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over dp and fsdp.
+    batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over `axes.data`.
     The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
     has the same part. `layer(fn, prepare)` decides how a block is run (`plain_layer`, or step.compiled_layer);
     reshard_after_forward: which weights are gathered for each use (`logits`).
@@ -283,7 +294,7 @@ def loss(
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
     logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer, reshard_after_forward)
-    data = axis_of(axes, *DATA_AXES)
+    data = axes[axes.data]
     nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axis_of(axes, "tp"), config.vocab_size)
     z_BS = config.z_loss * lse_BS.square()
     if "mask" in batch:

@@ -110,12 +110,11 @@ def reduce_gradients(
     grads: Any,
     layouts: Any,
     axes: Axes,
-    data_axes: tuple[str, ...] = ("dp", "fsdp"),
     to: Any = None,
     wire: Any = Wire(),  # noqa: B008  a frozen value
     together: int = 0,
 ) -> Any:
-    """Sum the gradients of replicas: from `raw_gradient_layout` to the layout of the parameter.
+    """Sum the gradients of replicas over `axes.data`: from `raw_gradient_layout` to the layout of the parameter.
 
     to: a tree of other layouts to bring them to (`Placed.grads`, `Placed.optim`): where one of them is sharded by an
     axis over which the gradient is a pending sum, the sum is a reduce-scatter; where it is still pending, nothing.
@@ -123,10 +122,9 @@ def reduce_gradients(
     which size leaves share a collective (`reshard_many`); 0 bytes: each leaf travels alone.
     """
     axes.require(layouts, "reduce_gradients: layouts")
-    data_axes = tuple(a for a in data_axes if a in axes.mesh)
     _, leaves, spec = tree.flatten(grads)
     targets = tree.leaves(layouts if to is None else to)
-    sources = [raw_gradient_layout(layout, data_axes) for layout in tree.leaves(layouts)]
+    sources = [raw_gradient_layout(layout, axes.data) for layout in tree.leaves(layouts)]
     wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
     return tree.unflatten(spec, reshard_many(leaves, sources, targets, axes, wires, together))
 

@@ -66,7 +66,6 @@ def build_train_step(
     axes: Axes,
     *,
     strategy: DataParallel | None = None,
-    data_axes: tuple[str, ...] | None = None,
     precision: Precision | None = None,
     microbatches: int = 1,
     weight: str | None = None,
@@ -80,8 +79,8 @@ def build_train_step(
     the loss; metrics are 0-d tensors that are equal on all ranks. layouts: of the parameters at rest. clip_norm: the
     largest global gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
     strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the state's
-    specs then are `state_specs(specs, optimizer, strategy)`. None: as the parameters are, with the batch split over
-    `data_axes` (default dp and fsdp).
+    specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`. None: exactly as
+    the parameters are.
     precision: in which dtypes gradients are reduced and added up (the model's own policy says how weights are
     gathered); None: as the backward makes them, and microbatches in fp32.
     microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens". The batch
@@ -94,8 +93,8 @@ def build_train_step(
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
     not what `layouts` and `strategy` say (structure, local shape, dtype). ValueError at once for layouts of another
-    mesh than that of `axes`, for a mesh with an axis that neither the strategy nor any layout knows, and for both a
-    strategy and data_axes.
+    mesh than that of `axes`, for a mesh with an axis that neither the strategy nor any layout knows, and for a strategy
+    over other axes than `axes.data`, over which the loss is summed.
 
     No gradient is computed for parameters that the optimizer does not train (`Optimizer.trains`). A loss scale in the
     optimizer's state (`optim.skip_nonfinite`) multiplies the loss and is taken out of the reduced gradients, in fp32.
@@ -113,10 +112,8 @@ def build_train_step(
             )
         return loss if scale is None else loss * scale.to(loss.dtype), metrics
 
-    if strategy is not None and data_axes is not None:
-        raise ValueError(f"got data_axes={data_axes} and a strategy, whose axes are {strategy.axes}; give one of them")
     _require_arguments(optimizer, layouts, axes)
-    strategy = strategy or DataParallel(data_axes or ("dp", "fsdp"))
+    strategy = strategy or DataParallel(axes.data)
     _require_known_axes(axes, strategy, layouts)
     trains = getattr(optimizer, "trains", optim.every_path)
     trained_at = placements(optim.partition(layouts, trains)[0], strategy)
@@ -124,7 +121,7 @@ def build_train_step(
     def reduce_each(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
         to = trained_at.grads if microbatches > 1 else trained_at.optim
-        return reduce_gradients(grads, trained_at.params, axes, strategy.axes, to, wire, together)
+        return reduce_gradients(grads, trained_at.params, axes, to, wire, together)
 
     wire, summed = Wire(), torch.float32
     if precision is not None:
@@ -219,6 +216,11 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
                 f"mesh {mesh}: the axis {name!r} is none of the strategy's axes {strategy.axes} and shards no "
                 f"parameter; give a strategy over it, DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
+    if set(axes[axes.data].names) != {name for name in strategy.axes if name in axes.mesh and axes.mesh[name] > 1}:
+        raise ValueError(
+            f"build_train_step: axes: got data axes {axes.data}, wanted those of the strategy, {strategy.axes}; give "
+            f"Axes(mesh, data={strategy.axes})"
+        )
 
 
 def _with_samples(batch: Any, step: torch.Tensor, strategy: DataParallel, axes: Axes, microbatches: int) -> dict:

@@ -25,12 +25,8 @@ VARIANTS = {
 CASES = mixed(VARIANTS, MESHES)
 
 
-def data_axes(mesh):
-    return tuple(name for name in model.DATA_AXES if name in mesh)
-
-
 def batch_layouts(batch, mesh):
-    return {name: Layout(x.shape, x.dtype, mesh, (data_axes(mesh),)) for name, x in batch.items()}
+    return {name: Layout(x.shape, x.dtype, mesh, (Axes(mesh).data,)) for name, x in batch.items()}
 
 
 def make_step(config, layer=model.plain_layer, rules=model.RULES):
@@ -49,8 +45,8 @@ def make_step(config, layer=model.plain_layer, rules=model.RULES):
 
 def raw_layouts(config, mesh, rules=model.RULES):
     """Layouts of what the step returns: gradients before the train step sums them over replicas, loss, metrics."""
-    raw = tree.map(lambda layout: raw_gradient_layout(layout, data_axes(mesh)), model.layouts(config, mesh, rules))
-    return raw, Layout((), torch.float64, mesh, unreduced=data_axes(mesh)), None
+    raw = tree.map(lambda layout: raw_gradient_layout(layout, Axes(mesh).data), model.layouts(config, mesh, rules))
+    return raw, Layout((), torch.float64, mesh, unreduced=Axes(mesh).data), None
 
 
 def check(config, mesh, mask=False, layer=model.plain_layer, rules=model.RULES):

@@ -131,7 +131,7 @@ def test_a_donated_step_keeps_frozen_leaves():
     mesh = Mesh(dp=1)
     opt = frozen_optimizer()
     layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh), draw())
-    step = jit(build_train_step(linear_loss, opt, layouts, Axes(mesh), data_axes=("dp",)), donate=0, backend="eager")
+    step = jit(build_train_step(linear_loss, opt, layouts, Axes(mesh)), donate=0, backend="eager")
     state = fresh_state(draw(), opt)
     for _ in range(3):
         state, _ = step(state, torch.arange(6))

@@ -125,7 +125,7 @@ def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
 def test_the_checker_proves_a_train_step(row):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     specs = make_specs(DTYPES["fp32"], mesh)
-    layouts, axes = tree.layouts(specs), Axes(mesh)
+    layouts, axes = tree.layouts(specs), Axes(mesh, data=("dp",))
     opt = row.make(layouts, axes)
 
     def loss_fn(params, batch):
@@ -136,7 +136,7 @@ def test_the_checker_proves_a_train_step(row):
         loss = total * rows
         return loss, {"rows": psum(rows.detach(), axes["dp"])}
 
-    step = build_train_step(loss_fn, opt, layouts, axes, data_axes=("dp",), clip_norm=None)
+    step = build_train_step(loss_fn, opt, layouts, axes, clip_norm=None)
     batch = {"x": Layout((8,), torch.float32, mesh, ("dp",))}
     report = check(step, State(*state_specs(specs, opt)), batch, mesh)
     assert not report.findings and not report.unproven, str(report)

@@ -45,7 +45,7 @@ def guarded(make):
 
 def make_step(make, clip_norm, mesh):
     """(train step of a quadratic, optimizer) in fp32."""
-    layouts, axes = tree.layouts(make_specs(DTYPES["fp32"], mesh)), Axes(mesh)
+    layouts, axes = tree.layouts(make_specs(DTYPES["fp32"], mesh)), Axes(mesh, data=("dp",))
     opt = make(layouts, axes)
 
     def loss_fn(params, batch):
@@ -54,7 +54,7 @@ def make_step(make, clip_norm, mesh):
             total = total + psum((x - 0.3).square().sum(), axes[layout.sharded])
         return total * batch.mean(), {}
 
-    return build_train_step(loss_fn, opt, layouts, axes, data_axes=("dp",), clip_norm=clip_norm), opt
+    return build_train_step(loss_fn, opt, layouts, axes, clip_norm=clip_norm), opt
 
 
 @pytest.mark.parametrize("make, clip_norm", cases())

@@ -35,7 +35,7 @@ def implied(config, mesh, recomputed: bool) -> Counter:
     """What the layouts say, read off the paper: the model's collectives, then those of the train step."""
     count, L = Counter(), config.layers
     layouts = model.layouts(config, mesh)
-    data = [a for a in model.DATA_AXES if a in mesh and mesh[a] > 1]
+    data = [a for a in Axes(mesh).data if mesh[a] > 1]
     inner = tree.leaves(layouts["blocks"])
     outer = tree.leaves({name: leaf for name, leaf in layouts.items() if name != "blocks"})
     for axis in data:

@@ -18,10 +18,6 @@ OPTIMIZER = optim.sgd(0.1, momentum=0.9)
 STRATEGIES = {"replicated": DataParallel.replicated(), "zero3": DataParallel.zero3()}
 
 
-def data_axis(axes):
-    return axes[tuple(name for name in ("dp", "fsdp") if name in axes.mesh)]
-
-
 # ---- losses: (params, batch, data axis, rows of all ranks) -> this rank's part ---------------------------------------
 def softmax_over_the_batch(p, b, dp, rows):
     """CLIP: every row against the rows of all ranks, which are gathered."""
@@ -78,7 +74,7 @@ def make_step(loss, mesh, n, strategy):
     """A train step with n microbatches."""
     axes = Axes(mesh)
     layouts = layouts_of(mesh, strategy)
-    dp = data_axis(axes)
+    dp = axes[axes.data]
 
     def loss_fn(params, batch):
         whole = {
@@ -181,7 +177,7 @@ def test_rows_that_were_assigned_by_hand_are_taken_as_they_are():
 
 def own_step(axes, n, prepare=lambda b: b):
     """A step of one's own, without build_train_step."""
-    dp = data_axis(axes)
+    dp = axes[axes.data]
 
     def loss_fn(p, b):
         value = softmax_over_the_batch(p, b, dp, len(b["x"]) * dp.size)

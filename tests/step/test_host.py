@@ -111,9 +111,7 @@ def test_check_knows_the_copies():
     mesh = Mesh(dp=2)
     layouts, axes = model.layouts(CONFIG, mesh), Axes(mesh)
     layer = compiled_layer("mincut", offload=0)
-    step = build_train_step(
-        lambda p, b: model.loss(p, b, CONFIG, layouts, axes, layer), tiny.OPTIMIZER, layouts, axes, data_axes=("dp",)
-    )
+    step = build_train_step(lambda p, b: model.loss(p, b, CONFIG, layouts, axes, layer), tiny.OPTIMIZER, layouts, axes)
     batch = tree.map(lambda x: Layout(x.shape, x.dtype, mesh, ("dp",)), tiny.decoder_batch(CONFIG))
     report = check(step, tiny.decoder_layouts(CONFIG, mesh), batch, mesh)
     assert report.ok

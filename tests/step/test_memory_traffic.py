@@ -7,7 +7,7 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh
 from fmegatron.step import (
     build_train_step,
     collectives_of,
@@ -91,7 +91,7 @@ def test_traffic_and_accumulated_gradients(name, mesh, microbatches):
     """
     strategy = STRATEGIES[name]
     graph, specs = traced(strategy, mesh, microbatches), model.specs(CONFIG, mesh, strategy=strategy)
-    over_data = [c for c in collectives_of(graph, mesh) if set(c.axes) <= set(model.DATA_AXES)]
+    over_data = [c for c in collectives_of(graph, mesh) if set(c.axes) <= set(DATA_AXES)]
     least = least_traffic(
         tree.layouts(specs), strategy, microbatches, gathers=lambda path: 2 if path.startswith("blocks/") else 1
     )

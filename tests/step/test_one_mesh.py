@@ -65,7 +65,7 @@ def test_everything_that_takes_layouts_and_axes(mesh, other):
     calls = [
         lambda: reshard(x, w["w"], w["w"], axes),
         lambda: reshard_many([x], [w["w"]], [w["w"]], axes),
-        lambda: reduce_gradients({"w": x}, w, axes, ()),
+        lambda: reduce_gradients({"w": x}, w, axes),
         lambda: nn.gather_tree({"w": x}, w, axes[other.names]),
         lambda: nn.with_scales({"w": x}, w, axes, torch.float8_e4m3fn),
         lambda: optim.global_norm({"w": x}, w, axes),
@@ -123,7 +123,8 @@ def test_a_declared_state_under_a_world_of_another_mesh(mesh, other):
 
 @others
 def test_check_and_simulated_ranks_with_layouts_of_another_mesh(mesh, other):
-    step = build_train_step(loss_over(Axes(mesh)), OPTIMIZER, layouts(mesh), Axes(mesh), strategy=of_all_axes(mesh))
+    axes = Axes(mesh, data=mesh.names)
+    step = build_train_step(loss_over(axes), OPTIMIZER, layouts(mesh), axes, strategy=of_all_axes(mesh))
     specs = {m: tree.layouts(state_specs({"w": tree.ArraySpec(layouts(m)["w"])}, OPTIMIZER)) for m in (mesh, other)}
     batch = {m: {"x": rows(m)} for m in (mesh, other)}
     for state_of, batch_of, mesh_of in (
@@ -147,7 +148,7 @@ def of_all_axes(mesh):
 @same
 def test_axes_of_size_1_make_no_difference(mesh, other):
     """One program text serves all meshes: layouts may name axes that the step's axes lack, if they have one rank."""
-    axes, w, x = Axes(other), layouts(mesh), torch.ones(4)
+    axes, w, x = Axes(other, data=other.names), layouts(mesh), torch.ones(4)
     step = build_train_step(loss_over(axes), OPTIMIZER, w, axes, strategy=of_all_axes(other))
     state = tree.init(state_specs({"w": tree.ArraySpec(w["w"], tree.ones)}, OPTIMIZER), 0, 0)
     ins = tree.layouts(state_specs({"w": tree.ArraySpec(w["w"])}, OPTIMIZER)), {"x": rows(other)}

@@ -54,7 +54,7 @@ def test_blame_in_the_whole_model():
     config, mesh, layer = make_config(sequence_parallel=True), Mesh(dp=2, fsdp=2), compiled_layer("inputs")
     ins = layouts_of(config, mesh)
     result = parity(
-        lambda m: make_step(config, m, 0.01, layer, data_axes=("dp",)), mesh, whole_state(config),
+        lambda m: make_step(config, m, 0.01, layer, data=("dp",)), mesh, whole_state(config),
         whole_batch(config, 0), layouts=ins, out_layouts=(ins[0], None),
     )  # fmt: skip
     assert len(result.findings) == 3 and all(finding.at.startswith("whole_step.py:") for finding in result.findings)

@@ -5,7 +5,7 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, Precision
-from fmegatron.layout import DataParallel, Layout, Mesh, Split
+from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh, Split
 from fmegatron.step import build_train_step, collectives_of, least_traffic, placements, state_specs, trace
 from fmegatron.testing import split
 from tests.fresh_state import fresh_state
@@ -71,10 +71,10 @@ def test_a_state_of_another_strategy():
         make_step(config, mesh, strategy)(state, batch)
 
 
-def build(mesh=None, strategy=None, **options):
+def build(mesh=None, strategy=None, data=DATA_AXES):
     mesh = mesh or Mesh(dp=2)
     layouts = {"w": Layout((4, 4), torch.float32, mesh)}
-    return build_train_step(lambda p, b: p["w"].sum(), OPTIMIZER, layouts, Axes(mesh), strategy=strategy, **options)
+    return build_train_step(lambda p, b: p["w"].sum(), OPTIMIZER, layouts, Axes(mesh, data=data), strategy=strategy)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,12 @@ def build(mesh=None, strategy=None, **options):
         (lambda: DataParallel(("dp", "dp")), r"axes: got \('dp', 'dp'\), wanted names of axes, each once"),
         (lambda: DataParallel.zero1(("dp", "fsdp")), r"axes: got \(\('dp', 'fsdp'\),\), wanted names"),
         (lambda: build(Mesh(dp=2, fsdp=2), DataParallel.zero3("fsdp")), "the axis 'dp' is none of the strategy's axes"),
-        (lambda: build(data_axes=("nonsense",)), "the axis 'dp' is none of the strategy's axes"),
-        (lambda: build(strategy=DataParallel.zero1("dp"), data_axes=("dp",)), "give one of them"),
+        (lambda: build(data=()), "the axis 'dp' is none of the strategy's axes"),
+        (
+            lambda: build(Mesh(data=2), DataParallel.zero1("data")),
+            r"got data axes \(\), wanted those of the strategy, \('data',\); give Axes\(mesh, data=\('data',\)\)",
+        ),
+        (lambda: build(Mesh(dp=2, fsdp=2), DataParallel.zero1(), data="dp"), r"got data axes \('dp',\), wanted those"),
     ],
 )
 def test_strategies_that_do_not_fit(make, message):

@@ -37,12 +37,11 @@ def decoder_step(config: model.Config = CONFIG, save=None, mesh: Mesh = ONE, **o
     """The usual train step of the decoder; save: policy of its compiled layers, None for plain ones."""
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
     layer = model.plain_layer if save is None else compiled_layer(save)
-    data_axes = tuple(a for a in model.DATA_AXES if a in mesh)
 
     def loss_fn(params, batch):
         return model.loss(params, batch, config, layouts, axes, layer)
 
-    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, data_axes=data_axes, **options)
+    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, **options)
 
 
 def decoder_state(config: model.Config = CONFIG, mesh: Mesh = ONE, rank: int = 0):
@@ -55,7 +54,7 @@ def decoder_batch(config: model.Config = CONFIG, rows: int = 4, seed: int = 0, m
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (rows, config.max_seq + 1), generator=generator)
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    data = tuple(a for a in model.DATA_AXES if a in mesh)
+    data = Axes(mesh).data
     return split(batch, tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (data,)), batch))[rank]
 
 
@@ -99,7 +98,7 @@ def mlp_step(save=None, params: dict | None = None, offload=None, **options) -> 
 def train_step_of(loss: Callable, params: dict, **options) -> Callable:
     """The usual train step over loss(params, batch) on one rank."""
     layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, ONE), params)
-    return build_train_step(loss, OPTIMIZER, layouts, Axes(ONE), data_axes=("dp",), **options)
+    return build_train_step(loss, OPTIMIZER, layouts, Axes(ONE), **options)
 
 
 def mlp_batch(rows: int = 4, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict:

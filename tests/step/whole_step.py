@@ -4,7 +4,7 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DATA_AXES, Layout, Mesh
 from fmegatron.step import build_train_step, state_specs
 from tests.fresh_state import fresh_state
 
@@ -29,14 +29,14 @@ def make_config(tied=False, sequence_parallel=False, dtype=torch.float64):
     )  # fmt: skip
 
 
-def make_step(config, mesh, clip_norm, layer=model.plain_layer, data_axes=model.DATA_AXES):
+def make_step(config, mesh, clip_norm, layer=model.plain_layer, data=DATA_AXES):
     """`train_step(state, batch) -> (state, metrics)` over the symbolic axes of a mesh."""
-    layouts, axes = model.layouts(config, mesh), Axes(mesh)
+    layouts, axes = model.layouts(config, mesh), Axes(mesh, data=data)
 
     def loss_fn(params, batch):
         return model.loss(params, batch, config, layouts, axes, layer)
 
-    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, clip_norm=clip_norm, data_axes=data_axes)
+    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, clip_norm=clip_norm)
 
 
 def whole_state(config):
@@ -58,6 +58,6 @@ def whole_batch(config, step):
 
 def layouts_of(config, mesh):
     """Layouts of (state, batch)."""
-    data = tuple(name for name in model.DATA_AXES if name in mesh)
+    data = Axes(mesh).data
     tokens = Layout((BATCH, SEQ), torch.int64, mesh, (data,))
     return tree.layouts(state_specs(model.specs(config, mesh), OPTIMIZER)), {"tokens": tokens, "labels": tokens}

@@ -39,8 +39,7 @@ def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=None, strate
         return build_train_step(
             loss, tiny.OPTIMIZER, layouts, axes, strategy=strategy, precision=of.precision, **options
         )
-    data_axes = tuple(a for a in model.DATA_AXES if a in mesh)
-    return build_train_step(loss, tiny.OPTIMIZER, layouts, axes, data_axes=data_axes, **options)
+    return build_train_step(loss, tiny.OPTIMIZER, layouts, axes, **options)
 
 
 def state(of: model.Config, mesh: Mesh, strategy: DataParallel | None = None, rank: int = 0):
