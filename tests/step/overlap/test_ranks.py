@@ -50,7 +50,7 @@ def of_mlp_layers(rank):
         loss = (x_BD - batch["y"]).square().sum() / 32
         return loss, {"loss": psum(loss.detach(), axis)}
 
-    step = build_train_step(loss_fn, tiny.OPTIMIZER, layouts, Axes(FSDP), data_axes=("fsdp",))
+    step = build_train_step(loss_fn, tiny.OPTIMIZER, layouts, Axes(FSDP))
     state = fresh_state(tree.map(torch.clone, split(tiny.mlp_params(), layouts)[rank]), tiny.OPTIMIZER)
     return step, state, lambda i: tree.map(lambda x: x.chunk(2)[rank], tiny.mlp_batch(seed=i))
 
