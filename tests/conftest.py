@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 
 import pytest
 import torch
@@ -119,7 +120,14 @@ def ranks(forkserver):
 @pytest.fixture(scope="session", autouse=True)
 def _forked_writers(request):
     """Asynchronous savers of the tests' own process get their writers from the fork server, which has torch."""
-    with writers.started_by(lambda *args, **settings: request.getfixturevalue("python").popen(*args, **settings)):
+    lock = threading.Lock()  # ranks that are threads come at once
+
+    def start(*args, **settings):
+        with lock:
+            python = request.getfixturevalue("python")
+        return python.popen(*args, **settings)
+
+    with writers.started_by(start):
         yield
 
 
