@@ -54,7 +54,7 @@ def plain():
 @pytest.fixture(scope="module", params=["inductor", "compile", "aot_eager"])
 def compiled(request):
     """(step, loss of each call, state after five, state after the last, what was compiled after 1 and after all)."""
-    step = jit(tiny.decoder_step(CONFIG, save="mincut"), donate=0, backend=request.param)
+    step = jit(tiny.decoder_step(CONFIG, save="mincut"), donate=0, backend=request.param, patches=tiny.SCALAR)
     first, state = tiny.run_steps(step, tiny.decoder_state(CONFIG), DECODER_BATCHES[:1])
     after_one = compilations()
     losses, state = tiny.run_steps(step, state, DECODER_BATCHES[1:5])
