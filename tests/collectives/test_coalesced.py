@@ -164,7 +164,11 @@ def test_one_real_collective(ranks, group, little, ops, copies):
         assert {name: names.count(name) for name in ("pack", "unpack", "cat") if name in names} == copies
 
 
-@pytest.mark.parametrize(("group", "little"), turns(1, itertools.product(LITTLE_GROUPS, (None, 0))))
+OF_ONE_AXIS = [group for group, (_, names, _) in GROUPS.items() if names == ("a",)]
+LONG = [pytest.param(group, little, marks=pytest.mark.slow) for group in OF_ONE_AXIS for little in (None, 0)]
+
+
+@pytest.mark.parametrize(("group", "little"), [*turns(1, itertools.product(LITTLE_GROUPS, (None, 0))), *LONG])
 def test_compiled(ranks, group, little):
     """The compiled graph computes the same."""
     problem = Problem(Mesh(a=2, b=1), group)

@@ -42,8 +42,8 @@ def tried(seed: int, ways=WAYS) -> str:
 
 def test_layers():
     """Each layer under two of the policies."""
-    ways = [(WAYS[i % len(WAYS)], WAYS[(i + 5) % len(WAYS)]) for i in range(8)]
-    found = [tried(seed, some) for seed, some in zip(seeds("layers", 2, 6), ways, strict=True)]
+    ways = [(WAYS[i % len(WAYS)], WAYS[(i + 5) % len(WAYS)]) for i in range(20)]
+    found = [tried(seed, some) for seed, some in zip(seeds("layers", 10, 10), ways, strict=True)]
     assert not any(found), "\n\n".join(filter(None, found))
 
 

@@ -59,15 +59,15 @@ def op_by_op(some: list[int]) -> None:
     assert not any(found), "\n\n".join(filter(None, found))
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(10))
 def test_op_by_op(part):
-    op_by_op(seeds("steps", 20, 80)[part::5])
+    op_by_op(seeds("steps", 150, 150)[part::10])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_op_by_op_more(part):
-    op_by_op(seeds("more steps", 150, 150)[part::10])
+    op_by_op(seeds("more steps", 0, 1000)[part::10])
 
 
 class Together:
