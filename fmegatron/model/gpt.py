@@ -88,7 +88,7 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
         "final_norm": array("final_norm", (D,), Constant(1.0)),
     }
     out = out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
-    _check_every_axis_works(out, mesh, (*meant.values(), "tp"))
+    _check_every_axis_works(out, mesh, tuple(dict.fromkeys((*DATA_AXES, *meant.values(), "tp"))))
     return out
 
 

@@ -30,13 +30,16 @@ def make_config(tied=False, sequence_parallel=False, dtype=torch.float64):
 
 
 def make_step(config, mesh, clip_norm, layer=model.plain_layer, data=DATA_AXES):
-    """`train_step(state, batch) -> (state, metrics)` over the symbolic axes of a mesh."""
-    layouts, axes = model.layouts(config, mesh), Axes(mesh, data=data)
+    """`train_step(state, batch) -> (state, metrics)` over the symbolic axes of a mesh.
+
+    data: other data axes for the step than for the loss, which is wrong.
+    """
+    layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
         return model.loss(params, batch, config, layouts, axes, layer)
 
-    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, clip_norm=clip_norm)
+    return build_train_step(loss_fn, OPTIMIZER, layouts, Axes(mesh, data=data), clip_norm=clip_norm)
 
 
 def whole_state(config):

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.checkpoint.files.format import ALIGN_BYTES
-from fmegatron.checkpoint.torch_private import copy_all
+from fmegatron.checkpoint.files.torch_private import copy_all
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
 from fmegatron.checkpoint.writing.write import Chunks
 from fmegatron.layout import Box

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fmegatron.checkpoint.files.format import dtype_text
-from fmegatron.checkpoint.torch_private import rebuild_tensor
+from fmegatron.checkpoint.files.torch_private import rebuild_tensor
 
 _SAFETENSORS = (
     *(("bool", "BOOL"), ("uint8", "U8"), ("int8", "I8"), ("uint16", "U16"), ("int16", "I16"), ("float16", "F16")),
