@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 
 from tests.house import module, none, rooms, sources
 
@@ -39,4 +40,24 @@ def test_public_symbols():
 def test_files():
     none(
         f"{path} begins with no docstring" for path in sources("fmegatron") if not (module(path).__doc__ or "").strip()
+    )
+
+
+# Words of our own where the field has others ("is at", "full", "assigned", "reports", "identical"), and -ise.
+IDIOMS = re.compile(
+    r"\b(lies?|lying|dealt|says?|said|tells?|told|alike|nobody|somebody|whole|whoever)\b|\bin words\b"
+    r"|\b\w{4,}is(ed|es|ation|ing)\b",
+    re.I,
+)
+ENGLISH = {"raised", "raises", "raising"}
+
+
+def test_first_sentences_speak_the_language_of_the_field():
+    """They are what a newcomer reads first, in the trees of README and BUILD."""
+    none(
+        f"{path}: {found[0]!r} in: {first}"
+        for path in sources("fmegatron")
+        for first in [(module(path).__doc__ or "").partition("\n\n")[0]]
+        for found in IDIOMS.finditer(first)
+        if found[0].lower() not in ENGLISH
     )

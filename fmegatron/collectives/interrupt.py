@@ -1,4 +1,4 @@
-"""Ctrl-C where it may not come in between: held back until what has begun is done, and raised then."""
+"""Deferred Ctrl-C: SIGINT is held during a critical section and raised at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""meet: the processes of one attempt agree on a part of a store that no attempt before them has written to.
+"""Rendezvous: the processes of one attempt of a job agree on a fresh prefix of a store.
 
 torchrun keeps one store for all attempts of a job, so a process that is started again finds in it what the ranks of the
 attempt before have left: addresses of dead processes, to which gloo would connect until its time is over (torch 2.13

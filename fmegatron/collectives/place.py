@@ -1,4 +1,4 @@
-"""Where the axes of a coalesced collective lie in one of its tensors, and how shards and the whole make each other up.
+"""Places: where the axes of a coalesced collective split one of its tensors, and how shards form the full tensor.
 
 Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6"), because an op's schema knows no nested lists.
 """

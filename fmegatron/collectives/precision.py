@@ -1,4 +1,4 @@
-"""Which dtype each kind of value has in a run: at rest, in the maths, on the wire, in sums, in the optimizer."""
+"""The precision policy of a run: dtypes of storage, compute, communication, accumulation and optimizer."""
 
 from __future__ import annotations
 

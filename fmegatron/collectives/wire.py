@@ -1,4 +1,4 @@
-"""In which dtypes values travel: weights when they are gathered (in 8 bits with a scale), gradients when reduced."""
+"""Dtypes of communication: gathered weights (8 bits with a scale, or more), and reduced gradients."""
 
 from __future__ import annotations
 

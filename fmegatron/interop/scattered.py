@@ -1,4 +1,4 @@
-"""The layout of a tensor whose shards lie as somebody else's plan says: any boxes, on any ranks, each once."""
+"""The layout of a tensor whose shards follow a foreign sharding plan: any boxes, on any ranks, each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes: rectangular pieces of a global array and where they lie in a rank's local storage."""
+"""Boxes: rectangular pieces of a global array and their offsets in a rank's local storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout: how one global array lies on a mesh, with integers only."""
+"""Layout: the distribution of one global array over a mesh, with integers only."""
 
 from __future__ import annotations
 

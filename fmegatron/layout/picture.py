@@ -1,4 +1,4 @@
-"""Pictures of a layout: which ranks hold which boxes, as text and as SVG. Large ones are drawn in part, and say so."""
+"""Pictures of a layout: which ranks hold which boxes, as text and as SVG; large ones are abridged, with a note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fields of a Config say of themselves: their range, and what a change of them means when a run is resumed.
+"""Metadata of a Config's fields: their range, and whether a resumed run may change them.
 
 @dataclass(frozen=True)
 class Config:

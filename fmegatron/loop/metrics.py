@@ -1,4 +1,4 @@
-"""Metrics from the device to Python floats, with one transfer and only when somebody reads them."""
+"""Metrics from the device to Python floats: one transfer, and only when they are read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

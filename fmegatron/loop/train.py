@@ -1,4 +1,4 @@
-"""The loop, a generator: it updates the state and tells what happened; what to do about it is the caller's code.
+"""The training loop as a generator: it updates the state and yields what happened; the caller's code reacts.
 
 for info in train(step, state, batch_at, steps=1000, start=done, tokens_per_step=tokens, stop=stop, world=world):
     if info.metrics:

@@ -1,4 +1,4 @@
-"""What is trained: a decoder as a function, and the tree of specs of its arrays: what they are and where they lie."""
+"""Models: a decoder as a function, and the tree of specs (shape, dtype, layout, initial values) of its arrays."""
 
 from fmegatron.model import sample
 from fmegatron.model.block import block

@@ -1,4 +1,4 @@
-"""The decoder: its arrays, where they lie, and its loss.  Legend: B batch, S sequence, D width, V padded vocabulary."""
+"""The decoder: its arrays, their layouts, and its loss.  Legend: B batch, S sequence, D width, V padded vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation.  Legend: ... any leading dims, D model width."""
+"""Root-mean-square normalization.  Legend: ... any leading dims, D model width."""
 
 import torch
 from torch import Tensor

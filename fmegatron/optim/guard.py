@@ -1,4 +1,4 @@
-"""Steps that must not count: gradients that are not finite, and spikes of their norm, skipped inside the graph."""
+"""Update guards: steps with non-finite gradients, or with spikes of their norm, are skipped inside the graph."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whole matrices from shards and back: what an optimizer needs that looks at a matrix and not at its elements.
+"""Gathers full matrices from shards and scatters them back, for optimizers that work on matrices.
 
 A leaf is a stack of matrices [..., m, n]. However layouts cut the leaves, `on_whole_matrices` deals their matrices to
 the ranks that hold pieces of them, lets a function work on them, and takes the results back. Each rank moves as many

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+"""Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
 Symbols, theirs to ours: μ -> momentum; B -> m; NS5 -> `orthogonalize`; (a, b, c) -> coefficients.
 """

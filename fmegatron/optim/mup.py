@@ -1,4 +1,4 @@
-"""Maximal update parametrisation: learning rates and initial values that carry over from a narrow model to a wide one.
+"""Maximal update parametrization: learning rates and initial values that transfer from a narrow model to a wide one.
 
 Yang et al. 2022, arXiv 2203.03466, table 3: with fan_in growing, hidden weights and the read-out learn (by Adam, or any
 optimizer whose steps do not depend on the size of the gradient) at a rate that shrinks as 1/fan_in; the variance of

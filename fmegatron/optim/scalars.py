@@ -1,4 +1,4 @@
-"""0-d values that a whole update shares: computed once, on the device, in the dtype of the leaves that use them."""
+"""0-d values shared by an update: computed once, on the device, in the dtype of the leaves that use them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

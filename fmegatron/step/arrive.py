@@ -1,4 +1,4 @@
-"""Donated leaves that a gather brings are gathered in place: no buffer for the whole, and no copy out of it.
+"""In-place gathers: an all-gather of a donated leaf writes into its memory, without a buffer or a copy.
 
 ZeRO-1 and ZeRO-2 end a step with a gather of every updated parameter into memory that it has already. The old value is
 overwritten while the step still runs, so all that reads it must come before the gather by dependence: no order of the

@@ -1,4 +1,4 @@
-"""A flat graph of tensors into a callable, by one of several backends."""
+"""Backends: compile a flat graph of tensors into a callable."""
 
 from __future__ import annotations
 

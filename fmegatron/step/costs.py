@@ -1,4 +1,4 @@
-"""What a strategy costs on each rank, by arithmetic over layouts: bytes of state, and the fewest bytes that are sent.
+"""The cost model of a strategy on each rank, from layouts: bytes of state, and a lower bound of bytes sent.
 
 Nothing is traced and no rank is asked; `collectives_of` counts what a graph really sends, tests compare the two.
 """

@@ -1,4 +1,4 @@
-"""Cut a layer's joint graph into a forward and a backward by a policy of what is saved between them."""
+"""Partitioning of a layer's joint graph into forward and backward, by a policy of what is saved between them."""
 
 from __future__ import annotations
 

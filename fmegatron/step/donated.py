@@ -1,4 +1,4 @@
-"""Calls that donate: afterwards the given leaves are dead, and say so; or all new, if a Ctrl-C came in between.
+"""Donation: after a call the given leaves are invalidated; an interrupted call leaves all old or all new values.
 
 The memory of a donated leaf goes on in another tensor, which the call returns. The tensor that the caller gave becomes
 a `Donated`: whatever is done with it raises ValueError, and it holds no memory. Memory that somebody else has too (a

@@ -1,4 +1,4 @@
-"""On gloo, gathers and reduce-scatters become exchanges: what a rank needs of another goes straight into its buffer.
+"""All-gathers and reduce-scatters as all-to-all exchanges on gloo, which write straight into the receiver's buffer.
 
 gloo makes a reduce-scatter of an all-reduce on a copy, which sends twice the bytes, and copies around its gathers. Its
 all-to-all sends from and into the buffers that it is given. So a reduce-scatter is an all-to-all and a sum in the order

@@ -1,4 +1,4 @@
-"""Outputs with memory of their own: dense, and none in the memory of an input or of an output before it.
+"""Output buffers: dense memory for each output, shared with no input and no other output.
 
 Whoever knows decides. Where a graph runs op by op, its operators say where values lie. Inductor drops copies that
 change nothing (clone, a cast there and back, x * ones, a cat of one) and computes in the memory of inputs that are

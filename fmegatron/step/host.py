@@ -1,4 +1,4 @@
-"""Activations in host memory between forward and backward: two ops that a compiler keeps where they are.
+"""Activation offload: two ops that copy activations to host memory and back, kept in place by compilers.
 
 The copies run on the stream that computes, from and to page-locked memory: the host does not wait, no buffer is used
 again before its copy is done, and a layer takes longer by the time of its copies over the bus. Without CUDA they are

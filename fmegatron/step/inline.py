@@ -1,4 +1,4 @@
-"""A traced graph without opaque layers: each is replaced by the nodes of its own graph."""
+"""Inlining: a traced graph with each opaque layer replaced by the nodes of its own graph."""
 
 from __future__ import annotations
 

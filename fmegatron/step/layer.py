@@ -1,4 +1,4 @@
-"""A layer that is compiled once and used many times, with a choice of what it saves for its backward.
+"""Compiled layers: compiled once, used many times, with a policy of what is saved for the backward.
 
 The layer's joint graph (outputs, then gradients) is traced once and cut in two by a policy; each half becomes
 one opaque node (`fmegatron.step.opaque`). Recomputing is then right by construction: the backward is one node that

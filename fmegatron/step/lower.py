@@ -1,4 +1,4 @@
-"""From symbolic collectives to functional collectives on process groups: graph surgery, node by node."""
+"""Lowering: symbolic collectives become functional collectives on process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph that appears as ONE node in the graph around it, and is compiled once however often it is used.
+"""Opaque nodes: a graph that is one node of the graph around it, compiled once however often it is used.
 
 Each entry is an operator of its own in torch's dispatcher, named after the function and a digest of its graph, so equal
 graphs share one operator, names agree across ranks and processes (the compile cache can be shared), and the operator

@@ -1,4 +1,4 @@
-"""What a compiled graph is specialised to: of tensors shape, stride, dtype and device, of everything else the value."""
+"""The signature of a compiled graph: shape, stride, dtype and device of tensors, and the values of everything else."""
 
 from __future__ import annotations
 

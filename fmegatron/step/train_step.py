@@ -1,4 +1,4 @@
-"""The usual training step, built from parts that are all public: write your own where it does not fit."""
+"""The standard training step, built from public parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Randomness of a traced step comes from keys: ops that draw from a generator, and steps that seed one, are refused."""
+"""Refuses randomness without keys in a traced step: ops that draw from a generator, and calls that seed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write-back: at the end of a graph the new values of donated leaves go into the old memory, and nothing else does."""
+"""Write-back: copies the new values of donated leaves into the old memory at the end of a graph."""
 
 from __future__ import annotations
 

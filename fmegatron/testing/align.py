@@ -1,4 +1,4 @@
-"""Which nodes of a graph over many ranks do what which nodes of the graph over one rank do: twins."""
+"""Alignment: which nodes of a graph over many ranks correspond to which nodes of the graph over one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step on many ranks stops meaning what the step on one rank means: line by line, without a rule per op.
+"""Blame: the first line where a step on many ranks stops meaning what it means on one rank, without a rule per op.
 
 For every node of the graph, `relate` looks for how the ranks' values make up the value of the same node on one rank:
 equal on all ranks, concatenated, summed, or maximum, axis by axis. Meaning is lost at a node whose own values make up

@@ -1,4 +1,4 @@
-"""Processes that start in milliseconds: forks of one process that has imported torch and computes nothing."""
+"""A fork server: processes that start in milliseconds, forked from one that has imported torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements that stand noise: two ways alternate in one process; what is reported is a median of paired ratios."""
+"""Paired measurements under noise: two variants alternate in one process; the result is a median of ratios."""
 
 from __future__ import annotations
 

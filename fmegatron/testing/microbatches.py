@@ -1,4 +1,4 @@
-"""Rows in the order of microbatches: the one that makes microbatch i of one rank what all ranks' microbatches i are.
+"""The order of rows in which microbatch i of one rank is the union of all ranks' microbatches i.
 
 A step cuts the rows of its batch, and each rank cuts its own: microbatch 0 is the first rows of every rank, on one rank
 the first rows of all. Sums over all microbatches do not see that; line by line, nothing of the two is comparable.

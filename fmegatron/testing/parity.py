@@ -1,4 +1,4 @@
-"""A step on a mesh against the same step on one rank: equal, or the first output that differs and the line to blame."""
+"""Parity: a step on a mesh against the same step on one rank, with the line to blame for the first difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function must leave its arguments as they were: the rule that makes every other test believable."""
+"""assert_pure: a function must leave its arguments unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of rank processes that is started once and then runs functions on real gloo groups in milliseconds.
+"""A pool of rank processes, started once, that runs functions on real gloo groups.
 
 Importing torch costs seconds, so the processes are forks of one that has imported it; joining a fresh process group in
 a running process costs little, so every call gets a process group of its own, of the size that it asks for: calls

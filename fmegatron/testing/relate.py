@@ -1,4 +1,4 @@
-"""How the ranks' values make up the value of one rank: equal, concatenated, summed, the maximum, axis by axis."""
+"""Relations between the ranks' values and the value of one rank: equal, concatenated, summed, maximum, by axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many ranks in one process: trace a step once, run its graph for every rank, put the results together.
+"""Simulated ranks: traces a step once, runs its graph for every rank in one process, and joins the results.
 
     axes = Axes(mesh)                                         # symbolic: no process group behind them
     sim = simulate(step, mesh, state, batch, layouts=(state_layouts, batch_layouts))

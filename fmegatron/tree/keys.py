@@ -1,4 +1,4 @@
-"""Keys of randomness: whole numbers that are folded with what a stream of numbers is for."""
+"""Random keys: integers folded with the name of a stream of numbers."""
 
 from __future__ import annotations
 

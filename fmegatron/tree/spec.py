@@ -1,4 +1,4 @@
-"""ArraySpec: one leaf's layout and how it is initialised, the single source for init, optimizer state, checkpoint."""
+"""ArraySpec: layout and initial values of one leaf, the single source for init, optimizer state and checkpoint."""
 
 from __future__ import annotations
 

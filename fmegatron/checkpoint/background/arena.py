@@ -1,4 +1,4 @@
-"""The arena: host memory that the trainer and its writer process share, bounded, kept warm, and given back at the end.
+"""The arena: bounded host memory shared by the trainer and its writer process, reused between saves, freed at the end.
 
 The memory has no name (memfd): nothing is left of it when both processes are gone, however they went. Its first page is
 the board, a few counters by which the writer shows that it lives; regions for staged saves come after it.

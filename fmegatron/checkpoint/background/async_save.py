@@ -1,4 +1,4 @@
-"""Save without stopping: the call copies what this rank writes into shared memory; a process of its own writes it.
+"""Asynchronous save: the call copies this rank's shards into shared memory, and a writer process writes them.
 
     stage (the call blocks)  ->  writer process: chunks, digests, part  ->  ranks agree in `poll`  ->  rank 0's writer
     commits  ->  ranks learn of it in `poll`

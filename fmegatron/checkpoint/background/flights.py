@@ -1,4 +1,4 @@
-"""Saves in flight of one rank: what the writer process says of them, what the ranks agree on, and how each ends."""
+"""The saves in flight of one rank: reports of the writer process, agreement of the ranks, success or failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's end of its writer process: start, talk, see whether it lives, end it."""
+"""The trainer's handle of its writer process: start, messages, liveness, end."""
 
 from __future__ import annotations
 

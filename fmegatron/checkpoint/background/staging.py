@@ -1,4 +1,4 @@
-"""Staging: what one rank has to write, copied into one piece of memory; there the writer process finds it again.
+"""Staging: copies what one rank has to write into one shared memory region for the writer process.
 
 Both processes compute the same places from the same plan, so no addresses travel. Only what this rank writes is copied:
 of a leaf with replicas its own chunks, one after another, otherwise the whole local tensor.

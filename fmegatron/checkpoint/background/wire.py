@@ -1,4 +1,4 @@
-"""What the trainer and its writer process say to each other: lines of JSON over a socket, and a plan as JSON."""
+"""The protocol between trainer and writer process: lines of JSON over a socket, and a write plan as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writer process: writes what its trainer has staged, at low priority, and says what became of it.
+"""The writer process: writes what its trainer has staged, at low priority, and reports the result.
 
 Started by process.py as a fresh Python: it imports nothing of the user's, joins no process group, needs no accelerator,
 and leaves Ctrl-C and SIGTERM to its trainer. It ends when its trainer ends, however that happens.

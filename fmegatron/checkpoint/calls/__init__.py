@@ -1,1 +1,1 @@
-"""What every public call begins with: its arguments checked, and the other ranks."""
+"""What every public call begins with: validated arguments and the interface to the other ranks."""

@@ -1,4 +1,4 @@
-"""What the public functions are given, checked before anything happens; what is wrong is said in words for people."""
+"""Validation of the arguments of public functions, before anything is read or written."""
 
 from __future__ import annotations
 

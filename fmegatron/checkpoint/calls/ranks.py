@@ -1,4 +1,4 @@
-"""What saving and restoring need to know of the other ranks: very little."""
+"""The interface to the other ranks that saving and restoring need: agreement, broadcast, gather, exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims: one process at a time has a directory for a purpose, whichever node it runs on; a second one is refused.
+"""Claims: exclusive use of a directory by one process at a time, across nodes; a second process is refused.
 
     .WHAT.claim-TOKEN   this process has the directory (held: true), or is about to take it
 

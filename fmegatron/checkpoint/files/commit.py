@@ -1,4 +1,4 @@
-"""The file system's side of a save: a directory is a complete checkpoint, or it is hidden and will be removed.
+"""Atomic commit in a file system: a directory is a complete checkpoint, or it is hidden and will be removed.
 
 .NAME.tmp-TOKEN     being written, or (after an exchange) the old checkpoint on its way out
 .NAME.old-TOKEN     the old checkpoint while the new one takes its name, where the system cannot exchange two names

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself without its elements: tree, layouts, metadata, sizes, meshes."""
+"""The description of a checkpoint without its elements: tree, layouts, metadata, sizes, meshes."""
 
 from __future__ import annotations
 

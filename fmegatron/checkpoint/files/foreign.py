@@ -1,4 +1,4 @@
-"""Folders that are no checkpoint of ours: which system wrote them, told by the names in them, and what reads them."""
+"""Recognition of checkpoints of other systems by their file names, and which function reads each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: names, types, sizes. FORMAT.md says the same for the writer of another reader."""
+"""The types of the on-disk format: names, dtypes, sizes, digests; FORMAT.md specifies them for other readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files as the values of a tensorstore key-value store: reads of byte ranges, several in flight; whole writes."""
+"""Files as values of a tensorstore key-value store: concurrent byte-range reads, and atomic writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: notes by which processes of any node see that a checkpoint is read, deleted or written by one that lives.
+"""Leases: renewed notes that show to processes on any node that a checkpoint is being read, deleted or written.
 
     .NAME.reading-TOKEN   somebody reads the checkpoint NAME; renewed while it lasts
     .NAME.leaving-TOKEN   somebody is about to take it away: there while it looks for readers and renames

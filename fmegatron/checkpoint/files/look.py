@@ -1,4 +1,4 @@
-"""Looking at a file system: only "no such file" means that nothing is there; any other error is tried again, or raised.
+"""File system queries: only ENOENT and ENOTDIR mean that nothing is there; other errors are retried, then raised.
 
 A disk that hiccups, a server that is away, a directory that may not be read: none of them says that a file is missing.
 `os.path.exists`, `isdir` and their kin answer False for all of them, so this room does not use them.

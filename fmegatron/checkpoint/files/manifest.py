@@ -1,4 +1,4 @@
-"""The manifest: one typed, versioned JSON file that says everything about a checkpoint but its elements; out and in."""
+"""The manifest: one typed, versioned JSON file with the tree, layouts and metadata of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small files beside the checkpoints of a directory: whole or not there, whoever looks."""
+"""Small files beside the checkpoints of a directory, written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects of one save in an object store, by name: what a directory's files are in a file system."""
+"""The objects of one save in an object store, under the names that the files have in a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores, which cannot rename: a marker object, put last, switches to the new one in one step.
+"""Checkpoints in object stores, which cannot rename: a marker object, written last, commits the save.
 
     NAME/TOKEN/...          the files of one save, its own marker among them: a checkpoint by itself
     NAME/COMPLETE           a pointer: the marker, and `root`: the TOKEN that is the checkpoint NAME. Put last

@@ -1,4 +1,4 @@
-"""Owners: which process a file belongs to, and whether that process lives, as far as this machine can tell."""
+"""Owners: the process that a file belongs to, and whether it is alive, as far as this machine can determine."""
 
 from __future__ import annotations
 

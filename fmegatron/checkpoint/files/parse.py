@@ -1,4 +1,4 @@
-"""The manifest's JSON in: nothing in the file is trusted, and no number in it can make a reader work or allocate.
+"""The parser of the manifest's JSON: untrusted input with bounded work and memory.
 
 Sizes are bounded by what they describe: a chunk is no larger than its array, a packed array neither larger nor smaller
 than the leaves in it, no two elements of a box lie at one place, and the boxes of a leaf cover it exactly once (a gap

@@ -1,4 +1,4 @@
-"""Snapshots: one save, opened: all that is read of it is of that save, whatever is saved at the same place meanwhile.
+"""Snapshots: one save, held open, so that every read is of that save while others are written to the same place.
 
     with open_snapshot(path) as saved:
         config = checkpoint.metadata(saved)["config"]

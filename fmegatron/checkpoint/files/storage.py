@@ -1,4 +1,4 @@
-"""Where checkpoints live: a `Store` is a place for one, a `Storage` holds the files of one. Both are values.
+"""Storage interfaces: a `Store` is a location for one checkpoint, a `Storage` its files; both are values.
 
     store = open_store(path_or_url)     # a directory, or s3://bucket/prefix, gs://..., memory://..., file:///...
     storage = store.locate()            # the files of the complete checkpoint that is there: read_manifest, Fetch

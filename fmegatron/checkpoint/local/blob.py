@@ -1,4 +1,4 @@
-"""One rank's shard in one file: its bytes, their digests, and a small typed JSON that says what they are.
+"""The file of one rank's shard: its bytes, their digests, and a typed JSON header that describes them.
 
     payload          the leaves of the rank, one after another in the order of the JSON, no gaps
     uint64[bands]    xxh3_64 of each MiB of the payload

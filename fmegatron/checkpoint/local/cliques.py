@@ -1,4 +1,4 @@
-"""Who keeps whose shards: cliques of ranks on different nodes, by integer arithmetic that every rank does alike."""
+"""Replica placement: cliques of ranks on different nodes that keep each other's shards, by integer arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring every rank its shard of one set: from the own disk, else from the next holder whose copy is good."""
+"""Fetches every rank its shard of one set: from its own disk, else from the next holder with an intact copy."""
 
 from __future__ import annotations
 

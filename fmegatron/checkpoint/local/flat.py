@@ -1,4 +1,4 @@
-"""The tensors of a rank as one run of bytes, read and filled a portion at a time."""
+"""The tensors of a rank as one flat byte range, read and filled a portion at a time."""
 
 from __future__ import annotations
 

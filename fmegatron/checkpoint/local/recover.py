@@ -1,4 +1,4 @@
-"""The way back: what do all nodes have, which step is whole, who sends what to whom; at last the global checkpoint.
+"""Recovery from replicas: the newest complete step over all nodes, transfers between ranks, and the global checkpoint.
 
 Every decision follows from integer tables that all ranks have gathered, so all ranks take it alike. A (step, source)
 is tried once at most: the loops below go over lists that only get shorter.

@@ -1,4 +1,4 @@
-"""LocalReplicas: checkpoints on the disks of the nodes themselves, each shard on several nodes, for a fast way back."""
+"""LocalReplicas: checkpoints on the nodes' own disks, each shard on several nodes, for fast recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of a node: what is on it by name, what of that is whole, and what may go.
+"""The replica directory of a node: its entries, which sets are complete, and which may be deleted.
 
 step_00000100.rank_00003.SET   the shard of rank 3 in the set of step 100 with this id (16 hex digits)
 .2-step_...                    being written by rank 2; a leftover if nobody saves

@@ -1,4 +1,4 @@
-"""Save one set of shards: exchange within cliques portion by portion, write, agree, rename; all or nothing."""
+"""Saves one set of shards: exchange within cliques by portions, write, agree, rename; all or nothing."""
 
 from __future__ import annotations
 

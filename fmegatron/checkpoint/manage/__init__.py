@@ -1,1 +1,1 @@
-"""The checkpoints of a run: named by step, kept by rules, deleted behind the run's back, found again."""
+"""The checkpoints of a run: named by step, kept by retention rules, deleted in the background, restored."""

@@ -1,4 +1,4 @@
-"""Deletion in the background: a thread removes what already lost its name; failures are told later."""
+"""Deletion in the background: a thread removes directories that were renamed away, and reports failures later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of a run: which step it went on from, and which newer ones it has left behind by that.
+"""The lineage of a run: the step it resumed from, and the newer steps that were set aside.
 
 A directory of steps holds one line: each save is newer than those before. A run that goes on from an older step leaves
 the newer ones behind; its first save sets them aside (files/commit.py), so that nobody resumes what was given up.

@@ -1,4 +1,4 @@
-"""Manager: the checkpoints of a run: saved, kept by rules, found again.
+"""Manager: saves the steps of a run, applies retention, and finds the step to restore.
 
 with Manager("runs/a/checkpoints", keep=Keep(last=2, every=1000)) as manager:
     if manager.latest(world) is not None:

@@ -1,4 +1,4 @@
-"""What lies in a directory that has no complete step: it may be the run that somebody meant to go on with."""
+"""The content of a directory without a complete step: perhaps the run that was meant to be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves of a Manager that go on while training does: what is pending, what has ended, and what a failure means.
+"""The asynchronous saves of a Manager: pending, completed, failed.
 
 All ranks hold the same pending saves, because a save ends on all of them in the same exchange.
 """

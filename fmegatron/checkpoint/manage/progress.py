@@ -1,4 +1,4 @@
-"""A progress bar for saves and restores that take long; nothing in what they do knows of it.
+"""A progress bar for long saves and restores, independent of the code that it observes.
 
 The bar looks from outside: the size of the files of a save that is under way, and what this process has read, as the
 system counts it. So it costs the save nothing, and shows the work of all ranks and of writer processes, too.

@@ -1,4 +1,4 @@
-"""How much a save or a restore moved, and how long it took: values for the metrics."""
+"""Bytes and seconds of a save or a restore, as values for the metrics."""
 
 from __future__ import annotations
 

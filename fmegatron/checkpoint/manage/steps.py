@@ -1,4 +1,4 @@
-"""A directory of steps: which are complete, what retention must know of them, and how one of them goes."""
+"""A directory of steps: which are complete, their metadata for retention, and the removal of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file `latest` of a directory of steps: which one is newest, for people, scripts and other tools.
+"""The file `latest` of a directory of steps, for people, scripts and other tools.
 
     {"format": "fmegatron.latest", "step": 1200, "path": "step_00001200", "temporary": false, "saved_at": 1767225600.0}
 

@@ -1,4 +1,4 @@
-"""The way back: the newest step that is whole on all ranks; a damaged one is named and left out, and never looped on.
+"""Restore of the newest step that is intact on all ranks; damaged steps are reported and skipped.
 
 Rank 0 says which step is tried, so that ranks whose view of the directory is late do the same as the others; while it
 is tried, rank 0 holds a lease on it, so that nobody deletes it.

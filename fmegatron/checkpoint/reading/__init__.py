@@ -1,1 +1,1 @@
-"""Restore: what is asked for against what is stored, and the bands of it that a rank reads and verifies."""
+"""Restore: requested leaves matched to stored ones, and the bands that a rank reads and verifies."""

@@ -1,4 +1,4 @@
-"""One save on all ranks: the digest of what each has read travels in the agreement that a restore ends with anyway.
+"""Agreement of all ranks on one save: digests of what each has read travel in the restore's last all-reduce.
 
 Each rank opens the checkpoint by itself. So when it is saved again meanwhile, or a node's view of the file system is
 old, two ranks may have read two saves. Then all look again until they see the same one, and read that.

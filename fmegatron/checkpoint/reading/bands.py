@@ -1,4 +1,4 @@
-"""Which bands of which files hold a box of a stored leaf: integers only, nothing is read.
+"""The bands of files that contain a box of a stored leaf, by integer arithmetic; nothing is read.
 
 Bands are what a restore reads and verifies as a whole, so they are what ranks share out among each other (once.py) and
 what is counted before any byte moves (explain.py).

@@ -1,4 +1,4 @@
-"""The digests of an array's bands, out of digests.bin, which is not believed: its size first, then its own digest."""
+"""The digests of an array's bands from digests.bin, verified by size and by a digest of its own."""
 
 from __future__ import annotations
 

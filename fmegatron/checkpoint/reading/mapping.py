@@ -1,4 +1,4 @@
-"""Rules that turn the stored tree into the tree that is asked for: renamed, split, fused, transposed, stacked, padded.
+"""Rules that map the stored tree to the requested one: rename, split, fuse, transpose, stack, pad.
 
     rules = [
         rename(r"model\\.(.*)", r"params/\\1"),

@@ -1,4 +1,4 @@
-"""read="once": ranks that hold the same shard read a share of it each, and give each other the rest.
+"""read="once": ranks that hold the same shard each read a part of it and exchange the parts.
 
 The members of a group (the replicas of a shard) want the same bands. Every member deals the bands, in the order of the
 files, to the members in runs of equal bytes, all alike and without a word; reads its own into its tensors; and then

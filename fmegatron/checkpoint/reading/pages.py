@@ -1,4 +1,4 @@
-"""Memory for what is restored: large tensors on large pages, where the system offers them."""
+"""Allocation of restored tensors: large ones on huge pages, where the system has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore: ask for target layouts, get this rank's tensors; only the bands that the rank needs are read, and verified.
+"""Restore: given target layouts, returns this rank's tensors; reads and verifies only the bands that they need.
 
     manifest -> views of stored leaves by the rules -> strictness, shapes, dtypes -> boxes of this rank -> bands
 

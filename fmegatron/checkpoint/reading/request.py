@@ -1,4 +1,4 @@
-"""What is asked for against what is stored: a view of stored leaves for every wanted one, or an error."""
+"""Matches each requested leaf to a view of stored leaves, or raises an error."""
 
 from __future__ import annotations
 

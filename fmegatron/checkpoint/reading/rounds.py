@@ -1,4 +1,4 @@
-"""Work in rounds of bounded size, so that memory is bounded, whatever the size of a state."""
+"""Work in rounds of bounded size, so that memory does not grow with the state."""
 
 from __future__ import annotations
 

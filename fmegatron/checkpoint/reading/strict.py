@@ -1,4 +1,4 @@
-"""Strictness: what happens to leaves that only the target or only the checkpoint has. Nothing is lost without a word.
+"""Strictness: leaves that only the target or only the checkpoint has are reported, or refused.
 
 unexpected: asked for, but not stored.  missing: stored, but not asked for.
 """

@@ -1,4 +1,4 @@
-"""gc: removes what killed saves have left in a directory of checkpoints, steps set aside, and old steps if asked."""
+"""gc: removes leftovers of killed saves, steps set aside, and old steps on request, from a directory of checkpoints."""
 
 from __future__ import annotations
 

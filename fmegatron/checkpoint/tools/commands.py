@@ -1,4 +1,4 @@
-"""The commands: options in, text or JSON and an exit status out. The work is done by the functions of the tools."""
+"""The command line of the tools: parses options, prints text or JSON, returns the exit status."""
 
 from __future__ import annotations
 

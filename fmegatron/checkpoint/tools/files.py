@@ -1,4 +1,4 @@
-"""What lies in a directory: every entry with kind, size and time, without following a link."""
+"""The entries of a directory with kind, size and time, without following links."""
 
 from __future__ import annotations
 

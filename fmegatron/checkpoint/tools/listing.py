@@ -1,4 +1,4 @@
-"""ls: the checkpoints in a directory, complete or not, and what killed saves have left there."""
+"""ls: the checkpoints in a directory, complete or not, and leftovers of killed saves."""
 
 from __future__ import annotations
 

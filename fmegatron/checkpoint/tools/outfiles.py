@@ -1,4 +1,4 @@
-"""The chunk files of a checkpoint that is written from another one: which elements lie at which bytes of which file."""
+"""The chunk files that a reshard writes: which elements are at which bytes of which file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of the tools as text for people."""
+"""The results of the tools as text."""
 
 from __future__ import annotations
 

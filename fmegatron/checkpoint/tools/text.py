@@ -1,4 +1,4 @@
-"""Text for people: aligned tables, trees of paths, sizes, one line for an error."""
+"""Text output: aligned tables, trees of paths, sizes, one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of weights that other programs read, written in one pass from elements that come in portions.
+"""Writers of weight files of other programs, in one pass over streamed elements.
 
 A writer gets the list of tensors first (names, dtypes, shapes) and then their bytes in that order, so that no file
 needs more memory than a portion. Nothing here needs the packages whose formats these are.

@@ -1,4 +1,4 @@
-"""Parts: what each rank has written, handed to rank 0 through files, merged there into one manifest, and completed."""
+"""Parts: the records of what each rank has written, merged by rank 0 into one manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes what: boxes -> chunks -> writers, by integer arithmetic that every rank does alike and alone.
+"""The write plan: boxes to chunks to writers, by integer arithmetic that gives the same result on every rank.
 
 Three homes for a leaf:
 - `grid`: an array of its own in global shape, with a chunk grid that no writer's box crosses, so every chunk has one

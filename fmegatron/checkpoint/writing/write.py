@@ -1,4 +1,4 @@
-"""One rank's writes: chunks of its leaves to zarr3 arrays, each band digested and written while it is in the cache.
+"""The writes of one rank: chunks of its leaves into zarr3 arrays, with a digest of each band.
 
 A chunk of an uncompressed zarr3 array is its elements and nothing else, so a chunk's file is written straight from the
 tensor's memory: one pass over memory for digesting and writing together, on a few threads.

@@ -1,4 +1,4 @@
-"""Check a traced step: are all sums over ranks made exactly once, over the right axes, for forward and backward?"""
+"""The collective checker: every sum over ranks is made exactly once, over the right axes, forward and backward."""
 
 from fmegatron.step.check.declared import Declared, check_call, declared_by
 from fmegatron.step.check.findings import Finding, Report, Unproven

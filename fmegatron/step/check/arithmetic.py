@@ -1,4 +1,4 @@
-"""What arithmetic makes of values: elementwise ops and contractions. The rules of ops are made of these."""
+"""Rules of arithmetic on values: elementwise ops and contractions, which the rules of ops are made of."""
 
 from __future__ import annotations
 

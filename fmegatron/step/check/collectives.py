@@ -1,4 +1,4 @@
-"""Rules for the collectives, and for the one statement that is believed: `declare`.
+"""Rules for the collectives, and for `declare`, the one statement that is taken without proof.
 
 Proofs: a collective over an axis that shards another dim, a pending maximum that is summed, a sum of a pending sum of
 another kind. A sum of replicas is n times too large until it is divided by n (`excess.py`). Open: a sum of what depends

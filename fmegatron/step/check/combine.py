@@ -1,4 +1,4 @@
-"""What several operands make over one axis: which combinations keep a meaning, which are mistakes, which are open.
+"""Combination of several operands over one axis: which are valid, which are mistakes, which are unknown.
 
 Proofs (findings at once): a pending sum plus a complete tensor, two pending sums multiplied, a pending sum in a smooth
 function, values sharded in different ways. Proofs only if nothing corrects them on the way to an output (suspects): a

@@ -1,4 +1,4 @@
-"""What a step says of its own arguments, so that every jit of it can be checked without being told more."""
+"""Declarations: the layouts of a step's arguments, attached to it, so that every jit of it can be checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many times too large a value is: means of parts and sums of replicas, until a division by the ranks ends it.
+"""Scale factors: how many times too large a value is, from means of parts and sums of replicas.
 
 A mean over a sharded dim divides by the local size: the sum of these over the ranks is n times the mean. A sum of
 replicas is n times too large. Both are right once they are divided by n, as `psum(x.mean()) / n` is, so neither is a

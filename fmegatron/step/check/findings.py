@@ -1,4 +1,4 @@
-"""What a check says: findings, each with its line, and the outputs of which no rule can say whether they are right."""
+"""Findings, each with its source line, and outputs that no rule can prove or refute."""
 
 from __future__ import annotations
 

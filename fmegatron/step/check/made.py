@@ -1,4 +1,4 @@
-"""Rules for tensors that a step makes itself: constants, counters, random numbers of a seed.
+"""Rules for tensors that a step creates: constants, counters, random numbers of a seed.
 
 Draws from a generator do not come here: a step with one is refused when it is traced (`step.unkeyed`). Random numbers
 that are a function of a key and of global positions (`nn.dropout`, integer hashes of `axis_index * n + arange`, philox

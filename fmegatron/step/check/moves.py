@@ -1,4 +1,4 @@
-"""Rules for ops that move elements about: views, permutes, slices, concatenations, pads."""
+"""Rules for data movement: views, permutes, slices, concatenations, pads."""
 
 from __future__ import annotations
 

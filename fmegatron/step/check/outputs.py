@@ -1,4 +1,4 @@
-"""The end of a check: each output of a step against the layout that it must have."""
+"""Checks each output of a step against its required layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An op without a rule as the graph of ops that torch itself makes it of."""
+"""Decomposition of ops without a rule, by torch's own decompositions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rules for ops that work on some dims, all of which must be there, and do the same for every row: transforms,
-decompositions, pools, convolutions. A suspect where such a dim is sharded."""
+"""Rules for row-wise ops that need some dims in full: transforms, decompositions, pools, convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule of each op, looked up by its name; an op without one is taken apart, and what is left is unproven.
+"""The table of rules by op name; an op without one is decomposed, and what remains is unproven.
 
 Nothing here may hang or guess: what a rule says is compared with the shapes that the graph has, and where they disagree
 nothing is claimed.

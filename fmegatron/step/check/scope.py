@@ -1,4 +1,4 @@
-"""What rules share while a graph is walked: the mesh, the values so far, findings, and reasons why nothing is known."""
+"""The scope of a check: the mesh, the values so far, findings, and reasons why a value is unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What views, permutes, slices and concatenations make of values. The rules of ops are made of these (`moves.py`).
+"""Rules of shapes on values: views, permutes, slices, concatenations, which the rules of ops are made of (`moves.py`).
 
 A piece of every shard (a slice or an index of a sharded dim) is a suspect where it is all that is used, and open where
 all pieces together are; of the batch, whose rows may be dealt in any order, pieces that together are all are rows.

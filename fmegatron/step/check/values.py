@@ -1,4 +1,4 @@
-"""What the checker knows of a value: how the ranks' local tensors make up the value that one rank would have.
+"""Abstract values: how the ranks' local tensors form the value that one rank would have.
 
 Over each axis a value is exactly one of: replicated, sharded on a dim (its dims say which), or what its `Mark` says.
 """

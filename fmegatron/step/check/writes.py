@@ -1,4 +1,4 @@
-"""Ops that write into memory: what arrays are after it that share this memory."""
+"""Rules for in-place ops: the values of all arrays that share the written memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is alive when a lowered graph runs in its order: bytes of gathered weights, or of everything that it makes."""
+"""Memory of a lowered graph in its order: live bytes of gathered weights, or of all intermediates."""
 
 from __future__ import annotations
 

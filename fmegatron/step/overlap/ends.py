@@ -1,4 +1,4 @@
-"""The two ends of the model travel with their neighbours: the embedding with the first block, forward and backward."""
+"""Merges the collectives of the two ends of the model into those of their neighbors, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups of their own for gathers, so that reductions do not queue behind them."""
+"""Separate process groups for gathers, so that reductions do not queue behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a graph in one line: which collectives start and are waited for, and which layers run in between."""
+"""The order of a graph as one line of text: starts and waits of collectives, and the layers between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer collectives: small all-reduces as one."""
+"""Bucketing: small all-reduces become one."""
 
 from __future__ import annotations
 

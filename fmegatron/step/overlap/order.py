@@ -1,4 +1,4 @@
-"""Places every node of a lowered step: gathers start early, reductions are waited for late, the rest keeps its order.
+"""Scheduling of a lowered step: gathers start early, reductions are waited for late, the rest keeps its order.
 
 The order is built by demand: nodes come in the order of the graph, a node that is held back comes when a reader needs
 it, or when its time is there. So whatever the rules say, every node comes after its arguments.

@@ -1,4 +1,4 @@
-"""What the nodes of a lowered step are for: collectives that start, their waits, layouts of weights, computation.
+"""Roles of the nodes of a lowered step: collectives that start, their waits, gathers of weights, computation.
 
 A gather of *weights* depends on nothing but the step's arguments, so it may start at any time; `units` groups the
 gathers of a graph by the node that first computes with what they bring.

@@ -1,4 +1,4 @@
-"""What overlap does to a step's graph, as a value."""
+"""The configuration of overlap, as a value."""
 
 from __future__ import annotations
 

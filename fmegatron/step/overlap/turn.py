@@ -1,4 +1,4 @@
-"""Where forward turns into backward: the weights of the last layer are kept instead of gathered twice in a row."""
+"""The turn from forward to backward: weights of the last layer are kept instead of gathered twice in a row."""
 
 from __future__ import annotations
 
