@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import benchmarks
+from tests.pairs import turns
 
 HERE = Path(next(iter(benchmarks.__path__)))
 
@@ -23,14 +24,7 @@ def lines_of(capsys) -> dict[str, dict]:
     return {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
 
 
-@pytest.mark.parametrize(
-    "forms",
-    [
-        ["zero3_mincut"],
-        pytest.param(["zero3_inputs", "replicated", "zero1", "zero3_muon", "overlap_mincut"], marks=pytest.mark.slow),
-    ],
-)
-def test_parallel(forms, benchmark, ranks, capsys):
+def of_parallel(benchmark, capsys, ranks, forms=("zero3_mincut",)):
     parallel = benchmark("parallel")
     parallel.main(["--quick", "--backend=aot_eager", f"--only={','.join(forms)}"], pool=ranks)
     lines = lines_of(capsys)
@@ -47,13 +41,23 @@ def test_parallel(forms, benchmark, ranks, capsys):
             assert lines["overlap_mincut_gathers_ahead"]["holds"]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
-def test_gpu_without_a_gpu(benchmark, capsys):
+@pytest.mark.slow
+def test_other_forms_of_parallel(benchmark, capsys, ranks):
+    of_parallel(benchmark, capsys, ranks, ("zero3_inputs", "replicated", "zero1", "zero3_muon", "overlap_mincut"))
+
+
+def of_gpu_without_a_gpu(benchmark, capsys, ranks):
     gpu = benchmark("gpu")
     assert gpu.main(["--here", "--backend=aot_eager"]) == 0
     lines = lines_of(capsys)
     assert {"gpu_matmul", "gpu_least_mfu", "gpu_least_first_call_warm", "gpu_least_peak_memory"} <= set(lines)
     assert lines["gpu_least_speed_over_compile"]["value"] > 0 < lines["gpu_least_speed_over_fsdp2"]["value"]
+
+
+@pytest.mark.parametrize("form", turns(1, [(of_parallel,), (of_gpu_without_a_gpu,)], ["parallel", "gpu"]))
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
+def test_smallest_forms(form, benchmark, capsys, ranks):
+    form(benchmark, capsys, ranks)
 
 
 def test_gpu_leaves_out_what_the_time_does_not_allow(benchmark, capsys):

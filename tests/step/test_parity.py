@@ -59,7 +59,7 @@ def test_blame_in_the_whole_model():
     )  # fmt: skip
     assert len(result.findings) == 3 and all(finding.at.startswith("whole_step.py:") for finding in result.findings)
     since = [f for f in result.findings if re.search(r"a sum over fsdp since \S+ \(in fmegatron/nn/norm\.py:", f.what)]
-    assert len(since) == 2, result
+    assert len(since) == 2, "\n".join(map(str, result.findings))
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
