@@ -36,8 +36,8 @@ WORKERS = 8  # each may start a pool of 4 ranks
 
 @pytest.hookimpl(optionalhook=True)  # -p no:xdist
 def pytest_xdist_auto_num_workers():
-    """As many workers as this process has cores."""
-    return min(len(os.sched_getaffinity(0)), WORKERS)
+    """One worker more than this process has cores: a seventh of the time of a worker its tests wait for processes."""
+    return min(len(os.sched_getaffinity(0)) + 1, WORKERS)
 
 
 def pytest_configure(config):

@@ -12,15 +12,21 @@ __all__ = ["inline_layers"]
 
 
 def inline_layers(graph: fx.Graph) -> fx.Graph:
-    """A copy of a traced graph with the nodes of its own symbolic graph in place of each opaque compiled layer."""
+    """A copy of a traced graph with the nodes of its own symbolic graph in place of each opaque compiled layer.
+
+    Equal layers are one entry, whose nodes have the line that called it first: they get the line that calls it here.
+    """
     flat = fx.Graph()
-    out = _copy_into(flat, graph, None)
+    out = _copy_into(flat, graph, None, {})
     flat.output(out)
     return flat
 
 
-def _copy_into(flat, graph, arguments):
-    """Copy nodes; `arguments` stand for the placeholders (None: copy these too). -> what the graph returns."""
+def _copy_into(flat, graph, arguments, lines):
+    """Copy nodes; `arguments` stand for the placeholders (None: copy these too). -> what the graph returns.
+
+    lines: the user's lines that are replaced, and by which.
+    """
     copied: dict[fx.Node, Any] = {}
     arguments = iter(arguments) if arguments is not None else None
 
@@ -37,12 +43,25 @@ def _copy_into(flat, graph, arguments):
             constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
             copied[node] = flat.call_function(_constant(constant))
         elif entry is not None:
-            copied[node] = tuple(_copy_into(flat, entry.graph_module.graph, lookup(node.args[0])))
+            here = {_user_line(entry.called_at): _user_line(_relined(node, lines))}
+            copied[node] = tuple(_copy_into(flat, entry.graph_module.graph, lookup(node.args[0]), here))
         elif node.target is operator.getitem and isinstance(copied[node.args[0]], tuple):
             copied[node] = copied[node.args[0]][node.args[1]]
         else:
             copied[node] = flat.node_copy(node, lambda n: copied[n])
+            copied[node].meta["at"] = _relined(node, lines)
     raise AssertionError("graph without an output node")
+
+
+def _relined(node, lines) -> str:
+    at = node.meta.get("at", "?")
+    user = _user_line(at)
+    return lines.get(user, user) + at.removeprefix(user)
+
+
+def _user_line(at: str) -> str:
+    """The first of "exp.py:21 (in fmegatron/nn/norm.py:19) (backward)"."""
+    return at.partition(" (")[0]
 
 
 def _constant(value):

@@ -19,7 +19,7 @@ from fmegatron.step.fresh import with_fresh_outputs
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.overlap import overlapped
 from fmegatron.step.torch_private import Op, below_autograd, outside_of_tracing
-from fmegatron.step.trace import meta_of
+from fmegatron.step.trace import line_here, meta_of
 
 __all__ = ["Entry", "entry_of", "opaque_entries"]
 
@@ -53,9 +53,11 @@ class Entry:
 
     graph_module: the symbolic graph; takes the tensors of the node's list argument, returns a list. op: the operator
     that stands for it; run on real tensors it interprets the graph. fakes, out_meta: what goes in and comes out.
+    called_at: the line that called it when it was traced; another program that has an equal graph calls it elsewhere.
     """
 
     def __init__(self, name, graph_module, fakes, fake_mode):
+        self.called_at = line_here()
         self.name, self.graph_module, self.fakes, self.fake_mode = name, graph_module, fakes, fake_mode
         self.out_meta = [meta_of(n.meta["val"]) for n in graph_module.graph.output_node().args[0]]
         self.bound = {}

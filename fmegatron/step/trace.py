@@ -36,7 +36,8 @@ from fmegatron.step.torch_private import (
 from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_generator
 
 __all__ = [
-    *("Traced", "described", "make_fakes", "meta_of", "meta_text", "record", "require_pure", "storage_of"),
+    *("Traced", "described", "line_here", "make_fakes", "meta_of", "meta_text", "record", "require_pure"),
+    *("storage_of",),
     *("symbolic_nodes", "trace", "tried", "written_by"),
 ]
 
@@ -265,6 +266,11 @@ def _frames(frame) -> Iterator[tuple[str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
+
+
+def line_here() -> str:
+    """The line of the user's code that is running now, and behind it the library's: as on the nodes of a trace."""
+    return _line(_frames(sys._getframe(1)))
 
 
 def _line(frames: Iterable[tuple[str, int]]) -> str:

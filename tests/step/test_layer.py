@@ -6,8 +6,8 @@ import operator
 import pytest
 import torch
 
-from fmegatron import model, tree
-from fmegatron.step import compiled_layer, entry_of, jit, opaque_entries, remat, trace, value_and_grad
+from fmegatron import model, nn, tree
+from fmegatron.step import compiled_layer, entry_of, inline_layers, jit, opaque_entries, remat, trace, value_and_grad
 from tests.pairs import turns
 from tests.step import tiny
 
@@ -29,6 +29,22 @@ def graphs():
 def loss_of(config, layer):
     layouts, axes = model.layouts(config, tiny.ONE), tiny.Axes(tiny.ONE)
     return lambda params, batch: model.loss(params, batch, config, layouts, axes, layer)
+
+
+def test_equal_layers_of_two_programs_have_each_its_own_line():
+    """The entry that they share has the lines of the first; blame pairs nodes by them."""
+
+    def one(x, w):
+        return compiled_layer("all")(nn.rms_norm)(x, w).sum()
+
+    def other(x, w):
+        return compiled_layer("all")(nn.rms_norm)(x, w).sum()
+
+    for step in (one, other):
+        graph = trace(value_and_grad(step), (torch.ones(4, 3), torch.ones(3))).graph_module.graph
+        at = [n.meta["at"] for n in inline_layers(graph).nodes if "norm.py" in n.meta.get("at", "")]
+        line = f"test_layer.py:{step.__code__.co_firstlineno + 1}"
+        assert len(at) > 8 and {place.partition(" ")[0] for place in at} == {line}, at
 
 
 def test_two_entries_whatever_the_depth(graphs):
