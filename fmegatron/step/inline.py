@@ -14,7 +14,8 @@ __all__ = ["inline_layers"]
 def inline_layers(graph: fx.Graph) -> fx.Graph:
     """A copy of a traced graph with the nodes of its own symbolic graph in place of each opaque compiled layer.
 
-    Equal layers are one entry, whose nodes have the line that called it first: they get the line that calls it here.
+    Equal layers are one entry, whose nodes have the line that called it when it was traced, perhaps in another program:
+    they get the line of its first call in this one.
     """
     flat = fx.Graph()
     out = _copy_into(flat, graph, None, {})
@@ -28,7 +29,7 @@ def _copy_into(flat, graph, arguments, lines):
     lines: the user's lines that are replaced, and by which.
     """
     copied: dict[fx.Node, Any] = {}
-    arguments = iter(arguments) if arguments is not None else None
+    arguments, inner = iter(arguments) if arguments is not None else None, _lines_of_layers(graph, lines)
 
     def lookup(value):
         return fx.map_arg(value, lambda n: copied[n])
@@ -43,8 +44,7 @@ def _copy_into(flat, graph, arguments, lines):
             constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
             copied[node] = flat.call_function(_constant(constant))
         elif entry is not None:
-            here = {_user_line(entry.called_at): _user_line(_relined(node, lines))}
-            copied[node] = tuple(_copy_into(flat, entry.graph_module.graph, lookup(node.args[0]), here))
+            copied[node] = tuple(_copy_into(flat, entry.graph_module.graph, lookup(node.args[0]), inner))
         elif node.target is operator.getitem and isinstance(copied[node.args[0]], tuple):
             copied[node] = copied[node.args[0]][node.args[1]]
         else:
@@ -53,7 +53,19 @@ def _copy_into(flat, graph, arguments, lines):
     raise AssertionError("graph without an output node")
 
 
+def _lines_of_layers(graph, lines) -> dict[str, str]:
+    """`lines`, and for each line that called a layer of this graph when it was traced that of its first call here. Of
+    backward calls the line is that of what their gradient came from, and says nothing."""
+    found = dict(lines)
+    for node in graph.nodes:
+        entry = getattr(node.target, "entry", None) if node.op == "call_function" else None
+        if entry is not None and "(backward)" not in (at := _relined(node, lines)):
+            found.setdefault(_user_line(entry.called_at), _user_line(at))
+    return found
+
+
 def _relined(node, lines) -> str:
+    """The line of a node, with the user's part replaced."""
     at = node.meta.get("at", "?")
     user = _user_line(at)
     return lines.get(user, user) + at.removeprefix(user)

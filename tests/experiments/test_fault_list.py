@@ -90,7 +90,10 @@ def test_a_run_survives_what_happens_to_its_ranks(job, tmp_path):
     assert err.count("rank 1 of 2 failed: SystemExit: 3\n") == 1
     # torchrun names the rank whose end it sees first: on a busy machine the one that ended because of the other.
     assert re.search(r"\(exitcode: 3\) local_rank: 1|\(exitcode: 1\) local_rank: 0", err)
-    assert err.count("rank 0 ends because another failed: rank 1: SystemExit: 3\n") == 1
+    told = err.count("rank 0 ends because another failed: rank 1: SystemExit: 3\n")
+    # Rank 1 closes its groups before it tells why; torchrun may end rank 0 in between.
+    lost = err.count("rank 0 of 2 lost its connection to another rank: ")
+    assert told == 1 or (told, lost) == (0, 1)
 
 
 @pytest.mark.slow

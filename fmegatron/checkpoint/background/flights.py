@@ -22,7 +22,7 @@ from fmegatron.collectives import held_interrupt
 START_S = 120.0  # a fresh Python that imports torch on a busy node
 LOOK_S = 0.05
 _LOOK_S = 0.02  # while the caller waits for the end
-_STOP_S = 10.0  # for a writer to let go of a save that is given up
+_STOP_S = 30.0  # for a writer, which has low priority, to let go of a save that is given up, on a busy node
 _TIDY_S = 30.0  # for the removal of its files
 _CLOSE_S = 5.0
 
