@@ -49,10 +49,11 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
     D, L, F, V = config.dim, config.layers, config.ffn_dim, config.padded_vocab
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     meant = _meant(strategy)
+    known = tuple(dict.fromkeys((*DATA_AXES, *meant.values(), "tp")))
     narrow, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * L))  # GPT-2's scaling of what is added to the stream
 
     def array(path, shape, init, parts=None):
-        spec = tuple(_on_mesh(entry, mesh, meant) for entry in rules.match(path))
+        spec = tuple(_on_mesh(entry, mesh, meant, known) for entry in rules.match(path))
         if parts and len(spec) == len(shape) and spec[-1]:
             spec = (*spec[:-1], Split(spec[-1], parts))
         layout = Layout(shape, config.param_dtype, mesh, spec)
@@ -88,7 +89,7 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
         "final_norm": array("final_norm", (D,), Constant(1.0)),
     }
     out = out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
-    _check_every_axis_works(out, mesh, tuple(dict.fromkeys((*DATA_AXES, *meant.values(), "tp"))))
+    _check_every_axis_works(out, mesh, known)
     return out
 
 
@@ -129,11 +130,10 @@ def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RUL
     return tree.init(specs(config, mesh, rules), key, rank)
 
 
-def _on_mesh(entry, mesh: Mesh, meant: dict[str, str]):
+def _on_mesh(entry, mesh: Mesh, meant: dict[str, str], known: tuple[str, ...]):
     """A rule's entry for one dim, by the names that the data axes have, without those that this mesh does not have."""
     axes = entry.names if isinstance(entry, Split) else (entry,) if isinstance(entry, str) else entry or ()
     axes = [meant.get(name, name) for name in axes]
-    known = {*meant.values(), *DATA_AXES, "tp"}
     kept = tuple(name for name in axes if name in mesh or name not in known)  # Layout refuses unknown axes
     if not kept:
         return None

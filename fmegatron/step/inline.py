@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import fx
 
+from fmegatron.step.opaque import entry_of
+from fmegatron.step.trace import user_line
+
 __all__ = ["inline_layers"]
 
 
@@ -35,7 +38,7 @@ def _copy_into(flat, graph, arguments, lines):
         return fx.map_arg(value, lambda n: copied[n])
 
     for node in graph.nodes:
-        entry = getattr(node.target, "entry", None) if node.op == "call_function" else None
+        entry = entry_of(node)
         if node.op == "output":
             return lookup(node.args[0])
         if node.op == "placeholder" and arguments is not None:
@@ -58,22 +61,17 @@ def _lines_of_layers(graph, lines) -> dict[str, str]:
     backward calls the line is that of what their gradient came from, and says nothing."""
     found = dict(lines)
     for node in graph.nodes:
-        entry = getattr(node.target, "entry", None) if node.op == "call_function" else None
+        entry = entry_of(node)
         if entry is not None and "(backward)" not in (at := _relined(node, lines)):
-            found.setdefault(_user_line(entry.called_at), _user_line(at))
+            found.setdefault(user_line(entry.called_at), user_line(at))
     return found
 
 
 def _relined(node, lines) -> str:
     """The line of a node, with the user's part replaced."""
     at = node.meta.get("at", "?")
-    user = _user_line(at)
+    user = user_line(at)
     return lines.get(user, user) + at.removeprefix(user)
-
-
-def _user_line(at: str) -> str:
-    """The first of "exp.py:21 (in fmegatron/nn/norm.py:19) (backward)"."""
-    return at.partition(" (")[0]
 
 
 def _constant(value):

@@ -37,7 +37,7 @@ from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_ge
 
 __all__ = [
     *("Traced", "described", "line_here", "make_fakes", "meta_of", "meta_text", "record", "require_pure"),
-    *("storage_of",),
+    *("storage_of", "user_line"),
     *("symbolic_nodes", "trace", "tried", "written_by"),
 ]
 
@@ -266,6 +266,11 @@ def _frames(frame) -> Iterator[tuple[str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
+
+
+def user_line(at: str) -> str:
+    """The user's part of a node's line "exp.py:21 (in fmegatron/nn/norm.py:19) (backward)"."""
+    return at.partition(" (")[0]
 
 
 def line_here() -> str:

@@ -14,6 +14,7 @@ from torch import fx
 
 from fmegatron.collectives import is_symbolic
 from fmegatron.layout import Layout, Mesh
+from fmegatron.step.trace import user_line
 from fmegatron.testing.align import LOOKS, align, call_of, is_shard_end, name_of, seen_through, sources_of, token_of
 from fmegatron.testing.relate import relate, relates
 
@@ -74,7 +75,7 @@ class _Judging:
     """All nodes of a graph, judged in order."""
 
     def __init__(self, many, values, reference, mesh, parts, twins, tolerance, called_at):
-        self.called_at = _line(called_at)
+        self.called_at = user_line(called_at)
         self.many, self.values, self.reference, self.mesh = many, values, reference, mesh
         self.parts, self.twins, self.tolerance = parts, twins, tolerance
         self.seen = {}  # (local shape, shape on one rank) -> ways that were found; they recur
@@ -218,7 +219,7 @@ class _Judging:
     def _in_step(self, node):
         """The node, or the last one before it that stands on a line of the step."""
         last = node
-        while last.op == "call_function" and _line(last.meta.get("at", "?")) == self.called_at:
+        while last.op == "call_function" and user_line(last.meta.get("at", "?")) == self.called_at:
             sources = sources_of(last)
             if not sources:
                 return node
@@ -275,8 +276,3 @@ class _Judging:
         elif not collective and any("sum" in (self.judged[n].how or {}).values() for n in sources):
             advice = "; reduce the sum first, or reduce it over fewer axes"
         return f"what it makes{over} is not the value of a single rank, though its input is ({inputs}){advice}"
-
-
-def _line(at: str) -> str:
-    """Of a node's line the user's: without the library's line behind it, and without the mark of the backward."""
-    return at.partition(" (")[0]

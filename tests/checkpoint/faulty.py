@@ -87,7 +87,8 @@ class Killed(BaseException):
 def die_at(patch, moment, places):
     """Kill the process at the n-th thing that it does by one of these functions, each (owner, name) of an attribute.
 
-    Returns the count of things done, in a list."""
+    Returns the count of things done, in a list.
+    """
     done = [0]
 
     def mortal(function):
