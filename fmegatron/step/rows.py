@@ -14,6 +14,7 @@ import torch
 
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.step.opaque import entry_of
 from fmegatron.step.torch_private import Op, fx_traceback
 from fmegatron.step.trace import Traced
 
@@ -105,7 +106,7 @@ def _marks(graph: torch.fx.Graph) -> list[tuple[int, _Cut]]:
     found = []
     for node in graph.nodes:
         mark = node.meta.get("custom", {}).get(_MARK)
-        entry = getattr(node.target, "entry", None) if node.op == "call_function" else None
+        entry = entry_of(node)
         cuts = [] if entry is None else [(node.args[0][i], cut) for i, cut in _marks(entry.graph_module.graph)]
         cuts += [(node.args[0], mark)] if mark and isinstance(node.target, Op) else []
         found += [(inputs[origin], cut) for source, cut in cuts if (origin := _origin(source)) in inputs]
