@@ -82,7 +82,7 @@ def test_a_step_below_the_newest_is_refused(tmp_path, saver, wait):
     with Manager(tmp_path, keep=1, saver=saver) as manager:
         for step in (299, 100, 1):
             with pytest.raises(
-                ValueError, match=rf"wanted one above the newest: it holds newer ones \((100, )?300|rewind"
+                ValueError, match=r"wanted one above the newest: it holds newer ones \((100, )?300|rewind"
             ):
                 manager.save(step, state(step), ONE, wait=wait)
         assert sorted(os.listdir(tmp_path)) == before

@@ -122,8 +122,8 @@ class Line:
                 after = f"; when step {back.to} was restored they could not be seen: {back.unseen}"
             raise ValueError(
                 f"{self._both[0].store.text}: got step {step} to save, wanted one above the newest: it holds newer ones"
-                f" ({names}{after}); to go on from an older step, restore it with this Manager, or call its rewind(STEP):"
-                " then newer ones are set aside. Or save into another directory"
+                f" ({names}{after}); to go on from an older step, restore it with this Manager, or call its"
+                " rewind(STEP): then newer ones are set aside. Or save into another directory"
             )
         return aside
 
