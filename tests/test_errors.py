@@ -22,7 +22,6 @@ REST = {
     "loop",
     "model",
     "nn",
-    "optim",
     "step",
     "testing",
     "tree",

@@ -297,7 +297,10 @@ def test_arguments_by_name():
             lambda: build_train_step(good, torch.optim.AdamW([torch.ones(2)]), LAYOUTS, Axes(ONE)),
             "got an AdamW, wanted",
         ),
-        (lambda: build_train_step(good, torch.optim.AdamW, LAYOUTS, Axes(ONE)), "got the class AdamW, wanted a pair"),
+        (
+            lambda: build_train_step(good, torch.optim.AdamW, LAYOUTS, Axes(ONE)),
+            "got the class AdamW, wanted an optim.Optimizer",
+        ),
         (lambda: compiled_layer("min-cut"), "compiled_layer: got save='min-cut', wanted 'mincut', 'inputs'"),
         (lambda: compiled_layer()(torch.ones(1)), "compiled_layer: got a tensor of shape .*, wanted a function"),
         (lambda: compiled_layer()(good)(2.0, {}), r"good \(.*\): x: got 2.0, wanted a tensor; give fn its constants"),
