@@ -61,7 +61,9 @@ def _mapped(f: Callable, trees: tuple, with_path: bool | None) -> Any:
             columns.append(spec.flatten_up_to(other))
         except (ValueError, TypeError) as error:
             difference = structure_difference(other, trees[0]) or f"  {error}"
-            raise ValueError(f"tree.map: tree {i} does not have the structure of tree 1:\n{difference}") from None
+            raise ValueError(
+                f"tree.map: tree {i}: got another structure than tree 1, wanted the same:\n{difference}"
+            ) from None
     if with_path:
         columns.insert(0, list(_paths(spec)))
     return optree.tree_unflatten(spec, [f(*column) for column in zip(*columns, strict=True)])
