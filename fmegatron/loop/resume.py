@@ -104,7 +104,7 @@ class Settings:
         before = metadata.get("config")
         if not isinstance(before, dict):
             return Changes(unknown="the checkpoint has no configuration: whether anything has changed cannot be said")
-        found = {name: [] for name in ("allowed", *CLASSES)}
+        found: dict[str, list[str]] = {name: [] for name in ("allowed", *CLASSES)}
         for name, was, now in self._pairs(before, self.config):
             if _same(was, now):
                 continue
@@ -120,7 +120,8 @@ class Settings:
                 one = was is _ABSENT or now is _ABSENT
                 kind = "named" if one else "allowed" if name in self.allow else "refused"
                 found[kind].append(_change(name, was, now))
-        return Changes(**{name: tuple(texts) for name, texts in found.items()})
+        refused, allowed, named, free = (tuple(found[name]) for name in ("refused", "allowed", "named", "free"))
+        return Changes(refused, allowed, named, free)
 
     def begin(
         self,
