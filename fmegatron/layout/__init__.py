@@ -8,7 +8,7 @@ from fmegatron.layout.layout import Layout
 from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.plan import Plan, Transfer, plan_reshard
 from fmegatron.layout.rules import Rules
-from fmegatron.layout.split import Segment, Split, chunk
+from fmegatron.layout.split import Split, chunk
 
 __all__ = [
     "Box",
@@ -19,7 +19,6 @@ __all__ = [
     "Placed",
     "Plan",
     "Rules",
-    "Segment",
     "Split",
     "Transfer",
     "check_cover",

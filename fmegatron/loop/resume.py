@@ -10,7 +10,7 @@ from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.layout import Mesh
-from fmegatron.loop.config import CLASSES
+from fmegatron.loop.config import CLASSES, Config
 from fmegatron.loop.flags import PREFIX, UsageError
 from fmegatron.loop.plain import fields, plain
 
@@ -44,7 +44,7 @@ class Begun:
     the checkpoint does not say. metadata: of the checkpoint, empty for a new run."""
 
     step: int
-    state: Any
+    state: tree.Tree
     samples: int | None
     metadata: dict[str, Any]
 
@@ -66,7 +66,7 @@ class Settings:
     kind.
     """
 
-    def __init__(self, config: Any, *, allow: Sequence[str] = (), **facts: Any):
+    def __init__(self, config: Config, *, allow: Sequence[str] = (), **facts: object):
         if not dataclasses.is_dataclass(config) or isinstance(config, type):
             made = f"make one: {config.__name__}()" if isinstance(config, type) else "write its fields in a dataclass"
             raise ValueError(f"Settings: config: got {config!r:.80}, wanted an instance of a dataclass; {made}")
@@ -126,8 +126,8 @@ class Settings:
     def begin(
         self,
         manager: checkpoint.Manager,
-        target_layouts: Any,
-        fresh: Callable[[], Any],
+        target_layouts: tree.Tree,
+        fresh: Callable[[], tree.Tree],
         world: Any = None,
         **options: Any,
     ) -> Begun:

@@ -148,7 +148,7 @@ def _kind(spec: optree.PyTreeSpec) -> str:
     return f"{_a(spec.type.__name__)} of {len(names) if spec.type in (list, tuple) else listed}"
 
 
-def in_words(x: object) -> str:
+def in_words(x: Any) -> str:
     """What something is, for an error: "a dict of a, b", "a tensor of shape (3,)", "2.5", "a Linear".
 
     >>> in_words({"a": 1}), in_words([1, 2]), in_words("relu"), in_words(None), in_words(range(3)), in_words(int)
