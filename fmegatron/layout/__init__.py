@@ -8,7 +8,7 @@ from fmegatron.layout.layout import Layout
 from fmegatron.layout.mesh import STANDARD_AXES, Mesh
 from fmegatron.layout.plan import Plan, Transfer, plan_reshard
 from fmegatron.layout.rules import Rules
-from fmegatron.layout.split import Segment, Split, chunk
+from fmegatron.layout.split import Split, chunk
 
 __all__ = [
     "Box",
@@ -20,7 +20,6 @@ __all__ = [
     "Plan",
     "Rules",
     "STANDARD_AXES",
-    "Segment",
     "Split",
     "Transfer",
     "check_cover",

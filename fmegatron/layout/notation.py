@@ -28,7 +28,7 @@ def entry(value: Any) -> Entry:
     if isinstance(value, Split):
         if not value.names:
             return None
-        axes = value.names if len(value.names) > 1 else value.names[0]
+        axes = value.names if len(value.names) > 1 else next(iter(value.names))
         return axes if value.parts == 1 else Split(axes, value.parts)
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):
         names = tuple(value)

@@ -19,6 +19,7 @@ from fmegatron.tree.spec import (
     zeros_like,
 )
 from fmegatron.tree.structure import (
+    Tree,
     did_you_mean,
     flatten,
     in_words,
@@ -38,6 +39,7 @@ __all__ = [
     "Constant",
     "Init",
     "Normal",
+    "Tree",
     "Uniform",
     "add",
     "cast",

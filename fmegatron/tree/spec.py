@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from fmegatron.layout import Layout, Mesh
+from fmegatron.tree.structure import Tree, map_with_path
 from fmegatron.tree.structure import map as tree_map
-from fmegatron.tree.structure import map_with_path
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,12 @@ class ArraySpec:
         return bool(self.rounded_to)
 
 
-def layouts(specs: Any) -> Any:
+def layouts(specs: Tree) -> Tree:
     """The tree of layouts of a tree of ArraySpecs (Layouts stay as they are)."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, Layout) else leaf.layout, specs)
 
 
-def named(specs: Any) -> Any:
+def named(specs: Tree) -> Tree:
     """The specs of a tree, each drawn under its path in this tree (`drawn_as`), unless it has a name already.
 
     Specs that are named keep their values wherever the tree is put: `init({"params": named(specs)}, key, rank)` draws
@@ -101,7 +100,7 @@ def named(specs: Any) -> Any:
     return map_with_path(lambda path, spec: replace(spec, drawn_as=path) if spec.drawn_as is None else spec, specs)
 
 
-def copies(x: Any, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | None = None) -> Any:
+def copies(x: Tree, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | None = None) -> Tree:
     """Copies of every leaf of a tree, in memory of their own: tensors of tensors, ArraySpecs of ArraySpecs.
 
     The copy of a spec is drawn as its original is (by name: the path in this tree, if it has none), so that master
@@ -128,7 +127,7 @@ def copies(x: Any, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | N
     return map_with_path(one, x)
 
 
-def zeros_like(x: Any, dtype: torch.dtype | None = None) -> Any:
+def zeros_like(x: Tree, dtype: torch.dtype | None = None) -> Tree:
     """Zeros of the same kind, for every leaf of a tree: tensors for tensors, ArraySpecs of zeros for ArraySpecs.
 
     So `opt.init(specs)` runs the same code as `opt.init(params)` and gives the specs of the state.  dtype: another
