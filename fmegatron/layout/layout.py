@@ -64,8 +64,8 @@ class Layout:
             )
         put(self, "spec", self.spec + (None,) * (len(self.shape) - len(self.spec)))
         put(self, "spec", tuple(on_mesh(e, self.mesh) for e in self.spec))
-        put(self, "flat", names(on_mesh(self.flat, self.mesh)))
-        put(self, "unreduced", names(on_mesh(self.unreduced, self.mesh)))
+        put(self, "flat", entry_axes(on_mesh(self.flat, self.mesh)))
+        put(self, "unreduced", entry_axes(on_mesh(self.unreduced, self.mesh)))
         used: dict[str, str] = {}
         for where, axes in self._uses():
             for name in axes:
