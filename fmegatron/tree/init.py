@@ -14,7 +14,7 @@ from fmegatron.tree.check import check
 from fmegatron.tree.keys import fold_in
 from fmegatron.tree.random import Scratch, normal_values, pair_words, round_keys, scratch, uniform_values
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform
-from fmegatron.tree.structure import Tree, did_you_mean, flatten, unflatten
+from fmegatron.tree.structure import Tree, did_you_mean, flatten, in_words, unflatten
 
 
 def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = None, given: Tree | None = None) -> Tree:
@@ -68,7 +68,8 @@ def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scrat
 
 def _require_spec(path: str, spec: Any) -> None:
     if not isinstance(spec, ArraySpec):
-        raise ValueError(f"{path}: got {type(spec).__name__}, wanted an ArraySpec(layout, init)")
+        fix = "; tree.specs(shapes, mesh, ...) makes specs of shapes" if isinstance(spec, int) else ""
+        raise ValueError(f"{path}: got {in_words(spec)}, wanted an ArraySpec(layout, init){fix}")
     if spec.layout.unreduced:
         raise ValueError(f"{path}: got {spec.layout}, wanted no unreduced axes: a pending sum has no initial value")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fmegatron.layout import Layout, Mesh
-from fmegatron.tree.structure import Tree, map_with_path
+from fmegatron.tree.structure import Tree, in_words, map_with_path
 from fmegatron.tree.structure import map as tree_map
 
 
@@ -87,8 +88,17 @@ class ArraySpec:
 
 
 def layouts(specs: Tree) -> Tree:
-    """The tree of layouts of a tree of ArraySpecs (Layouts stay as they are)."""
-    return tree_map(lambda leaf: leaf if isinstance(leaf, Layout) else leaf.layout, specs)
+    """The tree of layouts of a tree of ArraySpecs (Layouts stay as they are). Raises ValueError for another leaf."""
+    return map_with_path(_layout, specs)
+
+
+def _layout(path: str, leaf: Any) -> Layout:
+    if isinstance(leaf, Layout):
+        return leaf
+    if isinstance(leaf, ArraySpec):
+        return leaf.layout
+    fix = "; tree.specs(shapes, mesh, ...) makes specs of shapes" if isinstance(leaf, int) else ""
+    raise ValueError(f"{path}: got {in_words(leaf)}, wanted an ArraySpec or a Layout{fix}")
 
 
 def named(specs: Tree) -> Tree:

@@ -43,21 +43,25 @@ def paths(tree: Tree) -> list[str]:
     return list(_paths(optree.tree_structure(tree)))
 
 
-def map(f: Callable, *trees: Tree) -> Tree:  # noqa: A001  `tree.map` is its name
+def map(f: Callable, *trees: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:  # noqa: A001  `tree.map`
     """f over the leaves of the first tree and what stands there in the others; a new tree of the results.
 
+    is_leaf: nodes of the first tree for which it is true are leaves, whatever they contain.
     Raises ValueError, naming paths, when another tree does not have the structure of the first.
+
+    >>> map(len, {"b": (3,), "w": (2, 3)}, is_leaf=lambda x: isinstance(x, tuple))
+    {'b': 1, 'w': 2}
     """
-    return _mapped(f, trees, None)
+    return _mapped(f, trees, False, is_leaf)
 
 
-def map_with_path(f: Callable, *trees: Tree) -> Tree:
+def map_with_path(f: Callable, *trees: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """As `map`, with the path of the leaf as the first argument of f."""
-    return _mapped(f, trees, True)
+    return _mapped(f, trees, True, is_leaf)
 
 
-def _mapped(f: Callable, trees: tuple, with_path: bool | None) -> Any:
-    first, spec = optree.tree_flatten(trees[0])
+def _mapped(f: Callable, trees: tuple, with_path: bool, is_leaf: Callable[[Any], bool] | None) -> Any:
+    first, spec = optree.tree_flatten(trees[0], is_leaf=is_leaf)
     columns = [first]
     for i, other in enumerate(trees[1:], 2):
         try:
