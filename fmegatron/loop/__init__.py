@@ -8,6 +8,7 @@ from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAn
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
 from fmegatron.loop.resume import Begun, Changes, Settings
+from fmegatron.loop.run import Run
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, evaluate, train
@@ -18,6 +19,7 @@ __all__ = [
     "JsonLines",
     "Log",
     "NonFiniteError",
+    "Run",
     "Settings",
     "StepInfo",
     "Stop",

@@ -83,9 +83,12 @@ class Settings:
                 near = tree.did_you_mean(name, sorted(names)) if isinstance(name, str) else ""
                 raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
 
-    def metadata(self, samples: int) -> dict[str, Any]:
-        """What a checkpoint says of the run: `config`, `facts`, and `samples`, how many its state has seen."""
-        return {"config": self.config, "facts": self.facts, "samples": int(samples)}
+    def metadata(self, samples: int | None) -> dict[str, Any]:
+        """What a checkpoint holds about the run: `config`, `facts`, and `samples`, how many its state has seen.
+
+        samples: None for data that is not counted in samples.
+        """
+        return {"config": self.config, "facts": self.facts, "samples": None if samples is None else int(samples)}
 
     def write(self, path: str | os.PathLike) -> None:
         """Write config and facts as a JSON file for people and programs, in place of one that is there."""
