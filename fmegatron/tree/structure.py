@@ -43,7 +43,7 @@ def paths(tree: Tree) -> list[str]:
     return list(_paths(optree.tree_structure(tree)))
 
 
-def map(f: Callable, *trees: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:  # noqa: A001  `tree.map`
+def map(f: Callable, *trees: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:  # noqa: A001
     """f over the leaves of the first tree and what stands there in the others; a new tree of the results.
 
     is_leaf: nodes of the first tree for which it is true are leaves, whatever they contain.
@@ -55,7 +55,7 @@ def map(f: Callable, *trees: Any, is_leaf: Callable[[Any], bool] | None = None) 
     return _mapped(f, trees, False, is_leaf)
 
 
-def map_with_path(f: Callable, *trees: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_with_path(f: Callable, *trees: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """As `map`, with the path of the leaf as the first argument of f."""
     return _mapped(f, trees, True, is_leaf)
 
