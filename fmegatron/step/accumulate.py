@@ -11,10 +11,11 @@ import torch
 from fmegatron import tree
 from fmegatron.step.fresh import barrier
 from fmegatron.step.grad import widened
+from fmegatron.step.graph.nodes import meta_of, storage_of
 from fmegatron.step.jit import jit
 from fmegatron.step.rows import cut_rows
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
-from fmegatron.step.trace import meta_of, storage_of, trace
+from fmegatron.step.trace import trace
 
 __all__ = ["accumulate"]
 

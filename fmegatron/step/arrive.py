@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import fx
 
 from fmegatron.collectives.torch_private import group_named, schema_of
-from fmegatron.step.overlap.merge import ancestors
-from fmegatron.step.overlap.roles import is_layer, is_start, is_view, is_wait, memory_of
+from fmegatron.step.graph.memory import memory_of
+from fmegatron.step.graph.nodes import is_layer, is_start, is_view, is_wait
+from fmegatron.step.graph.order import ancestors
 from fmegatron.step.torch_private import opname
 
 __all__ = ["forget", "gather_in_place"]

@@ -13,9 +13,9 @@ from torch import fx
 
 from fmegatron.collectives import World
 from fmegatron.collectives.torch_private import functional_ops
+from fmegatron.step.graph.nodes import is_start, is_wait
+from fmegatron.step.graph.order import add_call
 from fmegatron.step.lower import copy_module
-from fmegatron.step.overlap.merge import add_call
-from fmegatron.step.overlap.roles import is_start, is_wait
 from fmegatron.step.torch_private import opname
 
 __all__ = ["exchanged"]

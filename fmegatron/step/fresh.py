@@ -12,7 +12,7 @@ import operator
 
 import torch
 
-from fmegatron.step.overlap.roles import memory_of
+from fmegatron.step.graph.memory import memory_of
 from fmegatron.step.torch_private import outside_of_tracing
 
 __all__ = ["barrier", "in_own_memory", "with_fresh_outputs"]

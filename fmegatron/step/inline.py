@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fmegatron.step.opaque import entry_of
-from fmegatron.step.trace import user_line
+from fmegatron.step.graph.nodes import entry_of, user_line
 
 __all__ = ["inline_layers"]
 

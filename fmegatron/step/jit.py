@@ -16,8 +16,9 @@ from fmegatron.step.check import Declared, check_call, declared_by
 from fmegatron.step.compile import IN_ORDER, compile_graph, usable_backend
 from fmegatron.step.donated import Donation, Leaf, require_own_memory
 from fmegatron.step.exchange import exchanged
+from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.lower import lower
-from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
+from fmegatron.step.opaque import Entry, bind_inner
 from fmegatron.step.overlap import Overlap, overlapped
 from fmegatron.step.signature import differences, require_constants, signature_of
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing

@@ -15,10 +15,11 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step.cut import Cut, Policy, cut_joint, joint_graph, require_policy
+from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.host import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
 from fmegatron.step.torch_private import outside_of_tracing
-from fmegatron.step.trace import described, meta_of
+from fmegatron.step.trace import described
 
 __all__ = ["compiled_layer", "remat"]
 

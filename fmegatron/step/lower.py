@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fmegatron.collectives import World, is_symbolic, real, real_coalesced, require_mesh_of_graph
+from fmegatron.step.graph.nodes import meta_of, symbolic_nodes
 from fmegatron.step.torch_private import graph_module_of, make_fx, outside_of_tracing
-from fmegatron.step.trace import meta_of, symbolic_nodes
 
 __all__ = ["RankInputs", "copy_module", "lower"]
 

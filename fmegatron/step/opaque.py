@@ -16,10 +16,11 @@ from fmegatron.collectives import World
 from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.exchange import exchanged
 from fmegatron.step.fresh import with_fresh_outputs
+from fmegatron.step.graph.nodes import entry_of, meta_of, opaque_entries
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.overlap import overlapped
 from fmegatron.step.torch_private import Op, below_autograd, outside_of_tracing
-from fmegatron.step.trace import line_here, meta_of
+from fmegatron.step.trace import line_here
 
 __all__ = ["Entry", "entry_of", "opaque_entries"]
 
@@ -125,16 +126,6 @@ class Bound:
         if self.run is None:
             self.compile()
         return list(self.run(*args, *self.rank_inputs.tensors))
-
-
-def entry_of(node: torch.fx.Node) -> Entry | Bound | None:
-    """The entry behind a node, or None."""
-    return getattr(node.target, "entry", None) if node.op == "call_function" else None
-
-
-def opaque_entries(graph: torch.fx.Graph) -> list:
-    """The distinct entries that a graph calls, in order of first use."""
-    return list(dict.fromkeys(e for e in map(entry_of, graph.nodes) if e is not None))
 
 
 def bind_inner(graph_module, world, backend, patches, overlap=None) -> torch.fx.GraphModule:

@@ -14,7 +14,7 @@ import torch
 
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.step.opaque import entry_of
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.torch_private import Op, fx_traceback
 from fmegatron.step.trace import Traced
 

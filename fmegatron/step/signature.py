@@ -13,7 +13,7 @@ import optree
 import torch
 
 from fmegatron import tree
-from fmegatron.step.trace import meta_text
+from fmegatron.step.graph.nodes import meta_text
 
 __all__ = ["differences", "require_constants", "signature_of"]
 

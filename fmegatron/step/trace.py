@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fmegatron import collectives, tree
-from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import dtype_name
+from fmegatron.step.graph.nodes import meta_of, storage_of, written_by
 from fmegatron.step.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,7 +31,6 @@ from fmegatron.step.torch_private import (
     make_fx,
     outside_of_tracing,
     quiet_about_shapes,
-    storage_number,
 )
 from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_generator
 
@@ -82,27 +81,6 @@ class Traced:
             return tree.unflatten(self.out_tree, tensors)
         rest = iter(tensors)
         return tree.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
-
-
-def meta_of(t: torch.Tensor) -> tuple:
-    """What a graph is specialised to: shape, stride, dtype, device."""
-    return t.shape, t.stride(), t.dtype, t.device
-
-
-def meta_text(meta: tuple) -> str:
-    """What `meta_of` gave, in words, without the stride: "float32[2, 4] on cpu"."""
-    shape, _, dtype, device = meta
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
-
-
-def storage_of(t: torch.Tensor) -> int:
-    """A number that is equal for tensors that share their memory, fake ones too."""
-    return storage_number(t.untyped_storage())
-
-
-def symbolic_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The symbolic collectives of a graph, in order."""
-    return [n for n in graph.nodes if n.op == "call_function" and collectives.is_symbolic(n.target)]
 
 
 def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
@@ -268,11 +246,6 @@ def _frames(frame) -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
-def user_line(at: str) -> str:
-    """The user's part of a node's line "exp.py:21 (in fmegatron/nn/norm.py:19) (backward)"."""
-    return at.partition(" (")[0]
-
-
 def line_here() -> str:
     """The line of the user's code that is running now, and behind it the library's: as on the nodes of a trace."""
     return _line(_frames(sys._getframe(1)))
@@ -370,16 +343,3 @@ def require_pure(graph_module, in_paths) -> None:
                     f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
                     "(jit(..., donate=...) reuses the memory)"
                 )
-
-
-def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The nodes into whose memory a node writes, given by position or by name, alone or in lists (`_foreach_add_`)."""
-    schema = schema_of(node.target)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return []
-    by_name = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
-    found = []
-    for argument, given in [*zip(schema.arguments, node.args, strict=False), *by_name]:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += given if isinstance(given, (list, tuple)) else [given]
-    return [source for source in found if isinstance(source, torch.fx.Node)]

@@ -12,7 +12,7 @@ from torch import fx
 
 from fmegatron.collectives import is_symbolic, require_mesh_of_graph
 from fmegatron.layout import Mesh
-from fmegatron.step.opaque import entry_of
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.torch_private import opname
 
 __all__ = ["Collective", "bytes_sent", "collectives_of"]

@@ -6,8 +6,9 @@ import torch
 
 from fmegatron.step.arrive import forget, gather_in_place
 from fmegatron.step.fresh import in_own_memory
+from fmegatron.step.graph.nodes import meta_of, meta_text, written_by
 from fmegatron.step.lower import copy_module
-from fmegatron.step.trace import Traced, meta_of, meta_text, written_by
+from fmegatron.step.trace import Traced
 
 __all__ = ["donated_leaves", "write_back", "writes_last"]
 

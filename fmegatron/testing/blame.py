@@ -14,7 +14,7 @@ from torch import fx
 
 from fmegatron.collectives import is_symbolic
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step.trace import user_line
+from fmegatron.step.graph.nodes import user_line
 from fmegatron.testing.align import LOOKS, align, call_of, is_shard_end, name_of, seen_through, sources_of, token_of
 from fmegatron.testing.relate import relate, relates
 

@@ -17,7 +17,7 @@ from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, p
 from fmegatron.layout import Mesh
 from fmegatron.step import entry_of, jit, value_and_grad
 from fmegatron.step.jit import Compiled
-from fmegatron.step.overlap import launched
+from fmegatron.step.timeline import launched
 from fmegatron.testing import assert_pure, relative_error
 from tests.pairs import turns
 from tests.step import tiny

@@ -13,7 +13,7 @@ from fmegatron.collectives import Axes, all_gather, connect, reduce_scatter
 from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, bytes_sent, collectives_of, jit, launches
 from fmegatron.step.exchange import exchanged
-from fmegatron.step.overlap import launched
+from fmegatron.step.timeline import launched
 from tests.pairs import turns
 from tests.step.overlap.decoder import FSDP, POLICIES, compiled, config
 

@@ -12,9 +12,9 @@ from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, check, compiled_layer, entry_of, jit, trace
+from fmegatron.step.graph.memory import memory_of
 from fmegatron.step.host import from_host, is_worth_moving, to_host
 from fmegatron.step.jit import Compiled
-from fmegatron.step.overlap.roles import memory_of
 from fmegatron.step.torch_private import FakeTensorMode
 from tests.fresh_state import fresh_state
 from tests.step import tiny

@@ -27,9 +27,10 @@ from fmegatron.step.check.rules import unproven, value_after
 from fmegatron.step.check.scope import GO_ON, Scope
 from fmegatron.step.check.values import Value, value_of
 from fmegatron.step.check.writes import written
+from fmegatron.step.graph.nodes import written_by
 from fmegatron.step.rows import require_rows
 from fmegatron.step.torch_private import FakeTensorMode
-from fmegatron.step.trace import Traced, trace, written_by
+from fmegatron.step.trace import Traced, trace
 
 Node = torch.fx.Node
 

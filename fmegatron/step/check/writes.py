@@ -11,7 +11,7 @@ from fmegatron.step.check.atoms import plain, size_of
 from fmegatron.step.check.combine import strongest
 from fmegatron.step.check.scope import Scope, op_name
 from fmegatron.step.check.values import Value
-from fmegatron.step.trace import storage_of, written_by
+from fmegatron.step.graph.nodes import storage_of, written_by
 
 Node = torch.fx.Node
 

@@ -7,7 +7,7 @@ from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, launches, overlapped
 from fmegatron.step.jit import Compiled
-from fmegatron.step.overlap.groups import separate_groups
+from fmegatron.step.overlap.gathers import separate_groups
 from tests.step.overlap.decoder import FSDP, lowered
 
 MESH = Mesh(dp=2, tp=2)

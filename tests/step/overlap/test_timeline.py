@@ -8,7 +8,7 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, jit, overlapped, timeline
-from fmegatron.step.overlap import planned
+from fmegatron.step.timeline import planned
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, LAYERS, config, lowered, train_step

@@ -1,21 +1,86 @@
-"""The planned timeline of a lowered graph: its order, played with estimated durations."""
+"""Planned timelines: the order of a lowered graph as text, and played with estimated durations, on a mesh on paper."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fmegatron.step.overlap.events import COMPUTE, Event, Timeline
-from fmegatron.step.overlap.launches import named
-from fmegatron.step.overlap.roles import is_layer, is_light, is_start, is_view, is_wait, kind
+from fmegatron.collectives import World
+from fmegatron.layout import Mesh
+from fmegatron.step.graph.nodes import is_layer, is_light, is_start, is_view, is_wait, kind
+from fmegatron.step.timeline.events import COMPUTE, Event, Timeline
 from fmegatron.step.torch_private import Op, opname
 
-__all__ = ["Rates", "planned"]
+__all__ = ["PaperWorld", "Rates", "launched", "launches", "planned"]
 
+_LETTERS = (("gather", "G"), ("scatter", "R"), ("reduce", "A"), ("exchange", "X"))
 _WORDS = (("gather", "gather"), ("scatter", "reduce"), ("reduce", "reduce"), ("exchange", "exchange"))
+
+
+def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Names by order: G0, G1 gathers, R reduce-scatters, A all-reduces, X exchanges; F and B a layer's forward and
+    backward, C another compiled graph; "w:G0" the wait for G0."""
+    names: dict[fx.Node, str] = {}
+    counts: dict[str, int] = {}
+    wholes: dict[str, str] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        if is_wait(node):
+            source = node.args[0]
+            names[node] = "w:" + (names.get(source) or names.get(source.args[0], "?"))
+            continue
+        if is_start(node):
+            letter = letter_of(node)
+        elif is_layer(node):
+            called = node.target.entry.op.name()
+            letter = "F" if "_fwd_" in called else "B" if "_bwd_" in called else "C"
+        else:
+            continue
+        whole = node.meta.get("part_of", node.name)  # a coalesced collective may run in parts (`step.exchange`)
+        if whole not in wholes:
+            wholes[whole] = f"{letter}{counts.get(letter, 0)}"
+            counts[letter] = counts.get(letter, 0) + 1
+        names[node] = wholes[whole]
+    return names
+
+
+def letter_of(start: fx.Node) -> str:
+    """G, R, A or X for a node that starts a collective."""
+    return dict(_LETTERS)[kind(start)]
+
+
+def launched(graph: fx.Graph) -> list[str]:
+    """The names of all collectives that a lowered graph starts, one after the other, those in its layers too."""
+
+    def starts(graph: fx.Graph) -> Iterator[fx.Node]:
+        for node in graph.nodes:
+            if is_layer(node):
+                yield from starts(node.target.entry.graph_module.graph)
+            elif is_start(node):
+                yield node
+
+    counts: dict[str, int] = {}
+    found, last = [], None
+    for node in starts(graph):
+        letter, whole = letter_of(node), node.meta.get("part_of")
+        if whole is None or whole != last:
+            counts[letter] = counts.get(letter, 0) + 1
+        last = whole
+        found.append(f"{letter}{counts[letter] - 1}")
+    return found
+
+
+def launches(graph: fx.Graph) -> str:
+    """The order of a lowered graph: "G0 w:G0 G1 F0 w:G1 F1 ..."; repeated waits of a coalesced collective count once.
+
+    Read `step.graph("overlap")` of a jit with it.
+    """
+    return " ".join(dict.fromkeys(named(graph.nodes).values()))
 
 
 @dataclass(frozen=True)
@@ -107,3 +172,20 @@ def _seconds_of(node: fx.Node, rates: Rates | None) -> float:
     # Elementwise work is fused: what is read and written once, shared by a chain of a few operations.
     moved = _bytes([node, *node.all_input_nodes])
     return moved / rates.memory / (4 if is_light(node) else 1)
+
+
+class PaperWorld(World):
+    """The ranks of a mesh on paper, seen by one of them: groups have names, but nothing can be sent.
+
+    It stands where a graph is lowered and ordered (`timeline(..., mesh=...)`); what is compiled for it cannot run.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int = 0, device: str | torch.device = "cpu"):
+        super().__init__(mesh, rank, torch.device(device))
+
+    def _make_group(self, name, axes, own=False):
+        return None
+
+    def close(self) -> None:
+        """Nothing to leave."""
+        self._groups.clear()

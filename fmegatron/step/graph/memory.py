@@ -1,32 +1,51 @@
-"""Memory of a lowered graph in its order: live bytes of gathered weights, or of all intermediates."""
+"""Memory of a graph: which values share it, and how many bytes are alive at one time in a given order."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable
+import operator
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 import torch
 from torch import fx
 
-from fmegatron.step.overlap.roles import is_light, is_start, is_view, memory_of, units
+from fmegatron.step.graph.nodes import is_light, is_start, is_view, is_wait, written_by
 from fmegatron.step.torch_private import opname
 
-__all__ = ["gathered_bytes", "largest_unit_bytes", "materialized", "most_alive", "peak_bytes"]
-
+__all__ = ["materialized", "memory_of", "memory_written", "most_alive", "peak_bytes"]
 
 _COPIES = frozenset({"clone", "_to_copy"})  # of weights and gradients, into the layout in which they are used
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "copy_"})
 
 
-def gathered_bytes(graph: fx.Graph) -> int:
-    """The most bytes of gathered weights that are alive at one time: buffers of gathers from their start on, and the
-    arrays that are laid out from them, until the last node that reads them."""
-    return most_alive(list(graph.nodes), {n for unit in units(graph) for n in unit.after})[0]
+def memory_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Hashable]:
+    """For every node whose memory its value lies in: that of itself, or of what it is a view of or waits for.
+
+    Read from the operators, because nodes that were copied into a graph share fake tensors. The i-th output of a node
+    with several is (node, i).
+    """
+    known = {}
+    for node in nodes:
+        known[node] = _memory(node, known)
+    return known
 
 
-def largest_unit_bytes(graph: fx.Graph) -> int:
-    """The bytes of the largest set of weights that one gather (or several, for one computation) brings."""
-    return max((unit.nbytes for unit in units(graph)), default=0)
+def _memory(node: fx.Node, known: Mapping[fx.Node, Hashable]) -> Hashable:
+    while node.op == "call_function" and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and not is_view(source):
+            return source, node.args[1]
+        if not (node.target is operator.getitem or is_view(node) or is_wait(node)):
+            break
+        node = source
+        if node in known:
+            return known[node]
+    return node
+
+
+def memory_written(node: fx.Node, memory: dict[fx.Node, Hashable]) -> set[Hashable]:
+    """Memory that a node writes into. (No node draws from a generator: `step.purity`.)"""
+    return {memory[n] for n in written_by(node)}
 
 
 def peak_bytes(graph: fx.Graph) -> int:

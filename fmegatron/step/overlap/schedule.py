@@ -1,21 +1,127 @@
-"""Scheduling of a lowered step: gathers start early, reductions are waited for late, the rest keeps its order.
+"""Overlap of communication and computation: its options, and the schedule of a lowered graph under them.
 
-The order is built by demand: nodes come in the order of the graph, a node that is held back comes when a reader needs
-it, or when its time is there. So whatever the rules say, every node comes after its arguments.
+Gathers start early, reductions are waited for late, the rest keeps its order. The order is built by demand: nodes come
+in the order of the graph, a node that is held back comes when a reader needs it, or when its time is there. So whatever
+the rules say, every node comes after its arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
-from fmegatron.step.overlap.alive import materialized, most_alive
-from fmegatron.step.overlap.roles import behind, is_layer, is_light, is_start, is_wait, kind, layers, units, waits_of
-from fmegatron.step.overlap.setting import Overlap
+from fmegatron.collectives import World
+from fmegatron.step.graph.memory import materialized, most_alive, peak_bytes
+from fmegatron.step.graph.nodes import is_layer, is_light, is_start, is_wait, kind, waits_of
+from fmegatron.step.graph.order import behind, layers, sort_by
+from fmegatron.step.lower import copy_module
+from fmegatron.step.overlap.gathers import keep_last, separate_groups, units
+from fmegatron.step.overlap.merge import join_ends, merge_reductions
 
-__all__ = ["reordered", "sort_by"]
+__all__ = ["Overlap", "overlapped"]
+
+# Both would undo the order that the graph has: the first moves starts of gathers back to their waits, the second moves
+# every wait to its reader, so that reduce-scatters keep a layer's whole gradients alive until the end of the step.
+_KEEP_ORDER = MappingProxyType({"reorder_for_peak_memory": False, "reorder_for_locality": False})
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How communication is ordered in a lowered step. Arithmetic is not changed: only when collectives start and wait.
+
+    depth: how many layers ahead the gather of weights starts; 1: while a layer computes, the next layer's weights
+    travel. 0: no reordering of gathers. Each unit of depth costs one more layer of gathered weights.
+    late_reductions: wait for a layer's reduce-scatter when the next layer's starts, not at once; costs one more layer
+    of full gradients.
+    bucket_bytes: independent all-reduces over one group and of one dtype travel as one, up to so many bytes together
+    (losses, norms, gradients of vectors); an array that is larger travels alone, because concatenating it costs more
+    than a message. 0: none. Over two ranks sums keep their bits; over more, a library that divides a buffer among
+    ranks may add in another order.
+    join_ends: the embedding travels with the first block, forward (gather) and backward (reduce-scatter), whatever
+    their dtypes: nothing could hide either. As one coalesced collective without a copy; reductions that are exchanges
+    (sums of 16 bits in fp32) share one buffer. The embedding then lives as long as the first block.
+    keep_last: the block that ends the forward begins the backward: its weights are kept instead of gathered twice.
+    separate_groups: gathers get process groups of their own, so that they and reductions do not queue behind each
+    other (one communicator runs its collectives in order).
+    ahead_bytes: no gather starts early while more than so many bytes of gathered weights travel or wait; None: any.
+
+    peak: how many times the planned peak of the graph without overlap the one with it may be (1.05). Where memory is
+    highest, gathers then start when they are needed and reductions are waited for at once; if that is not enough, the
+    ends of the backward are not joined. None: any. Where nothing is reordered, it is not looked at.
+
+    Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False) changes nothing.
+    Raises ValueError for a negative number.
+    """
+
+    depth: int = 1
+    late_reductions: bool = True
+    bucket_bytes: int = 1 << 22
+    join_ends: bool = True
+    keep_last: bool = False
+    separate_groups: bool = False
+    ahead_bytes: int | None = None
+    peak: float | None = None
+
+    def __post_init__(self):
+        for name in ("depth", "bucket_bytes", "ahead_bytes", "peak"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"Overlap: got {name}={value}, wanted 0 or more")
+            if name != "peak" and value is not None and not isinstance(value, int):
+                raise ValueError(f"Overlap: got {name}={value}, wanted a whole number")
+
+    @property
+    def reorders(self) -> bool:
+        """Whether any node is moved for the sake of overlap."""
+        return self.depth > 0 or self.late_reductions
+
+    @property
+    def options(self) -> dict:
+        """Settings of Inductor under which generated code keeps the order of the graph."""
+        return dict(_KEEP_ORDER) if self.reorders else {}
+
+
+def overlapped(
+    graph_module: torch.fx.GraphModule, setting: Overlap | None, world: World | None = None
+) -> torch.fx.GraphModule:
+    """A copy of a lowered graph whose collectives are merged and ordered as `setting` says; it computes the same.
+
+    A graph without collectives is returned as it is.
+    """
+    if setting is None or not any(map(is_start, graph_module.graph.nodes)):
+        return graph_module
+    limited = setting.reorders and setting.peak is not None
+    limit = int(setting.peak * peak_bytes(graph_module.graph)) if limited else None
+    module = _ordered(graph_module, setting, limit)
+    if setting.join_ends and limited and peak_bytes(module.graph) > limit:
+        # The shard of the embedding's gradient arrives with that of the first block, before all blocks' are stacked.
+        apart = _ordered(graph_module, setting, limit, join_backward=False)
+        module = min(module, apart, key=lambda m: peak_bytes(m.graph))
+    if setting.separate_groups and world is not None:
+        separate_groups(module.graph, world)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _ordered(
+    graph_module: torch.fx.GraphModule, setting: Overlap, limit: int | None, join_backward: bool = True
+) -> torch.fx.GraphModule:
+    module = copy_module(graph_module)
+    graph = module.graph
+    if setting.keep_last:
+        keep_last(graph)
+    if setting.bucket_bytes:
+        merge_reductions(graph, setting.bucket_bytes)
+    if setting.join_ends:
+        join_ends(graph, join_backward)
+    if setting.reorders:
+        sort_by(graph, reordered(graph, setting, limit))
+    return module
 
 
 def reordered(graph: fx.Graph, setting: Overlap, limit: int | None = None) -> list[fx.Node]:
@@ -50,13 +156,6 @@ def _travelling(graph: fx.Graph, setting: Overlap, place: dict[fx.Node, int], at
             if kind(start) != "gather" and place[start] <= at <= min((place[w] for w in waits_of(start)), default=-1):
                 found.add(start)
     return found
-
-
-def sort_by(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Put the nodes of a graph into this order (all of them, each after its arguments)."""
-    for node, following in zip(reversed(nodes[:-1]), reversed(nodes[1:]), strict=True):
-        following.prepend(node)
-    graph.lint()
 
 
 class _Order:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Event", "Timeline"]
+__all__ = ["COMPUTE", "Event", "Timeline"]
 
 COMPUTE = "compute"
 _SIDE_BY_SIDE = 12  # the least room for the names of lanes
