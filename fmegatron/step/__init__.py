@@ -1,19 +1,18 @@
 """One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
 
 from fmegatron.step.accumulate import accumulate
+from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.check import Declared, Finding, Report, Unproven, check, check_traced
 from fmegatron.step.compile import BACKENDS, compile_graph
 from fmegatron.step.costs import StateBytes, Traffic, least_traffic, state_bytes
-from fmegatron.step.fresh import barrier
 from fmegatron.step.grad import raw_gradient_layout, reduce_gradients, value_and_grad
 from fmegatron.step.graph.nodes import entry_of, opaque_entries, symbolic_nodes
-from fmegatron.step.inline import inline_layers
 from fmegatron.step.jit import Compiled, Jitted, jit
 from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.lower import lower
-from fmegatron.step.opaque import Entry
+from fmegatron.step.opaque import Entry, inline_layers
+from fmegatron.step.output_buffers import barrier
 from fmegatron.step.overlap import Overlap, overlapped
-from fmegatron.step.rows import require_rows
 from fmegatron.step.timeline import Event, PaperWorld, Rates, Timeline, launches
 from fmegatron.step.timeline.measured import timeline
 from fmegatron.step.trace import Traced, trace

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.step.fresh import barrier
+from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.grad import widened
 from fmegatron.step.graph.nodes import meta_of, storage_of
 from fmegatron.step.jit import jit
-from fmegatron.step.rows import cut_rows
+from fmegatron.step.output_buffers import barrier
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
 from fmegatron.step.trace import trace
 

@@ -1,10 +1,12 @@
-"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, donate, exchange, compile."""
+"""jit: a pure function over trees becomes one compiled graph: traced, checked, passed through `PASSES`, compiled."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -13,17 +15,15 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.step.check import Declared, check_call, declared_by
-from fmegatron.step.compile import IN_ORDER, compile_graph, usable_backend
-from fmegatron.step.donated import Donation, Leaf, require_own_memory
-from fmegatron.step.exchange import exchanged
-from fmegatron.step.graph.nodes import opaque_entries
-from fmegatron.step.lower import lower
-from fmegatron.step.opaque import Entry, bind_inner
-from fmegatron.step.overlap import Overlap, overlapped
+from fmegatron.step.compile import usable_backend
+from fmegatron.step.donation import Donation, Leaf, require_own_memory
+from fmegatron.step.opaque import Entry
+from fmegatron.step.overlap import Overlap
+from fmegatron.step.passes import Program, Target
 from fmegatron.step.signature import differences, require_constants, signature_of
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
 from fmegatron.step.trace import Traced, described, trace
-from fmegatron.step.write_back import donated_leaves, write_back, writes_last
+from fmegatron.step.write_back import donated_leaves
 
 __all__ = ["Compiled", "Jitted", "jit"]
 
@@ -35,22 +35,15 @@ class Compiled:
     stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
     """
 
-    def __init__(self, fn, args, donate, world, backend, patches, options, check=None, overlap=None):
+    def __init__(self, fn, args, donate, target: Target, check=None):
         self.traced: Traced = trace(fn, args)
-        self.report = check(self.traced) if check is not None and world is not None else None
-        self.donated = donated_leaves(self.traced, args, donate)
-        self.backend, self.patches = backend, patches
-        self.options = {**(overlap.options if overlap else {}), **options}
-        bound = bind_inner(self.traced.graph_module, world, backend, patches, overlap)
-        lowered, self.fakes, self.rank_inputs = lower(bound, self.traced.fakes, world, self.traced.fake_mode)
-        self.stages = {"trace": self.traced.graph_module, "lower": lowered}
-        self.stages["overlap"] = overlapped(lowered, overlap, world)
-        self.in_order = backend in IN_ORDER
-        self.stages["donate"] = write_back(self.stages["overlap"], self.donated, self.in_order)
-        self.stages["exchange"] = exchanged(self.stages["donate"], world)
+        self.report = check(self.traced) if check is not None and target.world is not None else None
+        self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
+        self.program = Program(traced.graph_module, traced.fakes, traced.fake_mode, target, self.donated)
+        self.stages = self.program.stages
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
-        self.run = self.artifact = self.donation = None
+        self.run = self.donation = None
         if self.donated:
             self.donation = self._donation(_name(fn))
 
@@ -59,16 +52,11 @@ class Compiled:
         leaves = [Leaf(position, paths[position], name) for position in self.donated.values()]
         return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves])
 
-    def compile(self) -> None:
-        """Compile the layers inside, then the graph around them."""
-        for entry in opaque_entries(self.stages["exchange"].graph):
-            entry.compile()
-        graph_module = self.stages["exchange"]
-        if self.in_order and self.donated:
-            graph_module, self.donation.written, self.donation.harmless = writes_last(graph_module)
-        self.artifact = compile_graph(graph_module, self.fakes, self.backend, {**self.patches, **self.options})
-        rank_inputs = tuple(self.rank_inputs.tensors)
-        self.run = (lambda *t: self.artifact(*t, *rank_inputs)) if rank_inputs else self.artifact
+    def compile(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Compile the layers inside, then the graph around them. options: Inductor's settings for the latter alone."""
+        self.run = self.program.compile(options)
+        if self.donation is not None:
+            self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
 
     def __call__(self, tensors: list) -> Any:
         """The result of the step for the tensors among its arguments."""
@@ -91,11 +79,10 @@ class Compiled:
 class Jitted:
     """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
 
-    def __init__(self, fn, donate, world, backend, patches, options, check, allow, overlap=None):
+    def __init__(self, fn, donate, target: Target, options, check, allow):
         self.declared = declared_by(fn) if check is None else check or None
-        self.allow, self.overlap = allow, overlap
-        self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
-        self.patches, self.options, self.cache, self._last = patches, options, {}, None
+        self.allow, self.fn, self.donate, self.target, self.options = allow, fn, donate, target, options
+        self.world, self.cache, self._last = target.world, {}, None
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
@@ -128,16 +115,14 @@ class Jitted:
 
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        backend = usable_backend(self.backend, device)
-        compiled = Compiled(
-            self.fn, args, self.donate, self.world, backend, self.patches, self.options, self._check, self.overlap
-        )
+        target = replace(self.target, backend=usable_backend(self.target.backend, device))
+        compiled = Compiled(self.fn, args, self.donate, target, self._check)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         require_own_memory(tensors, compiled.traced.in_paths, compiled.donated.values())
         if self.world is None:
-            compiled.compile()
+            compiled.compile(self.options)
         else:
-            self.world.leader_first(compiled.compile, f"compiling {self.name}")
+            self.world.leader_first(lambda: compiled.compile(self.options), f"compiling {self.name}")
         return compiled
 
     def _check(self, traced):
@@ -224,8 +209,8 @@ def jit(
     positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)
     if any(isinstance(at, bool) or not isinstance(at, int) for at in positions):
         raise ValueError(f"jit: got donate={donate!r}, wanted the position of an argument, such as 0, or several")
-    settings = dict(patches or {}), dict(options or {}), check, dict(allow or {}), overlap
-    return Jitted(fn, positions, world, backend, *settings)
+    target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap)
+    return Jitted(fn, positions, target, dict(options or {}), check, dict(allow or {}))
 
 
 def _name(fn: Callable) -> str:

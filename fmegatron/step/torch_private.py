@@ -17,10 +17,7 @@ import torch._decomp
 import torch._inductor
 from torch._functorch import config as _functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
-from torch._functorch.partitioners import (
-    _extract_graph_with_inputs_outputs,
-    min_cut_rematerialization_partition,
-)
+from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import (
@@ -216,7 +213,7 @@ def compile_flat_graph(graph_module, fakes, config_patches: dict):
 
 @functools.cache
 def lower_own() -> None:
-    """Teach Inductor the operator `fmegatron_step::own` (`step.fresh`), once, before it compiles a graph with it."""
+    """Teach Inductor the operator `fmegatron_step::own` (`step.output_buffers`), before it compiles one."""
     # Loaded when something is compiled: it takes a second, which processes that compile nothing need not wait.
     lowering = importlib.import_module("torch._inductor.lowering")
     ir, virtualized = lowering.ir, lowering.V

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,17 @@ import torch
 
 from fmegatron import collectives, tree
 from fmegatron.layout import dtype_name
-from fmegatron.step.graph.nodes import meta_of, storage_of, written_by
+from fmegatron.step.graph.nodes import meta_of, storage_of
+from fmegatron.step.purity import (
+    generators_kept,
+    require_keyed,
+    require_no_generator,
+    require_no_hidden_tensors,
+    require_pure,
+)
 from fmegatron.step.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     forget_constant,
@@ -32,7 +38,6 @@ from fmegatron.step.torch_private import (
     outside_of_tracing,
     quiet_about_shapes,
 )
-from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_generator
 
 __all__ = [
     *("Traced", "described", "line_here", "make_fakes", "meta_of", "meta_text", "record", "require_pure"),
@@ -90,7 +95,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
-    uses a tensor that is not an argument, draws random numbers from a generator (`step.unkeyed`), or returns tensors in
+    uses a tensor that is not an argument, draws random numbers from a generator (`step.purity`), or returns tensors in
     what is no tree (a set, a dataclass, a generator). Numbers of Python's and numpy's generators are constants of the
     graph, as all Python numbers are.
     """
@@ -106,7 +111,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
         filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
         out = fn(*tree.unflatten(spec, filled))
         out_paths, outs, seen["tree"] = tree.flatten(out)
-        _require_no_hidden_tensors(out_paths, outs, name)
+        require_no_hidden_tensors(out_paths, outs, name)
         seen["static"] = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
         seen["paths"] = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
         outs = [o for o in outs if isinstance(o, torch.Tensor)]
@@ -270,27 +275,6 @@ def _place(path: str, line: int) -> str:
     return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"
 
 
-def _require_no_hidden_tensors(paths: list[str], leaves: list, name: str) -> None:
-    """ValueError, naming the leaf, for what a step returns that is no tree and holds tensors: after the trace they are
-    fakes, and no call would fill them in."""
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor) and _hides_tensors(leaf):
-            raise ValueError(
-                f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(leaf)}, wanted tensors in "
-                "dicts, lists, tuples or NamedTuples; return those, and make sets, objects or iterators of them outside"
-            )
-
-
-def _hides_tensors(x: Any, depth: int = 4) -> bool:
-    """Whether a leaf makes tensors when it is read (an iterator, a coroutine) or holds some."""
-    if isinstance(x, FakeTensor | Iterator | Awaitable):
-        return True
-    if depth == 0 or isinstance(x, type | torch.Tensor):
-        return False
-    held = x if isinstance(x, Set) else list(getattr(x, "__dict__", {}).values())
-    return any(_hides_tensors(leaf, depth - 1) for leaf in tree.leaves(list(held)))
-
-
 def described(fn: Callable) -> str:
     """ "loss_fn (file.py:12)": a function by its name and the line where it begins; what wraps it is looked through."""
     while inner := getattr(fn, "func", None) or getattr(fn, "__wrapped__", None):
@@ -326,20 +310,3 @@ def _place_lines(graph_module) -> None:
             forward_line.setdefault(
                 node.meta.get("seq_nr"), trace_text
             )  # later ops without gradient have the same number
-
-
-# ---- purity ----------------------------------------------------------------------------------------------------------
-def require_pure(graph_module, in_paths) -> None:
-    """A step may write into its own temporaries, never into an argument: ValueError naming leaf and line."""
-    owner = {}
-    for node, path in zip(graph_module.graph.find_nodes(op="placeholder"), in_paths, strict=True):
-        owner[storage_of(node.meta["val"])] = path
-    for node in graph_module.graph.nodes:
-        for source in written_by(node):
-            value = source.meta.get("val")
-            if isinstance(value, FakeTensor) and storage_of(value) in owner:
-                raise ValueError(
-                    f"argument {owner[storage_of(value)]!r} is changed in place by {node.target} at "
-                    f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
-                    "(jit(..., donate=...) reuses the memory)"
-                )

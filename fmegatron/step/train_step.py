@@ -13,9 +13,9 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, Wire, positions, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.accumulate import accumulate
+from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.check import Declared
 from fmegatron.step.grad import loss_and_aux, reduce_gradients, value_and_grad
-from fmegatron.step.rows import rows_in_order
 from fmegatron.step.trace import described
 
 __all__ = ["State", "build_train_step", "placements", "state_specs"]

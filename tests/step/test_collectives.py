@@ -17,6 +17,7 @@ from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, p
 from fmegatron.layout import Mesh
 from fmegatron.step import entry_of, jit, value_and_grad
 from fmegatron.step.jit import Compiled
+from fmegatron.step.passes import Target
 from fmegatron.step.timeline import launched
 from fmegatron.testing import assert_pure, relative_error
 from tests.pairs import turns
@@ -98,7 +99,7 @@ def lowered_on_rank(rank, mesh, save):
     """(collectives of the lowered step, its text); nothing is compiled or run."""
     with connect(mesh) as world:
         args = (tiny.decoder_state(mesh=mesh, rank=rank), tiny.decoder_batch(mesh=mesh, rank=rank))
-        step = Compiled(tiny.decoder_step(save=save, mesh=mesh), args, (0,), world, "inductor", {}, {})
+        step = Compiled(tiny.decoder_step(save=save, mesh=mesh), args, (0,), Target(world))
         graphs = {name: stage.graph for name, stage in step.stages.items()}
         return in_graph(graphs["overlap"]), "\n".join(map(str, graphs.values()))
 
@@ -159,7 +160,7 @@ def test_generated_code():
     mesh = Mesh(fsdp=2, tp=2)
     args = (tiny.decoder_state(mesh=mesh), tiny.decoder_batch(mesh=mesh))
     with tiny.fake_ranks(mesh) as world:
-        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), world, "inductor", {}, {})
+        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), Target(world))
         assert_implied(mesh, tiny.generated_code(step), exchanges_of(step.stages["exchange"].graph))
 
 

@@ -14,7 +14,7 @@ from fmegatron.collectives import held_interrupt
 from fmegatron.step import jit
 from tests.fresh_state import fresh_state
 from tests.step import tiny
-from tests.step.test_donated import BACKENDS, doubled, twice
+from tests.step.test_donated_leaves import BACKENDS, doubled, twice
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -14,17 +14,7 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.step.check.scope import Scope, op_name, suspected
-from fmegatron.step.check.values import (
-    First,
-    Mark,
-    Pending,
-    Somewhere,
-    Suspect,
-    Unknown,
-    Value,
-    Varying,
-    Wrong,
-)
+from fmegatron.step.check.values import First, Mark, Pending, Somewhere, Suspect, Unknown, Value, Varying, Wrong
 
 Node = torch.fx.Node
 FLIPPED = MappingProxyType({"max": "min", "min": "max"})

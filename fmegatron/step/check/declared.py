@@ -9,9 +9,9 @@ from typing import Any
 
 from fmegatron import tree
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.step.batch_rows import microbatches_of, require_batch, require_rows
 from fmegatron.step.check.findings import Report
 from fmegatron.step.check.walk import check_traced
-from fmegatron.step.rows import microbatches_of, require_batch, require_rows
 from fmegatron.step.trace import Traced
 
 __all__ = ["Declared", "check_call", "declared_by"]

@@ -56,8 +56,8 @@ def scaled(scope: Scope, x: Value, factor: float, divides: bool = False) -> Valu
     whole = round(divisor) if divides and divisor > 1.5 and _is_one(divisor / round(divisor)) else 0
     excess = {}
     for axis, e in x.excess.items():
-        holds = e.fresh and whole and whole % scope.mesh[axis] == 0
-        excess[axis] = e._replace(loose=True, sure=e.sure and not holds, fresh=False)
+        holds = e.unused and whole and whole % scope.mesh[axis] == 0
+        excess[axis] = e._replace(loose=True, sure=e.sure and not holds, unused=False)
     return replace(x, excess=excess)
 
 
@@ -92,7 +92,7 @@ def excess_after(
         loose, sure = any(e.loose for e in given), all(e.sure for e in given)
         first = max(given, key=lambda e: e.power != 0)
         doubt = next((e.doubt for e in given if e.doubt is not None), None)
-        first = first._replace(loose=loose, sure=sure, fresh=kind in ("same", "beside") and first.fresh, doubt=doubt)
+        first = first._replace(loose=loose, sure=sure, unused=kind in ("same", "beside") and first.unused, doubt=doubt)
         if not any(e.power for e in given):
             kept[axis] = first
             continue

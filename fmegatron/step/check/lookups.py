@@ -19,17 +19,7 @@ from fmegatron.step.check.atoms import Atom, Dim, canonical, met, over, plain, s
 from fmegatron.step.check.combine import strongest
 from fmegatron.step.check.reductions import along, reduction
 from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of, suspected
-from fmegatron.step.check.values import (
-    First,
-    Mark,
-    Pending,
-    Somewhere,
-    Value,
-    Varying,
-    Wrong,
-    number,
-    portions,
-)
+from fmegatron.step.check.values import First, Mark, Pending, Somewhere, Value, Varying, Wrong, number, portions
 
 Node = torch.fx.Node
 _OWN_ROWS = "indexes a rank's own part of a sharded dim by indices of its own"

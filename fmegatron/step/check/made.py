@@ -1,6 +1,6 @@
 """Rules for tensors that a step creates: constants, counters, random numbers of a seed.
 
-Draws from a generator do not come here: a step with one is refused when it is traced (`step.unkeyed`). Random numbers
+Draws from a generator do not come here: a step with one is refused when it is traced (`step.purity`). Random numbers
 that are a function of a key and of global positions (`nn.dropout`, integer hashes of `axis_index * n + arange`, philox
 with a seed that is an argument) are ordinary arithmetic, and alike wherever key and positions are.
 """

@@ -111,7 +111,7 @@ class Excess(NamedTuple):
     """The value is n ** power times that of one rank, n the size of an axis: a mean of parts, a sum of replicas.
 
     node: where that began, what: in words.  loose: it was multiplied by numbers since, which may have been meant to
-    take it out again.  sure: those numbers cannot have been (only a division by n takes it out).  fresh: nothing was
+    take it out again.  sure: those numbers cannot have been (only a division by n takes it out).  unused: nothing was
     computed from it yet.  doubt: the number of the reason why a division by n may not take it out (parts that are means
     of more or fewer terms), which stays when the power is 0.
     """
@@ -121,7 +121,7 @@ class Excess(NamedTuple):
     what: str
     loose: bool = False
     sure: bool = False
-    fresh: bool = True
+    unused: bool = True
     doubt: int | None = None
 
 

@@ -19,6 +19,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import require_mesh_of_graph
 from fmegatron.layout import Layout, Mesh
+from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.check.findings import Finding, Report, Unproven
 from fmegatron.step.check.made import made
 from fmegatron.step.check.outputs import compare
@@ -28,7 +29,6 @@ from fmegatron.step.check.scope import GO_ON, Scope
 from fmegatron.step.check.values import Value, value_of
 from fmegatron.step.check.writes import written
 from fmegatron.step.graph.nodes import written_by
-from fmegatron.step.rows import require_rows
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace
 

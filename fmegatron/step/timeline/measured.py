@@ -12,6 +12,7 @@ from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step.jit import Compiled, Jitted
 from fmegatron.step.overlap import Overlap
+from fmegatron.step.passes import Target
 from fmegatron.step.timeline.events import COMPUTE, Event, Timeline
 from fmegatron.step.timeline.planned import PaperWorld, Rates, launched, planned
 
@@ -45,8 +46,8 @@ def timeline(
     """
     name = getattr(step, "name", None) or getattr(step, "__name__", "step")
     if mesh is not None:
-        fn, setting = (step.fn, overlap or step.overlap) if isinstance(step, Jitted) else (step, overlap)
-        compiled = Compiled(fn, args, (), PaperWorld(mesh), "inductor", {}, {}, None, setting)
+        fn, setting = (step.fn, overlap or step.target.overlap) if isinstance(step, Jitted) else (step, overlap)
+        compiled = Compiled(fn, args, (), Target(PaperWorld(mesh), overlap=setting))
         return planned(compiled.stages["overlap"].graph, rates, f"{name} planned on {mesh}")
     if not isinstance(step, Jitted):
         raise ValueError(

@@ -160,9 +160,8 @@ def _seconds_of(node: fx.Node, rates: Rates | None) -> float:
     if rates is None:
         return (2.0 if "_bwd_" in node.target.entry.op.name() else 1.0) if is_layer(node) else 0.0
     if is_layer(node):
-        entry = node.target.entry
-        inner = getattr(entry, "graph_module", None) or entry.entry.graph_module
-        return sum(_seconds_of(n, rates) for n in inner.graph.nodes if n.op == "call_function" and not is_start(n))
+        inner = node.target.entry.graph_module.graph
+        return sum(_seconds_of(n, rates) for n in inner.nodes if n.op == "call_function" and not is_start(n))
     if not isinstance(node.target, Op) or is_view(node):
         return 0.0
     formula = flop_registry.get(node.target.overloadpacket)

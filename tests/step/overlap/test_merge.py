@@ -8,6 +8,7 @@ from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, launches, overlapped
 from fmegatron.step.jit import Compiled
 from fmegatron.step.overlap.gathers import separate_groups
+from fmegatron.step.passes import Target
 from tests.step.overlap.decoder import FSDP, lowered
 
 MESH = Mesh(dp=2, tp=2)
@@ -16,7 +17,7 @@ AXES = Axes(MESH)
 
 def ordered(fn, *args, overlap=Overlap()):  # noqa: B008  a frozen value
     """The graph of a function of symbolic axes after the passes."""
-    return Compiled(fn, args, (), PaperWorld(MESH), "eager", {}, {}, None, overlap).stages["overlap"].graph
+    return Compiled(fn, args, (), Target(PaperWorld(MESH), "eager", overlap=overlap)).stages["overlap"].graph
 
 
 def reductions(fn, *args, overlap=Overlap()):  # noqa: B008

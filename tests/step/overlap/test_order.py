@@ -9,6 +9,7 @@ from fmegatron.collectives import Axes, all_gather, psum
 from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, entry_of, jit, launches, overlapped
 from fmegatron.step.jit import Compiled
+from fmegatron.step.passes import Target
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import compiled
@@ -100,7 +101,7 @@ def test_microbatches_are_ordered_inside_of_their_node():
 # ---- what may not move -----------------------------------------------------------------------------------------------
 def lowered(fn, *args, mesh=Mesh(dp=2), overlap=Overlap()):  # noqa: B008 (both are constants)
     """The ordered graph of a function of symbolic axes."""
-    return Compiled(fn, args, (), PaperWorld(mesh), "eager", {}, {}, None, overlap).stages["overlap"].graph
+    return Compiled(fn, args, (), Target(PaperWorld(mesh), "eager", overlap=overlap)).stages["overlap"].graph
 
 
 def test_what_a_collective_reads_is_not_written_before_its_wait():

@@ -10,6 +10,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives.torch_private import schema_of
+from fmegatron.step.purity import require_pure
 from fmegatron.step.torch_private import (
     UNSAFE_VIEW,
     FakeTensorMode,
@@ -22,9 +23,9 @@ from fmegatron.step.torch_private import (
     mark_backward,
     min_cut,
 )
-from fmegatron.step.trace import make_fakes, record, require_pure, tried
+from fmegatron.step.trace import make_fakes, record, tried
 
-__all__ = ["Cut", "Joint", "Policy", "cut_joint", "joint_graph", "require_policy"]
+__all__ = ["Joint", "Partition", "Policy", "joint_graph", "partition", "require_policy"]
 
 Policy = str | float | Callable
 
@@ -44,7 +45,7 @@ class Joint:
 
 
 @dataclass
-class Cut:
+class Partition:
     """forward: (*inputs) -> [y, *residuals]; backward: (*residuals, *kept inputs, gradient of y) -> gradients.
 
     kept_inputs: positions of the layer's inputs that the backward takes again. residual_bytes: what is saved per call
@@ -134,7 +135,7 @@ def require_policy(save: Any) -> None:
         )
 
 
-def cut_joint(joint: Joint, policy: Policy) -> Cut:
+def partition(joint: Joint, policy: Policy) -> Partition:
     """Choose what is saved and cut; see `compiled_layer` for the policies."""
     graph_module = joint.graph_module
     names_saved = _min_cut_names(joint, policy)  # may replace the graph, so nodes are read afterwards
@@ -162,7 +163,7 @@ def cut_joint(joint: Joint, policy: Policy) -> Cut:
     def values(nodes):
         return [n.meta["val"] for n in nodes]
 
-    return Cut(
+    return Partition(
         forward=part(list(primals), [y, *residuals], "forward"),
         backward=part(residuals + kept + tangents, grads, "backward"),
         forward_fakes=values(primals),

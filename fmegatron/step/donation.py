@@ -85,8 +85,8 @@ class Donation:
         self.positions = [leaf.position for leaf in self.leaves]
         self.empty = [torch.empty(0, device=device) for device in devices]
         self.plain = [torch.Tensor] * len(self.leaves)
-        fresh = torch.empty(1)  # how often torch counts a tensor and its storage when nobody else has them
-        self.alone = tensor_uses(fresh), storage_uses(storage_number(fresh.untyped_storage()))
+        sample = torch.empty(1)  # how often torch counts a tensor and its storage that no one else has
+        self.alone = tensor_uses(sample), storage_uses(storage_number(sample.untyped_storage()))
 
     def call(self, run: Callable, tensors: list, finish: Callable) -> Any:
         """`finish(memory of the leaves with new values, outputs of run)`; the given leaves are dead then.

@@ -13,8 +13,9 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, check, compiled_layer, entry_of, jit, trace
 from fmegatron.step.graph.memory import memory_of
-from fmegatron.step.host import from_host, is_worth_moving, to_host
 from fmegatron.step.jit import Compiled
+from fmegatron.step.offload import from_host, is_worth_moving, to_host
+from fmegatron.step.passes import Target
 from fmegatron.step.torch_private import FakeTensorMode
 from tests.fresh_state import fresh_state
 from tests.step import tiny
@@ -103,7 +104,7 @@ def test_the_same_numbers(save, backend):
 
 def test_the_order_of_compiled_code():
     args = (fresh_state(tiny.mlp_params(LAYERS), tiny.OPTIMIZER), tiny.mlp_batch())
-    step = Compiled(tiny.mlp_step("mincut", offload=0), args, (), None, "inductor", {}, {})
+    step = Compiled(tiny.mlp_step("mincut", offload=0), args, (), Target())
     assert_frees(tiny.generated_code(step)[-1])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.step.fresh import barrier
+from fmegatron.step.output_buffers import barrier
 
 __all__ = ["from_host", "is_worth_moving", "to_host"]
 

@@ -15,7 +15,7 @@ import torch
 from fmegatron.step.graph.memory import memory_of
 from fmegatron.step.torch_private import outside_of_tracing
 
-__all__ = ["barrier", "in_own_memory", "with_fresh_outputs"]
+__all__ = ["barrier", "in_own_memory", "with_own_outputs"]
 
 
 def in_own_memory(graph: torch.fx.Graph, outs: list, written: list, in_order: bool) -> tuple[list, list]:
@@ -66,15 +66,15 @@ def _barrier_node(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def with_fresh_outputs(graph_module: torch.fx.GraphModule, in_order: bool = True) -> None:
-    """Change a graph so that every output has memory of its own."""
+def with_own_outputs(graph_module: torch.fx.GraphModule) -> None:
+    """Change a graph that runs op by op so that every output has memory of its own."""
     graph = graph_module.graph
     output = graph.output_node()
     outs = list(output.args[0])
     with graph.inserting_before(output):
-        fresh, _ = in_own_memory(graph, outs, [], in_order)
-    if fresh != outs:
-        output.args = (fresh,)
+        own, _ = in_own_memory(graph, outs, [], in_order=True)
+    if own != outs:
+        output.args = (own,)
         graph_module.recompile()
 
 

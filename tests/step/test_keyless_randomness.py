@@ -64,7 +64,9 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_is_refused(name):
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"aten\.\w+\.\w+ at test_unkeyed.py:\d+ draws .*nn.dropout\(x, rate, key="):
+    with pytest.raises(
+        ValueError, match=r"aten\.\w+\.\w+ at test_keyless_randomness.py:\d+ draws .*nn.dropout\(x, rate, key="
+    ):
         jit(DRAWS[name], backend="eager")(X)
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -1,16 +1,19 @@
-"""Refuses randomness without keys in a traced step: ops that draw from a generator, and calls that seed one."""
+"""Purity of a traced step: refuses in-place writes to arguments, hidden tensors, and randomness without keys."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Iterator, Set
 from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.step.torch_private import outside_of_tracing
+from fmegatron.step.graph.nodes import storage_of, written_by
+from fmegatron.step.torch_private import FakeTensor, outside_of_tracing
 
-__all__ = ["generators_kept", "require_keyed", "require_no_generator"]
+__all__ = ["generators_kept", "require_keyed", "require_no_generator", "require_no_hidden_tensors", "require_pure"]
 
 _FIX = (
     "draw by a key, as a function of the position in the global array: nn.dropout(x, rate, key=..., count=...), "
@@ -19,6 +22,43 @@ _FIX = (
 _SWITCHES = ("train", "training")
 _RATES = ("dropout_p", "dropout", "p")
 _KEYED = frozenset({"rngprims::philox_rand"})  # seed and offset are tensors
+
+
+def require_no_hidden_tensors(paths: list[str], leaves: list, name: str) -> None:
+    """ValueError, naming the leaf, for what a step returns that is no tree and holds tensors: after the trace they are
+    fakes, and no call would fill them in."""
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) and _hides_tensors(leaf):
+            raise ValueError(
+                f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(leaf)}, wanted tensors in "
+                "dicts, lists, tuples or NamedTuples; return those, and make sets, objects or iterators of them outside"
+            )
+
+
+def _hides_tensors(x: Any, depth: int = 4) -> bool:
+    """Whether a leaf makes tensors when it is read (an iterator, a coroutine) or holds some."""
+    if isinstance(x, FakeTensor | Iterator | Awaitable):
+        return True
+    if depth == 0 or isinstance(x, type | torch.Tensor):
+        return False
+    held = x if isinstance(x, Set) else list(getattr(x, "__dict__", {}).values())
+    return any(_hides_tensors(leaf, depth - 1) for leaf in tree.leaves(list(held)))
+
+
+def require_pure(graph_module, in_paths) -> None:
+    """A step may write into its own temporaries, never into an argument: ValueError naming leaf and line."""
+    owner = {}
+    for node, path in zip(graph_module.graph.find_nodes(op="placeholder"), in_paths, strict=True):
+        owner[storage_of(node.meta["val"])] = path
+    for node in graph_module.graph.nodes:
+        for source in written_by(node):
+            value = source.meta.get("val")
+            if isinstance(value, FakeTensor) and storage_of(value) in owner:
+                raise ValueError(
+                    f"argument {owner[storage_of(value)]!r} is changed in place by {node.target} at "
+                    f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
+                    "(jit(..., donate=...) reuses the memory)"
+                )
 
 
 def require_keyed(graph_module: torch.fx.GraphModule, name: str) -> None:
@@ -90,8 +130,8 @@ def _was_seeded(generator: torch.Generator, seed: int, state: torch.Tensor) -> b
     if generator.initial_seed() != seed:
         return True
     now = generator.get_state()
-    fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
-    return not torch.equal(now, state) and torch.equal(now, fresh)
+    reseeded = torch.Generator(generator.device).manual_seed(seed).get_state()
+    return not torch.equal(now, state) and torch.equal(now, reseeded)
 
 
 def _default_generators() -> list[torch.Generator]:
