@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
-from fmegatron.step.check.combine import pending_after, strongest
-from fmegatron.step.check.excess import excess_after
-from fmegatron.step.check.scope import Scope, op_name, suspected
+from fmegatron.step.check.context import Scope, op_name, suspected
+from fmegatron.step.check.dims import UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
+from fmegatron.step.check.marks import excess_after, pending_after, strongest
 from fmegatron.step.check.values import (
     NOTHING,
     Excess,

@@ -9,10 +9,10 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.collectives import FLAT, Place
-from fmegatron.step.check import shapes
-from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, cut, interleaved, plain, size_of
 from fmegatron.step.check.collectives import constant_along, exchanged, reduced
-from fmegatron.step.check.scope import Rules, Scope
+from fmegatron.step.check.context import Rules, Scope
+from fmegatron.step.check.dims import UNIFORM, Atom, Dim, canonical, cut, interleaved, plain, size_of
+from fmegatron.step.check.movement import reshaped
 from fmegatron.step.check.values import Mark, Pending, Value, Wrong
 
 
@@ -39,7 +39,7 @@ def gathered(scope: Scope, node: torch.fx.Node, x: Value, names: tuple[str, ...]
     """A tensor whole over the axes: each must shard just the dim that the place says, as its minor axis."""
     if place.block:
         x = _dim_gathered(scope, node, x, 0, _on(names, place, FLAT), None, "the flattened block")
-        x = shapes.reshaped(scope, node, x, place.block)
+        x = reshaped(scope, node, x, place.block)
     for dim in range(len(x.dims)):
         parts = place.parts if dim == place.interleaved else ()
         x = _dim_gathered(scope, node, x, dim, _on(names, place, dim), parts, f"dim {dim}")
@@ -104,7 +104,7 @@ def scattered(scope: Scope, node: torch.fx.Node, x: Value, names: tuple[str, ...
     x = x.with_dims(dims)
     if not place.block:
         return x
-    x = shapes.reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
+    x = reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
     flat = _on(names, place, FLAT)
     return x.with_dims((cut(x.dims[0], flat, scope.mesh.extent(flat)),)) if flat else x
 

@@ -15,21 +15,9 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.layout import Mesh
-from fmegatron.step.check.atoms import (
-    UNIFORM,
-    Atom,
-    Dim,
-    Fold,
-    canonical,
-    cut,
-    folds_of,
-    over,
-    plain,
-    size_of,
-    stripped,
-)
-from fmegatron.step.check.excess import raised
-from fmegatron.step.check.scope import Rule, Rules, Scope, op_name, suspected
+from fmegatron.step.check.context import Rule, Rules, Scope, op_name, suspected
+from fmegatron.step.check.dims import UNIFORM, Atom, Dim, Fold, canonical, cut, folds_of, over, plain, size_of, stripped
+from fmegatron.step.check.marks import raised
 from fmegatron.step.check.values import (
     First,
     Mark,

@@ -15,10 +15,10 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.step.check.arithmetic import elementwise
-from fmegatron.step.check.atoms import Atom, Dim, canonical, met, over, plain, size_of
-from fmegatron.step.check.combine import strongest
+from fmegatron.step.check.context import Rules, Scope, op_name, shape_of, suspected
+from fmegatron.step.check.dims import Atom, Dim, canonical, met, over, plain, size_of
+from fmegatron.step.check.marks import strongest
 from fmegatron.step.check.reductions import along, reduction
-from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of, suspected
 from fmegatron.step.check.values import First, Mark, Pending, Somewhere, Value, Varying, Wrong, number, portions
 
 Node = torch.fx.Node

@@ -16,15 +16,23 @@ from typing import Any
 import torch
 
 from fmegatron.step.check.arithmetic import elementwise
-from fmegatron.step.check.atoms import Atom, canonical, folds_of, plain, size_of
-from fmegatron.step.check.combine import FLIPPED
-from fmegatron.step.check.excess import scaled
-from fmegatron.step.check.scope import GO_ON, Rules, Scope, as_value, op_name
-from fmegatron.step.check.shapes import expanded
-from fmegatron.step.check.values import First, Pending, Value, filled, number
+from fmegatron.step.check.context import GO_ON, Rules, Scope, as_value, op_name, shape_of
+from fmegatron.step.check.dims import Atom, canonical, folds_of, plain, size_of
+from fmegatron.step.check.marks import FLIPPED, scaled
+from fmegatron.step.check.movement import expanded
+from fmegatron.step.check.values import First, Pending, Value, counted, filled, number
 from fmegatron.step.torch_private import outside_of_tracing
 
 Node = torch.fx.Node
+_KEEPS_WHOLE = frozenset(
+    "add sub rsub mul sum neg abs clone detach alias view _unsafe_view reshape expand unsqueeze squeeze permute"
+    " transpose t _to_copy slice select index_select cumsum maximum minimum amax amin psum where ones zeros full"
+    " ones_like zeros_like scalar_tensor scatter_add index_add".split()
+)
+_RISING = (
+    "exp exp2 expm1 log log2 log10 log1p relu relu6 sigmoid tanh erf floor ceil round trunc atan asinh asin sinh"
+    " softplus hardtanh hardsigmoid elu leaky_relu logit fix"
+)
 
 
 def same(scope: Scope, node: Node, given: dict) -> Value:
@@ -299,15 +307,36 @@ def with_number(scope: Scope, node: Node, operands: Sequence[Value], out: Value)
     return replace(out, dims=filled(tuple(node.meta["val"].shape), 0).dims, constant=result.item())
 
 
-_KEEPS_WHOLE = frozenset(
-    "add sub rsub mul sum neg abs clone detach alias view _unsafe_view reshape expand unsqueeze squeeze permute"
-    " transpose t _to_copy slice select index_select cumsum maximum minimum amax amin psum where ones zeros full"
-    " ones_like zeros_like scalar_tensor scatter_add index_add".split()
-)
-_RISING = (
-    "exp exp2 expm1 log log2 log10 log1p relu relu6 sigmoid tanh erf floor ceil round trunc atan asinh asin sinh"
-    " softplus hardtanh hardsigmoid elu leaky_relu logit fix"
-)
+# ---- rules -----------------------------------------------------------------------------------------------------------
+def constant(scope: Scope, node: Node, given: dict) -> Value:
+    """zeros, ones_like, full, fill_ ...: one number everywhere; what memory of `empty` holds counts as alike.
+
+    The gradient of a loss that is n times too large begins as ones of the loss, and is as much too large.
+    """
+    name = op_name(node)
+    value = given.get("fill_value", given.get("value", given.get("s")))
+    value = 0 if "zero" in name else 1 if "ones" in name else value
+    out = filled(shape_of(node), value if isinstance(value, (int, float)) else None)
+    if not name.endswith("_like"):  # a number that the step writes may count what a rank has
+        out = replace(out, equal_terms=bool(out.constant))
+    if name != "ones_like" or out.dims:
+        return out
+    loss = given["self"]
+    never = {a: "never" for a in loss.having(Pending)}
+    return replace(out, excess=loss.excess, portion=never)
+
+
+def counter(scope: Scope, node: Node, given: dict) -> Value:
+    """arange, eye, linspace ...: the same numbers on all ranks."""
+    return counted(shape_of(node), given.get("start", 0) == 0 and given.get("step", 1) == 1 and "n" not in given)
+
+
+def philox(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """Numbers from a seed and an offset that are tensors: alike wherever these are -> (numbers, next offset)."""
+    source = elementwise(scope, node, "function", [given["seed"], given["offset"]])
+    return [source.with_dims(plain(n) for n in node.meta["val"][0].shape), source]
+
+
 RULES: Rules = MappingProxyType(
     dict.fromkeys("clone contiguous alias detach lift_fresh_copy conj positive barrier to_host from_host".split(), same)
     | dict.fromkeys(("_to_copy", "to"), cast)
@@ -347,4 +376,11 @@ RULES: Rules = MappingProxyType(
         "floor_divide": function,
         "view.dtype": same_bits,
     }
+    | dict.fromkeys(
+        "full zeros ones empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like zero"
+        " fill scalar_tensor empty_strided new_empty_strided".split(),
+        constant,
+    )
+    | dict.fromkeys("arange iota eye linspace tril_indices triu_indices".split(), counter)
+    | {"philox_rand": philox}
 )

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.layout import Layout
-from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, cut, over, plain, stripped
+from fmegatron.step.check.dims import UNIFORM, Atom, Dim, canonical, cut, over, plain, stripped
+from fmegatron.step.torch_private import outside_of_tracing
 
 NOTHING: Mapping = MappingProxyType({})
 Node = torch.fx.Node
@@ -272,3 +273,17 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
         whole = canonical(tuple(atom for dim in dims for atom in dim))
         dims = [cut(whole, flat, layout.mesh.extent(flat)) if flat else whole]
     return Value(tuple(dims), {a: Pending("sum", None) for a in layout.unreduced if layout.mesh[a] > 1})
+
+
+def counted(shape: Sequence[int], ramp: bool = False) -> Value:
+    """A tensor made inside the step that differs along its dims: equal on all ranks, or counted in each one's part."""
+    return Value(tuple(canonical((Atom(n, counted=True),)) for n in shape), ramp=ramp)
+
+
+def of_constant(constant: torch.Tensor) -> Value:
+    """A tensor that the step made of Python numbers: equal on all ranks; a single number may count what a rank has."""
+    if constant.numel() != 1:
+        return Value(tuple(plain(n) for n in constant.shape))
+    with outside_of_tracing():
+        value = constant.item()
+    return replace(filled(tuple(constant.shape), value), equal_terms=bool(value))
