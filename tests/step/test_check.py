@@ -239,6 +239,15 @@ def test_an_op_without_a_rule_is_unproven_with_the_outputs_that_depend_on_it():
     assert check(odd, STATE, BATCH, MESH, allow={one.at: "one segment"}).ok
 
 
+def test_a_line_of_a_file_whose_name_has_spaces_can_be_silenced():
+    code = "def odd(state, batch):\n    return state, {'loss': batch['ids'].sum()}\n"
+    names: dict = {}
+    exec(compile(code, "my step.py", "exec"), names)
+    report = check(names["odd"], STATE, BATCH, MESH)
+    assert {one.at for one in report.findings} == {"my step.py:2"}
+    assert check(names["odd"], STATE, BATCH, MESH, allow={"my step.py:2": "a test"}).ok
+
+
 def test_no_op_hides_the_mistakes_behind_it():
     """An op without a rule is taken apart as torch itself does: a sum that is missing behind it is found."""
 
