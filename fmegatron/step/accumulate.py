@@ -54,7 +54,7 @@ def accumulate(
     does: a 0-d bool, a shape that depends on the number of rows in another way, a Python number that depends on data.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"accumulate over n={n!r} microbatches; n must be a whole number, at least 1")
+        raise ValueError(f"accumulate: n: got {n!r}, wanted a whole number of microbatches, 1 or more")
     each = each or (lambda grads: grads)
     if n == 1:
 
@@ -104,7 +104,7 @@ def _require_parts(batch: Any, n: int) -> None:
     for path, x in tensors if n > 1 else ():
         if x.dim() == 0 or x.shape[0] % n:
             raise ValueError(
-                f"batch leaf {path!r} of local shape {tuple(x.shape)} cannot be cut into {n} microbatches on dim 0; "
+                f"batch leaf {path!r}: got local shape {tuple(x.shape)}, wanted a dim 0 that {n} microbatches divide; "
                 + ("pass it as another argument, or expand it to one for each row" if x.dim() == 0 else
                    "choose a number of microbatches that divides this rank's rows")
             )  # fmt: skip
@@ -181,13 +181,13 @@ def _kinds(grad_fn: Callable, args: tuple, metrics: list, weight: str | None, kn
         if other_structure != structure:
             raise ValueError(
                 f"accumulate: got the metrics {', '.join(other) or 'none'} of one microbatch and "
-                f"{', '.join(paths) or 'none'} of another; return the same ones for every batch"
+                f"{', '.join(paths) or 'none'} of another, wanted equal names; return the same ones for every batch"
             )
     for path, *values in zip(paths, *(flat[1] for flat in metrics), strict=True):
         if not isinstance(values[0], torch.Tensor) and len(set(map(repr, values))) > 1:
             raise ValueError(
                 f"metric {path!r}: got {', '.join(dict.fromkeys(map(repr, values)))} of {len(values)} microbatches, "
-                "Python values that depend on data; return a tensor"
+                "wanted one Python value that does not depend on data; return a tensor"
             )
     plain = all(isinstance(x, str) or isinstance(x, torch.Tensor) and not x.dim() for x in leaves)
     full = leaves if plain else _of_full_batch(grad_fn, args, known)
@@ -209,8 +209,8 @@ def _kind(path: str, x: Any, full: Any, n: int, is_weight: bool) -> Any:
         )
     if x.dtype == torch.bool:
         raise ValueError(
-            f"metric {path!r}: got a bool, which may have to hold for one of {n} microbatches or for all; count it "
-            "(x.long() is summed), or return a share (x.float() is averaged)"
+            f"metric {path!r}: got a bool, which may have to hold for one of {n} microbatches or for all, wanted a "
+            "number; count it (x.long() is summed), or return a share (x.float() is averaged)"
         )
     return "mean" if (x.is_floating_point() or x.is_complex()) and not is_weight else "count"
 

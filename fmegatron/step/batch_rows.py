@@ -67,8 +67,8 @@ def require_rows(traced: Traced, layouts: Sequence[Layout | None], who: str) -> 
         names = tuple(name for name in names if name in layout.mesh)
         wanted = layout.replace(spec=(Split(names, cut.n) if cut.n > 1 else names, *layout.spec[1:]))
         raise ValueError(
-            f"{who}: {traced.in_paths[index]!r}: got the layout {layout}; the step cuts the rows of a rank into "
-            f"{cut.n} microbatches, which then are other rows of the batch on every mesh: wanted {wanted}, "
+            f"{who}: {traced.in_paths[index]!r}: got the layout {layout}, wanted {wanted}, as the step cuts the rows "
+            f"of a rank into {cut.n} microbatches, which else are other rows of the batch on every mesh; give "
             f"strategy.batch_layout({layout.shape}, {layout.dtype}, mesh, microbatches={cut.n}), also where rows are "
             "given to ranks (data.Batches.for_rank)"
         )

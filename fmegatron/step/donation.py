@@ -38,12 +38,12 @@ class Leaf:
         """Why it cannot be read any more, and what to do."""
         if self.failure:
             return ValueError(
-                f"leaf {self.path!r} was donated to {self.name}, which failed after it had begun to write "
-                f"({self.failure}): the leaf may be neither old nor new. Restore a checkpoint; {_KEEP}"
+                f"leaf {self.path!r}: got a tensor that was donated to {self.name}, which failed after it had begun to "
+                f"write ({self.failure}), wanted one that is old or new; restore a checkpoint; {_KEEP}"
             )
         return ValueError(
-            f"leaf {self.path!r} was donated to {self.name}, which has put new values into its memory: use what "
-            f"{self.name} returned; {_KEEP}"
+            f"leaf {self.path!r}: got a tensor that was donated to {self.name}, which has put new values into its "
+            f"memory, wanted one that is alive; use what {self.name} returned; {_KEEP}"
         )
 
 
@@ -58,7 +58,7 @@ class Donated(torch.Tensor):
             if isinstance(x, Donated):
                 raise x._leaf.error()
             todo += x if isinstance(x, (list, tuple)) else ()
-        raise ValueError(f"{func} was given a tensor that had been donated; {_KEEP}")
+        raise ValueError(f"{func}: got a tensor that had been donated, wanted one that is alive; {_KEEP}")
 
     def __repr__(self):
         return f"<donated to {self._leaf.name}: {self._leaf.path!r}>"
@@ -196,14 +196,16 @@ def require_own_memory(tensors: list, paths: Sequence[str], donated: Sequence[in
     for i, t in enumerate(tensors):
         steps = [(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)]
         if i in donated and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise ValueError(f"donated leaf {paths[i]!r} is expanded: its elements share memory; donate a .clone()")
+            raise ValueError(
+                f"donated leaf {paths[i]!r}: got an expanded tensor, wanted memory for each element; donate a .clone()"
+            )
         if t.numel():
             spans.append((t.data_ptr(), t.data_ptr() + (sum(steps) + 1) * t.element_size(), i))
     behind, last = -1, -1  # where the memory ends that was seen so far, and whose that end is
     for start, end, i in sorted(spans):
         if start < behind and (i in donated or last in donated):
             raise ValueError(
-                f"leaves {paths[last]!r} and {paths[i]!r} share memory and one is donated: writing it would change the "
-                "other; pass a .clone() of one"
+                f"leaves {paths[last]!r} and {paths[i]!r}: got shared memory of which one is donated, wanted memory of "
+                "their own, as writing one would change the other; pass a .clone() of one"
             )
         behind, last = max((behind, last), (end, i))

@@ -47,8 +47,8 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
                 )
             if not leaf.is_floating_point() and not leaf.is_complex():
                 raise ValueError(
-                    f"parameter {path!r} is {leaf.dtype}, which has no gradient; pass it as another argument, not "
-                    "among the parameters"
+                    f"parameter {path!r}: got {leaf.dtype}, which has no gradient, wanted a floating dtype; pass it as "
+                    "another argument, not among the parameters"
                 )
         leaves = [(leaf if dtype is None else widened(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():

@@ -27,6 +27,8 @@ from fmegatron.step.write_back import donated_leaves
 
 __all__ = ["Compiled", "Jitted", "jit"]
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
 
 class Compiled:
     """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
@@ -35,12 +37,12 @@ class Compiled:
     stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
     """
 
-    def __init__(self, fn, args, donate, target: Target, check=None):
+    def __init__(self, fn, args, donate, target: Target, check=None, options: Mapping[str, Any] = _NONE):
         self.traced: Traced = trace(fn, args)
         self.report = check(self.traced) if check is not None and target.world is not None else None
         self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
         self.program = Program(traced.graph_module, traced.fakes, traced.fake_mode, target, self.donated)
-        self.stages = self.program.stages
+        self.stages, self.options = self.program.stages, options
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run = self.donation = None
@@ -52,9 +54,9 @@ class Compiled:
         leaves = [Leaf(position, paths[position], name) for position in self.donated.values()]
         return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves])
 
-    def compile(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Compile the layers inside, then the graph around them. options: Inductor's settings for the latter alone."""
-        self.run = self.program.compile(options)
+    def compile(self) -> None:
+        """Compile the layers inside, then the graph around them."""
+        self.run = self.program.compile(self.options)
         if self.donation is not None:
             self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
 
@@ -116,13 +118,13 @@ class Jitted:
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         target = replace(self.target, backend=usable_backend(self.target.backend, device))
-        compiled = Compiled(self.fn, args, self.donate, target, self._check)
+        compiled = Compiled(self.fn, args, self.donate, target, self._check, self.options)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         require_own_memory(tensors, compiled.traced.in_paths, compiled.donated.values())
         if self.world is None:
-            compiled.compile(self.options)
+            compiled.compile()
         else:
-            self.world.leader_first(lambda: compiled.compile(self.options), f"compiling {self.name}")
+            self.world.leader_first(compiled.compile, f"compiling {self.name}")
         return compiled
 
     def _check(self, traced):
@@ -135,12 +137,13 @@ class Jitted:
         """Called while another function is traced: one opaque node, compiled once."""
         if self.donate:
             raise ValueError(
-                f"{self.name} donates an argument and is called inside another jit; only the outermost may"
+                f"{self.name}: got donate={self.donate} inside another jit, wanted donation by the outermost jit "
+                "alone; leave it out here"
             )
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             raise ValueError(
-                f"{self.name} is a jit inside of a gradient, and a jit is one node without a gradient; differentiate "
-                "inside of it, call the plain function (.fn), or make it a compiled_layer"
+                f"{self.name}: got a tensor that needs a gradient, wanted none, as a jit is one node without a "
+                "gradient; differentiate inside of it, call the plain function (.fn), or make it a compiled_layer"
             )
         if not _known(key, self._inside, args):
             with outside_of_tracing():
@@ -148,7 +151,8 @@ class Jitted:
             if any(traced.aliased):
                 path = traced.out_paths[traced.aliased.index(True)]
                 raise ValueError(
-                    f"output {path!r} of {self.name} is one of its inputs or a view of one; return a new tensor"
+                    f"{self.name}: output {path!r}: got one of its inputs or a view of one, wanted a new tensor; "
+                    "return a copy"
                 )
             entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
             self._inside[key] = (traced, entry)
@@ -159,10 +163,10 @@ class Jitted:
         """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
         entries = list(self.cache.values())
         if not entries:
-            raise ValueError("nothing is compiled yet; call the function once")
+            raise ValueError(f"{self.name}: got a jit that has compiled nothing, wanted its graph; call it once before")
         stages = entries[call].stages
         if stage not in stages:
-            raise ValueError(f"unknown stage {stage!r}; choose one of {', '.join(stages)}")
+            raise ValueError(f"stage: got {stage!r}, wanted one of {', '.join(stages)}")
         return stages[stage].graph
 
 

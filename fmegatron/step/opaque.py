@@ -168,7 +168,7 @@ def _copy_into(flat, graph, arguments, lines):
         else:
             copied[node] = flat.node_copy(node, lambda n: copied[n])
             copied[node].meta["at"] = _relined(node, lines)
-    raise AssertionError("graph without an output node")
+    raise AssertionError("graph: no output node")
 
 
 def _lines_of_layers(graph, lines) -> dict[str, str]:

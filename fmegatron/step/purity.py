@@ -55,9 +55,9 @@ def require_pure(graph_module, in_paths) -> None:
             value = source.meta.get("val")
             if isinstance(value, FakeTensor) and storage_of(value) in owner:
                 raise ValueError(
-                    f"argument {owner[storage_of(value)]!r} is changed in place by {node.target} at "
-                    f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
-                    "(jit(..., donate=...) reuses the memory)"
+                    f"argument {owner[storage_of(value)]!r}: got {node.target} in place at {node.meta.get('at', '?')}, "
+                    "wanted it unchanged, as a step is pure; return the new value instead (jit(..., donate=...) reuses "
+                    "the memory)"
                 )
 
 
@@ -70,8 +70,8 @@ def require_keyed(graph_module: torch.fx.GraphModule, name: str) -> None:
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and _draws(node):
             raise ValueError(
-                f"{name}: {node.target} at {node.meta.get('at', '?')} draws from a generator of torch, so its numbers "
-                f"differ from mesh to mesh and are not restored with a checkpoint; {_FIX}"
+                f"{name}: got {node.target} at {node.meta.get('at', '?')}, which draws from a generator of torch, "
+                f"wanted numbers that are the same on every mesh and restored with a checkpoint; {_FIX}"
             )
 
 
@@ -79,7 +79,10 @@ def require_no_generator(paths: list[str], leaves: list, name: str) -> None:
     """ValueError, naming the leaf, for a torch.Generator among the arguments of a step."""
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, torch.Generator):
-            raise ValueError(f"{name}: argument {path!r} is a torch.Generator, whose state no step can return; {_FIX}")
+            raise ValueError(
+                f"{name}: argument {path!r}: got a torch.Generator, wanted a key, as no step can return the state of a "
+                f"generator; {_FIX}"
+            )
 
 
 def _draws(node: torch.fx.Node) -> bool:
@@ -121,8 +124,8 @@ def generators_kept(name: str):
                     seeded = True
     if seeded:
         raise ValueError(
-            f"{name} seeds torch's default generator (torch.manual_seed), which happens once, when it is traced, and "
-            f"never in the compiled step; {_FIX}"
+            f"{name}: got a new seed of torch's default generator (torch.manual_seed), wanted none, as that happens "
+            f"once, when it is traced, and never in the compiled step; {_FIX}"
         )
 
 

@@ -73,8 +73,8 @@ def require_constants(args: tuple) -> None:
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, torch.Tensor) and type(x).__hash__ is None:
             raise ValueError(
-                f"argument leaf {path!r} is a {type(x).__name__}; jit takes tensors (make it one: torch.as_tensor) "
-                "and hashable constants"
+                f"argument leaf {path!r}: got a {type(x).__name__}, wanted a tensor or a hashable constant; make it "
+                "one: torch.as_tensor"
             )
 
 

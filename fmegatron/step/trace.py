@@ -170,26 +170,30 @@ def explained(name: str):
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         raise _refused(
             e,
-            f"{name} reads the value of a tensor at {_raised_at(e)} ({e}): its graph would depend on data. Keep it "
-            "in tensors (torch.where instead of if, no .item(), no nonzero or boolean index)",
+            f"{name}: at {_raised_at(e)}: got a read of the value of a tensor ({e}), wanted a graph that does not "
+            "depend on data; keep it in tensors (torch.where instead of if, no .item(), no nonzero or boolean index)",
         ) from None
     except AssertionError as e:
         if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
             raise
         raise _refused(
             e,
-            f"{name} uses a tensor at {_raised_at(e)} that is not among its arguments (from a closure or a global). "
-            f"Pass it as an argument, or make it inside the function from Python numbers. ({e})",
+            f"{name}: at {_raised_at(e)}: got a tensor from a closure or a global, wanted tensors among its arguments; "
+            f"pass it as an argument, or make it inside the function from Python numbers ({e})",
         ) from None
     except Exception as e:
         at, text = _raised_at(e), str(e)
         op = next((note for note in getattr(e, "__notes__", ()) if note.startswith(_FAILED)), None)
         if "leaf Variable that requires grad" in text:
-            what = f"{name} changes an argument in place at {at}; a step is pure: return the new value instead"
+            what = (
+                f"{name}: at {at}: got an argument that is changed in place, wanted it unchanged, as a step is pure; "
+                "return the new value instead"
+            )
         elif isinstance(e, RuntimeError) and any(words in text for words in _READS_MEMORY):
             what = (
-                f"{name} reads the values of a tensor at {at} (.numpy() or its memory): while a step is traced a "
-                "tensor has a shape and no values. Keep it in tensors, or do this before or after the step"
+                f"{name}: at {at}: got a read of the values of a tensor (.numpy() or its memory), wanted none, as "
+                "while a step is traced a tensor has a shape and no values; keep it in tensors, or do this before or "
+                "after the step"
             )
         elif op is not None:
             what = (

@@ -141,8 +141,8 @@ def build_train_step(
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
         if "grad_norm" in metrics:
             raise ValueError(
-                "metric 'grad_norm': got one of loss_fn, and the step reports the norm of all gradients under this "
-                "name; rename yours, such as 'own_grad_norm'"
+                "metric 'grad_norm': got one of loss_fn, wanted another name, as the step reports the norm of all "
+                "gradients under this one; rename yours, such as 'own_grad_norm'"
             )
         if microbatches > 1:
             grads = _moved(grads, trained_at.grads, trained_at.optim, axes, wire, together)
@@ -213,8 +213,9 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
     for name in mesh.names:
         if mesh[name] > 1 and name not in used:
             raise ValueError(
-                f"mesh {mesh}: the axis {name!r} is none of the strategy's axes {strategy.axes} and shards no "
-                f"parameter; give a strategy over it, DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
+                f"build_train_step: mesh {mesh}: got the axis {name!r}, which is none of the strategy's axes "
+                f"{strategy.axes} and shards no parameter, wanted a use of each axis; give a strategy over it, "
+                f"DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
     if set(axes[axes.data].names) != {name for name in strategy.axes if name in axes.mesh and axes.mesh[name] > 1}:
         raise ValueError(

@@ -33,26 +33,28 @@ def donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
     donated: dict[int, int] = {}
     for position in donate:
         if not 0 <= position < len(args):
-            raise ValueError(f"donate={position}, but the function takes {len(args)} arguments")
+            raise ValueError(
+                f"donate: got position {position}, wanted one of the function's {len(args)} arguments, counted from 0"
+            )
         inputs = {p: i for i, p in enumerate(traced.in_paths) if _under(p, str(position))}
         outputs = {p: i for i, p in enumerate(traced.out_paths)}
         if traced.out_tree.type is tuple:
             outputs = {p: i for p, i in outputs.items() if _under(p, str(position))}
         elif len(donate) > 1:
-            raise ValueError(f"donate={donate}, but the function returns one result, no tuple with one for each")
+            raise ValueError(f"donate: got {donate} and one result, wanted a tuple with a result for each; return one")
         else:  # the result as a whole stands for the donated argument
             outputs = {f"{position}/{p}" if p else str(position): i for p, i in outputs.items()}
         missing, extra = sorted(set(inputs) - set(outputs)), sorted(set(outputs) - set(inputs))
         if missing or extra:
             raise ValueError(
-                f"argument {position} is donated, so result {position} must have the same leaves; "
-                f"missing from the result: {missing[:5] or 'none'}; only in the result: {extra[:5] or 'none'}"
+                f"result {position}: got missing leaves {missing[:5] or 'none'}, additional leaves "
+                f"{extra[:5] or 'none'}, wanted those of argument {position}, which is donated; return the same leaves"
             )
         for path, i in inputs.items():
             old, new = meta_of(traced.fakes[i]), meta_of(traced.outputs[outputs[path]].meta["val"])
             if old[0] != new[0] or old[2:] != new[2:]:
                 raise ValueError(
-                    f"donated leaf {path!r} changes: was {meta_text(old)}, would become {meta_text(new)}; "
+                    f"donated leaf {path!r}: got a new value of {meta_text(new)}, wanted {meta_text(old)} as before; "
                     "cast or reshape the new value, or do not donate"
                 )
             donated[outputs[path]] = i

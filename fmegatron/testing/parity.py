@@ -11,7 +11,7 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
-from fmegatron.step import inline_layers
+from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.blame import Finding, blame
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.microbatches import cuts_of, finding_of_cut

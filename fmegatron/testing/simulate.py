@@ -18,7 +18,9 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Traced, inline_layers, require_rows, trace
+from fmegatron.step import Traced, trace
+from fmegatron.step.batch_rows import require_rows
+from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.interpret import interpret
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]

@@ -15,7 +15,8 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, ppermute, psum, reduce_scatter
 from fmegatron.layout import Mesh
-from fmegatron.step import entry_of, jit, value_and_grad
+from fmegatron.step import jit, value_and_grad
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Target
 from fmegatron.step.timeline import launched

@@ -197,4 +197,4 @@ def test_without_a_compiler(monkeypatch):
     assert "\n" not in str(warnings[0].message)
     wanted, _ = tiny.run_steps(tiny.mlp_step(), fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
     assert losses == pytest.approx(wanted, rel=1e-10)
-    assert {c.backend for c in step.cache.values()} == {"aot_eager"}
+    assert {c.program.target.backend for c in step.cache.values()} == {"aot_eager"}

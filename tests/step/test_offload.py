@@ -11,8 +11,9 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, entry_of, jit, trace
+from fmegatron.step import build_train_step, check, compiled_layer, jit, trace
 from fmegatron.step.graph.memory import memory_of
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.jit import Compiled
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.passes import Target

@@ -82,8 +82,11 @@ def build(mesh=None, strategy=None, data=DATA_AXES):
     [
         (lambda: DataParallel(("dp", "dp")), r"axes: got \('dp', 'dp'\), wanted names of axes, each once"),
         (lambda: DataParallel.zero1(("dp", "fsdp")), r"axes: got \(\('dp', 'fsdp'\),\), wanted names"),
-        (lambda: build(Mesh(dp=2, fsdp=2), DataParallel.zero3("fsdp")), "the axis 'dp' is none of the strategy's axes"),
-        (lambda: build(data=()), "the axis 'dp' is none of the strategy's axes"),
+        (
+            lambda: build(Mesh(dp=2, fsdp=2), DataParallel.zero3("fsdp")),
+            "got the axis 'dp', which is none of the strategy's axes",
+        ),
+        (lambda: build(data=()), "got the axis 'dp', which is none of the strategy's axes"),
         (
             lambda: build(Mesh(data=2), DataParallel.zero1("data")),
             r"got data axes \(\), wanted those of the strategy, \('data',\); give Axes\(mesh, data=\('data',\)\)",

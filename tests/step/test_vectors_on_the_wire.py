@@ -9,7 +9,8 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, Precision, Wire, is_symbolic
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import entry_of, reduce_gradients, trace
+from fmegatron.step import reduce_gradients, trace
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.testing import Ranks, simulate, split
 from tests.pairs import turns
 from tests.step import strategies

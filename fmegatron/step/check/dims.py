@@ -193,7 +193,7 @@ def met(a: Dim, b: Dim) -> Meeting:
         if size_of(a) == 1 or size_of(b) == 1:  # a shard of one element, broadcast along the other
             small, large = (a, b) if size_of(a) == 1 else (b, a)
             return Meeting(large, unclear=NOWHERE if order_of(small) == order_of(large) else over(small))
-        raise Misfit(f"dims of sizes {size_of(a)} and {size_of(b)}")
+        raise Misfit(f"dims that meet: sizes {size_of(a)} and {size_of(b)}")
     return _aligned(a, b) or _aligned(interleaved(a), interleaved(b)) or _not_aligned(a, b)
 
 

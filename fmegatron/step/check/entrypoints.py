@@ -118,7 +118,8 @@ def _empty(leaf: Any) -> torch.Tensor:
     layout = leaf if isinstance(leaf, Layout) else leaf.layout
     if not layout.is_even:
         raise ValueError(
-            f"{layout} is uneven: ranks would have graphs of their own; pad the dim, or choose another mesh"
+            f"check: got the layout {layout}, which is uneven, wanted equal shapes on all ranks, that they have one "
+            "graph; pad the dim, or choose another mesh"
         )
     with FakeTensorMode():  # no memory, and yet of the device on which a step makes its own tensors
         return torch.empty(layout.local_shape(0), dtype=layout.dtype, device="cpu")
@@ -169,8 +170,8 @@ def check_call(
     for path, fake in shapes.items():
         if path in known and tuple(fake.shape) != known[path].local_shape(0):
             raise ValueError(
-                f"{name}: argument {path!r} has shape {tuple(fake.shape)}, its layout {known[path]} gives "
-                f"{known[path].local_shape(0)} on each rank; correct the layout, or jit with check=False"
+                f"{name}: argument {path!r}: got shape {tuple(fake.shape)}, wanted {known[path].local_shape(0)} on "
+                f"each rank, by its layout {known[path]}; correct the layout, or jit with check=False"
             )
     given = [known.get(path) for path in traced.in_paths]
     require_rows(traced, given, name)

@@ -69,7 +69,7 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
             uses[source] -= 1
             if not uses[source]:
                 del values[source]
-    raise AssertionError("graph without an output node")
+    raise AssertionError("graph: no output node")
 
 
 def _mark_live(scope: Scope, graph: torch.fx.Graph) -> None:

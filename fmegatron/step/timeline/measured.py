@@ -51,7 +51,7 @@ def timeline(
         return planned(compiled.stages["overlap"].graph, rates, f"{name} planned on {mesh}")
     if not isinstance(step, Jitted):
         raise ValueError(
-            f"timeline of {name}, which is no jit: pass step.jit(fn), or arguments and mesh=Mesh(...) for a plan"
+            f"timeline: got {name}, which is no jit, wanted one; pass step.jit(fn), or arguments and mesh=Mesh(...)"
         )
     if not args:
         return planned(step.graph("overlap", call), rates, f"{name} planned")

@@ -7,8 +7,9 @@ import torch
 
 from fmegatron.collectives import connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import Overlap, bytes_sent, collectives_of, jit, launches, overlapped
+from fmegatron.step import Overlap, bytes_sent, collectives_of, jit, launches
 from fmegatron.step.graph.nodes import is_start, kind
+from fmegatron.step.overlap import overlapped
 from tests.pairs import turns
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, POLICIES, config, lowered, state, train_step

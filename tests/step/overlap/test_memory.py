@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 
 from fmegatron import model
-from fmegatron.step import Overlap, launches, overlapped
+from fmegatron.step import Overlap, launches
 from fmegatron.step.graph.memory import peak_bytes
+from fmegatron.step.overlap import overlapped
 from fmegatron.step.overlap.gathers import units
 from tests.pairs import turns
 from tests.step.gathered import gathered_bytes, largest_unit_bytes

@@ -5,8 +5,9 @@ import torch
 
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, launches, overlapped
+from fmegatron.step import Overlap, PaperWorld, launches
 from fmegatron.step.jit import Compiled
+from fmegatron.step.overlap import overlapped
 from fmegatron.step.overlap.gathers import separate_groups
 from fmegatron.step.passes import Target
 from tests.step.overlap.decoder import FSDP, lowered

@@ -7,8 +7,10 @@ import torch
 
 from fmegatron.collectives import Axes, all_gather, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, entry_of, jit, launches, overlapped
+from fmegatron.step import Overlap, PaperWorld, jit, launches
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.jit import Compiled
+from fmegatron.step.overlap import overlapped
 from fmegatron.step.passes import Target
 from tests.fresh_state import fresh_state
 from tests.step import tiny

@@ -7,7 +7,8 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Mesh
-from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, jit, overlapped, timeline
+from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, jit, timeline
+from fmegatron.step.overlap import overlapped
 from fmegatron.step.timeline import planned
 from tests.fresh_state import fresh_state
 from tests.step import tiny
@@ -101,7 +102,7 @@ def test_chrome_trace(plan, tmp_path):
 
 def test_of_a_compiled_step_and_of_a_call():
     step = jit(tiny.mlp_step("inputs"), donate=0, backend="eager")
-    with pytest.raises(ValueError, match="nothing is compiled yet"):
+    with pytest.raises(ValueError, match="got a jit that has compiled nothing"):
         timeline(step)
     state, batch = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch()
     before = tiny.copied(state)
@@ -114,7 +115,7 @@ def test_of_a_compiled_step_and_of_a_call():
 
 
 def test_a_function_that_is_not_compiled_needs_a_mesh():
-    with pytest.raises(ValueError, match="which is no jit: pass step.jit"):
+    with pytest.raises(ValueError, match="which is no jit, wanted one; pass step.jit"):
         timeline(tiny.mlp_step())
 
 
