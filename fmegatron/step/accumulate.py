@@ -25,28 +25,33 @@ def accumulate(
 ) -> Callable:
     """`f(params, batch, *args)` that runs `grad_fn(params, microbatch, *args) -> ((loss, aux), grads)` n times.
 
-    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts. Other leaves of
-    the batch, and args, are the same for every microbatch: what must differ between them (the count of `nn.dropout`) is
-    a leaf with rows. Under `DataParallel.batch_layout(..., microbatches=n)` microbatch m is the rows [m·B/n, (m+1)·B/n)
-    of the full batch on every mesh; under another layout it is other rows on every mesh, which a loss that couples the
-    rows of a microbatch shows. check, jit, simulate and `loop.train` refuse such a layout where they know it; local
-    tensors that were split by hand say nothing of it and are taken as they are.
-    each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make each
-    time. dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
+    Args:
+        grad_fn: as `value_and_grad` makes it.
+        n: the number of microbatches. Of a batch, a tree of tensors, dim 0 of each (this rank's rows) is cut into n
+            equal consecutive parts. Other leaves of the batch, and args, are the same for every microbatch: what must
+            differ between them (the count of `nn.dropout`) is a leaf with rows. Under `DataParallel.batch_layout(...,
+            microbatches=n)` microbatch m is the rows [m·B/n, (m+1)·B/n) of the full batch on every mesh; under another
+            layout it is other rows on every mesh, which a loss that couples the rows of a microbatch shows. check, jit,
+            simulate and `loop.train` refuse such a layout where they know it; local tensors that were split by hand are
+            taken as they are.
+        each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make
+            each time.
+        weight: the name of one number in aux, equal on all ranks, by which each microbatch counts. None: "tokens", the
+            number of tokens that bear a loss, if aux has it: the result is the mean over all tokens however unevenly a
+            mask spreads them; without it, microbatches count equally. A microbatch of weight 0 takes no part, whatever
+            its loss is (0/0).
+        dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
 
     The result is that of `grad_fn` on the full batch where loss and metrics are means or counts, each microbatch being
-    normalised on its own:
+    normalized on its own:
 
         loss, gradients, floating-point leaves of aux   averaged by the weights of the microbatches
         leaves of whole numbers, and the weight itself  counts: summed
         leaves with rows of the batch on dim 0          concatenated
         Python numbers                                  what the full batch gives
 
-    weight: the name of one number in aux, equal on all ranks, by which each microbatch counts. None: "tokens", the
-    number of tokens that bear a loss, if aux has it: the result is the mean over all tokens however unevenly a mask
-    spreads them; without it, microbatches count equally. A microbatch of weight 0 takes no part, whatever its loss is
-    (0/0). Where aux has leaves that are neither 0-d tensors nor text, `grad_fn` is traced once more, with the full
-    batch, to see which they are.
+    Where aux has leaves that are neither 0-d tensors nor text, `grad_fn` is traced once more, with the full batch, to
+    see which they are.
 
     Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
     Raises ValueError when dim 0 does not divide by n; for a batch without tensors or without rows; for a weight that

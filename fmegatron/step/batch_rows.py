@@ -1,7 +1,7 @@
 """Which rows of a batch make up a microbatch: how a step cuts them, compared with the layout of the batch.
 
-A local tensor does not say which rows of the batch it has. So where a step cuts one into microbatches, or numbers
-its rows, the traced graph carries a mark, and whoever knows the batch's layout (check, jit, simulate) compares.
+A local tensor does not state which rows of the batch it has. So where a step cuts one into microbatches, or numbers
+its rows, the traced graph carries a mark, and what knows the batch's layout (check, jit, simulate) compares.
 """
 
 from __future__ import annotations

@@ -47,8 +47,13 @@ def state_bytes(
 ) -> StateBytes:
     """Bytes of each kind of state on a rank, from layouts alone; whole bytes / ranks where everything divides.
 
-    param_specs: as the model places parameters at rest under `strategy`. accumulate: dtype of gradients between
-    microbatches (wider ones keep theirs); only leaves that the optimizer trains have any.
+    Args:
+        param_specs: as the model places parameters at rest under `strategy`.
+        optimizer: whose state is counted.
+        strategy: how gradients and that state are sharded.
+        rank: whose bytes.
+        accumulate: dtype of gradients between microbatches (wider ones keep theirs); only leaves that the optimizer
+            trains have any.
 
         kind        ZeRO-0   1        2        3        HSDP      hybrid
         params      W        W        W        W/n      W/inner   W/inner
@@ -81,10 +86,16 @@ def least_traffic(
 ) -> Traffic:
     """The fewest bytes that a rank can send in a step of a strategy: n - 1 of n parts of what each reduction needs.
 
-    gathers: how often a leaf is gathered in a microbatch (2: once forward, once backward; 1: kept between the two).
-    gather_dtype, reduce_dtype: in which a leaf and its gradient travel. late_dtype: in which gradients travel that were
-    accumulated over several microbatches; None: in the wider of reduce_dtype and fp32 (`Precision.reduce`, where a
-    policy names one). trains: as `Optimizer.trains`; the gradients and updates of other leaves do not travel.
+    Args:
+        param_layouts: of the parameters at rest.
+        strategy: how gradients and the optimizer's state are sharded.
+        microbatches: of a step.
+        gathers: how often a leaf is gathered in a microbatch (2: once forward, once backward; 1: kept between the two).
+        gather_dtype: in which a leaf travels.
+        reduce_dtype: in which its gradient travels.
+        late_dtype: in which gradients travel that were accumulated over several microbatches; None: in the wider of
+            reduce_dtype and fp32 (`Precision.reduce`, where a policy names one).
+        trains: as `Optimizer.trains`; the gradients and updates of other leaves do not travel.
 
     With w elements of a leaf that is whole over the n data ranks, and p, g, o of them that shard parameters, gradients
     and optimizer state (p divides g divides o divides n):

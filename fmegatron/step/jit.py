@@ -113,7 +113,7 @@ class Jitted:
         """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
         if len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
             changed = differences((self._last[1], self._last[0]), (spec, signature))
-            warnings.warn(f"{self.name} is compiled again (said once): {changed}", stacklevel=3)
+            warnings.warn(f"{self.name} is compiled again (reported once): {changed}", stacklevel=3)
 
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
@@ -183,25 +183,31 @@ def jit(
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
-    fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in the
-    arguments is a constant that belongs to the signature, with all that it holds (keep step counts and learning rates
-    in 0-d tensors). A second signature is compiled too, with one warning that says what differs.
-    donate: position (or positions) of arguments whose memory the result may take. Each must come back in the result, in
-    the same place of the result when the result is a tuple (argument 0 as result 0), with the same structure, shapes
-    and dtypes. The given tree is dead after the call: reading one of its leaves, or passing it again, is a ValueError
-    (keep a copy, tree.map(torch.clone, state), of what you need later; memory that a leaf shares with a view of yours
-    or an array of numpy is left to you). Without donate no argument changes.
-    world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
-    backend: see `compile_graph`. patches: Inductor settings for all graphs; options: for the outer graph alone.
+    A second signature is compiled too, with one warning that names what differs. A jitted function that is called while
+    another one is traced becomes one opaque node, compiled once.
 
-    check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a finding
-    is a ValueError that lists all of them with their lines. Outputs that the check cannot prove refuse nothing: rank 0
-    warns, once, which they are, because of which line, and how to go on. None: what the step declares of itself (those
-    of `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of your own; False: no check.
-    allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
-    overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
+    Args:
+        fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in
+            the arguments is a constant that belongs to the signature, with all that it holds (keep step counts and
+            learning rates in 0-d tensors).
+        donate: position (or positions) of arguments whose memory the result may take. Each must come back in the
+            result, in the same place of the result when the result is a tuple (argument 0 as result 0), with the same
+            structure, shapes and dtypes. The given tree is dead after the call: reading one of its leaves, or passing
+            it again, is a ValueError (keep a copy, tree.map(torch.clone, state), of what you need later; memory that a
+            leaf shares with a view of yours or an array of numpy is left to you). Without donate no argument changes.
+        world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
+        backend: "inductor", "compile", "aot_eager" or "eager", see `step.compile.compile_graph`.
+        patches: Inductor's settings for all graphs.
+        options: Inductor's settings for the outer graph alone.
+        check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a
+            finding is a ValueError that lists all of them with their lines. Outputs that the check cannot prove refuse
+            nothing: rank 0 warns, once, which they are, because of which line, and how to go on. None: what the step
+            declares of itself (those of `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of
+            your own; False: no check.
+        allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
+        overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
 
-    A jitted function that is called while another one is traced becomes one opaque node, compiled once.
+    Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
     """
     if not callable(fn) or isinstance(fn, torch.nn.Module) and fn.state_dict():
         raise ValueError(
@@ -222,7 +228,7 @@ def _name(fn: Callable) -> str:
 
 
 def _known(key, cache: dict, args) -> bool:
-    """Whether a signature is in a cache. ValueError for a leaf that cannot be part of one (a numpy array, say)."""
+    """Whether a signature is in a cache. ValueError for a leaf that cannot be part of one (such as a numpy array)."""
     try:
         return key in cache
     except TypeError:

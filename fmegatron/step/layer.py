@@ -46,7 +46,7 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
 
     save: what the forward keeps for the backward.
       "mincut"    what AOTAutograd's min-cut partitioner chooses, as torch.compile would
-      "inputs"    only inputs: everything is computed again (rematerialisation)
+      "inputs"    only inputs: everything is computed again (rematerialization)
       "all"       every value that the backward reads
       0.0 to 1.0  min-cut under that share of the activation memory
       callable    node -> bool, picks among "all"
@@ -198,5 +198,5 @@ class _NotTwice(torch.autograd.Function):
 
 
 def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs") -> Callable:
-    """`fn(x, weights, *rest) -> y` that keeps only what `save` says and computes the rest again in the backward."""
+    """`fn(x, weights, *rest) -> y` that keeps only what `save` states and computes the rest again in the backward."""
     return compiled_layer(save)(fn, prepare)

@@ -2,7 +2,7 @@
 
 Each entry is an operator of its own in torch's dispatcher, named after the function and a digest of its graph, so equal
 graphs share one operator, names agree across ranks and processes (the compile cache can be shared), and the operator
-itself leads back to the graph inside it (`node.target.entry`), for whoever checks, simulates or counts.
+itself leads back to the graph inside it (`node.target.entry`), for what checks, simulates or counts it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _mesh_of(target: Target) -> Mesh | None:
 
 
 def _constants(graph_module) -> list[str]:
-    """The constant tensors of a graph with their bytes: its code has only their names, alike in every graph."""
+    """The constant tensors of a graph with their bytes: its code has their names alone, the same in every graph."""
     constants = [getattr(graph_module, n.target) for n in graph_module.graph.find_nodes(op="get_attr")]
     with outside_of_tracing():
         return [
@@ -173,7 +173,7 @@ def _copy_into(flat, graph, arguments, lines):
 
 def _lines_of_layers(graph, lines) -> dict[str, str]:
     """`lines`, and for each line that called a layer of this graph when it was traced that of its first call here. Of
-    backward calls the line is that of what their gradient came from, and says nothing."""
+    backward calls the line is that of what their gradient came from, and is not informative."""
     found = dict(lines)
     for node in graph.nodes:
         entry = entry_of(node)

@@ -1,9 +1,9 @@
 """Output buffers: dense memory for each output, shared with no input and no other output.
 
-Whoever knows decides. Where a graph runs op by op, its operators say where values lie. Inductor drops copies that
+Where a graph runs op by op, its operators determine where values are. Inductor drops copies that
 change nothing (clone, a cast there and back, x * ones, a cat of one) and computes in the memory of inputs that are
 written later (index_put), so there it is asked when it has decided: the operator `own` takes all outputs at the end of
-a graph, and is lowered to copies of those that lie in memory which is not theirs alone (`torch_private.lower_own`).
+a graph, and is lowered to copies of those whose memory is not theirs alone (`torch_private.lower_own`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["barrier", "in_own_memory", "with_own_outputs"]
 def in_own_memory(graph: torch.fx.Graph, outs: list, written: list, in_order: bool) -> tuple[list, list]:
     """The same values as (outputs, values that are written into inputs at the end), where the graph inserts.
 
-    outs come to lie in memory of their own; written may share it, because it is copied from, but not with an input.
+    outs get memory of their own; written may share it, because it is copied from, but not with an input.
     in_order: whether the graph runs op by op.
     """
     if in_order:

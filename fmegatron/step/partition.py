@@ -107,7 +107,7 @@ def _functionalize(raw, fakes, tangent, mode) -> torch.fx.GraphModule:
     for node in raw.graph.nodes:
         node.meta["stack_trace"] = node.meta.get("at", "?")
 
-    def replay(primals, tangents):  # the partitioner tells inputs apart by these two names
+    def replay(primals, tangents):  # the partitioner separates inputs by these two names
         return torch.fx.Interpreter(raw).run(*primals, *tangents)
 
     with torch.no_grad(), mode, fx_traceback.preserve_node_meta():

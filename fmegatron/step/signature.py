@@ -68,7 +68,7 @@ def _held(x: Any, above: tuple) -> Any:
 
 
 def require_constants(args: tuple) -> None:
-    """ValueError for a leaf that is neither a tensor nor can be part of a signature (a numpy array, say)."""
+    """ValueError for a leaf that is neither a tensor nor can be part of a signature (such as a numpy array)."""
     paths, leaves, _ = tree.flatten(args)
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, torch.Tensor) and type(x).__hash__ is None:
@@ -116,7 +116,7 @@ def _is_number(entry: tuple) -> bool:
 
 
 def _words(entry: tuple) -> str:
-    """A leaf in words."""
+    """A leaf as text."""
     if _is_tensor(entry):
         return meta_text(entry)
     if isinstance(entry[0], tuple):  # by value

@@ -100,7 +100,7 @@ def version_of(t: torch.Tensor) -> int:
 
 def graph_module_of(root, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A module of this graph. It writes its Python code when it is first called or asked for it: most are changed by
-    the next pass before, and code that nobody runs is a fifth of the time of a trace."""
+    the next pass before, and code that is never run is a fifth of the time of a trace."""
     return _LazyGraphModule(root, graph)
 
 
@@ -219,7 +219,7 @@ def lower_own() -> None:
     ir, virtualized = lowering.ir, lowering.V
 
     def place_of(x):
-        """(the box in which the memory of x lies, what is in it): a buffer, or what is to be computed into one."""
+        """(the box that has the memory of x, what is in it): a buffer, or what is to be computed into one."""
         box = None
         while isinstance(x, (ir.MutableBox, ir.BaseView)):
             box, x = (x if isinstance(x, ir.StorageBox) else box), x.data
@@ -246,7 +246,7 @@ def lower_own() -> None:
         for i, x in enumerate(xs):
             box, inner = place_of(x)
             name = inner.get_name() if isinstance(inner, ir.Buffer) else None
-            in_place = i in target and x.data is box and name == target[i]  # a new value that lies there already
+            in_place = i in target and x.data is box and name == target[i]  # a new value that is there already
             shared = i not in target and (name or id(box)) in taken
             if shared or not (in_place or is_own(inner)):
                 x = lowering.clone(x)

@@ -164,7 +164,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
 
 @contextlib.contextmanager
 def explained(name: str):
-    """What torch refuses to trace, as a ValueError that names the line and says what to do."""
+    """What torch refuses to trace, as a ValueError that names the line and the fix."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
@@ -205,7 +205,7 @@ def explained(name: str):
         raise _refused(e, what) from None
 
 
-_FAILED = "in a step that is traced: "  # how the note begins that says with what an op failed
+_FAILED = "in a step that is traced: "  # how the note begins that names what an op failed with
 _READS_MEMORY = (".numpy() is not supported", "numpy() on Tensor that requires grad", "data pointer of Tensor")
 
 

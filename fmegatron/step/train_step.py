@@ -75,24 +75,31 @@ def build_train_step(
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
-    loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
-    the loss; metrics are 0-d tensors that are equal on all ranks. layouts: of the parameters at rest. clip_norm: the
-    largest global gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
-    strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the state's
-    specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`. None: exactly as
-    the parameters are.
-    precision: in which dtypes gradients are reduced and added up (the model's own policy says how weights are
-    gathered); None: as the backward makes them, and microbatches in fp32.
-    microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens". The batch
-    is assigned by `strategy.batch_layout(shape, dtype, mesh, microbatches)`, so that microbatch m is the same rows on
-    every mesh (`data.Batches.for_rank` does that, and `loop.train` refuses another layout of its; a tensor does not
-    say which rows it has, so what was split by hand is taken as it is).
-    numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows of
-    the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any microbatches.
-    together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
+    Args:
+        loss_fn: loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the
+            data axes is the loss; metrics are 0-d tensors that are equal on all ranks, and gain "grad_norm" (before
+            clipping).
+        optimizer: a pair of pure functions (`optim`).
+        layouts: of the parameters at rest.
+        axes: of the mesh of the layouts, with the data axes of the strategy.
+        strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the
+            state's specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`.
+            None: exactly as the parameters are.
+        precision: in which dtypes gradients are reduced and added up (the model's own policy states how weights are
+            gathered); None: as the backward makes them, and microbatches in fp32.
+        microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
+            microbatches)`, so that microbatch m is the same rows on every mesh (`data.Batches.for_rank` does that, and
+            `loop.train` refuses another layout of its; a tensor does not state which rows it has, so what was split by
+            hand is taken as it is).
+        weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
+        numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows
+            of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any
+            microbatches.
+        clip_norm: the largest global gradient norm, None for no clipping.
+        together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
-    not what `layouts` and `strategy` say (structure, local shape, dtype). ValueError at once for layouts of another
+    not what `layouts` and `strategy` state (structure, local shape, dtype). ValueError at once for layouts of another
     mesh than that of `axes`, for a mesh with an axis that neither the strategy nor any layout knows, and for a strategy
     over other axes than `axes.data`, over which the loss is summed.
 

@@ -180,7 +180,7 @@ def _forget(graph: fx.Graph, values: list[fx.Node]) -> None:
 
 
 def _gather_behind(value: fx.Node) -> fx.Node | None:
-    """The all-gather whose result, as it lies in memory, is this value."""
+    """The all-gather whose result, as it is in memory, is this value."""
     node, made = value, value.meta.get("val")
     if made is None:
         return None

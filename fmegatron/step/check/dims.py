@@ -37,7 +37,7 @@ class Atom(NamedTuple):
     """A factor of a dim: local size, and the axes that shard it (major first), () for none, or UNIFORM.
 
     cuts: where interleaved parts of a sharded atom begin, in local elements (fused QKV, gate and up).  inner: the atoms
-    of what is left when a flattened dim is gathered over `axes`; () for a plain one.  runs: the dims that lie one after
+    of what is left when a flattened dim is gathered over `axes`; () for a plain one.  runs: the dims that are one after
     another in it, where they differ (a buffer of several flattened arrays); () for a plain one.  counted: positions
     that the step counted itself from 0 (arange): of a whole dim, or of this rank's part of one.  fold: see `Fold`.
     """
@@ -52,7 +52,7 @@ class Atom(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether size and axes say it all."""
+        """Whether size and axes are all there is to know."""
         return not (self.inner or self.runs or self.fold)
 
     @property
@@ -69,7 +69,7 @@ Dim = tuple[Atom, ...]
 
 class Meeting(NamedTuple):
     """Two dims as one: the dim, axes that shard one but not the other (or in another order), axes that shard what the
-    other counts from 0, axes of which it cannot be told, and folds that the other does not have."""
+    other counts from 0, axes of which it is not known, and folds that the other does not have."""
 
     dim: Dim
     clash: frozenset[str] = NOWHERE
@@ -123,7 +123,7 @@ def unfolded(dim: Dim, axis: str | None = None) -> Dim:
 
 
 def canonical(dim: Dim) -> Dim:
-    """Neighbours that say no more apart than together become one; unsharded atoms of size 1 go."""
+    """Neighbors that mean no more apart than together become one; unsharded atoms of size 1 go."""
     if len(dim) == 1 and (dim[0].size != 1 or dim[0].sharded):
         return dim
     out: list[Atom] = []
@@ -156,7 +156,7 @@ def interleaved(dim: Dim) -> Dim:
 
 
 def divided(atom: Atom, major: int) -> tuple[Atom, Atom] | None:
-    """An atom as (major part of that size, the rest), None where that cannot be said.
+    """An atom as (major part of that size, the rest), None where that cannot be expressed.
 
     What shards it stays with the major part, or with the rest where `major` is a number of equal interleaved parts.
     """

@@ -1,9 +1,9 @@
 """Checks of a step: of a function over declared layouts, of a traced graph, and of each call that a jit compiles.
 
 A step is interpreted once over what is sharded, pending or replicated, for any number of ranks. Nothing is computed and
-no rank exists: forward, backward and optimizer are nodes of one graph, and a rule says for each what its result is over
-every axis of the mesh. At the end the outputs are compared with the layouts of the new state. The abstract domain is
-that of partial and sharded values of the sharding literature (GSPMD, Xu et al. 2021; "varying" and "invariant" of
+no rank exists: forward, backward and optimizer are nodes of one graph, and a rule for each states what its result is
+over every axis of the mesh. At the end the outputs are compared with the layouts of the new state. The abstract domain
+is that of partial and sharded values of the sharding literature (GSPMD, Xu et al. 2021; "varying" and "invariant" of
 shard_map), applied to backward and optimizer as well.
 """
 
@@ -49,13 +49,16 @@ def check(
 ) -> Report:
     """Whether `step(state, batch) -> (state, metrics)` keeps its layouts on `mesh`: all findings, with their lines.
 
-    step: over symbolic axes of the mesh.  state_layouts, batch_layouts: trees of Layouts (or ArraySpecs). The new state
-    must have the layouts of the old one, the metrics must be the same on all ranks.  allow: "file.py:line" -> reason:
-    what is said of these lines is listed as silenced. No process group, no device, no memory: 16,384 ranks take as long
-    as one.
+    Args:
+        step: over symbolic axes of the mesh.
+        state_layouts: a tree of Layouts (or ArraySpecs). The new state must have the layouts of the old one, the
+            metrics must be the same on all ranks.
+        batch_layouts: such a tree for the batch.
+        mesh: of any size. No process group, no device, no memory: 16,384 ranks take as long as one.
+        allow: "file.py:line" -> reason: findings of these lines are listed as silenced.
 
     A finding is a proof of a mistake: at its line a value stops meaning what it means on one rank (arithmetic that
-    undoes just this mistake, on purpose, could still mend it: `allow` says so). What no rule can decide is never a
+    undoes just this mistake, on purpose, could still mend it: `allow` states so). What no rule can decide is never a
     finding: the report lists it as unproven, with the outputs that depend on it, and is then not `ok`.
     What is proven: that every sum over ranks which an output needs is made once, over the right axes, in forward,
     backward and optimizer. What no check of types can see, and simulated ranks do (`testing.simulate`, `parity`):
@@ -88,9 +91,15 @@ def check_traced(
     data: Collection[str] = (),
     allow: Mapping[str, str] | None = None,
 ) -> Report:
-    """`check` of a graph that is there already. A layout per placeholder and output; None: the same on all ranks.
+    """`check` of a graph that is there already.
 
-    data: paths of inputs whose rows may be dealt to ranks and microbatches in any order.
+    Args:
+        traced: the graph of a step.
+        mesh: its ranks.
+        in_layouts: a layout per placeholder; None: the same on all ranks.
+        out_layouts: a layout per output; None likewise.
+        data: paths of inputs whose rows may be assigned to ranks and microbatches in any order.
+        allow: as of `check`.
     """
     scope, graph = Scope(mesh), traced.graph_module.graph
     shapes = [node.meta["val"].shape for node in graph.find_nodes(op="placeholder")]
@@ -103,13 +112,13 @@ def check_traced(
             for origin in sorted(origins):
                 axes, paths = open_.setdefault(origin, ({}, {}))
                 axes[axis], paths[path] = None, None
-    said: list[Finding | Unproven] = sorted(scope.findings, key=scope.findings.__getitem__)
+    reported: list[Finding | Unproven] = sorted(scope.findings, key=scope.findings.__getitem__)
     for origin in sorted(open_):
         (at, op, why, fix), (axes, paths) = scope.reason(origin), open_[origin]
-        said.append(Unproven(at, op, tuple(axes), why, fix, tuple(paths)))
+        reported.append(Unproven(at, op, tuple(axes), why, fix, tuple(paths)))
     allow = dict(allow or {})
-    silenced = tuple((one, allow[user_line(one.at)]) for one in said if user_line(one.at) in allow)
-    kept = [one for one in said if user_line(one.at) not in allow]
+    silenced = tuple((one, allow[user_line(one.at)]) for one in reported if user_line(one.at) in allow)
+    kept = [one for one in reported if user_line(one.at) not in allow]
     findings = tuple(one for one in kept if isinstance(one, Finding))
     return Report(findings, tuple(one for one in kept if isinstance(one, Unproven)), silenced)
 
@@ -138,13 +147,13 @@ class Declared:
     microbatches: int = 1
 
     def require_batch(self, layout: Layout, who: str) -> None:
-        """ValueError unless what has this layout may be the step's batch: for whoever assigns rows to the ranks."""
+        """ValueError unless what has this layout may be the step's batch: for what assigns rows to the ranks."""
         if isinstance(self.batch, tuple) and all(isinstance(axis, str) for axis in self.batch):
             require_batch(layout, self.batch, self.microbatches, tree.leaves(self.state)[0].mesh, who)
 
 
 def declared_by(fn: Callable) -> Declared | None:
-    """What a function says in its attribute `declared` (as steps of `build_train_step` do), else None."""
+    """What a function states in its attribute `declared` (as steps of `build_train_step` do), else None."""
     found = getattr(fn, "declared", None)
     return found if isinstance(found, Declared) else None
 

@@ -1,6 +1,6 @@
 """Interpretation of a graph by the rule of each op; an op without one is decomposed, and what remains is unproven.
 
-Nothing here may hang or guess: what a rule says is compared with the shapes that the graph has, and where they disagree
+Nothing here may hang or guess: what a rule states is compared with the shapes of the graph, and where they disagree
 nothing is claimed. An op that writes gives all arrays that share the written memory their new value.
 """
 
@@ -32,7 +32,7 @@ RULES: Rules = MappingProxyType(
 )
 # How ops on lists name what the ops on single tensors call otherwise.
 _ALIKE = MappingProxyType({"scalar": "other", "scalars": "other", "tensor": "other"})
-# What a rule that meets something it was not made for may raise: the op is unproven then, and the report says so.
+# What a rule that meets something it was not made for may raise: the op is unproven then, and the report states so.
 _FAULTS = (Misfit, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _DEEPEST = 6  # so often an op of a decomposition is taken apart again
 # What a decomposition raises for arguments that it does not take: then the op stays one.
@@ -283,7 +283,7 @@ def _result_of(node: Node, values: list[Any]) -> Any:
 def _write(scope: Scope, node: Node) -> None:
     """An op that writes into an argument, or a list of them, gives each the new value.
 
-    What shares its memory and lies in it alike has the new value, too; an array of which a slice is written is the old
+    What shares its memory at the same place has the new value, too; an array of which a slice is written is the old
     one beside the new; of other views nothing is known any more.
     """
     targets = written_by(node)
@@ -309,7 +309,7 @@ def _overwrite(scope: Scope, node: Node, target: Node, new: Value | None) -> Non
             continue
         if storage_of(meta) != storage:
             continue
-        if new is not None and _lies(meta) == _lies(place):
+        if new is not None and _place(meta) == _place(place):
             scope.values[other] = new
             continue
         beside = _with_slice(scope, node, target, other, value, new)
@@ -330,7 +330,7 @@ def _with_slice(scope: Scope, node: Node, target: Node, other: Node, value: Valu
     if new is None or target.op != "call_function" or op_name(target) not in ("slice", "select"):
         return None
     source = target.args[0]
-    if _lies(source.meta["val"]) != _lies(other.meta["val"]):
+    if _place(source.meta["val"]) != _place(other.meta["val"]):
         if not isinstance(scope.values.get(source), Value):
             return None
         inner = _with_slice(scope, node, target, source, scope.values[source], new)
@@ -360,6 +360,6 @@ def _is_empty(node: Node) -> bool:
     return node.op == "call_function" and op_name(node) in ("empty", "empty_like", "new_empty", "empty_strided")
 
 
-def _lies(x: torch.Tensor) -> tuple:
-    """Where the elements of a tensor lie in its storage."""
+def _place(x: torch.Tensor) -> tuple:
+    """Where the elements of a tensor are in its storage."""
     return x.shape, x.stride(), x.storage_offset()

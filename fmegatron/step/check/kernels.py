@@ -272,7 +272,7 @@ def convolved_backward(scope: Scope, node: Node, given: dict) -> list[Value | No
 
 
 def _sized(x: Value, shape: Sequence[int]) -> Value:
-    """A result of channels alone, with its positions; channels of groups are as many as the shape says."""
+    """A result of channels alone, with its positions; channels of groups are as many as the shape states."""
     ends = [dim if size_of(dim) == n else plain(n) for dim, n in zip(x.dims, shape, strict=False)]
     return x.with_dims((*ends, *map(plain, shape[2:])))
 
@@ -306,7 +306,7 @@ def unfold(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def unfold_backward(scope: Scope, node: Node, given: dict) -> Value:
-    """Gradients of windows added up where the windows lie."""
+    """Gradients of windows added up where the windows are."""
     g, dim = given["grad_in"], given["dim"] % len(given["input_sizes"])
     g = along(scope, node, along(scope, node, g, dim, "windows"), -1, "windows")
     return g.with_dims(plain(given["input_sizes"][d]) if d == dim else own for d, own in enumerate(g.dims[:-1]))

@@ -2,7 +2,7 @@
 
 Proofs: a part of a pending sum that is taken by the rank's index. Proofs unless something corrects them: a sharded dim
 that is indexed by what every rank has (each takes another row). Open: a rank's own rows by indices of its own, and rows
-that are put where positions of its own part say.
+that are put where positions of its own part state.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def gather(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def _places(x: Value, dim: int) -> Value:
-    """Where the rows of a value lie, whatever is in them."""
+    """Where the rows of a value are, whatever is in them."""
     unclear = {axis: mark for axis, mark in x.marks.items() if not isinstance(mark, (Pending, First))}
     return Value(tuple(() if d == dim else atoms for d, atoms in enumerate(x.dims)), unclear)
 

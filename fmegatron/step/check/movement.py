@@ -237,8 +237,8 @@ def view(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def _selected_dim(node: Node, shape: tuple[int, ...]) -> int | None:
-    """The dim that a view splits so that one part of it is selected, as `shard` does. Shapes alone do not always tell:
-    a new dim of size 1 may belong to the dim before it or to the dim behind it."""
+    """The dim that a view splits so that one part of it is selected, as `shard` does. Shapes alone do not always
+    determine it: a new dim of size 1 may belong to the dim before it or to the dim behind it."""
     old = node.args[0].meta["val"].shape
     dims = [user.args[1] for user in node.users if user.target is torch.ops.aten.index_select.default]
     fits = [d for d in dims if old == (*shape[:d], math.prod(shape[d : d + 2]), *shape[d + 2 :])]

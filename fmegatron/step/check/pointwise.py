@@ -1,6 +1,6 @@
 """Rules for ops on single elements: which of them a pending sum or maximum may pass.
 
-What an op does to a pending value is said by its kind (`combine.py`): a sum passes what is linear, a maximum what rises
+What an op does to a pending value is given by its kind (`marks.py`): a sum passes what is linear, a maximum what rises
 or falls. Taken for exact, not proven: casts of a pending sum between dtypes (counts in floats are whole numbers), and
 that a sum over the ranks is finite where its terms are.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fmegatron.step.check.arithmetic import elementwise
-from fmegatron.step.check.context import GO_ON, Rules, Scope, as_value, op_name, shape_of
+from fmegatron.step.check.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
 from fmegatron.step.check.dims import Atom, canonical, folds_of, plain, size_of
 from fmegatron.step.check.marks import FLIPPED, scaled
 from fmegatron.step.check.movement import expanded
@@ -164,14 +164,11 @@ def quotient(scope: Scope, node: Node, given: dict) -> Value:
     return elementwise(scope, node, "quotient", [a, b])
 
 
-def where(scope: Scope, node: Node, given: dict) -> Value:
-    """where(condition, self, other)."""
-    return elementwise(scope, node, "select", [as_value(given[name]) for name in ("condition", "self", "other")])
-
-
-def masked_fill(scope: Scope, node: Node, given: dict) -> Value:
-    """masked_fill(self, mask, value)."""
-    return elementwise(scope, node, "select", [given["mask"], as_value(given["value"]), given["self"]])
+def selection(condition: str, then: str, otherwise: str) -> Rule:
+    """The rule of an op that takes elements of one argument where a condition holds, and else of another."""
+    return lambda scope, node, given: elementwise(
+        scope, node, "select", [as_value(given[name]) for name in (condition, then, otherwise)]
+    )
 
 
 def multiply_add(scope: Scope, node: Node, given: dict) -> Value:
@@ -309,7 +306,7 @@ def with_number(scope: Scope, node: Node, operands: Sequence[Value], out: Value)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 def constant(scope: Scope, node: Node, given: dict) -> Value:
-    """zeros, ones_like, full, fill_ ...: one number everywhere; what memory of `empty` holds counts as alike.
+    """zeros, ones_like, full, fill_ ...: one number everywhere; what memory of `empty` holds counts as equal.
 
     The gradient of a loss that is n times too large begins as ones of the loss, and is as much too large.
     """
@@ -332,7 +329,7 @@ def counter(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def philox(scope: Scope, node: Node, given: dict) -> list[Value]:
-    """Numbers from a seed and an offset that are tensors: alike wherever these are -> (numbers, next offset)."""
+    """Numbers from a seed and an offset that are tensors: the same wherever these are -> (numbers, next offset)."""
     source = elementwise(scope, node, "function", [given["seed"], given["offset"]])
     return [source.with_dims(plain(n) for n in node.meta["val"][0].shape), source]
 
@@ -356,8 +353,8 @@ RULES: Rules = MappingProxyType(
         "copy": copied,
         "mul": product,
         "div": quotient,
-        "where": where,
-        "masked_fill": masked_fill,
+        "where": selection("condition", "self", "other"),
+        "masked_fill": selection("mask", "value", "self"),
         "fma": multiply_add,
         "addcmul": add_product,
         "addcdiv": add_quotient,

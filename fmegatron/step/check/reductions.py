@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fmegatron.step.check.arithmetic import contraction, elementwise
-from fmegatron.step.check.context import Rules, Scope, op_name, suspected
+from fmegatron.step.check.context import Rule, Rules, Scope, op_name, suspected
 from fmegatron.step.check.dims import UNIFORM, Dim, folds_of, over, plain, size_of, unfolded
 from fmegatron.step.check.marks import excess_after, raised
 from fmegatron.step.check.values import (
@@ -34,7 +34,7 @@ from fmegatron.step.check.values import (
 )
 
 Node = torch.fx.Node
-# How the parts of ranks make up the whole; "order": what each rank says of its own part only.
+# How the parts of ranks make up the whole; "order": what each rank states of its own part only.
 KINDS = MappingProxyType(
     {"amax": "max", "any": "max", "amin": "min", "all": "min", "linalg_vector_norm": "root", "norm": "root"}
     | {"argmax": "order", "argmin": "order", "median": "order", "nanmedian": "order", "mode": "order"}
@@ -116,7 +116,7 @@ def _of_pending(scope, node, x: Value, axis: str, mark: Pending, kind: str) -> M
 
 
 def _unfolded(scope, node, out: Value, fold, kind: str, marks: dict) -> Value:
-    """A dim that holds one rank's part beside the other is reduced as its kind says: the value of one rank."""
+    """A dim that holds one rank's part beside the other is reduced as its kind states: the value of one rank."""
     n = scope.mesh[fold.axis]
     if kind == fold.kind or (fold.kind == "copies" and kind in ("max", "min", "mean")):
         return out
@@ -227,7 +227,7 @@ def _all_of(scope, node, out, given):
 
 
 def _orders(node: Node) -> bool:
-    """Whether an op tells about the order in a part: sorts, and counts of rows (their places in a rank's own part)."""
+    """Whether an op depends on the order in a part: sorts, and counts of rows (their places in a rank's own part)."""
     first = node.all_input_nodes[0].meta["val"]
     return op_name(node) in _ORDER or (op_name(node) == "cumsum" and not first.is_floating_point())
 
@@ -244,49 +244,27 @@ def _results(node: Node, out: Value, given: dict) -> Any:
     return [out] + [_indices(out)] * (len(results) - 1) if isinstance(results, (list, tuple)) else out
 
 
-def matrices(scope: Scope, node: Node, given: dict) -> Value:
-    """self[m, k] @ mat2[k, n]."""
-    return contraction(scope, node, given["self"], given["mat2"], 0)
+def product_of(a: str, b: str, batch: int = 0) -> Rule:
+    """The rule of a[..batch, m, k] @ b[..batch, k, n], to which `self` is added where it is neither."""
 
+    def rule(scope: Scope, node: Node, given: dict) -> Value:
+        both = contraction(scope, node, given[a], given[b], batch)
+        return both if "self" in (a, b) else elementwise(scope, node, "sum", [given["self"], both])
 
-def batches(scope: Scope, node: Node, given: dict) -> Value:
-    """self[b, m, k] @ mat2[b, k, n]."""
-    return contraction(scope, node, given["self"], given["mat2"], 1)
-
-
-def matrix_vector(scope: Scope, node: Node, given: dict) -> Value:
-    """self[m, k] @ vec[k]."""
-    return contraction(scope, node, given["self"], given["vec"], 0)
-
-
-def vectors(scope: Scope, node: Node, given: dict) -> Value:
-    """self[k] @ tensor[k]."""
-    return contraction(scope, node, given["self"], given["tensor"], 0)
-
-
-def add_matrices(scope: Scope, node: Node, given: dict) -> Value:
-    """self + mat1 @ mat2."""
-    both = contraction(scope, node, given["mat1"], given["mat2"], 0)
-    return elementwise(scope, node, "sum", [given["self"], both])
-
-
-def add_batches(scope: Scope, node: Node, given: dict) -> Value:
-    """self + batch1 @ batch2."""
-    both = contraction(scope, node, given["batch1"], given["batch2"], 1)
-    return elementwise(scope, node, "sum", [given["self"], both])
+    return rule
 
 
 def scaled_matrices(scope: Scope, node: Node, given: dict) -> Value:
     """_scaled_mm: (self[m, k] scale_a) @ (mat2[k, n] scale_b) + bias, with scales of tensors, rows or columns.
 
-    Scales must be alike on all ranks that hold parts of one row: taken from a local maximum they are a pending max.
+    Scales must be equal on all ranks that hold parts of one row: taken from a local maximum they are a pending max.
     """
     out = contraction(scope, node, given["self"], given["mat2"], 0)
     for name in ("scale_a", "scale_b"):
         scale = given[name]
         if len(scale.dims) in (0, 2) and all(dim in ((), *out.dims) for dim in scale.dims):
             out = elementwise(scope, node, "product", [out, scale])
-        elif not scale.settled or scale.sharded:  # blocks: alike on all ranks, or nothing is known
+        elif not scale.settled or scale.sharded:  # blocks: equal on all ranks, or nothing is known
             return None
     bias = given["bias"]
     return out if bias is None else elementwise(scope, node, "sum", [out, bias])
@@ -322,7 +300,7 @@ def _rows_by_groups(scope, node, x, w, offs):
 
 def _groups_of_rows(scope, node, a, b, offs):
     """Over axes whose ranks have groups of their own (offs is sharded) the groups are sharded; over others that shard
-    the rows the result is pending; where offs depends on data that differs between ranks, only `declare` can tell."""
+    the rows the result is pending; where offs depends on data that differs between ranks, only `declare` decides."""
     out = contraction(scope, node, a, b, 0)
     groups = offs.sharded
     unknown = {axis: Varying() for axis in offs.marks if not offs.is_(axis, Unknown, Wrong)}
@@ -340,13 +318,13 @@ RULES: Rules = MappingProxyType(
     | dict.fromkeys(_ORDER, ordered)
     | dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), softmax_backward)
     | {
-        "mm": matrices,
-        "bmm": batches,
-        "mv": matrix_vector,
-        "dot": vectors,
-        "addmm": add_matrices,
-        "baddbmm": add_batches,
-        "_int_mm": matrices,
+        "mm": product_of("self", "mat2"),
+        "bmm": product_of("self", "mat2", batch=1),
+        "mv": product_of("self", "vec"),
+        "dot": product_of("self", "tensor"),
+        "addmm": product_of("mat1", "mat2"),
+        "baddbmm": product_of("batch1", "batch2", batch=1),
+        "_int_mm": product_of("self", "mat2"),
         "_scaled_mm": scaled_matrices,
         "_grouped_mm": grouped,
     }

@@ -19,7 +19,7 @@ _REDUCTIONS = frozenset({"sum", "mean", "amax", "copy_"})
 
 
 def memory_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Hashable]:
-    """For every node whose memory its value lies in: that of itself, or of what it is a view of or waits for.
+    """For every node whose memory its value is in: that of itself, or of what it is a view of or waits for.
 
     Read from the operators, because nodes that were copied into a graph share fake tensors. The i-th output of a node
     with several is (node, i).
@@ -54,7 +54,7 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 
 def materialized(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose values lie in memory when the graph is compiled: all but those that work element by element for
+    """Nodes whose values are in memory when the graph is compiled: all but those that work element by element for
     others of their kind or for sums, which are fused with their readers."""
     found = set()
     for node in graph.nodes:

@@ -76,7 +76,7 @@ def is_light(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's value lies in the memory of its first argument."""
+    """Whether a node's value is in the memory of its first argument."""
     return isinstance(node.target, Op) and _returns_a_view(node.target)
 
 
@@ -96,12 +96,12 @@ def opaque_entries(graph: fx.Graph) -> list:
 
 
 def meta_of(t: torch.Tensor) -> tuple:
-    """What a graph is specialised to: shape, stride, dtype, device."""
+    """What a graph is specialized to: shape, stride, dtype, device."""
     return t.shape, t.stride(), t.dtype, t.device
 
 
 def meta_text(meta: tuple) -> str:
-    """What `meta_of` gave, in words, without the stride: "float32[2, 4] on cpu"."""
+    """What `meta_of` gave as text, without the stride: "float32[2, 4] on cpu"."""
     shape, _, dtype, device = meta
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 

@@ -14,8 +14,8 @@ __all__ = ["add_call", "ancestors", "behind", "layers", "sort_by", "topological"
 
 
 def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node the nodes that must come before it: its arguments, and whoever writes or reads memory before it
-    that one of them writes."""
+    """For every node the nodes that must come before it: its arguments, and what writes or reads memory before it that
+    one of them writes."""
     found, writer, touched, memory = {}, {}, {}, memory_of(graph.nodes)
     for node in graph.nodes:
         writes = memory_written(node, memory)

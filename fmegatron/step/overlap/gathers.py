@@ -75,7 +75,7 @@ def _nbytes(t: torch.Tensor) -> int:
 def units(graph: fx.Graph) -> list[Unit]:
     """The gathers of weights of a graph, by the computation that first needs them, in its order."""
     movable, place = from_arguments(graph), {n: i for i, n in enumerate(graph.nodes)}
-    gathered: dict[fx.Node, int] = {}  # node behind a gather -> how many gathers lie on the way to it
+    gathered: dict[fx.Node, int] = {}  # node behind a gather -> how many gathers are on the way to it
     for node in graph.nodes:
         if node in movable:
             depth = max((gathered.get(x, 0) for x in node.all_input_nodes), default=0)

@@ -102,16 +102,16 @@ def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
     Sums that are made on the way are made in one dtype, so a reduce-scatter shares only with those of its own; with an
     exchange it shares as an exchange: its sum then is local too, in the order of the ranks.
     """
-    alike: dict[tuple, list[fx.Node]] = {}
+    joinable: dict[tuple, list[fx.Node]] = {}
     exchanged = {s.args[-1] for s in starts if opname(s.target) == _EXCHANGE}
     for start in starts:
         name, group = opname(start.target), start.args[-1]
         if name in (_SCATTER, _EXCHANGE) and group in exchanged:
-            alike.setdefault((_EXCHANGE, group), []).append(start)
+            joinable.setdefault((_EXCHANGE, group), []).append(start)
         elif (base := name.removesuffix(_LIST)) in (_GATHER, _SCATTER):
             dtype = _parts(start)[0][1].meta["val"].dtype if base == _SCATTER else None
-            alike.setdefault((base, start.args[1:], dtype), []).append(start)
-    for (name, *_), together in alike.items():
+            joinable.setdefault((base, start.args[1:], dtype), []).append(start)
+    for (name, *_), together in joinable.items():
         if len(together) > 1:
             (_exchanged if name == _EXCHANGE else _coalesced)(graph, together, together[at])
             sort_by(graph, topological(graph))

@@ -88,7 +88,7 @@ class Overlap:
 def overlapped(
     graph_module: torch.fx.GraphModule, setting: Overlap | None, world: World | None = None
 ) -> torch.fx.GraphModule:
-    """A copy of a lowered graph whose collectives are merged and ordered as `setting` says; it computes the same.
+    """A copy of a lowered graph whose collectives are merged and ordered as `setting` states; it computes the same.
 
     A graph without collectives is returned as it is.
     """

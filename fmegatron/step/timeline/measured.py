@@ -36,13 +36,21 @@ def timeline(
     timeline(step)                        planned, from the graph of the call-th signature that a jit has compiled
     timeline(step, state, batch)          measured: one call of the jit under the profiler (the first compiles it
                                           unmeasured); its result is dropped, and what it donates are copies: the
-                                          state is as before, and lies in memory twice meanwhile
+                                          state is as before, and is in memory twice meanwhile
     timeline(step, state, batch, mesh=Mesh(fsdp=512), overlap=Overlap())
                                           planned for a mesh on paper: `step` is a function over its symbolic axes (or
                                           a jit of one), its arguments those of one rank; no processes, nothing runs
 
-    rates: of the device, to estimate durations in seconds; None: a layer's forward takes 1, its backward 2, a
-    collective 1. Raises ValueError for a plan of a function that is not compiled yet.
+    Args:
+        step: a jit, or with a mesh any function over symbolic axes.
+        *args: the arguments of one call.
+        mesh: a mesh on paper.
+        overlap: how collectives are ordered on it; None: as the jit has it.
+        rates: of the device, to estimate durations in seconds; None: a layer's forward takes 1, its backward 2, a
+            collective 1.
+        call: which compiled signature is planned.
+
+    Raises ValueError for a plan of a function that is not compiled yet.
     """
     name = getattr(step, "name", None) or getattr(step, "__name__", "step")
     if mesh is not None:
