@@ -139,7 +139,7 @@ class Donation:
                 return [x.data for x in old], []
         require_own_memory(tensors, self.paths, self.positions)
         count = collections.Counter(storage_number(x.untyped_storage()) for x in tensors)
-        pieces = {place for place, n in count.items() if storage_uses(place) - storage < n}  # all of them are given
+        pieces = {one for one, n in count.items() if storage_uses(one) - storage < n}  # all of them are given
         new, held = [], []
         for i, x in enumerate(old):
             memory = x.untyped_storage()

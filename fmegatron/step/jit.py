@@ -31,7 +31,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Compiled:
-    """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
+    """One signature of a jit: a function compiled for given shapes, strides, dtypes, devices and static values.
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
     stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
@@ -161,10 +161,10 @@ class Jitted:
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
         """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
-        entries = list(self.cache.values())
-        if not entries:
+        compiled = list(self.cache.values())
+        if not compiled:
             raise ValueError(f"{self.name}: got a jit that has compiled nothing, wanted its graph; call it once before")
-        stages = entries[call].stages
+        stages = compiled[call].stages
         if stage not in stages:
             raise ValueError(f"stage: got {stage!r}, wanted one of {', '.join(stages)}")
         return stages[stage].graph

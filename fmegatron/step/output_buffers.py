@@ -46,8 +46,8 @@ def _copied_where_shared(graph: torch.fx.Graph, outs: list, written: list) -> tu
     return found, [_barrier_node(graph, value) if _is_input(memory[value]) else value for value in written]
 
 
-def _is_input(place) -> bool:
-    return isinstance(place, torch.fx.Node) and place.op in ("placeholder", "get_attr")
+def _is_input(memory) -> bool:
+    return isinstance(memory, torch.fx.Node) and memory.op in ("placeholder", "get_attr")
 
 
 def _is_dense(value: torch.fx.Node) -> bool:

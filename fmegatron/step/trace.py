@@ -157,7 +157,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
         fx_traceback.preserve_node_meta(),
     ):
         graph_module = make_fx(lined)(*fakes)
-    _place_lines(graph_module)
+    _set_lines(graph_module)
     require_keyed(graph_module, name)
     return graph_module
 
@@ -268,12 +268,12 @@ def _line(frames: Iterable[tuple[str, int]]) -> str:
         if file.startswith(_MACHINERY):
             continue
         if not file.startswith(_PACKAGE):
-            return f"{_place(file, number)}{library and f' (in {library})'}"
+            return f"{_file_line(file, number)}{library and f' (in {library})'}"
         library = library or f"{file.removeprefix(_ROOT).replace(os.sep, '/')}:{number}"
     return library
 
 
-def _place(path: str, line: int) -> str:
+def _file_line(path: str, line: int) -> str:
     """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
     folder, name = os.path.split(path)
     return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"
@@ -285,7 +285,7 @@ def described(fn: Callable) -> str:
         fn = inner
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     name = getattr(fn, "__name__", type(fn).__name__)
-    return name if code is None else f"{name} ({_place(code.co_filename, code.co_firstlineno)})"
+    return name if code is None else f"{name} ({_file_line(code.co_filename, code.co_firstlineno)})"
 
 
 def _raised_at(e: BaseException) -> str:
@@ -294,7 +294,7 @@ def _raised_at(e: BaseException) -> str:
     return _line(reversed(frames)) or "?"
 
 
-def _place_lines(graph_module) -> None:
+def _set_lines(graph_module) -> None:
     """meta["at"]: the line of each node; for a node of the backward the line of its forward, marked "(backward)"."""
     forward_line = {}
     for node in graph_module.graph.nodes:

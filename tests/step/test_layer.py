@@ -95,12 +95,12 @@ def block():
 
 @functools.cache
 def saved(save):
-    """The cut of the decoder's block: what one call saves besides its inputs, and the halves."""
+    """The partition of the decoder's block: what one call saves besides its inputs, and the halves."""
     functions, arguments = block()
     layer = compiled_layer(save)(*functions)
     layer(*arguments)
     (pair,) = layer.halves.values()
-    return pair.cut
+    return pair.parts
 
 
 def test_policies_are_ordered():

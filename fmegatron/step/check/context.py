@@ -121,12 +121,12 @@ class Reason(NamedTuple):
 
 @dataclass
 class Scope:
-    """One walk over one graph; the graph inside a compiled layer has `values` of its own and shares the rest."""
+    """One interpretation of a graph; the graph inside a compiled layer has `values` of its own and shares the rest."""
 
     mesh: Mesh
     values: dict[torch.fx.Node, Any] = field(default_factory=dict)
     live: set[torch.fx.Node] = field(default_factory=set)
-    findings: dict[Finding, int] = field(default_factory=dict)  # with the place of its node in the walk
+    findings: dict[Finding, int] = field(default_factory=dict)  # with the number of its node in order
     order: dict[torch.fx.Node, int] = field(default_factory=dict)
     reasons: dict[Reason, int] = field(default_factory=dict)
     signatures: dict[Any, Signature] = field(default_factory=dict)

@@ -50,7 +50,7 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
         uses.update(node.all_input_nodes)
     for node in graph.nodes:
         if node.op == "output":
-            # An op of several results, taken apart, may have none in a place: the gradient of an absent weight.
+            # An op of several results, taken apart, may have none somewhere: the gradient of an absent weight.
             return [None if source is None else values[source] for source in node.args[0]]
         if node.op == "placeholder":
             values[node] = next(arguments)
@@ -276,14 +276,14 @@ def _traced(node: Node) -> torch.fx.Graph | None:
 
 
 def _result_of(node: Node, values: list[Any]) -> Any:
-    """What the walk of such a graph returned, in the form that the op has."""
+    """What the interpretation of such a graph returned, in the form that the op has."""
     return values if isinstance(node.meta["val"], (list, tuple)) else values[0]
 
 
 def _write(scope: Scope, node: Node) -> None:
     """An op that writes into an argument, or a list of them, gives each the new value.
 
-    What shares its memory at the same place has the new value, too; an array of which a slice is written is the old
+    What shares its memory, with equal geometry, has the new value; an array of which a slice is written is the old
     one beside the new; of other views nothing is known any more.
     """
     targets = written_by(node)
@@ -301,15 +301,15 @@ def _write(scope: Scope, node: Node) -> None:
 
 
 def _overwrite(scope: Scope, node: Node, target: Node, new: Value | None) -> None:
-    place = target.meta["val"]
-    storage = storage_of(place)
+    memory = target.meta["val"]
+    storage = storage_of(memory)
     for other, value in list(scope.values.items()):
         meta = other.meta.get("val")
         if not isinstance(value, Value) or not isinstance(meta, torch.Tensor) or other is node:
             continue
         if storage_of(meta) != storage:
             continue
-        if new is not None and _place(meta) == _place(place):
+        if new is not None and _geometry(meta) == _geometry(memory):
             scope.values[other] = new
             continue
         beside = _with_slice(scope, node, target, other, value, new)
@@ -330,7 +330,7 @@ def _with_slice(scope: Scope, node: Node, target: Node, other: Node, value: Valu
     if new is None or target.op != "call_function" or op_name(target) not in ("slice", "select"):
         return None
     source = target.args[0]
-    if _place(source.meta["val"]) != _place(other.meta["val"]):
+    if _geometry(source.meta["val"]) != _geometry(other.meta["val"]):
         if not isinstance(scope.values.get(source), Value):
             return None
         inner = _with_slice(scope, node, target, source, scope.values[source], new)
@@ -360,6 +360,6 @@ def _is_empty(node: Node) -> bool:
     return node.op == "call_function" and op_name(node) in ("empty", "empty_like", "new_empty", "empty_strided")
 
 
-def _place(x: torch.Tensor) -> tuple:
+def _geometry(x: torch.Tensor) -> tuple:
     """Where the elements of a tensor are in its storage."""
     return x.shape, x.stride(), x.storage_offset()

@@ -166,7 +166,7 @@ def gather(scope: Scope, node: Node, given: dict) -> Value:
     x, at, dim = given["self"], given["index"], given["dim"] % max(1, len(given["self"].dims))
     if not x.dims:
         return x
-    rows = [_places(v, dim) for v in (x, at)]
+    rows = [_rows_of(v, dim) for v in (x, at)]
     marks: dict[str, Mark] = {}
     if all(size_of(a) == size_of(b) for a, b in zip(rows[0].dims, rows[1].dims, strict=True)):
         along_rows = elementwise(scope, node, "function", rows)
@@ -180,7 +180,7 @@ def gather(scope: Scope, node: Node, given: dict) -> Value:
     return out.marked({axis: mark for axis, mark in marks.items() if axis not in out.marks})
 
 
-def _places(x: Value, dim: int) -> Value:
+def _rows_of(x: Value, dim: int) -> Value:
     """Where the rows of a value are, whatever is in them."""
     unclear = {axis: mark for axis, mark in x.marks.items() if not isinstance(mark, (Pending, First))}
     return Value(tuple(() if d == dim else atoms for d, atoms in enumerate(x.dims)), unclear)

@@ -40,10 +40,10 @@ def _lost(x: Value, lost: dict) -> Value:
     return replace(x, marks={**x.marks, **marks}) if marks else x
 
 
-def _elsewhere(x: Value, places: Sequence[int] | None) -> Value:
-    """A value of which dim d goes to places[d]; None: it is not known where. Of axes whose dim is not known anyhow."""
+def _elsewhere(x: Value, positions: Sequence[int] | None) -> Value:
+    """A value of which dim d goes to positions[d]; None: somewhere. Of axes whose dim is not known."""
     marks = {
-        axis: mark._replace(dims=None if places is None else tuple(sorted(places[d] for d in mark.dims)))
+        axis: mark._replace(dims=None if positions is None else tuple(sorted(positions[d] for d in mark.dims)))
         for axis, mark in x.marks.items()
         if isinstance(mark, Somewhere) and mark.dims is not None
     }
@@ -52,10 +52,10 @@ def _elsewhere(x: Value, places: Sequence[int] | None) -> Value:
 
 def permuted(x: Value, order: Sequence[int]) -> Value:
     """Dims in another order."""
-    places = [0] * len(order)
+    positions = [0] * len(order)
     for new, old in enumerate(order):
-        places[old] = new
-    return _elsewhere(x, places).with_dims(x.dims[d] for d in order)
+        positions[old] = new
+    return _elsewhere(x, positions).with_dims(x.dims[d] for d in order)
 
 
 def transposed(x: Value, a: int = 0, b: int = 1) -> Value:
@@ -70,8 +70,8 @@ def transposed(x: Value, a: int = 0, b: int = 1) -> Value:
 def unsqueezed(x: Value, dim: int) -> Value:
     """A new dim of size 1."""
     dim %= len(x.dims) + 1
-    places = [d + (d >= dim) for d in range(len(x.dims))]
-    return replace(_elsewhere(x, places).with_dims((*x.dims[:dim], (), *x.dims[dim:])), ramp=x.ramp)
+    positions = [d + (d >= dim) for d in range(len(x.dims))]
+    return replace(_elsewhere(x, positions).with_dims((*x.dims[:dim], (), *x.dims[dim:])), ramp=x.ramp)
 
 
 def squeezed(x: Value, dims: Sequence[int] | int | None) -> Value:
@@ -81,7 +81,7 @@ def squeezed(x: Value, dims: Sequence[int] | int | None) -> Value:
     gone, out, carried = {d % max(1, len(x.dims)) for d in dims}, [], ()
     gone = {d for d in gone if d < len(x.dims) and size_of(x.dims[d]) == 1}
     known = not any(isinstance(m, Somewhere) and m.dims is not None and gone & set(m.dims) for m in x.marks.values())
-    places = [d - sum(g < d for g in gone) for d in range(len(x.dims))]
+    positions = [d - sum(g < d for g in gone) for d in range(len(x.dims))]
     for d, dim in enumerate(x.dims):
         if d in gone:
             carried += dim
@@ -90,7 +90,7 @@ def squeezed(x: Value, dims: Sequence[int] | int | None) -> Value:
             carried = ()
     if carried and out:
         out[-1] = canonical(out[-1] + carried)
-    return replace(_elsewhere(x, places if known else None).with_dims(out), ramp=x.ramp)
+    return replace(_elsewhere(x, positions if known else None).with_dims(out), ramp=x.ramp)
 
 
 def _merged(carried: Dim, dim: Dim) -> Dim:

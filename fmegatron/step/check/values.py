@@ -81,7 +81,7 @@ class Suspect(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """No rule can decide what it is. origins: the reasons, by their numbers in the list of the walk.
+    """No rule can decide what it is. origins: the reasons, by their numbers in the list of the context.
 
     own: it is made of each rank's part, and no collective over the axis came since: no other rank has the same.
     factor: it may be n times too large, of which a `declare` is not informative.

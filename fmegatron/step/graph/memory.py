@@ -81,20 +81,20 @@ def most_alive(order: list[fx.Node], counted: Collection[fx.Node] | None = None)
     counted: the nodes whose values count; None: all that compute.
     """
     memory = memory_of(order)
-    size = {place: value.numel() * value.element_size() for n in order for place, value in _made(n, memory)}
+    size = {buffer: value.numel() * value.element_size() for n in order for buffer, value in _made(n, memory)}
     begin: dict[Hashable, int] = {}
     end: dict[Hashable, int] = {}
     for i, node in enumerate(order):
-        for place, _ in _made(node, memory):
+        for buffer, _ in _made(node, memory):
             if (counted is None or node in counted) and node.op == "call_function":
-                begin[place] = i
-            end[place] = i
+                begin[buffer] = i
+            end[buffer] = i
         for read in node.all_input_nodes:
             end[memory[read]] = i
     change = [0] * (len(order) + 1)
-    for place, i in begin.items():
-        change[i] += size[place]
-        change[end[place] + 1] -= size[place]
+    for buffer, i in begin.items():
+        change[i] += size[buffer]
+        change[end[buffer] + 1] -= size[buffer]
     alive = list(itertools.accumulate(change))
     at = max(range(len(alive)), key=alive.__getitem__)
     return alive[at], at

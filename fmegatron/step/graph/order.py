@@ -23,14 +23,14 @@ def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if is_wait(node):  # until then the collective reads its arguments
             start = node.args[0] if is_start(node.args[0]) else node.args[0].args[0]
             read += start.all_input_nodes if isinstance(start, fx.Node) else []
-        for place in {memory[node], *(memory[n] for n in read), *writes}:
-            if place in writer:
-                before[writer[place]] = None
-            if place in writes:
-                before |= dict.fromkeys(touched.get(place, ()))
-                writer[place], touched[place] = node, []
+        for buffer in {memory[node], *(memory[n] for n in read), *writes}:
+            if buffer in writer:
+                before[writer[buffer]] = None
+            if buffer in writes:
+                before |= dict.fromkeys(touched.get(buffer, ()))
+                writer[buffer], touched[buffer] = node, []
             else:
-                touched.setdefault(place, []).append(node)
+                touched.setdefault(buffer, []).append(node)
         before.pop(node, None)
         found[node] = list(before)
     return found
@@ -40,13 +40,13 @@ def layers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     """For every node the last real computation that it depends on (itself, if it is one): reductions of the gradients
     of one layer share it."""
     found: dict[fx.Node, fx.Node | None] = {}
-    place = {n: i for i, n in enumerate(graph.nodes)}
+    position = {n: i for i, n in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op == "call_function" and not is_light(node) and not is_start(node):
             found[node] = node
         else:
             before = [found[x] for x in node.all_input_nodes if found[x] is not None]
-            found[node] = max(before, key=place.get, default=None)
+            found[node] = max(before, key=position.get, default=None)
     return found
 
 
@@ -74,12 +74,12 @@ def topological(graph: fx.Graph) -> list[fx.Node]:
     """Nodes after what must come before them, else in the order they have; what needs a merged collective moves behind
     it."""
     nodes, before = list(graph.nodes), behind(graph)
-    place, missing = {n: i for i, n in enumerate(nodes)}, {n: len(before[n]) for n in nodes}
+    position, missing = {n: i for i, n in enumerate(nodes)}, {n: len(before[n]) for n in nodes}
     after: dict[fx.Node, list[fx.Node]] = {n: [] for n in nodes}
     for node, earlier in before.items():
         for n in earlier:
             after[n].append(node)
-    ready = [place[n] for n in nodes if not missing[n]]
+    ready = [position[n] for n in nodes if not missing[n]]
     heapq.heapify(ready)
     order = []
     while ready:
@@ -88,7 +88,7 @@ def topological(graph: fx.Graph) -> list[fx.Node]:
         for following in after[node]:
             missing[following] -= 1
             if not missing[following]:
-                heapq.heappush(ready, place[following])
+                heapq.heappush(ready, position[following])
     return order
 
 

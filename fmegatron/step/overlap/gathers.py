@@ -26,7 +26,7 @@ _OTHER_NAMES = ("detach", "alias")
 def from_arguments(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on the step's arguments alone, by layout and gathers: they could run at any time."""
     memory, found = memory_of(graph.nodes), set()
-    fixed = {place for n in graph.nodes for place in memory_written(n, memory)}
+    fixed = {buffer for n in graph.nodes for buffer in memory_written(n, memory)}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             found.add(node)
@@ -74,7 +74,7 @@ def _nbytes(t: torch.Tensor) -> int:
 
 def units(graph: fx.Graph) -> list[Unit]:
     """The gathers of weights of a graph, by the computation that first needs them, in its order."""
-    movable, place = from_arguments(graph), {n: i for i, n in enumerate(graph.nodes)}
+    movable, position = from_arguments(graph), {n: i for i, n in enumerate(graph.nodes)}
     gathered: dict[fx.Node, int] = {}  # node behind a gather -> how many gathers are on the way to it
     for node in graph.nodes:
         if node in movable:
@@ -87,11 +87,11 @@ def units(graph: fx.Graph) -> list[Unit]:
         # A coalesced gather serves several computations: the unit is that of the last, the others come before it.
         parts = [u for u in gather.users if u.target is operator.getitem] or [gather]
         readers = [[u for n in _behind(part, gathered) for u in n.users if u not in gathered] for part in parts]
-        first = [min(found, key=place.get) for found in readers if found]
+        first = [min(found, key=position.get) for found in readers if found]
         if first:
-            by_anchor.setdefault(max(first, key=place.get), []).append(gather)
+            by_anchor.setdefault(max(first, key=position.get), []).append(gather)
     found = []
-    for anchor in sorted(by_anchor, key=place.get):
+    for anchor in sorted(by_anchor, key=position.get):
         gathers = by_anchor[anchor]
         depths = sorted({gathered[g] for g in gathers})
         stages = tuple(tuple(g for g in gathers if gathered[g] == d) for d in depths)

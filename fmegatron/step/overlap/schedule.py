@@ -136,24 +136,26 @@ def reordered(graph: fx.Graph, setting: Overlap, limit: int | None = None) -> li
     counted, at_once = materialized(graph), set()
     while True:
         most, at = most_alive(order, counted)
-        place = {n: i for i, n in enumerate(order)}
-        more = set() if most <= limit else _travelling(graph, setting, place, at) - at_once
+        position = {n: i for i, n in enumerate(order)}
+        more = set() if most <= limit else _travelling(graph, setting, position, at) - at_once
         if not more:
             return order
         at_once |= more
         order = _Order(graph, setting, at_once).run()
 
 
-def _travelling(graph: fx.Graph, setting: Overlap, place: dict[fx.Node, int], at: int) -> set[fx.Node]:
-    """What is on its way at a place of the order and need not be: anchors of units, starts of reductions."""
+def _travelling(graph: fx.Graph, setting: Overlap, position: dict[fx.Node, int], at: int) -> set[fx.Node]:
+    """What is on its way at a position of the order and need not be: anchors of units, starts of reductions."""
     found = set()
     if setting.depth:
         for unit in units(graph):
-            if min(place[g] for g in unit.gathers) <= at < place[unit.anchor]:
+            if min(position[g] for g in unit.gathers) <= at < position[unit.anchor]:
                 found.add(unit.anchor)
     if setting.late_reductions:
         for start in filter(is_start, graph.nodes):
-            if kind(start) != "gather" and place[start] <= at <= min((place[w] for w in waits_of(start)), default=-1):
+            if kind(start) != "gather" and position[start] <= at <= min(
+                (position[w] for w in waits_of(start)), default=-1
+            ):
                 found.add(start)
     return found
 
@@ -166,14 +168,14 @@ class _Order:
 
     def __init__(self, graph: fx.Graph, setting: Overlap, at_once: Collection[fx.Node] = ()):
         self.nodes, self.setting, self.at_once = list(graph.nodes), setting, at_once
-        self.place = {n: i for i, n in enumerate(self.nodes)}
+        self.position = {n: i for i, n in enumerate(self.nodes)}
         self.done: dict[fx.Node, None] = {}
         self.units = units(graph) if setting.depth else []
         self.anchors = {unit.anchor: i for i, unit in enumerate(self.units)}
         self.held = self._held_gathers()
         self.late = _late(graph, self.held) if setting.late_reductions else set()
         self.before, last = behind(graph), layers(graph)
-        self.layer = {n: self.place.get(last[n], -1) for n in self.nodes}
+        self.layer = {n: self.position.get(last[n], -1) for n in self.nodes}
         self.flying: list[fx.Node] = []  # reductions that have started and are not waited for
 
     def run(self) -> list[fx.Node]:
@@ -201,7 +203,7 @@ class _Order:
         return list(self.done)
 
     def emit(self, node: fx.Node) -> None:
-        """Place a node, after the arguments that have no place yet."""
+        """Append a node, after the arguments that are not in the order yet."""
         if node in self.done:
             return
         self.emit_inputs(node)
@@ -210,8 +212,8 @@ class _Order:
             self.flying.append(node)
 
     def emit_inputs(self, node: fx.Node) -> None:
-        """Place what must come before a node."""
-        for before in sorted(self.before[node], key=self.place.get):
+        """Append what must come before a node."""
+        for before in sorted(self.before[node], key=self.position.get):
             self.emit(before)
 
     # ---- gathers --------------------------------------------------------------------------------------------------

@@ -154,5 +154,5 @@ def test_negative_settings_are_refused():
 def test_graph_names_the_stages():
     step = jit(tiny.mlp_step(), backend="eager")
     step(fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
-    with pytest.raises(ValueError, match="choose one of trace, lower, overlap, donate, exchange"):
+    with pytest.raises(ValueError, match="wanted one of trace, lower, overlap, donate, exchange"):
         step.graph("schedule")
