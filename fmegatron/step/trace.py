@@ -39,11 +39,7 @@ from fmegatron.step.torch_private import (
     quiet_about_shapes,
 )
 
-__all__ = [
-    *("Traced", "described", "line_here", "make_fakes", "meta_of", "meta_text", "record", "require_pure"),
-    *("storage_of", "user_line"),
-    *("symbolic_nodes", "trace", "tried", "written_by"),
-]
+__all__ = ["Traced", "described", "line_here", "make_fakes", "record", "trace", "tried"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -135,7 +131,7 @@ def make_fakes(tensors, mode) -> list:
 
 def tried(flat: Callable, fakes: list, mode, name: str) -> Any:
     """`flat(*fakes)` without recording it, for what must be known of its result before."""
-    with explained(name), quiet_about_shapes(), generators_kept(name), torch.enable_grad(), mode, _Lines():
+    with _explained(name), quiet_about_shapes(), generators_kept(name), torch.enable_grad(), mode, _Lines():
         return flat(*fakes)
 
 
@@ -147,7 +143,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
             return flat(*tensors)
 
     with (
-        explained(name),
+        _explained(name),
         quiet_about_shapes(),
         generators_kept(name),
         outside_of_tracing(),
@@ -163,7 +159,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
 
 
 @contextlib.contextmanager
-def explained(name: str):
+def _explained(name: str):
     """What torch refuses to trace, as a ValueError that names the line and the fix."""
     try:
         yield

@@ -83,7 +83,7 @@ def _mark_live(scope: Scope, graph: torch.fx.Graph) -> None:
 
 def _after(scope: Scope, node: Node) -> Any:
     """The Value of a node by its rule; without one, by those of the ops that it is made of."""
-    found = value_after(scope, node)
+    found = _value_after(scope, node)
     if found is not None or node.meta.get("val") is None:
         return found
     graph = _decomposed(scope, node)
@@ -103,7 +103,7 @@ def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[
     return calls[-1][1]
 
 
-def value_after(scope: Scope, node: Node) -> Any:
+def _value_after(scope: Scope, node: Node) -> Any:
     """The Value (or list of them) of a call_function node, None where no rule covers it."""
     if node.target is operator.getitem:
         source = scope.values[node.args[0]]

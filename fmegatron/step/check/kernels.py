@@ -151,7 +151,7 @@ def nll_loss_backward(scope: Scope, node: Node, given: dict) -> Value:
 
 
 # ---- ops along some dims ---------------------------------------------------------------------------------------------
-def worked(scope: Scope, node: Node, x: Value, dims: Sequence[int], kind: str) -> Value:
+def _worked(scope: Scope, node: Node, x: Value, dims: Sequence[int], kind: str) -> Value:
     """x after an op along dims: "same" for linear ones."""
     out = replace(elementwise(scope, node, kind, [x]), constant=None, ramp=False)
     for dim in dims:
@@ -172,7 +172,7 @@ def on_last(count: int, kind: str = "function") -> Rule:
     def rule(scope: Scope, node: Node, given: dict) -> Any:
         x = next(v for v in given.values() if isinstance(v, Value))
         rows = len(x.dims) - count
-        out = worked(scope, node, x, range(rows, len(x.dims)), kind)
+        out = _worked(scope, node, x, range(rows, len(x.dims)), kind)
         metas = node.meta["val"]
         if isinstance(metas, (list, tuple)):
             return [_shaped(out, meta, rows) for meta in metas]
@@ -184,7 +184,7 @@ def on_last(count: int, kind: str = "function") -> Rule:
 def transformed(scope: Scope, node: Node, given: dict) -> Value:
     """Fourier transforms along their dims: linear."""
     x, dims = given["self"], [d % len(given["self"].dims) for d in given["dim"]]
-    out = worked(scope, node, x, dims, "same")
+    out = _worked(scope, node, x, dims, "same")
     return out.with_dims(
         plain(n) if d in dims else dim for d, (dim, n) in enumerate(zip(out.dims, shape_of(node), strict=True))
     )
@@ -204,7 +204,7 @@ def solved(scope: Scope, node: Node, given: dict) -> Any:
     rows = min(len(a.dims), len(b.dims)) - 2
     if rows < 0 or len(a.dims) != len(b.dims) or over(b.dims[-1]):
         return None  # columns of B are systems of their own: sharded ones are no mistake
-    a, b = (worked(scope, node, x, (-2, -1), "function") for x in (a, b))
+    a, b = (_worked(scope, node, x, (-2, -1), "function") for x in (a, b))
     bare = [x.with_dims(x.dims[:rows]) for x in (a, b)]
     out = elementwise(scope, node, "function", bare)
     metas = node.meta["val"]
@@ -214,15 +214,15 @@ def solved(scope: Scope, node: Node, given: dict) -> Any:
 
 def distances(scope: Scope, node: Node, given: dict) -> Value:
     """cdist: x1[..., P, M], x2[..., R, M] -> [..., P, R]."""
-    a, b = (worked(scope, node, given[name], (-1,), "function") for name in ("x1", "x2"))
+    a, b = (_worked(scope, node, given[name], (-1,), "function") for name in ("x1", "x2"))
     pairs = [a.with_dims((*a.dims[:-1], ())), b.with_dims((*b.dims[:-2], (), b.dims[-2]))]
     return elementwise(scope, node, "function", pairs)
 
 
 def distances_backward(scope: Scope, node: Node, given: dict) -> Value:
     """The gradient of x1[..., P, M] from that of the distances [..., P, R]: a sum over R."""
-    g, b = given["grad"], worked(scope, node, given["x2"], (-1,), "function")
-    a = worked(scope, node, given["x1"], (-1,), "function")
+    g, b = given["grad"], _worked(scope, node, given["x2"], (-1,), "function")
+    a = _worked(scope, node, given["x1"], (-1,), "function")
     others = elementwise(scope, node, "function", [given["cdist"], b.with_dims((*b.dims[:-2], (), b.dims[-2]))])
     pulls = elementwise(scope, node, "product", [g, others])
     rows = reduction(scope, node, pulls, [-1], False, "sum")

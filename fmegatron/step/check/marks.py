@@ -39,7 +39,7 @@ from fmegatron.step.check.values import (
 
 Node = torch.fx.Node
 FLIPPED = MappingProxyType({"max": "min", "min": "max"})
-TERMS = frozenset(("sum", "beside", "select"))  # kinds in which operands stand for terms, and a zero for none
+_TERMS = frozenset(("sum", "beside", "select"))  # kinds in which operands stand for terms, and a zero for none
 # Functions of a pending sum that a right step may correct later (counts, ratios): suspects, no findings at once.
 _CORRECTED = frozenset("clamp clamp_min clamp_max maximum minimum reciprocal sign sgn threshold".split())
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
@@ -83,7 +83,7 @@ def _corrected(scope: Scope, node: Node, suspect: Suspect, axis: str) -> bool:
 def pending_after(scope: Scope, node: Node, kind: str, values: Sequence[Value], axis: str) -> Mark | None:
     """The mark over an axis over which some operands are pending, and none is unknown or suspected."""
     terms = values[1:] if kind == "select" else values
-    if kind in TERMS:
+    if kind in _TERMS:
         terms = [v for v in terms if v.constant != 0]
     pending = [v.marks[axis] for v in terms if v.pending(axis)]
     others = [v for v in terms if not v.pending(axis)]
@@ -115,7 +115,7 @@ def _misused(scope: Scope, node: Node, mark: Pending, axis: str, how: str) -> Su
 
 def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
     first, local_mean = pending[0], any(v.excess[axis].power for v in values if axis in v.excess)
-    if kind in TERMS:
+    if kind in _TERMS:
         others = [v for v in others if not ((v.equal_terms or v.portion.get(axis) == "exact") and v.replicated(axis))]
         if not others:
             return first

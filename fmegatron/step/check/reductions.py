@@ -35,7 +35,7 @@ from fmegatron.step.check.values import (
 
 Node = torch.fx.Node
 # How the parts of ranks make up the whole; "order": what each rank states of its own part only.
-KINDS = MappingProxyType(
+_KINDS = MappingProxyType(
     {"amax": "max", "any": "max", "amin": "min", "all": "min", "linalg_vector_norm": "root", "norm": "root"}
     | {"argmax": "order", "argmin": "order", "median": "order", "nanmedian": "order", "mode": "order"}
     | {k: k for k in "sum mean max min prod var std logsumexp var_mean std_mean".split()}
@@ -46,13 +46,13 @@ _SCALES = MappingProxyType(
     dict.fromkeys("sum mean max min root std".split(), "same") | {"var": "square", "order": "sign"}
 )
 _MEANING = "all_gather it, or work with pmax and psum as in vocabulary-parallel cross-entropy"
-LINEAR = frozenset("cumsum flip roll".split())
+_LINEAR = frozenset("cumsum flip roll".split())
 _ORDER = frozenset("sort topk argsort kthvalue flip roll".split())
 _ORDER_VALUES = frozenset("sort topk kthvalue median nanmedian mode".split())
 
 
 def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, keep: bool, kind: str) -> Value:
-    """kind: of KINDS' values. Findings: a function of a pending sum (its maximum, its variance), a sum of a pending
+    """kind: of _KINDS' values. Findings: a function of a pending sum (its maximum, its variance), a sum of a pending
     maximum."""
     gone = {d % max(1, len(x.dims)) for d in dims} if dims else set(range(len(x.dims)))
     inside = [x.dims[d] for d in sorted(gone) if d < len(x.dims)]
@@ -174,7 +174,7 @@ def reduced(scope: Scope, node: Node, given: dict) -> Any:
     x, op = given["self"], op_name(node).removeprefix("_foreach_")
     dims = given.get("dim", given.get("dims"))
     dims = [dims] if isinstance(dims, int) else dims
-    kind = KINDS[op]
+    kind = _KINDS[op]
     if kind == "root":
         x, kind = _norm(scope, node, x, given.get("ord", 2))
     out = reduction(scope, node, x, dims, given.get("keepdim", False), kind)
@@ -208,7 +208,7 @@ def _norm(scope: Scope, node: Node, x: Value, order: Any) -> tuple[Value, str]:
 def ordered(scope: Scope, node: Node, given: dict) -> Any:
     """softmax, sort, topk, cumsum, ...: one dim of which all must be there, and every row on its own."""
     name = op_name(node)
-    out = elementwise(scope, node, "same" if name in LINEAR else "function", [given["self"]])
+    out = elementwise(scope, node, "same" if name in _LINEAR else "function", [given["self"]])
     out = replace(out, constant=None, ramp=False)
     return _results(node, _all_of(scope, node, out, given), given)
 
@@ -312,8 +312,8 @@ def _groups_of_rows(scope, node, a, b, offs):
 
 
 RULES: Rules = MappingProxyType(
-    dict.fromkeys(KINDS, reduced)
-    | dict.fromkeys(LINEAR, ordered)
+    dict.fromkeys(_KINDS, reduced)
+    | dict.fromkeys(_LINEAR, ordered)
     | dict.fromkeys("_softmax _log_softmax _safe_softmax cumprod logcumsumexp cummax cummin".split(), ordered)
     | dict.fromkeys(_ORDER, ordered)
     | dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), softmax_backward)

@@ -18,12 +18,12 @@ from fmegatron.step.graph.memory import memory_of, memory_written
 from fmegatron.step.graph.nodes import is_light, is_start, kind
 from fmegatron.step.torch_private import opname
 
-__all__ = ["Unit", "from_arguments", "keep_last", "separate_groups", "units"]
+__all__ = ["Unit", "keep_last", "separate_groups", "units"]
 
 _OTHER_NAMES = ("detach", "alias")
 
 
-def from_arguments(graph: fx.Graph) -> set[fx.Node]:
+def _from_arguments(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on the step's arguments alone, by layout and gathers: they could run at any time."""
     memory, found = memory_of(graph.nodes), set()
     fixed = {buffer for n in graph.nodes for buffer in memory_written(n, memory)}
@@ -74,7 +74,7 @@ def _nbytes(t: torch.Tensor) -> int:
 
 def units(graph: fx.Graph) -> list[Unit]:
     """The gathers of weights of a graph, by the computation that first needs them, in its order."""
-    movable, position = from_arguments(graph), {n: i for i, n in enumerate(graph.nodes)}
+    movable, position = _from_arguments(graph), {n: i for i, n in enumerate(graph.nodes)}
     gathered: dict[fx.Node, int] = {}  # node behind a gather -> how many gathers are on the way to it
     for node in graph.nodes:
         if node in movable:
@@ -132,7 +132,7 @@ def _replace(graph: fx.Graph, first: Unit, second: Unit, same: dict[fx.Node, fx.
 
 def _same(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For every node the first one that computes the same from the step's arguments; a node that does more: itself."""
-    movable, first, found = from_arguments(graph), {}, {}
+    movable, first, found = _from_arguments(graph), {}, {}
     for node in graph.nodes:
         found[node] = node
         if node not in movable or node.op != "call_function":

@@ -120,11 +120,11 @@ def _ordered(
     if setting.join_ends:
         join_ends(graph, join_backward)
     if setting.reorders:
-        sort_by(graph, reordered(graph, setting, limit))
+        sort_by(graph, _reordered(graph, setting, limit))
     return module
 
 
-def reordered(graph: fx.Graph, setting: Overlap, limit: int | None = None) -> list[fx.Node]:
+def _reordered(graph: fx.Graph, setting: Overlap, limit: int | None = None) -> list[fx.Node]:
     """The nodes of a graph in the order that a setting wants; `sort_by` puts them into it.
 
     limit: bytes. What travels where memory is highest gives way: those gathers start when they are needed, those

@@ -35,7 +35,7 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
             names[node] = "w:" + (names.get(source) or names.get(source.args[0], "?"))
             continue
         if is_start(node):
-            letter = letter_of(node)
+            letter = _letter(node)
         elif is_layer(node):
             called = node.target.entry.op.name()
             letter = "F" if "_fwd_" in called else "B" if "_bwd_" in called else "C"
@@ -49,7 +49,7 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     return names
 
 
-def letter_of(start: fx.Node) -> str:
+def _letter(start: fx.Node) -> str:
     """G, R, A or X for a node that starts a collective."""
     return dict(_LETTERS)[kind(start)]
 
@@ -67,7 +67,7 @@ def launched(graph: fx.Graph) -> list[str]:
     counts: dict[str, int] = {}
     found, last = [], None
     for node in starts(graph):
-        letter, whole = letter_of(node), node.meta.get("part_of")
+        letter, whole = _letter(node), node.meta.get("part_of")
         if whole is None or whole != last:
             counts[letter] = counts.get(letter, 0) + 1
         last = whole
