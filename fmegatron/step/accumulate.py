@@ -46,7 +46,7 @@ def accumulate(
     normalized on its own:
 
         loss, gradients, floating-point leaves of aux   averaged by the weights of the microbatches
-        leaves of whole numbers, and the weight itself  counts: summed
+        integer leaves, and the weight itself           counts: summed
         leaves with rows of the batch on dim 0          concatenated
         Python numbers                                  what the full batch gives
 

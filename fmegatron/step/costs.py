@@ -21,7 +21,7 @@ __all__ = ["StateBytes", "Traffic", "least_traffic", "state_bytes"]
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank: parameters at rest, gradients while they are accumulated, the optimizer's whole state."""
+    """Bytes on one rank: parameters at rest, gradients while they are accumulated, the optimizer's full state."""
 
     params: int
     grads: int
@@ -45,7 +45,7 @@ class Traffic:
 def state_bytes(
     param_specs: Any, optimizer: Any, strategy: DataParallel, rank: int = 0, accumulate: torch.dtype = torch.float32
 ) -> StateBytes:
-    """Bytes of each kind of state on a rank, from layouts alone; whole bytes / ranks where everything divides.
+    """Bytes of each kind of state on a rank, from layouts alone; full bytes / ranks where everything divides.
 
     Args:
         param_specs: as the model places parameters at rest under `strategy`.
@@ -60,7 +60,7 @@ def state_bytes(
         grads       G        G        G/n      G/n      G/inner   G/inner
         optim       S        S/n      S/n      S/n      S/inner   S/(inner·outer)
 
-    n: extent of the data axes. W, G, S: bytes of the whole arrays (over tp, of this rank's part of them).
+    n: extent of the data axes. W, G, S: bytes of the full arrays (over tp, of this rank's part of them).
     Source: Megatron-FSDP's `--data-parallel-sharding-strategy`.
     """
     state = tree.layouts(state_specs(param_specs, optimizer, strategy))
@@ -97,7 +97,7 @@ def least_traffic(
             reduce_dtype and fp32 (`Precision.reduce`, where a policy names one).
         trains: as `Optimizer.trains`; the gradients and updates of other leaves do not travel.
 
-    With w elements of a leaf that is whole over the n data ranks, and p, g, o of them that shard parameters, gradients
+    With w elements of a leaf that is full over the n data ranks, and p, g, o of them that shard parameters, gradients
     and optimizer state (p divides g divides o divides n):
 
         gather   each microbatch   w · (1 - 1/p) · gathers

@@ -39,7 +39,7 @@ def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
 
 
 def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
-    """Specs of the whole state, given those of the parameters: one definition for memory, layouts and checkpoint.
+    """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
     `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is

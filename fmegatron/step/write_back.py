@@ -42,7 +42,7 @@ def donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
             outputs = {p: i for p, i in outputs.items() if _under(p, str(position))}
         elif len(donate) > 1:
             raise ValueError(f"donate: got {donate} and one result, wanted a tuple with a result for each; return one")
-        else:  # the result as a whole stands for the donated argument
+        else:  # the full result stands for the donated argument
             outputs = {f"{position}/{p}" if p else str(position): i for p, i in outputs.items()}
         missing, extra = sorted(set(inputs) - set(outputs)), sorted(set(outputs) - set(inputs))
         if missing or extra:

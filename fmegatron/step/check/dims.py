@@ -39,7 +39,7 @@ class Atom(NamedTuple):
     cuts: where interleaved parts of a sharded atom begin, in local elements (fused QKV, gate and up).  inner: the atoms
     of what is left when a flattened dim is gathered over `axes`; () for a plain one.  runs: the dims that are one after
     another in it, where they differ (a buffer of several flattened arrays); () for a plain one.  counted: positions
-    that the step counted itself from 0 (arange): of a whole dim, or of this rank's part of one.  fold: see `Fold`.
+    that the step counted itself from 0 (arange): of a full dim, or of this rank's part of one.  fold: see `Fold`.
     """
 
     size: int

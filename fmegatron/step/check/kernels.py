@@ -84,7 +84,7 @@ def _heads(t: Value, q: Value) -> Value:
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 def norm(scope: Scope, node: Node, given: dict) -> list[Value]:
-    """native_layer_norm and _fused_rms_norm over the last dims, which must be whole -> (output, statistics...)."""
+    """native_layer_norm and _fused_rms_norm over the last dims, which must be full -> (output, statistics...)."""
     x = _whole_end(scope, node, given)
     more = [given[name] for name in ("weight", "bias") if given.get(name) is not None]
     out = elementwise(scope, node, "function", [x, *more])
@@ -199,7 +199,7 @@ def parts_of_complex(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def solved(scope: Scope, node: Node, given: dict) -> Any:
-    """Linear systems A X = B of whole matrices, each on its own."""
+    """Linear systems A X = B of full matrices, each on its own."""
     a, b = [v for v in given.values() if isinstance(v, Value)][:2]
     rows = min(len(a.dims), len(b.dims)) - 2
     if rows < 0 or len(a.dims) != len(b.dims) or over(b.dims[-1]):
@@ -241,7 +241,7 @@ def diagonal(scope: Scope, node: Node, given: dict) -> Value:
 
 # ---- convolutions ----------------------------------------------------------------------------------------------------
 def convolved(scope: Scope, node: Node, given: dict) -> Value | None:
-    """input[N, C, ...] with weight[O, C, ...] -> [N, O, ...]: a product over channels, at whole positions."""
+    """input[N, C, ...] with weight[O, C, ...] -> [N, O, ...]: a product over channels, at full positions."""
     pair = _channels(scope, node, given["input"], given["weight"], given)
     if pair is None:
         return None
@@ -298,7 +298,7 @@ def _turned(x: Value) -> Value:
 
 
 def unfold(scope: Scope, node: Node, given: dict) -> Value:
-    """Windows of a whole dim, their positions in a new last dim."""
+    """Windows of a full dim, their positions in a new last dim."""
     x, dim = given["self"], given["dimension"] % len(given["self"].dims)
     x = along(scope, node, x, dim, "windows")
     dims = [plain(shape_of(node)[d]) if d == dim else own for d, own in enumerate(x.dims)]
@@ -313,7 +313,7 @@ def unfold_backward(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def triangle(scope: Scope, node: Node, given: dict) -> Value:
-    """tril, triu of whole matrices."""
+    """tril, triu of full matrices."""
     x = given["self"]
     for dim in (-2, -1):
         x = along(scope, node, x, dim, "a triangle")

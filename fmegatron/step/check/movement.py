@@ -94,7 +94,7 @@ def squeezed(x: Value, dims: Sequence[int] | int | None) -> Value:
 
 
 def _merged(carried: Dim, dim: Dim) -> Dim:
-    """A carried shard in front of a dim: of a whole dim it takes the major part, a sharded one is cut once more."""
+    """A carried shard in front of a dim: of a full dim it takes the major part, a sharded one is cut once more."""
     if not carried:
         return dim
     axes = tuple(a for atom in carried for a in atom.axes or ())
@@ -363,7 +363,7 @@ def repeat(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def pad(scope: Scope, node: Node, given: dict) -> Value:
-    """Zeros around whole dims, or behind each shard of a split one; other constants are no part of a pending sum."""
+    """Zeros around full dims, or behind each shard of a split one; other constants are no part of a pending sum."""
     x = given["self"]
     for i, (before, after) in enumerate(zip(given["pad"][::2], given["pad"][1::2], strict=True)):
         dim = len(x.dims) - 1 - i

@@ -1,7 +1,7 @@
 """Rules for ops on single elements: which of them a pending sum or maximum may pass.
 
 What an op does to a pending value is given by its kind (`marks.py`): a sum passes what is linear, a maximum what rises
-or falls. Taken for exact, not proven: casts of a pending sum between dtypes (counts in floats are whole numbers), and
+or falls. Taken for exact, not proven: casts of a pending sum between dtypes (counts in floats are integers), and
 that a sum over the ranks is finite where its terms are.
 """
 
@@ -63,7 +63,7 @@ def _flipped(atom: Atom) -> Atom:
 
 
 def cast(scope: Scope, node: Node, given: dict) -> Value:
-    """A cast between floats is taken for exact (fp8 too). One of a pending sum to whole numbers is exact for whole
+    """A cast between floats is taken for exact (fp8 too). One of a pending sum to integers is exact for whole
     numbers, and open for others; one to truth values is a comparison."""
     x, before, after = given["self"], node.args[0].meta["val"].dtype, node.meta["val"].dtype
     if x.settled or before == after or after.is_floating_point or after.is_complex:
@@ -78,7 +78,7 @@ def cast(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def _whole(node: Node) -> bool:
-    """Whether a float holds whole numbers, as it was made of truth values and of whole numbers by sums and products."""
+    """Whether a float holds integers, as it was made of truth values and of integers by sums and products."""
     todo, seen = [node], set()
     while todo:
         one = todo.pop()
@@ -116,7 +116,7 @@ def sums(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def positions(ramp: Value, index: Value) -> Value | None:
-    """arange(n) + n * axis_index, in any shape, is the arange of the whole array, sharded over the axis on the first
+    """arange(n) + n * axis_index, in any shape, is the arange of the full array, sharded over the axis on the first
     dim; None when it is not that."""
     count = math.prod([size_of(dim) for dim in ramp.dims])
     if not (ramp.ramp and index.index_of and ramp.dims and index.scale == count):
@@ -218,7 +218,7 @@ def power(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def logical(scope: Scope, node: Node, given: dict) -> Value:
-    """or, and, not: the maximum, the minimum, the opposite of truth values; of whole numbers functions of bits."""
+    """or, and, not: the maximum, the minimum, the opposite of truth values; of integers functions of bits."""
     op, operands = op_name(node), [as_value(v) for k, v in given.items() if k in ("self", "other")]
     kind = next((kind for word, kind in (("or", "max"), ("and", "min"), ("not", "falling")) if word in op), "function")
     if any(n.meta["val"].dtype != torch.bool for n in node.all_input_nodes) or "xor" in op:

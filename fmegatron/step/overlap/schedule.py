@@ -25,7 +25,7 @@ from fmegatron.step.overlap.merge import join_ends, merge_reductions
 __all__ = ["Overlap", "overlapped"]
 
 # Both would undo the order that the graph has: the first moves starts of gathers back to their waits, the second moves
-# every wait to its reader, so that reduce-scatters keep a layer's whole gradients alive until the end of the step.
+# every wait to its reader, so that reduce-scatters keep a layer's full gradients alive until the end of the step.
 _KEEP_ORDER = MappingProxyType({"reorder_for_peak_memory": False, "reorder_for_locality": False})
 
 

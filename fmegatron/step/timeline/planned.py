@@ -148,7 +148,7 @@ def _bytes(nodes) -> int:
 
 
 def _seconds_on_the_wire(start: fx.Node, rates: Rates | None) -> float:
-    """Latency, and the whole array at the rate of the network: once for gathers, reduce-scatters and exchanges, twice
+    """Latency, and the full array at the rate of the network: once for gathers, reduce-scatters and exchanges, twice
     for all-reduces. (A ring of n ranks sends (n - 1)/n of that; the graph does not state n for all of them.)"""
     if rates is None:
         return 1.0
