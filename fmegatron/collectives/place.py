@@ -28,7 +28,8 @@ class Place:
     """dims: per axis the dim that it splits (axes on one dim: major first), or FLAT.
 
     interleaved, parts: a dim that consists of parts which are split one by one, and their sizes in the shard; -1 and ()
-    for none. block: of a flattened shard, the shape of its block before that, local to all axes that are not FLAT.
+    for none. () with a dim: the shards are put side by side on it. block: of a flattened shard, the shape of its block
+    before that, local to all axes that are not FLAT.
 
     A whole tensor is made up of `n` shards, n the product of the `sizes` of the axes, in the order of the joined index:
 
@@ -85,7 +86,7 @@ class Place:
 
     def __str__(self) -> str:
         text = ",".join(map(str, self.dims))
-        if self.parts:
+        if self.interleaved >= 0:
             text += f"|{self.interleaved}:" + "+".join(map(str, self.parts))
         return text + ("|" + "x".join(map(str, self.block)) if self.block else "")
 
@@ -97,7 +98,7 @@ class Place:
         for field in rest:
             dim, colon, parts = field.partition(":")
             if colon:
-                place |= {"interleaved": int(dim), "parts": tuple(map(int, parts.split("+")))}
+                place |= {"interleaved": int(dim), "parts": tuple(map(int, parts.split("+") if parts else ()))}
             else:
                 place["block"] = tuple(map(int, field.split("x")))
         return Place(**place)

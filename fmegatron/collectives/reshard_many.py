@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fmegatron.collectives.axes import Axes
-from fmegatron.collectives.coalesced import all_gather_many, psum_many, reduce_scatter_many
+from fmegatron.collectives.ops import all_gather_many, psum_many, reduce_scatter_many
 from fmegatron.collectives.place import Place
 from fmegatron.collectives.reshard import moved, reshard_moves
 from fmegatron.collectives.wire import Wire

@@ -15,12 +15,11 @@ from fmegatron.step.overlap import Event, Overlap, PaperWorld, Rates, Timeline, 
 from fmegatron.step.rows import require_rows
 from fmegatron.step.timeline import timeline
 from fmegatron.step.trace import Traced, symbolic_nodes, trace
-from fmegatron.step.traffic import Collective, bytes_sent, collectives_of
+from fmegatron.step.traffic import Transfer, bytes_sent, collectives_of
 from fmegatron.step.train_step import State, build_train_step, placements, state_specs
 
 __all__ = [
     "BACKENDS",
-    "Collective",
     "Compiled",
     "Declared",
     "Entry",
@@ -36,6 +35,7 @@ __all__ = [
     "Timeline",
     "Traced",
     "Traffic",
+    "Transfer",
     "Unproven",
     "accumulate",
     "barrier",

@@ -102,7 +102,7 @@ def storage_of(t: torch.Tensor) -> int:
 
 def symbolic_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The symbolic collectives of a graph, in order."""
-    return [n for n in graph.nodes if n.op == "call_function" and collectives.is_symbolic(n.target)]
+    return [n for n in graph.nodes if collectives.collective_of(n.target)]
 
 
 def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
@@ -244,7 +244,7 @@ class _Lines(TorchDispatchMode):
         else:
             line = _line(_frames(sys._getframe(1)))
             fx_traceback.set_stack_trace([line] if line else [])
-        if collectives.is_symbolic(func):
+        if collectives.collective_of(func):
             for x in tree.leaves(args[0]):
                 forget_constant(x)
         try:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from fmegatron.collectives import is_symbolic
+from fmegatron.collectives import collective_of
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.check import (
-    coalesced,
     collectives,
     fused,
     lookups,
@@ -127,8 +126,8 @@ def _signature(target: Any) -> Signature:
 
 
 def _rule_of(target: Any) -> Rule | None:
-    if is_symbolic(target):
-        return {**collectives.RULES, **coalesced.RULES}[is_symbolic(target)]
+    if collective_of(target):
+        return collectives.rule
     name = schema_of(target).name.partition("::")[2]
     name = name.rstrip("_") if schema_of(target).is_mutable else name
     overload = f"{name}.{overload_name(target)}"
