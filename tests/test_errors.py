@@ -15,7 +15,6 @@ FORM_OF_GIVEN = re.compile(
 FORM_OF_EVENT = re.compile(r"\S[^;\n]*: \S", re.S)
 REST = {
     "checkpoint",
-    "collectives",
     "data",
     "interop",
     "layout",
@@ -24,7 +23,6 @@ REST = {
     "nn",
     "optim",
     "step",
-    "testing",
     "tree",
 }
 

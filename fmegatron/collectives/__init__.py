@@ -37,8 +37,8 @@ from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.random_words import positions, random_words
 from fmegatron.collectives.real import Group
-from fmegatron.collectives.reshard import Move, reshard, reshard_moves, whole_parts
-from fmegatron.collectives.reshard_many import reshard_many
+from fmegatron.collectives.reshard import reshard, reshard_many, whole_parts
+from fmegatron.collectives.reshard_plan import Move, reshard_moves
 from fmegatron.collectives.table import AXIS_INDEX, COLLECTIVES, DECLARE, PSUM, REDUCE_SCATTER
 from fmegatron.collectives.wire import Wire, largest_of
 from fmegatron.collectives.world import FailedOnRank, World, connect

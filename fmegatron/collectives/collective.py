@@ -33,7 +33,7 @@ class Partial(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """`x[S_a]`: sharded as a Place says."""
+    """`x[S_a]`: sharded as a `Place` describes."""
 
     place: Place
 

@@ -151,7 +151,7 @@ def reduce_scatter_many(
 
 
 def psum(x: Tensor, axis: Axis) -> Tensor:
-    """`x{U_a} -> x`; transpose: identity. The sum is used alike on every rank, so its gradient is complete already."""
+    """`x{U_a} -> x`; transpose: identity. All ranks use the sum in one way, so its gradient is complete."""
     return psum_many([x], axis)[0]
 
 
@@ -202,7 +202,7 @@ def all_to_all_many(
     splits = [_dim(x, dim, f"{who}: split dim") for x, dim in zip(xs, split_dims, strict=True)]
     concats = [_dim(x, dim, f"{who}: concat dim") for x, dim in zip(xs, concat_dims, strict=True)]
     for x, dim in zip(xs, splits, strict=True):
-        _require_divisible(x, dim, axis, who)
+        _side_by_side(axis, dim).check(x.shape, axis.sizes, who)
     return ALL_TO_ALL(xs, axis, splits, concats)
 
 
@@ -217,8 +217,8 @@ def shard(x: Tensor, axis: Axis, dim: int) -> Tensor:
     dim = _dim(x, dim, who)
     if axis.size == 1:
         return x
-    _require_divisible(x, dim, axis, who)
     place = _side_by_side(axis, dim)
+    place.check(x.shape, axis.sizes, who)
     return linear(
         lambda xs: [_own_part(x, axis, dim) for x in xs], lambda gs, _: ALL_GATHER.emit(gs, axis, [place]), [x]
     )[0]
@@ -279,14 +279,6 @@ def _dim(x: Tensor, dim: int, who: str) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{who}: got dim {dim} of a tensor with shape {tuple(x.shape)}, wanted a dim of it")
     return dim % x.dim()
-
-
-def _require_divisible(x: Tensor, dim: int, axis: Axis, who: str) -> None:
-    if x.shape[dim] % axis.size:
-        raise ValueError(
-            f"{who}: got dim {dim} of shape {tuple(x.shape)}, which is not divisible by {axis.size}, wanted a multiple "
-            "of it; pad it or choose another dim"
-        )
 
 
 def _require_sums(xs: Sequence[Tensor], exact: bool, who: str) -> None:

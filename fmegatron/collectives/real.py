@@ -152,7 +152,7 @@ def _gathered_rows(xs: list[Tensor], group: Group) -> list[Tensor]:
 
 
 def all_gather(xs: list[Tensor], group: Group, places: list[Place]) -> list[Tensor]:
-    """Each tensor whole over the ranks of the group."""
+    """Each tensor in full, from the shards of the ranks."""
     rows = _gathered_rows(xs, group)
     return [place.whole(row, group.sizes) for place, row in zip(places, rows, strict=True)]
 

@@ -28,7 +28,7 @@ def _sum(xs, exact):
     return functools.reduce(torch.add, [x.to(_dtype_of_sum(x, exact)) for x in xs])
 
 
-# x{U_a} -> x; the sum is used alike on all ranks, so its gradient is complete already
+# x{U_a} -> x; the sum is used identically on all ranks, so its gradient is complete already
 PSUM = Collective(
     "psum",
     "bool exact",

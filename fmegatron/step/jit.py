@@ -15,7 +15,7 @@ from fmegatron.collectives import World
 from fmegatron.step.check import Declared, check_call, declared_by
 from fmegatron.step.compile import IN_ORDER, compile_graph, usable_backend
 from fmegatron.step.donated import Donation, Leaf, require_own_memory
-from fmegatron.step.exchange import exchanged
+from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.lower import lower
 from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
 from fmegatron.step.overlap import Overlap, overlapped

@@ -14,8 +14,8 @@ import torch
 
 from fmegatron.collectives import World
 from fmegatron.step.compile import IN_ORDER, compile_graph
-from fmegatron.step.exchange import exchanged
 from fmegatron.step.fresh import with_fresh_outputs
+from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.overlap import overlapped
 from fmegatron.step.torch_private import Op, below_autograd, outside_of_tracing

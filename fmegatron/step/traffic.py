@@ -107,4 +107,4 @@ def _real(node: fx.Node) -> tuple[Collective, str]:
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
     found = _FUNCTIONAL.get(name) or node.meta["collective"]
-    return found, f"p{node.args[1]}" if found is PSUM else found.name  # an all_reduce says by what it reduces
+    return found, f"p{node.args[1]}" if found is PSUM else found.name  # an all_reduce has the reduction as an argument

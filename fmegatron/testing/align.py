@@ -31,7 +31,7 @@ def sources_of(node):
 
 
 def call_of(node):
-    """The node that says what is done: for a result of a collective, that collective."""
+    """The node of the operation: for a result of a collective, that collective."""
     return node.args[0] if _is_item(node) else node
 
 
@@ -69,8 +69,8 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node of the graph over many ranks, the nodes of the graph of one rank that may be its twin, best first.
 
     The graphs differ: over axes of size 1 collectives leave no node, and torch elides ops on dims of size 1. Nodes are
-    paired in order by (line, op); what lies on the same line with the same op is the second guess. A collective, and an
-    op that only one graph has and that keeps values, stands for the twin of its input.
+    paired in order by (line, op); what is on the same line with the same op is the second guess. A collective, and an
+    op that only one graph has and that keeps values, has the twin of its input.
     """
     calls = [n for n in many.nodes if n.op == "call_function" and not (collective_of(n.target) or _is_item(n))]
     others = [n for n in one.nodes if n.op == "call_function"]
@@ -86,7 +86,7 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in many.nodes:
         if node.op != "call_function":
             continue
-        if _is_item(node):  # it stands for the tensor that went in
+        if _is_item(node):  # its twin is that of the tensor that went in
             twins[node] = [] if collective_of(node.args[0].target) is AXIS_INDEX else twins.get(sources_of(node)[0], [])
             continue
         if collective_of(node.target):  # a list, and no value to compare

@@ -23,7 +23,7 @@ __all__ = ["Finding", "blame"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the user's code where meaning is lost. at: "file.py:12", op: the graph's op, what: in words."""
+    """A line of the user's code where meaning is lost. at: "file.py:12", op: the graph's op, what: the message."""
 
     at: str
     op: str
@@ -62,10 +62,18 @@ def blame(
 ) -> list[Finding]:
     """The nodes at which meaning is lost on the way to the `wrong` outputs, in the order of the graph.
 
-    many, one: the graphs over the mesh and over one rank (`inline_layers`), values and reference: what `interpret`
-    kept. wrong: outputs that differ, and the layout that each is said to have: one whose value relates to one rank in
-    another way is itself a finding. parts, tolerance: see `relate`. called_at: `Traced.called_at`, a line that is none
-    of the step's; what stands there is named by the last line of the step on the way to it.
+    Args:
+        many: the graph over the mesh (`inline_layers`).
+        values: what `interpret` kept of it.
+        one: the graph over one rank.
+        reference: what `interpret` kept of that.
+        mesh: of the ranks.
+        wrong: outputs that differ, with their layouts; one whose value relates to one rank in another way is itself a
+            finding.
+        parts: as of `relate`.
+        tolerance: as of `relate`.
+        called_at: `Traced.called_at`, a line that is none of the step's; what is there is named by the last line of the
+            step on the way to it.
     """
     judging = _Judging(many, values, reference, mesh, parts, align(many, one), tolerance, called_at)
     return judging.findings(wrong, strict=True) or judging.findings(wrong, strict=False)
@@ -171,7 +179,7 @@ class _Judging:
         return Finding(self._at(node), name_of(node), what)
 
     def _contradicts(self, node, layout) -> bool:
-        """Whether a value that relates does so in another way than its layout says; else it differs by rounding."""
+        """Whether a value that relates does so in another way than its layout; else it differs by rounding."""
         for name, how in (self.judged[node].how or {}).items():
             wanted = "sum" if name in layout.unreduced else "concat" if name in layout.sharded else "equal"
             if wanted != (how if isinstance(how, str) else how[0]):
@@ -217,7 +225,7 @@ class _Judging:
         return self._in_step(node).meta.get("at", "?")
 
     def _in_step(self, node):
-        """The node, or the last one before it that stands on a line of the step."""
+        """The node, or the last one before it that is on a line of the step."""
         last = node
         while last.op == "call_function" and user_line(last.meta.get("at", "?")) == self.called_at:
             sources = sources_of(last)

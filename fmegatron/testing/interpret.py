@@ -110,7 +110,7 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
                 for source in node.all_input_nodes:
                     if last_use[source] is node:
                         del values[source]
-    raise AssertionError("graph without an output node")
+    raise AssertionError("interpret: the graph has no output node")
 
 
 def _compute(node, values, world, share):

@@ -185,7 +185,10 @@ def test_compiled(ranks, group, little):
         (lambda x, a: c.all_gather_many([x], a, [Place((0, 1))]), "the place 0,1 for 2 axes"),
         (lambda x, a: c.all_gather_many([x], a, [Place((1,), 1, (1, 1))]), r"parts \(1, 1\) of dim 1, which is 3 long"),
         (lambda x, a: c.all_gather_many([x], a, [Place((FLAT,))]), "give that with FLAT axes"),
-        (lambda x, a: c.reduce_scatter_many([x], a, [1]), "dim 1 of shape .2, 3. is not divisible by 2"),
+        (
+            lambda x, a: c.reduce_scatter_many([x], a, [1]),
+            "dim 1 of a tensor with shape .2, 3., which is not divisible by 2",
+        ),
         (lambda x, a: c.reduce_scatter_many([x[:, 0].to(torch.float8_e5m2)], a, [0]), "float8_e5m2, which has no sums"),
         (lambda x, a: c.psum_many([x.to(torch.float8_e5m2)], a), "has no sums"),
         (lambda x, a: Wire(reduce=torch.float8_e4m3fn), "add exact=True"),

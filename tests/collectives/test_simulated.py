@@ -83,7 +83,7 @@ def test_bad_calls(call, says):
 def test_bad_axes():
     with pytest.raises(ValueError, match="tp"):
         Axes(Mesh(a=2))["tp"]
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="wanted each axis named once"):
         Axes(Mesh(a=2))["a", "a"]
 
 

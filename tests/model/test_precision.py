@@ -193,5 +193,5 @@ def test_a_config_takes_its_dtypes_from_the_policy():
 def test_a_value_without_a_scale_cannot_travel_in_8_bits():
     mesh, config = Mesh(fsdp=2), config_of(Precision.fp8_wire())
     params = model.init(config, mesh, 0)
-    with pytest.raises(ValueError, match="needs a scale .nn.with_scales."):
+    with pytest.raises(ValueError, match="wanted a scale with it .nn.with_scales."):
         model.gather_weights(params, model.layouts(config, mesh), config, Axes(mesh))

@@ -181,7 +181,7 @@ def test_gather_tree(mesh):
         (
             (8, 4),
             (("fsdp", "tp"),),
-            r"w: dim 0 of .* is split over \('fsdp', 'tp'\); fsdp can be gathered only as its minor",
+            r"w: got .*, whose dim 0 is split over \('fsdp', 'tp'\), wanted fsdp, .* as its minor",
         ),
     ],
 )

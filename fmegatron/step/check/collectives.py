@@ -163,7 +163,7 @@ def _starts(parts: Iterable[int]) -> frozenset[int]:
 
 
 def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
-    """What is left when each rank keeps the part that a place says."""
+    """What is left when each rank keeps the part of a place."""
     for dim in range(len(x.dims)):
         names = _on(axes, place, dim)
         if names:
@@ -193,7 +193,7 @@ def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...]
 
 
 def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
-    """A value whole over the axes. Where the place says of a dim what it consists of, they must shard just that."""
+    """A value in full over the axes. Where the place describes what a dim consists of, they must shard just that."""
     if place.block:
         x = _dim_gathered(scope, node, x, 0, _on(axes, place, FLAT), None, False, "the flattened block")
         x = shapes.reshaped(scope, node, x, place.block)
