@@ -22,7 +22,8 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, compared
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, compared
 from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw_dtype
 from fmegatron.checkpoint.reading.fetch import Target
 from fmegatron.checkpoint.reading.mapping import Rule
@@ -64,7 +65,9 @@ def object_of(directory: Directory, name: str) -> Any:
     found = directory.objects.get(name)
     if found is None:
         near = tree.did_you_mean(name, list(directory.objects))
-        raise ValueError(f"{name}: no such object in {directory.root}{near}; dcp_objects lists them")
+        raise ValueError(
+            f"{name}: got no such object in {directory.root}{near}, wanted one of those that dcp_objects lists"
+        )
     fd = open_file(directory.root, found.place, name)
     try:
         return read_object(fd, found.place.offset, found.place.length, f"{name} in {found.place.file}")
@@ -93,9 +96,10 @@ def restore_dcp(
     needed are read. Objects are not restored: see `read_dcp_object`.
     Raises CheckpointError for damage, ValueError for a request that does not fit.
     """
+    ranks, what = ranks_of(world), f"restoring the directory {os.fspath(path)}"
 
     def work() -> Any:
-        mode, me = strictness(strict), rank_of(target_layouts, world, rank)
+        mode, me = strictness(strict), rank_of(target_layouts, ranks, rank)
         directory = open_dcp(path)
         has = {"cast": cast, "has_initial": initial is not None}
         request = match(directory.root, _manifest(directory), target_layouts, mode, rules=rules, prefix=prefix, **has)
@@ -109,9 +113,8 @@ def restore_dcp(
             requests.setdefault(want.leaf.path, []).append(want.target)
         read_tensors(directory, requests, verify)
         started = Started(directory.root, mode, request, tensors, [])
-        return finish_reading(started, Alone(), device), request, mode, directory.digest
+        return finish_reading(started, ranks, device), request, mode, directory.digest
 
-    ranks, what = world or Alone(), f"restoring the directory {os.fspath(path)}"
     (result, request, mode, _), (same,) = compared(ranks, what, work, lambda found: found[3:], 1)
     if not same:
         raise RuntimeError(
@@ -172,7 +175,7 @@ def _read_shard(
         # Megatron has stored shards of stacked layers with and without the leading dims of size 1.
         if _without_ones(blob.shape) != _without_ones(box.shape) or blob.dtype is not tensor.dtype:
             raise CheckpointError(
-                f"{where} holds {blob.dtype} {blob.shape}, wanted {tensor.dtype} {box.shape}; the directory is damaged"
+                f"{where}: got {blob.dtype} {blob.shape}, wanted {tensor.dtype} {box.shape}; the directory is damaged"
             )
         crc = 0
         for start, shape, data in _blocks(fd, blob, box, targets, verify, where):
@@ -231,7 +234,7 @@ def _pread(fd: int, into: np.ndarray, offset: int, where: str) -> np.ndarray:
     while done < into.nbytes:
         got = os.preadv(fd, [into[done:]], offset + done)
         if got == 0:
-            raise CheckpointError(f"{where} ends at byte {offset + done} of its file; the directory is damaged")
+            raise CheckpointError(f"{where}: ends at byte {offset + done} of its file; the directory is damaged")
         done += got
     return into
 
