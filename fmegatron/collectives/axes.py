@@ -66,7 +66,7 @@ class Axes:
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         names = (names,) if isinstance(names, str) else tuple(names)
         if len(set(names)) != len(names):
-            raise ValueError(f"axis named twice in {names}; name each axis once")
+            raise ValueError(f"Axes: got {names}, wanted each axis named once")
         kept = tuple(name for name in names if self.mesh[name] > 1)
         sizes = tuple(self.mesh[name] for name in kept)
         return Axis(kept, math.prod(sizes), self.mesh, self.world, sizes)

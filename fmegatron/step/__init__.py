@@ -10,11 +10,10 @@ from fmegatron.step.layer import compiled_layer, remat
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.timeline import Event, PaperWorld, Rates, Timeline, launches, timeline
 from fmegatron.step.trace import Traced, trace
-from fmegatron.step.traffic import Collective, bytes_sent, collectives_of
+from fmegatron.step.traffic import Transfer, bytes_sent, collectives_of
 from fmegatron.step.train_step import State, build_train_step, placements, state_specs
 
 __all__ = [
-    "Collective",
     "Declared",
     "Event",
     "Finding",
@@ -28,6 +27,7 @@ __all__ = [
     "Timeline",
     "Traced",
     "Traffic",
+    "Transfer",
     "Unproven",
     "accumulate",
     "build_train_step",

@@ -11,7 +11,7 @@ from torch import fx
 
 from fmegatron.collectives import World
 from fmegatron.step.compile import IN_ORDER, compile_graph
-from fmegatron.step.exchange import exchanged
+from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.graph.nodes import entry_of, opaque_entries
 from fmegatron.step.lower import copy_module, lower
 from fmegatron.step.overlap import Overlap, overlapped

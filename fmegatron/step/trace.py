@@ -227,7 +227,7 @@ class _Lines(TorchDispatchMode):
         else:
             line = _line(_frames(sys._getframe(1)))
             fx_traceback.set_stack_trace([line] if line else [])
-        if collectives.is_symbolic(func):
+        if collectives.collective_of(func):
             for x in tree.leaves(args[0]):
                 forget_constant(x)
         try:

@@ -214,7 +214,9 @@ def test_a_step_that_communicates_needs_a_world():
         return psum(x, tp)  # HERE psum
 
     line = tiny.line_of(__file__, "psum")
-    with pytest.raises(ValueError, match=rf"psum over tp at {line}: the step communicates, and jit got no world"):
+    with pytest.raises(
+        ValueError, match=rf"psum over tp at {line}: got no world, wanted one, since the step communicates"
+    ):
         jit(f, backend="eager")(torch.ones(2))
     with pytest.raises(ValueError, match="the step communicates"):  # inside a layer too
         jit(compiled_layer("mincut")(lambda x, w: f(x) * w), backend="eager")(torch.ones(2), torch.ones(2))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from fmegatron.collectives import is_symbolic
+from fmegatron.collectives import collective_of
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
 from fmegatron.step.check.values import Suspect, Unknown, Value, number
@@ -169,8 +170,8 @@ class Scope:
 
 
 def _communicates(node: torch.fx.Node, axis: str) -> bool:
-    name = is_symbolic(node.target) if node.op == "call_function" else None
-    return name not in (None, "axis_index", "declare") and axis in node.args[1]
+    collective = collective_of(node.target)
+    return collective is not None and collective.sent is not None and axis in node.args[1]
 
 
 def line_of(node: torch.fx.Node) -> str:
@@ -180,6 +181,8 @@ def line_of(node: torch.fx.Node) -> str:
 
 def op_name(node: torch.fx.Node) -> str:
     """The name of a node's op, without namespace and overload: "add"."""
+    if node.target is operator.getitem:  # one of several results
+        return op_name(node.args[0])
     schema = schema_of(node.target)
     return schema.name.partition("::")[2] if schema is not None else str(node.op)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fmegatron.collectives import is_symbolic, require_mesh_of_graph
+from fmegatron.collectives import collective_of, require_mesh_of_graph
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.step.check import coalesced, collectives, kernels, lookups, movement, pointwise, reductions
+from fmegatron.step.check import collectives, kernels, lookups, movement, pointwise, reductions
 from fmegatron.step.check.arithmetic import elementwise
 from fmegatron.step.check.context import GO_ON, Rule, Rules, Scope, Signature, line_of, op_name
 from fmegatron.step.check.dims import UNIFORM, Misfit, plain, size_of
@@ -179,8 +179,8 @@ def _signature(target: Any) -> Signature:
 
 
 def _rule_of(target: Any) -> Rule | None:
-    if is_symbolic(target):
-        return {**collectives.RULES, **coalesced.RULES}[is_symbolic(target)]
+    if collective_of(target):
+        return collectives.rule
     name = schema_of(target).name.partition("::")[2]
     name = name.rstrip("_") if schema_of(target).is_mutable else name
     overload = f"{name}.{overload_name(target)}"

@@ -113,7 +113,7 @@ def storage_of(t: torch.Tensor) -> int:
 
 def symbolic_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The symbolic collectives of a graph, in order."""
-    return [n for n in graph.nodes if n.op == "call_function" and collectives.is_symbolic(n.target)]
+    return [n for n in graph.nodes if collectives.collective_of(n.target)]
 
 
 def user_line(at: str) -> str:

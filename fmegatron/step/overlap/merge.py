@@ -199,7 +199,7 @@ def _sum(graph: fx.Graph, rows: fx.Node, n: int, like: fx.Node) -> fx.Node:
     total = found[0]
     for row in found[1:]:
         total = add_call(graph, aten.add.Tensor, (total, row), like)
-        total.meta["symbolic"] = "reduce_scatter_many"  # a part of the reduction: it waits with it
+        total.meta["symbolic"] = "reduce_scatter"  # a part of the reduction: it waits with it
     return total
 
 

@@ -41,7 +41,7 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
             letter = "F" if "_fwd_" in called else "B" if "_bwd_" in called else "C"
         else:
             continue
-        whole = node.meta.get("part_of", node.name)  # a coalesced collective may run in parts (`step.exchange`)
+        whole = node.meta.get("part_of", node.name)  # a coalesced collective may run in parts (`step.gloo_all_to_all`)
         if whole not in wholes:
             wholes[whole] = f"{letter}{counts.get(letter, 0)}"
             counts[letter] = counts.get(letter, 0) + 1

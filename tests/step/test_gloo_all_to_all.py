@@ -12,7 +12,7 @@ import torch
 from fmegatron.collectives import Axes, all_gather, connect, reduce_scatter
 from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, bytes_sent, collectives_of, jit, launches
-from fmegatron.step.exchange import exchanged
+from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.timeline import launched
 from tests.pairs import turns
 from tests.step.overlap.decoder import FSDP, POLICIES, compiled, config
