@@ -167,7 +167,8 @@ def _define(collective: Collective) -> Any:
 
 def collective_of(target: Any) -> Collective | None:
     """The collective of a target of an fx node; None for anything else."""
-    return getattr(target, "collective", None)
+    found = getattr(target, "collective", None)
+    return found if isinstance(found, Collective) else None
 
 
 def require_mesh_of_graph(graph: torch.fx.Graph, mesh: Mesh, who: str, whose: str) -> None:
