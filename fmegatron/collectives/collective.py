@@ -23,6 +23,7 @@ __all__ = ["REPLICATED", "Collective", "Partial", "Permuted", "RankIndex", "Shar
 __all__ += ["linear", "require_mesh_of_graph"]
 
 NAMESPACE = "fmegatron"
+Argument = Sequence[Place] | Sequence[int] | int | bool | str  # of a collective, besides tensors and axes
 
 
 # ---- types: what a value is over the axes of a collective ------------------------------------------------------------
@@ -97,28 +98,27 @@ class Collective:
     def __post_init__(self):
         object.__setattr__(self, "op", _define(self))
 
-    def __call__(self, xs: Sequence[Tensor], axis: Axis, *arguments: Any) -> list[Tensor]:
+    def __call__(self, xs: Sequence[Tensor], axis: Axis, *arguments: Argument) -> list[Tensor]:
         """The results, differentiable if there is a transpose; over an axis of size 1 the tensors themselves."""
         if axis.size == 1:
             return list(xs)
-        if self.transpose is None:
+        transpose = self.transpose
+        if transpose is None:
             return self.emit([x.detach() for x in xs], axis, *arguments)
         dtypes = [x.dtype for x in xs]
 
         def back(gs, needed):
-            return self.transpose([g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)], axis, *arguments)
+            return transpose([g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)], axis, *arguments)
 
         return linear(lambda given: self.emit(given, axis, *arguments), back, xs)
 
-    def emit(self, xs: Sequence[Tensor], axis: Axis, *arguments: Any) -> list[Tensor]:
+    def emit(self, xs: Sequence[Tensor], axis: Axis, *arguments: Argument) -> list[Tensor]:
         """The results without a gradient: a symbolic node, or functional collectives on the group of the axis."""
         if not xs:
             return []
         if axis.world is not None:
             return list(self.real(list(xs), Group(axis.world, axis.names), *arguments))
-        texts = [[str(a) if isinstance(a, Place) else a for a in given] if kind.endswith("[]") else given
-                 for kind, given in zip(self._kinds, arguments, strict=True)]  # fmt: skip
-        return self.op(list(xs), axis.names, axis.sizes, *texts, mesh=axis.mesh.fingerprint)
+        return self.op(list(xs), axis.names, axis.sizes, *map(_as_given, arguments), mesh=axis.mesh.fingerprint)
 
     def read(self, given: Sequence[Any]) -> list[Any]:
         """The arguments from those that a node has after the tensors, axes and sizes."""
@@ -138,6 +138,13 @@ class Collective:
     @property
     def _kinds(self) -> list[str]:
         return [one.split()[0] for one in self.arguments.split(",") if one]
+
+
+def _as_given(argument: Argument) -> Any:
+    """An argument as a node has it: places as text."""
+    if isinstance(argument, list | tuple):
+        return [str(one) if isinstance(one, Place) else one for one in argument]
+    return argument
 
 
 def _define(collective: Collective) -> Any:
@@ -165,9 +172,10 @@ def _define(collective: Collective) -> Any:
     return op
 
 
-def collective_of(target: Any) -> Collective | None:
+def collective_of(target: object) -> Collective | None:
     """The collective of a target of an fx node; None for anything else."""
-    return getattr(target, "collective", None)
+    found = getattr(target, "collective", None)
+    return found if isinstance(found, Collective) else None
 
 
 def require_mesh_of_graph(graph: torch.fx.Graph, mesh: Mesh, who: str, whose: str) -> None:

@@ -1,6 +1,6 @@
 """A collective is added by one entry: traced, checked, simulated, lowered, run on gloo ranks, and its bytes counted.
 
-Nothing else is told of the two that this file makes.
+Nothing else knows of the three that this file makes.
 """
 
 import functools
@@ -14,19 +14,20 @@ from fmegatron.collectives import (
     Axes,
     Collective,
     Partial,
+    Permuted,
     Place,
     Sharded,
     collective_of,
     connect,
     psum,
 )
-from fmegatron.collectives.real import all_reduced
+from fmegatron.collectives.real import all_reduced, ppermute
 from fmegatron.collectives.torch_private import functional_ops
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import PaperWorld, bytes_sent, check, collectives_of, jit, symbolic_nodes, trace
 from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Target
-from fmegatron.testing import simulate, split
+from fmegatron.testing import Ranks, simulate, split
 
 PMIN = Collective(
     "toy_pmin",
@@ -51,6 +52,16 @@ MAX_SCATTER = Collective(  # on dim 0
     real=scattered_rows,
     simulated=lambda xs, sizes, place: list(place.pieces(functools.reduce(torch.maximum, xs), sizes).unbind(0)),
     sent=lambda nbytes, n: (n - 1) * nbytes / n,
+)
+
+SHIFT = Collective(  # rank i has what rank i - shift had, one that has a gradient
+    "toy_shift",
+    "int shift",
+    type=lambda shift: (None, Permuted()),
+    real=ppermute,
+    simulated=lambda xs, sizes, shift: [xs[(i - shift) % len(xs)] for i in range(len(xs))],
+    transpose=lambda gs, axis, shift: SHIFT.emit(gs, axis, -shift),
+    sent=lambda nbytes, n: nbytes,
 )
 
 MESH = Mesh(dp=2, tp=2)
@@ -115,6 +126,32 @@ def test_gloo_ranks(ranks):
             assert torch.equal(state["high"], sim.outputs[rank][0]["high"])
             assert torch.equal(metrics["low"], sim.outputs[rank][1]["low"])
         assert sent == {"dp": 24, "tp": 32}
+
+
+def shifted(x, g, axis):
+    """A value and its gradient."""
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        (y,) = SHIFT([leaf], axis, 1)
+    return y.detach(), torch.autograd.grad(y, leaf, g)[0]
+
+
+def shifted_on_rank(rank, mesh):
+    with connect(mesh) as world:
+        x = torch.full((3,), float(rank))
+        jitted = jit(functools.partial(shifted, axis=Axes(mesh)["dp"]), world=world, backend="eager")
+        found = [y.tolist() for y in (*jitted(x, x), *shifted(x, x, Axes(mesh, world)["dp"]))]
+        return found, [str(one) for one in collectives_of(jitted.graph("lower"), mesh)]
+
+
+def test_transpose(ranks):
+    mesh = Mesh(dp=4)
+    own = Ranks(torch.full((3,), float(rank)) for rank in range(4))
+    sim = simulate(functools.partial(shifted, axis=Axes(mesh)["dp"]), mesh, own, own)
+    for rank, (found, sent) in enumerate(ranks.run(shifted_on_rank, mesh, ranks=4)):
+        wanted = [[float((rank - 1) % 4)] * 3, [float((rank + 1) % 4)] * 3]
+        assert found == wanted * 2 == [y.tolist() for y in sim.outputs[rank]] * 2
+        assert len(sent) == 2 and all(text.startswith("toy_shift over dp: float32[3], sends 12 B") for text in sent)
 
 
 def test_a_name_is_taken_once():
