@@ -15,9 +15,6 @@ FORM_OF_GIVEN = re.compile(
 FORM_OF_EVENT = re.compile(r"\S[^;\n]*: \S", re.S)
 REST = {
     "checkpoint",
-    "collectives",
-    "step",
-    "testing",
 }
 
 

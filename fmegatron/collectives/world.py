@@ -293,7 +293,10 @@ def connect(
             if size == 1
             else f"choose axes whose sizes multiply to {size}"
         )
-        raise ValueError(f"mesh {mesh} has {mesh.size} ranks, but {size} process{'es' * (size > 1)} run; {fix}")
+        raise ValueError(
+            f"connect: got mesh {mesh}, which has {mesh.size} ranks, wanted {size}, since {size} "
+            f"process{'es' if size > 1 else ''} run; {fix}"
+        )
     if not launched:
         return World(mesh, 0, device)
     if device.type == "cuda":

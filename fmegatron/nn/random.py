@@ -14,7 +14,7 @@ or which rank has the sample. With a 0-d count all microbatches draw the same nu
 
 A layer that is compiled once for all depths (`step.compiled_layer`) has one key: give it `count * layers + depth`,
 among its arguments `rest`. A draw of a generator (`F.dropout`, `torch.rand`) is refused when a step is traced
-(`step.unkeyed`); numbers of Python's `random` and of numpy are constants of a compiled step, the same in every step.
+(`step.purity`); numbers of Python's `random` and of numpy are constants of a compiled step, the same in every step.
 """
 
 import math

@@ -13,9 +13,9 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, Wire, positions, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.accumulate import accumulate
+from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.check import Declared
 from fmegatron.step.grad import loss_and_aux, reduce_gradients, value_and_grad
-from fmegatron.step.rows import rows_in_order
 from fmegatron.step.trace import described
 
 __all__ = ["State", "build_train_step", "placements", "state_specs"]
@@ -39,7 +39,7 @@ def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
 
 
 def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
-    """Specs of the whole state, given those of the parameters: one definition for memory, layouts and checkpoint.
+    """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
     `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is
@@ -75,24 +75,31 @@ def build_train_step(
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
-    loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
-    the loss; metrics are 0-d tensors that are equal on all ranks. layouts: of the parameters at rest. clip_norm: the
-    largest global gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
-    strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the state's
-    specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`. None: exactly as
-    the parameters are.
-    precision: in which dtypes gradients are reduced and added up (the model's own policy says how weights are
-    gathered); None: as the backward makes them, and microbatches in fp32.
-    microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens". The batch
-    is assigned by `strategy.batch_layout(shape, dtype, mesh, microbatches)`, so that microbatch m is the same rows on
-    every mesh (`data.Batches.for_rank` does that, and `loop.train` refuses another layout of its; a tensor does not
-    say which rows it has, so what was split by hand is taken as it is).
-    numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows of
-    the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any microbatches.
-    together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
+    Args:
+        loss_fn: loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the
+            data axes is the loss; metrics are 0-d tensors that are equal on all ranks, and gain "grad_norm" (before
+            clipping).
+        optimizer: a pair of pure functions (`optim`).
+        layouts: of the parameters at rest.
+        axes: of the mesh of the layouts, with the data axes of the strategy.
+        strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the
+            state's specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`.
+            None: exactly as the parameters are.
+        precision: in which dtypes gradients are reduced and added up (the model's own policy states how weights are
+            gathered); None: as the backward makes them, and microbatches in fp32.
+        microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
+            microbatches)`, so that microbatch m is the same rows on every mesh (`data.Batches.for_rank` does that, and
+            `loop.train` refuses another layout of its; a tensor does not state which rows it has, so what was split by
+            hand is taken as it is).
+        weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
+        numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows
+            of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any
+            microbatches.
+        clip_norm: the largest global gradient norm, None for no clipping.
+        together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
-    not what `layouts` and `strategy` say (structure, local shape, dtype). ValueError at once for layouts of another
+    not what `layouts` and `strategy` state (structure, local shape, dtype). ValueError at once for layouts of another
     mesh than that of `axes`, for a mesh with an axis that neither the strategy nor any layout knows, and for a strategy
     over other axes than `axes.data`, over which the loss is summed.
 
@@ -140,8 +147,8 @@ def build_train_step(
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
         if "grad_norm" in metrics:
             raise ValueError(
-                "metric 'grad_norm': got one of loss_fn, and the step reports the norm of all gradients under this "
-                "name; rename yours, such as 'own_grad_norm'"
+                "metric 'grad_norm': got one of loss_fn, wanted another name, as the step reports the norm of all "
+                "gradients under this one; rename yours, such as 'own_grad_norm'"
             )
         if microbatches > 1:
             grads = _moved(grads, trained_at.grads, trained_at.optim, axes, wire, together)
@@ -208,8 +215,9 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
     for name in mesh.names:
         if mesh[name] > 1 and name not in used:
             raise ValueError(
-                f"mesh {mesh}: the axis {name!r} is none of the strategy's axes {strategy.axes} and shards no "
-                f"parameter; give a strategy over it, DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
+                f"build_train_step: mesh {mesh}: got the axis {name!r}, which is none of the strategy's axes "
+                f"{strategy.axes} and shards no parameter, wanted a use of each axis; give a strategy over it, "
+                f"DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
     if set(axes[axes.data].names) != {name for name in strategy.axes if name in axes.mesh and axes.mesh[name] > 1}:
         raise ValueError(

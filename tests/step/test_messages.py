@@ -151,9 +151,9 @@ def item(p, b):
 INSIDE = {
     transposed: r"{at}: mm got f32\[\d, 4\], f32\[3, 4\]: a and b must have same reduction dim.*of one rank's part",
     joined: r"{at}: cat got f32\[\d, 4\], f32\[\d, 3\]: Sizes of tensors must match except in dimension 0",
-    numpy_of_a_batch: r"reads the values of a tensor at {at} \(.numpy\(\) or its memory\).*Keep it in tensors, or do",
-    numpy_of_a_weight: r"reads the values of a tensor at {at} \(.numpy\(\) or its memory\)",
-    item: r"reads the value of a tensor at {at} .*no .item\(\)",
+    numpy_of_a_batch: r"at {at}: got a read of the values .* \(.numpy\(\) or its memory\).*keep it in tensors, or do",
+    numpy_of_a_weight: r"at {at}: got a read of the values of a tensor \(.numpy\(\) or its memory\)",
+    item: r"at {at}: got a read of the value of a tensor .*no .item\(\)",
 }
 
 
