@@ -12,7 +12,7 @@ REST = {"checkpoint", "collectives", "interop", "step", "testing"}
 # What takes anything, with the reason.
 ANYTHING = {
     "tree.in_words": "what an error is about can be anything",
-    "loop.Settings.begin": "world: anything with rank, size and broadcast; options go on to restore_latest",
+    "loop.Settings.begin": "its options go on to restore_latest, which names their types",
 }
 
 

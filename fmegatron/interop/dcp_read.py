@@ -77,24 +77,39 @@ def object_of(directory: Directory, name: str) -> Any:
 
 def restore_dcp(
     path: str | os.PathLike,
-    target_layouts: Any,
+    target_layouts: tree.Tree,
     *,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
     rules: Sequence[Rule] = (),
     prefix: str = "",
-    initial: Any = None,
+    initial: tree.Tree | None = None,
     cast: bool = False,
     device: str | torch.device | None = None,
     verify: bool = True,
-) -> Any:
+) -> tree.Tree:
     """The tensors of a DCP directory under target layouts: as `checkpoint.restore`, of torch's or Megatron's files.
 
-    All options but these mean what they mean there; so Megatron's names are mapped by the same rules.
-    verify: check the checksum of every shard that is touched (which reads it whole); without it only the rows that are
-    needed are read. Objects are not restored: see `read_dcp_object`.
-    Raises CheckpointError for damage, ValueError for a request that does not fit.
+    Objects are not restored: see `read_dcp_object`.
+
+    Args:
+        path: of the directory.
+        target_layouts: tree of the layouts that are wanted.
+        world: of the ranks, as `checkpoint.restore`.
+        rank: whose part, as there.
+        strict: what may be missing, as there.
+        rules: names and shapes of what is stored under other ones, as there; so Megatron's names are mapped.
+        prefix: of the paths that are meant, as there.
+        initial: what stays where nothing is stored, as there.
+        cast: convert dtypes, as there.
+        device: of the result, as there.
+        verify: check the checksum of every shard that is touched, which reads all of it; without it only the rows that
+            are needed are read.
+
+    Raises:
+        CheckpointError: damage.
+        ValueError: a request that does not fit.
     """
     ranks, what = ranks_of(world), f"restoring the directory {os.fspath(path)}"
 

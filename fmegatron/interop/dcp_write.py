@@ -39,19 +39,26 @@ from fmegatron.layout import Box, Layout
 
 def save_dcp(
     path: str | os.PathLike,
-    state: Any,
-    layouts: Any,
+    state: tree.Tree,
+    layouts: tree.Tree,
     world: Ranks | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a state as a DCP directory; `torch.distributed.checkpoint.load` reads it.
 
-    state, layouts, world: as `checkpoint.save`.  values: plain data by path ("optimizer/param_groups/0/lr"), stored as
-    DCP stores objects; the same on all ranks. torch's names join the parts of a path by '.'.
+    torch's names join the parts of a path by '.'. With several ranks, torch.distributed must be initialized: torch
+    exchanges its plans over the default group. The directory is complete when `.metadata` is there, which torch writes
+    last.
 
-    With several ranks, torch.distributed must be initialised: torch exchanges its plans over the default group. Raises
-    ValueError when the path exists or the request does not fit; torch's errors for the rest. The directory is complete
-    when `.metadata` is there, which torch writes last.
+    Args:
+        path: of a new directory.
+        state: as `checkpoint.save`.
+        layouts: as `checkpoint.save`.
+        world: as `checkpoint.save`.
+        values: plain data by path ("optimizer/param_groups/0/lr"), stored as DCP stores objects; the same on all ranks.
+
+    Raises:
+        ValueError: the path exists or the request does not fit; the rest are torch's errors.
     """
     alone = world is None or world.size == 1
     if not alone and not (dist.is_initialized() and dist.get_world_size() == world.size):

@@ -111,9 +111,17 @@ def save_state_dict(
     """Save a state dict as a checkpoint of fmegatron: `checkpoint.save` of what `from_state_dict` finds.
 
     Modules, optimizers and others that have a state dict may stand in it themselves.
-    world: of the ranks that save; default: all ranks of the default process group (made anew at every call).
-    Raises as `checkpoint.save`; ValueError also for values that are not plain data or that differ between ranks, and
-    for tensors that only some ranks have (pipeline stages: use `FmegatronWriter`, which torch plans for).
+
+    Args:
+        path: where to save.
+        state_dict: nested dicts and lists of tensors and plain values.
+        world: of the ranks that save; None: all ranks of the default process group (made anew at every call).
+        metadata: plain data that is stored with it.
+        step: as `checkpoint.save`.
+
+    Raises:
+        ValueError: as `checkpoint.save`; values that are not plain data or that differ between ranks; tensors that only
+            some ranks have (pipeline stages: use `FmegatronWriter`, which torch plans for).
     """
     with _world(world) as ranks:
 
@@ -146,11 +154,22 @@ def load_state_dict(
     dict, `optimizer.load_state_dict(state_dict["optimizer"])` must follow. An optimizer need not have made a step: its
     state gets the entries that are stored (stateful.py; on several ranks give the optimizer, not its state dict).
 
-    strict, rules, cast, verify: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is.
+    Args:
+        path: of the checkpoint, or an open snapshot of it.
+        state_dict: the tensors and values to be replaced.
+        world: of the ranks that load; None: all ranks of the default process group.
+        strict: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is.
+        rules: as `checkpoint.restore`: names and shapes of what is stored under other ones.
+        cast: convert dtypes, instead of an error.
+        verify: compare what is read with its digests.
 
-    Returns the paths of what is stored and was not asked for, and of what was asked for and is not stored. Raises
-    ValueError, before anything is changed, when the request does not fit; CheckpointError for damage, RuntimeError when
-    the ranks go on seeing different saves: then some tensors may have been filled already.
+    Returns:
+        The paths of what is stored and was not asked for, and of what was asked for and is not stored.
+
+    Raises:
+        ValueError: before anything is changed, when the request does not fit.
+        CheckpointError: damage; some tensors may have been filled already.
+        RuntimeError: the ranks go on seeing different saves; the same holds.
     """
     mode, name = strictness(strict), getattr(path, "text", None) or open_store(path).text
     state, pairs = opened(state_dict)

@@ -126,7 +126,15 @@ def layouts(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataPara
 
 
 def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RULES) -> dict:
-    """This rank's shards of the initial parameters; the global arrays depend on `key` only, not on mesh or rank."""
+    """This rank's shards of the initial parameters; the global arrays depend on `key` only, not on mesh or rank.
+
+    Args:
+        config: of the model.
+        mesh: of all ranks.
+        key: of the random values (`tree.fold_in`).
+        rank: whose shards.
+        rules: how the dims of each leaf are split.
+    """
     return tree.init(specs(config, mesh, rules), key, rank)
 
 
@@ -210,12 +218,20 @@ def logits(
 ) -> Tensor:
     """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
 
-    reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
-    again for its backward, where the layer is a compiled one; "embed": for the lookup, whose transpose needs no
-    weights; "head": where the blocks end, which is where the backward begins). Groups that are left out are kept from
-    their gather to the end of the backward; "embed" and "head" then travel in one collective.
-    None: all of GROUPS, which needs the least memory (one group at a time) and no byte more on the wire; with a tied
-    table all but "head": it is used at both ends, and freeing it in between costs one more gather and reduce-scatter.
+    Args:
+        params: this rank's shards.
+        tokens_BS: int64, B split over the data axes.
+        config: of the model.
+        layouts: of the parameters.
+        axes: Axes(mesh).
+        layer: `layer(fn, prepare)` decides how a block is run: `plain_layer`, or step.compiled_layer.
+        reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
+            again for its backward, where the layer is a compiled one; "embed": for the lookup, whose transpose needs no
+            weights; "head": where the blocks end, which is where the backward begins). Groups that are left out are
+            kept from their gather to the end of the backward; "embed" and "head" then travel in one collective.
+            None: all of GROUPS, which needs the least memory (one group at a time) and no byte more on the wire; with a
+            tied table all but "head": it is used at both ends, and freeing it in between costs one more gather and
+            reduce-scatter.
     """
     if tokens_BS.shape[1] > config.max_seq:
         raise ValueError(
@@ -273,11 +289,19 @@ def loss(
 ) -> tuple[Tensor, dict]:
     """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
 
-    batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over `axes.data`.
     The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
-    has the same part. `layer(fn, prepare)` decides how a block is run (`plain_layer`, or step.compiled_layer);
-    reshard_after_forward: which weights are gathered for each use (`logits`).
-    metrics: 0-d, equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if configured), "tokens" (int64).
+    has the same part. The metrics are 0-d and equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if
+    configured), "tokens" (int64).
+
+    Args:
+        params: this rank's shards.
+        batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over
+            `axes.data`.
+        config: of the model.
+        layouts: of the parameters.
+        axes: Axes(mesh).
+        layer: how a block is run (`logits`).
+        reshard_after_forward: which weights are gathered for each use (`logits`).
     """
     for name in ("labels", "mask"):
         if name in batch and batch[name].shape != batch["tokens"].shape:

@@ -125,10 +125,21 @@ def generate(
 ) -> Tensor:
     """`count` tokens after each prompt, int64 [B, count]; the same on all ranks of a mesh, all of which must call it.
 
-    params, layouts: this rank's shards and the layouts of all. axes: bound to the running ranks (`Axes(mesh, world)`),
-    or of a mesh of size 1. key, temperature (0 is greedy), top_p: see `choose`. compile: what compiles the two
-    functions that run the model, as `compile(fn)` and `compile(fn, donate=0)`: `partial(step.jit, world=world)`.
-    Raises ValueError when prompt and count do not fit into config.max_seq, or the axes have no processes behind them.
+    Args:
+        params: this rank's shards.
+        prompt_BP: int64 [B, P], the same on all ranks.
+        count: number of tokens to make.
+        config: of the model.
+        layouts: of all parameters.
+        axes: bound to the running ranks (`Axes(mesh, world)`), or of a mesh of size 1.
+        key: of the random choices, see `choose`.
+        temperature: divides the logits; 0 is greedy.
+        top_p: the smallest set of tokens with this probability is chosen from.
+        compile: what compiles the two functions that run the model, as `compile(fn)` and `compile(fn, donate=0)`:
+            `partial(step.jit, world=world)`.
+
+    Raises:
+        ValueError: prompt and count do not fit into config.max_seq, or the axes have no processes behind them.
     """
     B, P = prompt_BP.shape
     if not P or P + count > config.max_seq:

@@ -41,10 +41,24 @@ def adafactor(
     (algorithm 4 with the relative step size lr; torch caps lr by 1/√t: give a schedule for that). The leaves that
     `factored` selects (by default all but norms and biases) are stacks of matrices [..., m, n], others stacks of
     vectors [..., n]; every rms is that of one matrix or vector, so a stack of layers is updated as its layers would be.
-    layouts, axes: of the parameters and Axes(mesh), for sums over the axes that split a matrix; None: all are whole.
     The rows of a flattened leaf are not to be seen in its ranges: it is gathered to look at it (and only it; a leaf is
     flattened when none of its dims can be shared out), so that state and steps are the same under every layout.
-    `decay` is as in `adamw`. ValueError for values outside of their range.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        decay_power: c in β̂₂ₜ = 1 - tᶜ, negative.
+        clip: d, the largest rms of an update before it is scaled.
+        eps: its square is the least second moment.
+        eps2: ε₂, the least rms of a parameter that an update is scaled by.
+        weight_decay: λ, 0 or more.
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
+            biases (`tree.neither_norm_nor_bias`).
+        factored: which leaves are factored; by default all but norms and biases.
+
+    Raises:
+        ValueError: values outside of their range.
     """
     if not clip > 0:
         raise ValueError(f"adafactor: clip: got {clip}, wanted a number above 0, such as 1.0")
@@ -84,10 +98,16 @@ def scale_by_factored_rms(
 
         row[..., m] = b row + (1 - b) mean over n of g²;  col[..., n] = b col + (1 - b) mean over m of g²;  b = 1 - tᶜ
 
-    where c = decay_power. Leaves that are not factored (see `adafactor`) have their second moment in "full". row and
-    col lie as the parameter's dims do, whole along axes that flatten it; a mean over a split dim is one psum over its
-    axes. eps: v and the mean of row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is
-    more than the squares of most gradients of a large model).
+    where c = decay_power. Leaves that are not factored have their second moment in "full". row and col have the layout
+    of the parameter's dims, and are full along axes that flatten it; a mean over a split dim is one psum over its axes.
+
+    Args:
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        decay_power: c, negative.
+        eps: v and the mean of row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is
+            more than the squares of most gradients of a large model).
+        factored: which leaves are factored; by default all but norms and biases.
     """
     if not decay_power < 0:
         raise ValueError(f"adafactor: decay_power: got {decay_power}, wanted a negative number, such as -0.8")

@@ -33,9 +33,17 @@ def adamw(
         v = b2 v + (1 - b2) g²
         p = (1 - lr·weight_decay) p  -  lr · m/(1 - b1ᵗ) / (√v/√(1 - b2ᵗ) + eps)
 
-    `learning_rate` is a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor). `decay` says which
-    leaves decay: a function of the path, or a list of regular expressions; by default all but norms and biases
-    (`neither_norm_nor_bias`). ValueError for values outside of their range.
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: λ, 0 or more.
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
+            biases (`tree.neither_norm_nor_bias`).
+
+    Raises:
+        ValueError: values outside of their range.
     """
     return optimizer(
         adam=scale_by_adam(b1, b2, eps),

@@ -174,7 +174,15 @@ def float8(
     smallest: int = 4096,
     fit: bool = False,
 ) -> Blockwise:
-    """8-bit floating-point codes with a scale per block (`Blockwise`): 1 + 4/block bytes per element."""
+    """8-bit floating-point codes with a scale per block (`Blockwise`): 1 + 4/block bytes per element.
+
+    Args:
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        block: elements of a block of the last dim.
+        root: store the square root, for second moments.
+        smallest: leaves of fewer elements stay float32.
+        fit: shorten blocks that an edge of a shard would cut.
+    """
     return Blockwise(Floating(dtype), block, root, smallest, fit)
 
 
@@ -188,6 +196,11 @@ def int8(
 ) -> Blockwise:
     """8-bit integer codes (uint8 with `root`) with a scale per block (`Blockwise`): 1 + 4/block bytes per element.
 
-    On the dynamic grid of the paper (`Dynamic`), or in equal steps with `linear`.
+    Args:
+        block: elements of a block of the last dim.
+        root: store the square root, for second moments.
+        smallest: leaves of fewer elements stay float32.
+        fit: shorten blocks that an edge of a shard would cut.
+        linear: in equal steps, instead of the dynamic grid of the paper (`Dynamic`).
     """
     return Blockwise(Linear() if linear else Dynamic(), block, root, smallest, fit)

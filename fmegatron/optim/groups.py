@@ -66,13 +66,20 @@ def grouped(
             adam=optim.scale_by_adam(),
         )
 
-    A pattern is a regular expression over whole segments of the path, as in layout.Rules. A leaf moves by
-    -rate·lr·multiplier·(direction + decay·p), decoupled as in AdamW. transforms: named directions; each sees the leaves
-    that are its own, under its name in the state; the first one serves where no rule says otherwise, or the one that
-    `choose(path)` names. weight_decay: of leaves without their own, norms and biases excepted (they have 0).
-    multipliers: path -> factor on the rate (`mup_multipliers`).
+    A leaf moves by -rate·lr·multiplier·(direction + decay·p), decoupled as in AdamW.
 
-    `init` raises ValueError for a rule that decides no leaf, with the paths it could mean, or the rule that hides it.
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        rules: (pattern, Group), first match wins; a pattern is a regular expression over full segments of the path, as
+            in layout.Rules.
+        weight_decay: of leaves without their own, norms and biases excepted (they have 0).
+        multipliers: path -> factor on the rate (`mup_multipliers`).
+        choose: path -> name of the transform where no rule names one; None: the first transform.
+        transforms: named directions; each sees the leaves that are its own, under its name in the state.
+
+    Raises:
+        ValueError: values outside of their range; by `init`, a rule that decides no leaf, with the paths it could mean,
+            or the rule that hides it.
     """
     if not transforms:
         raise ValueError("grouped: got no transform, wanted at least one direction, such as adam=scale_by_adam()")

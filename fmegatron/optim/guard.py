@@ -55,15 +55,21 @@ def skip_nonfinite(
 ) -> Optimizer:
     """`opt`, but for a step whose gradients are not all finite, parameters and state stay bit for bit as they were.
 
-    All ranks decide alike, by the global norm of the gradients (a norm that overflows counts as not finite), in the
-    graph and without asking the host. The state is {"opt": …, "skipped": 0-d int64, "norm": 0-d float64, the last
-    norm}, and "spike" and "loss_scale" when these are wanted. layouts, axes: as for `global_norm`.
-    clip_norm: the gradients are clipped to it, by the same norm (the lower of it and of the step's own clip_norm).
-    spike: skip spikes of the norm too.  loss_scale: `build_train_step` multiplies the loss by the state's scale
-    (`Optimizer.loss_scale`) and divides the gradients; here the scale is only moved on.
+    All ranks make one decision, by the global norm of the gradients (a norm that overflows counts as not finite), in
+    the graph and without asking the host. The state is {"opt": …, "skipped": 0-d int64, "norm": 0-d float64, the last
+    norm}, and "spike" and "loss_scale" when these are wanted.
 
     The norm that comes with the gradients (`Update`) is judged; without one it is computed here. `opt` clips to the
     limit, after the norm is judged: a norm that was clipped before has no spikes.
+
+    Args:
+        opt: the optimizer.
+        layouts: of the gradients, as for `global_norm`.
+        axes: Axes(mesh), as for `global_norm`.
+        clip_norm: the gradients are clipped to it, by the same norm (the lower of it and of the step's own clip_norm).
+        spike: skip spikes of the norm too.
+        loss_scale: `build_train_step` multiplies the loss by the state's scale (`Optimizer.loss_scale`) and divides the
+            gradients; here the scale is only moved on.
     """
 
     def init(params: Tree) -> Tree:

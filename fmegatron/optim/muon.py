@@ -45,10 +45,22 @@ def muon(
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for everything else, on any mesh.
 
-    The leaves that `matrices` selects (a function of the path, or a list of regular expressions; by default
-    `is_hidden_matrix`) are updated by `scale_by_muon`, which explains momentum, nesterov, scale, parts, share, layouts
-    and axes. The others go through `adam` (by default `scale_by_adam()`). With scale="rms" one learning rate serves
-    both. `rules` are those of `grouped` (rates, decay, frozen leaves); norms and biases do not decay.
+    With scale="rms" one learning rate serves both. Norms and biases do not decay.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        momentum: decay rate of the momentum, in [0, 1).
+        nesterov: look ahead along the momentum.
+        weight_decay: λ, 0 or more.
+        scale: the size of an update (`scale_by_muon`).
+        parts: leaves whose last dim is made of several matrices (`scale_by_muon`, `fused_parts`).
+        share: further axes over which the matrices are divided (`scale_by_muon`).
+        matrices: the leaves that `scale_by_muon` updates, a function of the path or a list of regular expressions; by
+            default `is_hidden_matrix`.
+        rules: those of `grouped` (rates, decay, frozen leaves).
+        adam: the transform of the other leaves, by default `scale_by_adam()`.
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
     return grouped(
@@ -79,17 +91,26 @@ def scale_by_muon(
 
         m = momentum·m + (1 - momentum)·g;  u = momentum·m + (1 - momentum)·g with Nesterov, else m
 
-    scale, for a weight that is used as x @ w: "original": √max(1, out/in) (Jordan); "rms": 0.2·√max(in, out), which
-    makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
-    parts: rules (pattern over whole segments of the path, sizes of the consecutive parts of the last dim or their
-    number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up by 2.
-    `fused_parts` reads them from layouts.
-    layouts: of the parameters, axes: Axes(mesh); without them every leaf is whole. The momentum lies as the parameter
-    does; matrices are made whole and dealt to ranks by `on_whole_matrices` (share: further axes to deal over).
-    dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64. bf16 also
-    on CPU: 4 times as fast as float32 where it has AVX-512-BF16.
+    The momentum is in the parameter's layout; full matrices are made and divided among ranks by `on_whole_matrices`.
     The iteration costs the same however many tokens a step has: beside the 6 FLOPs of a step for each token and
     parameter it is 2.5 (n = 4 m) to 5 (n = m) times m / tokens, shared by the ranks (measured in experiments/LOG.md).
+
+    Args:
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        momentum: decay rate of the momentum, in [0, 1).
+        nesterov: look ahead along the momentum.
+        scale: for a weight that is used as x @ w: "original": √max(1, out/in) (Jordan); "rms": 0.2·√max(in, out), which
+            makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
+        parts: rules (pattern over full segments of the path, sizes of the consecutive parts of the last dim or their
+            number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up
+            by 2. `fused_parts` reads them from layouts.
+        share: further axes over which the matrices are divided.
+        steps: of the iteration, 1 to 99.
+        coefficients: (a, b, c) of the iteration.
+        eps: the least norm that a matrix is divided by.
+        dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64. bf16
+            also on CPU: 4 times as fast as float32 where it has AVX-512-BF16.
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"muon: momentum: got {momentum}, wanted 0 <= momentum < 1, such as 0.95")

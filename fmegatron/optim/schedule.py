@@ -93,5 +93,13 @@ def wsd(peak: float, total: int, decay: int, warmup: int = 0, end: float = 0.0, 
     arXiv 2404.06395).
 
     A run can be prolonged from any checkpoint of the plateau, which a cosine cannot.
+
+    Args:
+        peak: the rate of the plateau.
+        total: updates of the run.
+        decay: updates of the decay, the last ones.
+        warmup: updates of linear rise.
+        end: the rate at update `total`.
+        shape: of the decay, "linear", "cosine" or "sqrt" (`Schedule`).
     """
     return Schedule(peak, warmup, total - decay, total, end, shape)

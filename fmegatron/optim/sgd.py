@@ -18,8 +18,18 @@ def sgd(
 ) -> Optimizer:
     """SGD: p = p - lr·u, where u is g + weight_decay·p, or its momentum (see `accumulate_momentum`).
 
-    The decay is an L2 penalty, as in torch.optim.SGD: it goes through the momentum. `learning_rate` and `decay` are as
-    in `adamw`. ValueError for values outside of their range.
+    The decay is an L2 penalty, as in torch.optim.SGD: it goes through the momentum.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        momentum: between 0 and 1; 0 for none.
+        nesterov: look ahead along the momentum.
+        weight_decay: λ, 0 or more.
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
+            biases (`tree.neither_norm_nor_bias`).
+
+    Raises:
+        ValueError: values outside of their range.
     """
     steps = {"decay": add_decayed_weights(weight_decay, decay)}
     if momentum or nesterov:

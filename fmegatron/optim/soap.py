@@ -40,9 +40,21 @@ def soap(
 ) -> Optimizer:
     """SOAP for the hidden matrices, AdamW for everything else, on any mesh.
 
-    The leaves that `matrices` selects (a function of the path, or a list of regular expressions; by default
-    `is_hidden_matrix`) are updated by `scale_by_soap`, which explains the other arguments; the others go through `adam`
-    (by default `scale_by_adam(b1, b2, eps)`). `rules` are those of `grouped`; norms and biases do not decay.
+    Norms and biases do not decay.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment and of the preconditioners.
+        eps: added to the root of the second moment.
+        max_dim: a longer side of a matrix has no basis (`scale_by_soap`).
+        weight_decay: λ, 0 or more.
+        matrices: the leaves that `scale_by_soap` updates, a function of the path or a list of regular expressions; by
+            default `is_hidden_matrix`.
+        rules: those of `grouped`.
+        adam: the transform of the other leaves, by default `scale_by_adam(b1, b2, eps)`.
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
     return grouped(
@@ -77,9 +89,17 @@ def scale_by_soap(
     ask the host, or compute it and throw it away: so it costs 2(m³ + n³) for the products and about 8/3(m³ + n³) for QR
     (Householder; one LAPACK or cuSOLVER call for a stack), beside 2mn(m + n) for L and R and 6mn(m + n) for the turns.
 
-    layouts: of the parameters, axes: Axes(mesh); without them every leaf is whole. The state lies as `dealt_layout`
-    says: a stack of matrices is dealt to the ranks that hold pieces of them, and only g and the result travel, as one
-    all_to_all each. Where the stack does not divide, ranks have copies and do the same work.
+    The state is in `dealt_layout`: a stack of matrices is assigned to the ranks that hold pieces of them, and only g
+    and the result travel, as one all_to_all each. Where the stack does not divide, ranks have copies and do the same
+    work.
+
+    Args:
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment and of L and R, in [0, 1).
+        eps: added to the root of the second moment.
+        max_dim: a longer side has no basis.
     """
     checked_betas("soap", b1, b2, eps)
     layout_of = layouts_by_path(layouts, axes, "soap")

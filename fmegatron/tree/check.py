@@ -11,9 +11,14 @@ from fmegatron.tree.structure import Tree, flatten, in_words, structure_differen
 def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: str = "its layouts") -> None:
     """Raise ValueError, naming path, got, wanted and fix, unless every leaf of `params` is what its layout says.
 
-    params: tree of this rank's local tensors.  layouts: tree of the same structure, of Layouts or ArraySpecs. Compares
-    structure, shape and dtype. It cannot see a wrong `unreduced` mark: parity tests do.
-    name, of: what the error calls the two, such as "state.params" and "the layouts of build_train_step".
+    Compares structure, shape and dtype. It cannot see a wrong `unreduced` mark: parity tests do.
+
+    Args:
+        params: tree of this rank's local tensors.
+        layouts: tree of the same structure, of Layouts or ArraySpecs.
+        rank: this rank on the layouts' mesh.
+        name: what the error calls the tensors, such as "state.params".
+        of: what it calls the layouts, such as "the layouts of build_train_step".
     """
     paths, wanted, spec = flatten(layouts)
     _, got, got_spec = flatten(params)

@@ -23,12 +23,21 @@ def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = N
     The value of an element depends on the key, the name of its leaf (`ArraySpec.drawn_as`, else its path) and its
     global index only, so every mesh gives the same global arrays bit for bit, a leaf keeps its values when others come
     or go, and copies of a leaf (master weights, averages) equal it. Values are drawn in float32 and rounded to the
-    leaf's dtype.  key: see `fold_in`.  device: where the tensors end; random values are drawn on the CPU.
-    given: a tree of local tensors that are known already (weights from elsewhere), under the names of their leaves:
-    they are taken as they are, and copies are made of them. For a state of `step.state_specs`: parameters, or some.
-    Raises ValueError for a spec that cannot be drawn; for leaves of one name that are not one array (other shapes or
-    initial values); for a copy whose original was not named before the tree was put together (`tree.named`); and for
-    given tensors that no leaf takes, or that are not what their leaf's layout says.
+    leaf's dtype.
+
+    Args:
+        specs: tree of ArraySpecs.
+        key: see `fold_in`.
+        rank: this rank on the mesh of the specs.
+        device: where the tensors end; random values are drawn on the CPU.
+        given: a tree of local tensors that are known already (weights from elsewhere), under the names of their leaves:
+            they are taken as they are, and copies are made of them. For a state of `step.state_specs`: parameters, or
+            some.
+
+    Raises:
+        ValueError: a spec that cannot be drawn; leaves of one name that are not one array (other shapes or initial
+            values); a copy whose original was not named before the tree was put together (`tree.named`); given tensors
+            that no leaf takes, or that are not what their leaf's layout says.
     """
     paths, leaves, spec = flatten(specs)
     for path, leaf in zip(paths, leaves, strict=True):

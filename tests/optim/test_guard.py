@@ -245,3 +245,15 @@ def test_errors_for_people():
     ]:
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_a_guard_around_a_guard_keeps_its_loss_scale():
+    """The scale of the inner one is the scale of the loss, and the inner one judges the same norm."""
+    opt = skip_nonfinite(skip_nonfinite(optim.sgd(0.1), loss_scale=LossScale(initial=8.0)), spike=Spike())
+    params = make_params(DTYPES["fp64"])
+    state = opt.init(params)
+    assert opt.loss_scale(state) == 8.0 and optim.sgd(0.1).loss_scale(optim.sgd(0.1).init(params)) is None
+    grads = spoiled(grads_of(params), float("nan"))
+    new, state = opt.update(grads, state, params)
+    assert_same(new, params)
+    assert state["skipped"] == 1
