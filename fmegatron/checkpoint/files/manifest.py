@@ -11,6 +11,7 @@ from fmegatron.checkpoint.files.format import (
     FORMAT,
     MANIFEST,
     MARKER,
+    READABLE,
     VERSION,
     CheckpointError,
     Leaf,
@@ -168,10 +169,10 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
         raise CheckpointError(
             f"{at}: got a checkpoint whose arrays lie in an OCDBT database, wanted plain files; {_WITHOUT_OCDBT}"
         )
-    if (marker.get("format"), marker.get("version")) != (FORMAT, VERSION):
+    if marker.get("format") != FORMAT or marker.get("version") not in READABLE:
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
         raise CheckpointError(
-            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
+            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION} or {READABLE[0]}; read it with its own version"
         )
     return marker
 
