@@ -42,8 +42,7 @@ from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan
-from fmegatron.checkpoint.writing.plan import is_small
+from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.interop.dcp_write import name_of
 from fmegatron.interop.scattered import Scattered

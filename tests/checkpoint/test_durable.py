@@ -40,7 +40,9 @@ def test_the_disk_has_everything_before_the_marker_and_the_name_last(tmp_path, m
     assert all(each.values.context["file_io_sync"].to_json() is True for each in stored) and len(stored) == 2
     found = {str(p.relative_to(tmp_path)): p.stat().st_ino for p in (tmp_path / "a").rglob("*")}
     marker = events.index(found.pop("a/COMPLETE"))
-    written = {f"a/{each.array.name}/{f}" for each in stored for f in ("zarr.json", "c.0", "c.0.0", "c.1.0", "c.2.0", "c.3.0")}
+    written = {
+        f"a/{each.array.name}/{f}" for each in stored for f in ("zarr.json", "c.0", "c.0.0", "c.1.0", "c.2.0", "c.3.0")
+    }
     left = {number for name, number in found.items() if name not in written}
     assert {*left, (tmp_path / "a").stat().st_ino} <= set(events[:marker])
     assert events[marker + 1 :] == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
@@ -60,7 +62,9 @@ def test_the_system_calls(tmp_path):
             if m[1].endswith(".__lock"):
                 assert m[1] in synced
                 named.append(m[2])
-    files = [at for at in (tmp_path / "a").rglob("*") if at.is_file() and re.search("arrays/.|packed/.", str(at.parent))]
+    files = [
+        at for at in (tmp_path / "a").rglob("*") if at.is_file() and re.search("arrays/.|packed/.", str(at.parent))
+    ]
     assert len(named) == len(files) >= 4
     assert synced.index(next(at for at in synced if at.endswith("/COMPLETE"))) > max(
         i for i, at in enumerate(synced) if at.endswith(".__lock")

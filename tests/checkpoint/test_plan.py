@@ -46,7 +46,11 @@ def test_chunk_shapes(layout, chunk):
 
 def test_homes():
     mesh = Mesh(dp=4)
-    small = {"matrix": Layout((128, 128), BF16, mesh, ("dp",)), "empty": Layout((0, 128), BF16, mesh), "0-d": Layout((), BF16, mesh)}
+    small = {
+        "matrix": Layout((128, 128), BF16, mesh, ("dp",)),
+        "empty": Layout((0, 128), BF16, mesh),
+        "0-d": Layout((), BF16, mesh),
+    }
     assert {name: (leaf.home, leaf.chunk) for name, leaf in zip(small, plan(small, small.values()), strict=True)} == {
         "matrix": ("grid", (32, 128)), "empty": ("grid", (1, 1)), "0-d": ("grid", ()),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER, Array
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, ZARR, Array
 from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
 from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
 from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
@@ -112,7 +112,8 @@ class Folder:
         return file_values(self.root)
 
     def array(self, array: Array) -> ZarrArray:
-        """An array to write."""
+        """An array to write. Its directory is made here: tensorstore would make the root, too."""
+        self._make_parents(f"{array.name}/{ZARR}")
         return ZarrArray(array, self._values)
 
     def at(self, name: str) -> str:

@@ -41,11 +41,13 @@ class ZarrArray:
         return self.values.kv.write(f"{self.array.name}/{ZARR}", zarr_json(self.array))
 
     def write(self, index: Sequence[int], data: np.ndarray) -> ts.Future:
-        """Write a chunk from `data`, its raw elements, contiguous, in the chunk's shape: without a copy on the host.
+        """Write a chunk from `data`, its raw elements, contiguous, in the chunk's shape: without a copy, but for memory://,
+        where what is written would be that very memory.
 
         The memory must stay as it is until the future is done.
         """
         part: Any = self._store
         if data.size and any(n > 1 for n in self.array.grid):
             part = part[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.array.chunk, strict=True))]
-        return part.write(data.view(part.dtype.numpy_dtype), can_reference_source_data_indefinitely=True)
+        copies = self.values.spec["driver"] == "memory"
+        return part.write(data.view(part.dtype.numpy_dtype), can_reference_source_data_indefinitely=not copies)

@@ -117,15 +117,13 @@ def home_of(
     nbytes = math.prod(shape) * itemsize
     if nbytes == 0:
         return "grid", (1,) * len(shape)
-    size = math.prod(unit) * itemsize
     if is_small(shape, nbytes):
         chunks = math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
         few = chunks <= min(_MOST_SMALL_CHUNKS, 4 * -(-nbytes // local))
         return ("grid", unit) if few else ("packed", ())
-    stored = math.prod(-(-n // u) * u for n, u in zip(shape, unit, strict=True))
-    fine = size < max(_FINEST_BYTES, min(_SENSIBLE_BYTES, local // 16))
-    padded = stored > 1.25 * math.prod(shape)
-    if fine or padded:
+    if math.prod(-(-n // u) * u for n, u in zip(shape, unit, strict=True)) > 1.25 * math.prod(shape):
+        unit = tuple(u if -(-n // u) * u <= 1.1 * n else math.gcd(u, n) for n, u in zip(shape, unit, strict=True))
+    if math.prod(unit) * itemsize < max(_FINEST_BYTES, min(_SENSIBLE_BYTES, local // 16)):
         return ("packed" if local < SMALL_BYTES else "piece"), ()
     # A state on one rank stays as it is in memory. Where there are several, other numbers of them will cut its dims.
     ways = shape[-1] // unit[-1]

@@ -127,7 +127,8 @@ class _Writer:
         # A strided tensor is made contiguous chunk by chunk, if the boxes have the dims that it has.
         in_place = _is_plain(x) and all(box.strides == row_major_strides(x.shape) for _, box in chunks)
         local, staged = (torch.from_numpy(raw(x)), 0) if in_place else self.host_bits(x)
-        stored = self.storage.array(array)
+        with _named(leaf.path):
+            stored = self.storage.array(array)
         if 0 in self.part.chunks[array.name]:  # of several ranks that write an array, one writes the metadata
             self._give(leaf.path, stored.describe)
         for row, (index, box) in zip(table, chunks, strict=True):
@@ -137,7 +138,8 @@ class _Writer:
         """Write an array of one chunk."""
         self.part.arrays[array.name], self.part.chunks[array.name] = array, [0]
         table = self.part.digests[array.name] = np.zeros((1, math.prod(array.bands)), "<u8")
-        stored = self.storage.array(array)
+        with _named(what):
+            stored = self.storage.array(array)
         self._give(what, stored.describe)
         self._chunk(what, stored, (0,), data.numpy(), table[0], staged)
 
