@@ -58,7 +58,7 @@ class Scattered:
         return Layout(self.shape, self.dtype, self.mesh).to_json()
 
     def plan(self, path: str, pack: bool) -> LeafPlan:
-        """Where the leaf goes: by the rules of `checkpoint.writing.plan`. pack: whether there are too many small ones."""
+        """Where the leaf goes: by the rules of `checkpoint.writing.plan`. pack: whether small ones are too many."""
         local = max((math.prod(shape) for _, _, shape in self.held), default=0) * self.dtype.itemsize
         if pack and is_small(self.shape, self.nbytes):
             return LeafPlan(path, self, "packed")

@@ -149,7 +149,7 @@ def saved_whole(folder, kind, mesh):
 @pytest.mark.parametrize("mesh", ON)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_whole_states_with_tensorstore_alone(tmp_path, kind, mesh):
-    """All of a state from zarr.json files: no manifest is read. What is left out are flat ranges that end inside rows."""
+    """All of a state from zarr.json files: no manifest is read. Flat ranges that end inside rows are left out."""
     (state, left), layouts = saved_whole(tmp_path / "a", kind, mesh), WHOLE[kind](ON[mesh])
     found = {
         re.sub("/zarr.json$", "", str(at.relative_to(tmp_path / "a/arrays"))): at

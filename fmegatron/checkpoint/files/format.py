@@ -26,10 +26,11 @@ BAND_BYTES = 1 << 20  # most bytes under one digest
 _SMALL_BAND_BYTES = 64 << 10  # bands of rows are not made smaller than this on purpose
 ALIGN_BYTES = 64  # of a leaf inside a packed array
 
-# Types that zarr.json names, spelled as torch spells them; others are unsigned integers of their width, with the name as
-# an attribute: few zarr3 readers know a float8. Version 1 named those that tensorstore knows.
+# Types that zarr.json names, spelled as torch spells them; others are unsigned integers of their width, with the name
+# as an attribute: few zarr3 readers know a float8. Version 1 named those that tensorstore knows.
 _ZARR_TYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128".split()
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64"
+    " complex128".split()
 )
 _ZARR_TYPES_1 = _ZARR_TYPES.union("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split())
 _RAW = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})

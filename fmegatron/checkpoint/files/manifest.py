@@ -173,7 +173,8 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
     if marker.get("format") != FORMAT or type(version) is not int or version not in READABLE:
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
         raise CheckpointError(
-            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION} or {READABLE[0]}; read it with its own version"
+            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION} or {READABLE[0]};"
+            " read it with its own version"
         )
     return marker
 

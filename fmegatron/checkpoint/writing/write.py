@@ -239,7 +239,7 @@ def _part(local: torch.Tensor, box: Box) -> np.ndarray:
 def _digest_bands(
     chunk: np.ndarray, band: tuple[int, ...], digests: np.ndarray, source: np.ndarray | None = None
 ) -> None:
-    """The digests of a contiguous chunk's bands, row-major; with a source, copied from it first, and padded by zeros."""
+    """The digests of a contiguous chunk's bands, row-major; with a source, copied from it first and padded by zeros."""
     if not band:
         digests[0] = digest(chunk.reshape(1))
         return
