@@ -138,7 +138,7 @@ def test_wrong_requests_leave_nothing(saved, tmp_path):
 
 def test_damage_leaves_nothing(tmp_path):
     source, _ = every_dtype(tmp_path)
-    at = next((tmp_path / "d").glob("packed/0/c.0"))
+    at = next((tmp_path / "d").glob("arrays/float32/c.0.0"))
     data = bytearray(at.read_bytes())
     data[-1] ^= 1
     at.write_bytes(data)

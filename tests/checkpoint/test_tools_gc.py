@@ -100,7 +100,7 @@ def test_old_leftovers_go_and_live_saves_stay(run):
     leftover(run, ".step_00000003.gone-0b", 7200, complete=True)
     leftover(run, ".step_00000004.old-0c", 7200, complete=True)  # step 4 has its name: nobody needs this
     leftover(run, ".step_00000005.tmp-0d", 7200)
-    os.utime(run / ".step_00000005.tmp-0d/packed", None)  # one thing in it is new: a save writes there
+    os.utime(run / ".step_00000005.tmp-0d/arrays", None)  # one thing in it is new: a save writes there
     leftover(run, ".step_00000006.tmp-0e", 60)
     (run / "notes.txt").write_text("mine")
     (run / ".hidden").mkdir()

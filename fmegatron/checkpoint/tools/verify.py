@@ -117,7 +117,7 @@ class _Check:
     def metadata(self) -> None:
         """The small files, whose content the manifest implies; and what the manifest itself does not guarantee."""
         text = self.storage.read(MANIFEST)
-        self._same(MARKER, marker_to_json(text), "")
+        self._same(MARKER, marker_to_json(text, self.manifest.version), "")
         self._same(MANIFEST, text, "")
         group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
         for name in _above(self.manifest.arrays):
@@ -232,7 +232,7 @@ class _Check:
         lo, hi = array.first_digest, array.first_digest + array.digest_count
         part = digests[lo:hi]
         if array.name not in self._shared and len(part) == hi - lo and digest_text(part.tobytes()) == array.digest:
-            return part.reshape(math.prod(array.grid), -1)
+            return part.reshape(math.prod(array.grid), math.prod(array.bands))
         leaf = self._leaf(array, 0, 0)
         self.damages.append(Damage("bytes", DIGESTS, f"the digests of {array.name} were altered", leaf, 8 * lo, 8 * hi))
         # What a missing table would have said is unknown, but not which files there should be.
