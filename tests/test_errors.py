@@ -8,7 +8,7 @@ import re
 
 from tests.house import ROOT, rooms, syntax
 
-GIVEN = {"ValueError", "TypeError"}  # what the caller gave is wrong
+GIVEN = {"ValueError", "TypeError", "argparse.ArgumentTypeError"}  # what the caller gave is wrong
 FORM_OF_GIVEN = re.compile(
     r"(\S[^;\n]*: )?got .*, wanted |.*\{\}: \{\}$", re.S
 )  # or a path before a message made elsewhere

@@ -56,7 +56,7 @@ class Source:
         found = [leaf for path, leaf in self.manifest.leaves.items() if wanted.search(path)]
         if not found:
             near = tree.did_you_mean(pattern, list(self.manifest.leaves))
-            raise ValueError(f"got the pattern {pattern!r}, which no leaf of {self.text} matches{near}")
+            raise ValueError(f"{self.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
         return found
 
     def read(self, wanted: Sequence[Block], dtypes: Mapping[str, torch.dtype] | None = None) -> list[torch.Tensor]:

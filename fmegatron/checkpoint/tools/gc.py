@@ -16,7 +16,7 @@ from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.tools.listing import TEMPORARY, Leftover, Listing, listing
+from fmegatron.checkpoint.tools.ls import TEMPORARY, Leftover, Listing, listing
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
 _LOOK_S = 5.0  # while others are watched
