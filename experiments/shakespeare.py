@@ -94,7 +94,7 @@ def main(config: Config) -> dict[str, float]:
     """Train (or go on), evaluate, write a sample; returns the last held-out metrics. Ends early when asked to stop."""
     with loop.set_up():  # nothing is written here, and what cannot be meant is refused
         world, run = connect(config.mesh), Path(config.run)
-        manager = checkpoint.Manager(run / "checkpoints", keep=2)
+        manager = checkpoint.Manager(run / "checkpoints", keep=2, world=world)
         tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
         ids = tokenizer.encode(TEXT.read_text())
         train_range, heldout_range = data.train_and_held_out(ids)
@@ -113,9 +113,6 @@ def main(config: Config) -> dict[str, float]:
     def heldout_step(params, batch):
         return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
 
-    def on_device(tensors):
-        return tree.map(lambda x: x.to(world.device), tensors)
-
     def evaluate(params):
         batch_at = heldout.for_rank(heldout_rows, world.rank, world.device).at
         return loop.evaluate(heldout_step, params, batch_at, len(heldout), heldout.real_tokens)
@@ -125,8 +122,6 @@ def main(config: Config) -> dict[str, float]:
             manager,
             state_specs,
             lambda: tree.init(state_specs, config.seed, world.rank, world.device),
-            world,
-            device=world.device,
         )
         start, state, batches = begun.step, begun.state, batches.after(begun.samples, begun.step)
         if world.rank == 0:
@@ -159,7 +154,7 @@ def main(config: Config) -> dict[str, float]:
                     claim.check()
                     known = settings.metadata(batches.samples(info.step))
                     how = {"finite": info.finite(), "wait": info.last or not config.async_save}
-                    manager.save(info.step, state, state_specs, world, known, **how)
+                    manager.save(info.step, state, state_specs, known, **how)
                 for report in manager.poll():
                     log(report.step, report.record())
                 if info.last or info.step % config.eval_every == 0:
@@ -169,7 +164,7 @@ def main(config: Config) -> dict[str, float]:
                     return result
 
     if prompts:
-        axes, prompt = Axes(config.mesh, world if world.size > 1 else None), on_device(torch.stack(prompts))
+        axes, prompt = Axes(config.mesh, world if world.size > 1 else None), world.put(torch.stack(prompts))
         count = min(config.sample, config.seq_len - prompt.shape[1])
         how = {"key": config.seed, "temperature": 0.8, "top_p": 0.95}
         written = model.generate(state.params, prompt, count, of, layouts, axes, **how)

@@ -22,7 +22,8 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, compared
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, compared
 from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw_dtype
 from fmegatron.checkpoint.reading.fetch import Target
 from fmegatron.checkpoint.reading.mapping import Rule
@@ -93,9 +94,10 @@ def restore_dcp(
     needed are read. Objects are not restored: see `read_dcp_object`.
     Raises CheckpointError for damage, ValueError for a request that does not fit.
     """
+    ranks, what = ranks_of(world), f"restoring the directory {os.fspath(path)}"
 
     def work() -> Any:
-        mode, me = strictness(strict), rank_of(target_layouts, world, rank)
+        mode, me = strictness(strict), rank_of(target_layouts, ranks, rank)
         directory = open_dcp(path)
         has = {"cast": cast, "has_initial": initial is not None}
         request = match(directory.root, _manifest(directory), target_layouts, mode, rules=rules, prefix=prefix, **has)
@@ -109,9 +111,8 @@ def restore_dcp(
             requests.setdefault(want.leaf.path, []).append(want.target)
         read_tensors(directory, requests, verify)
         started = Started(directory.root, mode, request, tensors, [])
-        return finish_reading(started, Alone(), device), request, mode, directory.digest
+        return finish_reading(started, ranks, device), request, mode, directory.digest
 
-    ranks, what = world or Alone(), f"restoring the directory {os.fspath(path)}"
     (result, request, mode, _), (same,) = compared(ranks, what, work, lambda found: found[3:], 1)
     if not same:
         raise RuntimeError(

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from fmegatron import tree
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.checkpoint.writing.saving import check_request
 from fmegatron.interop.values import to_json
@@ -56,7 +57,7 @@ def save_dcp(
     if not alone and not (dist.is_initialized() and dist.get_world_size() == world.size):
         raise ValueError(f"save_dcp: got a world of {world.size} ranks without torch.distributed over the same ranks")
     rank = 0 if alone else world.rank
-    tensors, _ = check_request(state, layouts, world or Alone(), {})
+    tensors, _ = check_request(state, layouts, ranks_of(world), {})
     paths, leaves, _ = tree.flatten(layouts)
     leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
     by_path = dict(zip(paths, tensors, strict=True))

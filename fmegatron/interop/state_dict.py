@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot
@@ -272,7 +272,7 @@ def _world(world: World | None) -> Iterator[Ranks]:
     if world is not None:
         yield world
     elif not dist.is_initialized() or dist.get_world_size() == 1:
-        yield Alone()
+        yield World.alone("cpu")
     else:
         with connect(Mesh(world=dist.get_world_size())) as made:
             yield made

@@ -53,10 +53,10 @@ class Settings:
     """The Config of a run and facts that its numbers depend on, as JSON values.
 
         settings = Settings(config, allow=config.allow, data=data.fingerprint(tokens))
-        begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank), world)
+        begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank))
         batches = batches.after(begun.samples, begun.step)
         ...
-        manager.save(step, state, specs, world, metadata=settings.metadata(batches.samples(step)))
+        manager.save(step, state, specs, metadata=settings.metadata(batches.samples(step)))
 
     config: a dataclass; what a change of its fields means is said beside them (`loop.field`), and in fields of a
     dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
@@ -127,7 +127,6 @@ class Settings:
         manager: checkpoint.Manager,
         target_layouts: Any,
         fresh: Callable[[], Any],
-        world: Any = None,
         **options: Any,
     ) -> Begun:
         """The newest checkpoint, if its settings are those of now or differ by what may differ; else a new run.
@@ -137,15 +136,15 @@ class Settings:
         Raises UsageError, before more is read than metadata, for changes that are refused; and what `restore_latest`
         raises.
         """
-        newest = manager.latest(world)
+        newest = manager.latest()
         if newest is None:
             return Begun(0, fresh(), 0, {})
-        before = _metadata(manager, newest, world, options.get("prefer_finite", True))
+        before = _metadata(manager, newest, options.get("prefer_finite", True))
         changes = None if before is None else self._accepted(before, newest)
-        step, state, metadata = manager.restore_latest(target_layouts, world=world, **options)
+        step, state, metadata = manager.restore_latest(target_layouts, **options)
         if changes is None or metadata != before:  # it walked back past one that is damaged, or not finite
             changes = self._accepted(metadata, step)
-        if (world is None or world.rank == 0) and (text := str(changes)):
+        if manager.world.rank == 0 and (text := str(changes)):
             print(f"resumed from step {step} with other settings:\n{text}", flush=True)
         samples = metadata.get("samples")
         return Begun(step, state, samples if isinstance(samples, int) else None, metadata)
@@ -242,14 +241,14 @@ def _text(value: Any) -> str:
     return "(not there)" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
 
 
-def _metadata(manager: checkpoint.Manager, step: int, world: Any, prefer_finite: bool) -> dict[str, Any] | None:
+def _metadata(manager: checkpoint.Manager, step: int, prefer_finite: bool) -> dict[str, Any] | None:
     """Metadata of a step as rank 0 reads it, on all ranks; None where it cannot be read, or another step is better."""
     text = ""
-    if world is None or world.rank == 0:
+    if manager.world.rank == 0:
         try:
             if not (prefer_finite and manager.finite(step) is False):
                 text = json.dumps(checkpoint.metadata(manager.path(step)))
         except (OSError, checkpoint.CheckpointError):
             pass  # a temporary step, or a damaged one: restore_latest finds another, or raises
-    text = text if world is None else world.broadcast_text(text)
+    text = manager.world.broadcast_text(text)
     return json.loads(text) if text else None

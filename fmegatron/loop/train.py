@@ -4,7 +4,7 @@ for info in train(step, state, batch_at, steps=1000, start=done, tokens_per_step
     if info.metrics:
         log(info.step, info.record())
     if info.step % 100 == 0 or info.last:
-        manager.save(info.step, info.state, layouts, world, wait=info.last)
+        manager.save(info.step, info.state, layouts, wait=info.last)
     for report in manager.poll():
         log(report.step, report.record())
 """

@@ -106,17 +106,17 @@ def test_a_temporary_step_counts_too(tmp_path):
 
 def test_all_ranks_hear_of_it(tmp_path):
     filled(tmp_path, 100)
-    parts, manager = cut_tree(state(50), TWO), Manager(tmp_path)
-    got = run(2, lambda world: manager.save(50, parts[world.rank], TWO, world))
+    parts = cut_tree(state(50), TWO)
+    got = run(2, lambda world: Manager(tmp_path, world=world).save(50, parts[world.rank], TWO))
     assert isinstance(got[0], ValueError) and isinstance(got[1], RuntimeError)
     assert all("holds newer ones (100)" in str(error) for error in got)
 
     def back(world):
-        mine = Manager(tmp_path)
-        mine.rewind(0, world)
+        mine = Manager(tmp_path, world=world)
+        mine.rewind(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return mine.save(50, parts[world.rank], TWO, world).step
+            return mine.save(50, parts[world.rank], TWO).step
 
     assert run(2, back) == [50, 50] and Manager(tmp_path).steps() == [50]
 

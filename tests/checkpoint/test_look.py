@@ -177,8 +177,8 @@ def test_all_ranks_hear_of_it(steps, monkeypatch):
     """Also of what only rank 0 looks at: none waits for it for ever."""
     with monkeypatch.context() as patch:
         Trouble(patch, steps / "step_00000002", errno.EACCES)
-        for call in (lambda m, world: m.latest(world), lambda m, world: m.restore_latest(TWO, world=world)):
-            got = run(2, lambda world: call(Manager(steps), world))  # noqa: B023
+        for call in (lambda m: m.latest(), lambda m: m.restore_latest(TWO)):
+            got = run(2, lambda world: call(Manager(steps, world=world)))  # noqa: B023
             assert all(isinstance(e, RuntimeError) and "Permission denied" in str(e) for e in got), got
 
 

@@ -24,8 +24,8 @@ from fmegatron.checkpoint.background.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.staging import Portion, portions, stage
 from fmegatron.checkpoint.background.wire import plans_to_json
-from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
+from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
@@ -166,10 +166,10 @@ class AsyncSaver:
         others hear at the next poll that it has failed.
         """
         flights, handle, began = self._flights, None, time.perf_counter()
-        check_world(world)
+        world = ranks_of(world)
         try:
             with held_interrupt() as pressed:
-                handle, *job = self._begin(path, state, layouts, world or Alone(), metadata, step, finite, pressed)
+                handle, *job = self._begin(path, state, layouts, world, metadata, step, finite, pressed)
                 handle.began = began
                 if begun is not None:
                     begun(handle)
@@ -237,7 +237,7 @@ class AsyncSaver:
 
         Call it before training; otherwise the first save does it (but for the waiting). Raises ValueError, OSError.
         """
-        world = world or Alone()
+        world = ranks_of(world)
         known = self._plan(layouts, world)
         self._flights.arena.reserve(known.cut(world.rank, None)[0].nbytes + _tail_bytes(known.data))
         end = time.monotonic() + START_S

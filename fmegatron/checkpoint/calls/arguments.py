@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.calls.ranks import Ranks
+from fmegatron.collectives import World
 from fmegatron.layout import Layout
 
 MOST_SAVED_STEP = 10**18
@@ -44,13 +46,16 @@ def check_path(path: Any) -> None:
         raise ValueError(f"path: got {path!r:.60} ({type(path).__name__}), wanted a str, a Path or a Store{hint}")
 
 
-def check_world(world: Any) -> None:
-    """Raise ValueError for what ranks cannot talk through."""
-    if world is not None and not all(callable(getattr(world, name, None)) for name in _WORLD):
+def ranks_of(world: Any) -> Ranks:
+    """The world, or for None that of this process alone. Raises ValueError for what ranks cannot talk through."""
+    if world is None:
+        return World.alone("cpu")
+    if not all(callable(getattr(world, name, None)) for name in _WORLD):
         raise ValueError(
             f"world: got {world!r:.60} ({type(world).__name__}), wanted a World, or None for one process;"
             " pass connect(mesh) of fmegatron.collectives"
         )
+    return world
 
 
 def check_device(device: Any) -> None:

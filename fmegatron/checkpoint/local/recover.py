@@ -89,7 +89,7 @@ def recover(
     for step, kind, one in _candidates(sets, seen, notes):
         if kind == "global":
             tensors.clear()
-            if got := _restore_global(fallback, step, layouts, world, device, notes):
+            if got := _restore_global(fallback, step, layouts, device, notes):
                 return Found(step, *got, None)
             continue
 
@@ -103,16 +103,16 @@ def recover(
             Flat(tensors), mine, one.holders, (step, one.id), one.tail_bytes, payloads, world, portion_bytes, notes
         )
         if shard is not None:
-            together(world, what, lambda: _move(tensors, device))
+            together(world, what, lambda: _move(tensors, device or world.device))
             if isinstance(fallback, Manager):
                 try:
-                    fallback.rewind(step, world)  # newer global ones, if there are any, were skipped
+                    fallback.rewind(step)  # newer global ones, if there are any, were skipped
                 except RuntimeError as error:
                     notes.append(f"the next save into {fallback.directory} may be refused as too old: {error}")
             return Found(step, tree.unflatten(spec, tensors), shard.header["metadata"], holders)
     tensors.clear()
     if fallback is not None and not isinstance(fallback, Manager):
-        step, state, meta = fallback(layouts, world=world)
+        step, state, meta = fallback(layouts)
         return Found(step, state, meta, None)
     more = "no global checkpoint either" if fallback is not None else "pass fallback=Manager(...)"
     told = "".join(f"\n  {note}" for note in notes[:20])
@@ -186,9 +186,9 @@ def _candidates(sets: list[_Set], seen: _Seen, notes: list[str]) -> list[tuple[i
     ]
 
 
-def _move(tensors: list[torch.Tensor], device: str | torch.device | None) -> None:
+def _move(tensors: list[torch.Tensor], device: str | torch.device) -> None:
     for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
-        tensors[i] = x if device is None else x.to(device)
+        tensors[i] = x.to(device)
 
 
 def _seen(manager: Manager, world: Ranks) -> _Seen:
@@ -204,11 +204,11 @@ def _seen(manager: Manager, world: Ranks) -> _Seen:
 
 
 def _restore_global(
-    manager: Manager, step: int, layouts: Any, world: Ranks, device: Any, notes: list[str]
+    manager: Manager, step: int, layouts: Any, device: Any, notes: list[str]
 ) -> tuple[Any, dict[str, Any]] | None:
     """(state, metadata); None, with a note, for a damaged checkpoint. Raises on all ranks what is no damage."""
     try:
-        return manager.restore(step, layouts, world=world, device=device)
+        return manager.restore(step, layouts, device=device)
     except CheckpointError as error:  # on all ranks, then
         notes.append(f"skipped the global checkpoint of step {step}: {error}")
         return None

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.calls.arguments import check_path, check_step, check_world, flat_layouts
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.local import blob
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
@@ -63,7 +63,8 @@ class LocalReplicas:
     """Saves to node-local storage (a RAM disk, an SSD), with each shard on `copies` nodes; recovery by peers.
 
     directory: where this node keeps replicas; it may differ from node to node, and ranks of a node may share it.
-    run: names the run, the same after each restart; files lie in `directory`/`run`, those of other runs never count.
+    run: names the run, the same after each restart; files are in `directory`/`run`, those of other runs never count.
+    world: the ranks that call its methods together (`collectives.connect`); None for one process.
     copies: nodes that hold each shard.  spacing: ranks of a node, or a tuple of the ranks on each node; default
     LOCAL_WORLD_SIZE as torchrun sets it, else 1.  groups: who holds whose shards, instead of `cliques(...)`.
     keep: newest steps to keep.  durable: fsync; False saves time on a RAM disk, where it means nothing.
@@ -86,6 +87,7 @@ class LocalReplicas:
 
     directory: str | os.PathLike
     run: str
+    world: Ranks | None = None
     copies: int = 2
     spacing: int | tuple[int, ...] | None = None
     groups: Sequence[Sequence[int]] | None = None
@@ -95,6 +97,7 @@ class LocalReplicas:
 
     def __post_init__(self):
         check_path(self.directory)
+        object.__setattr__(self, "world", ranks_of(self.world))
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}", self.run):
             raise ValueError(
                 f"LocalReplicas: got run {self.run!r:.120}, wanted 1 to 100 of A-Z a-z 0-9 _ - . (no . first)"
@@ -112,19 +115,18 @@ class LocalReplicas:
         """The directory of this node and run."""
         return Shelf(os.path.join(os.path.realpath(os.fspath(self.directory)), self.run))
 
-    def members(self, world_size: int) -> tuple[tuple[int, ...], ...]:
+    def members(self) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that keep each other's shards."""
         if self.groups is not None:
-            return check_groups(self.groups, world_size)
+            return check_groups(self.groups, self.world.size)
         spacing = self.spacing or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return cliques(world_size, self.copies, spacing)
+        return cliques(self.world.size, self.copies, spacing)
 
     def save(
         self,
         step: int,
         state: Any,
         layouts: Any,
-        world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -139,14 +141,13 @@ class LocalReplicas:
         finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored, with
         a warning: replicas are states to go back to, and older ones are not given up for one that is none.
         """
-        self._begin(step, state, layouts, world, metadata, finite, None).result()
+        self._begin(step, state, layouts, metadata, finite, None).result()
 
     def save_async(
         self,
         step: int,
         state: Any,
         layouts: Any,
-        world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -158,11 +159,10 @@ class LocalReplicas:
         time in a directory. most_bytes: host memory that may wait for the disk here, this rank's shard and those of its
         group; above it, the call blocks until something is written. Errors are raised as by `save`, here or there.
         """
-        return self._begin(step, state, layouts, world, metadata, finite, most_bytes)
+        return self._begin(step, state, layouts, metadata, finite, most_bytes)
 
-    def _begin(self, step, state, layouts, world, metadata, finite, most_bytes) -> Handle:
-        check_world(world)
-        world, shelf = world or Alone(), self.shelf
+    def _begin(self, step, state, layouts, metadata, finite, most_bytes) -> Handle:
+        world, shelf = self.world, self.shelf
 
         def prepare():
             check_step(step)
@@ -170,7 +170,7 @@ class LocalReplicas:
             shelf.prepare(step)
             rows, payload = blob.tree_rows(*flat_layouts(layouts)[:2]), sum(x.nbytes for x in tensors)
             text = blob.describe(self.run, step, world.rank, world.size, payload, metadata or {}, rows)
-            return tensors, text, self.members(world.size)
+            return tensors, text, self.members()
 
         tensors, text, groups = together(world, f"saving local replicas of step {step}", prepare)
         if agreed(finite, world) is False:
@@ -201,7 +201,6 @@ class LocalReplicas:
     def restore_latest(
         self,
         layouts: Any,
-        world: Ranks | None = None,
         *,
         fallback: Manager | Callable[..., tuple[int, Any, dict[str, Any]]] | None = None,
         device: str | torch.device | None = None,
@@ -211,21 +210,25 @@ class LocalReplicas:
 
         layouts: as they were saved (others are restored from the global checkpoint).  fallback: the Manager of the
         global checkpoints: newer ones than the newest local step are preferred, and older ones come when no local step
-        is left; or a function `fallback(layouts, world=world)` that is called at last and returns the same triple.
-        device: where the tensors go (default: CPU).  protect: when a node lacks a shard that it should hold (it was
-        replaced), store the set again on all.
+        is left; or a function `fallback(layouts)` that is called at last and returns the same triple.
+        device: where the tensors go (default: that of the world).
+        protect: when a node lacks a shard that it should hold (it was replaced), store the set again on all.
 
         Each shard comes from the own disk if it is good there, else from the next holder whose copy is; sender and
         receiver verify it. Every source is tried once at most, and all ranks decide alike. What was skipped is said in
         RuntimeWarnings. Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
         """
-        check_world(world)
-        world, shelf, notes = world or Alone(), self.shelf, []
+        world, shelf, notes = self.world, self.shelf, []
+        if isinstance(fallback, Manager) and fallback.world.size != world.size:
+            raise ValueError(
+                f"LocalReplicas: got a fallback of {fallback.world.size} ranks, wanted one of {world.size};"
+                " give the Manager the same world"
+            )
         try:
             found = recover(shelf, self.run, layouts, world, fallback, device, self.portion_bytes, notes)
             notes += shelf.restored(found.step)
             if protect and found.holders is not None:
-                self._protect(found, layouts, world, notes)
+                self._protect(found, layouts, notes)
             return found.step, found.state, found.metadata
         except CheckpointError:
             notes += shelf.restored(-1)  # nothing here is good: training may start anew, from any step
@@ -234,12 +237,12 @@ class LocalReplicas:
             for note in notes:
                 warnings.warn(note, RuntimeWarning, stacklevel=2)
 
-    def _protect(self, found: Found, layouts: Any, world: Ranks, notes: list[str]) -> None:
-        groups = self.members(world.size)
+    def _protect(self, found: Found, layouts: Any, notes: list[str]) -> None:
+        groups = self.members()
         lacking = [m for group in groups for m in group if any(m not in found.holders[r] for r in group)]
         if not lacking:
             return
         try:
-            self.save(found.step, found.state, layouts, world, found.metadata)
+            self.save(found.step, found.state, layouts, found.metadata)
         except RuntimeError as error:
             notes.append(f"the restored step {found.step} could not be stored again for ranks {lacking[:8]}: {error}")

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.local import LocalReplicas, blob
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
@@ -58,25 +59,30 @@ class Cluster:
     def directory(self, rank):
         return self.root / f"node-{rank // self.spacing}"
 
-    def replicas(self, rank, **options):
-        return LocalReplicas(self.directory(rank), RUN, **{**self.options, **options})
+    def replicas(self, rank, world=None, **options):
+        return LocalReplicas(self.directory(rank), RUN, world, **{**self.options, **options})
 
     def save(self, step, **options):
         """What each rank got."""
         local = cut_tree(state(self.layouts, step), self.layouts)
         return run(
             self.size,
-            lambda world: self.replicas(world.rank, **options).save(
-                step, local[world.rank], self.layouts, world, {"step": step, "loss": 0.1}
+            lambda world: self.replicas(world.rank, world, **options).save(
+                step, local[world.rank], self.layouts, {"step": step, "loss": 0.1}
             ),
         )
 
-    def restore(self, layouts=None, **options):
-        """([what each rank got], [texts of warnings])."""
+    def restore(self, layouts=None, fallback=None, **options):
+        """([what each rank got], [texts of warnings]); fallback: the directory of a Manager, or a function."""
         layouts = layouts or self.layouts
+
+        def restore(world):
+            last = fallback if fallback is None or callable(fallback) else Manager(fallback, world=world)
+            return self.replicas(world.rank, world).restore_latest(layouts, fallback=last, **options)
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            got = run(self.size, lambda w: self.replicas(w.rank).restore_latest(layouts, w, **options))
+            got = run(self.size, restore)
         return got, [str(w.message) for w in caught]
 
     def files(self, rank):

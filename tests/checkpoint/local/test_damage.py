@@ -142,11 +142,11 @@ def one_life(seed, root):
     options = {"groups": how} if isinstance(how, list) else {"copies": how}
     mesh = Mesh(fsdp=size // 2, tp=2) if size > 2 and rng.random() < 0.5 else Mesh(fsdp=size)
     cluster = Cluster(root / "nodes", size, spacing, layouts_on(mesh), keep=rng.choice((1, 2, 3)), **options)
-    pristine, manager = {}, None
+    pristine, of = {}, None
     if rng.random() < 0.5:
-        manager, local = Manager(root / "global"), cut_tree(state(cluster.layouts, 2), cluster.layouts)
+        of, local = root / "global", cut_tree(state(cluster.layouts, 2), cluster.layouts)
         metadata = {"step": 2, "loss": 0.1}
-        run(size, lambda w: manager.save(2, local[w.rank], cluster.layouts, w, metadata))
+        run(size, lambda w: Manager(of, world=w).save(2, local[w.rank], cluster.layouts, metadata))
     for step in range(1, rng.randrange(2, 6)):
         assert cluster.save(step) == [None] * size
         pristine.update((path.name, path.read_bytes()) for path in shards(cluster))
@@ -155,10 +155,10 @@ def one_life(seed, root):
         if files := shards(cluster):
             rng.choice(DAMAGES)(rng, cluster, rng.choice(files))
     wanted = newest_recoverable(cluster, pristine)
-    if manager is not None:
+    if of is not None:
         wanted = max(wanted, 2)
     outside = sorted(p for p in root.iterdir())
-    got, warned = cluster.restore(fallback=manager)
+    got, warned = cluster.restore(fallback=of)
     assert sorted(p for p in root.iterdir()) == outside
     if wanted < 0:
         assert all(isinstance(error, CheckpointError) for error in got), (seed, got)
@@ -167,7 +167,7 @@ def one_life(seed, root):
     cluster.assert_restored(got, wanted)
     if wanted < step and any(f"step_{step:08d}" in path.name for path in shards(cluster)):
         assert warned, (seed, "a newer step was left out in silence")
-    if newest_recoverable(cluster, pristine) == wanted and not (manager and wanted == 2):
+    if newest_recoverable(cluster, pristine) == wanted and not (of and wanted == 2):
         groups = how if isinstance(how, list) else cliques(size, how, spacing)
         for group in groups:  # the replication is back
             for rank in group:

@@ -33,7 +33,7 @@ def gate(monkeypatch):
 
 def start(cluster, step, world, local, **options):
     metadata = {"step": step, "loss": 0.1}
-    return cluster.replicas(world.rank).save_async(step, local[world.rank], cluster.layouts, world, metadata, **options)
+    return cluster.replicas(world.rank, world).save_async(step, local[world.rank], cluster.layouts, metadata, **options)
 
 
 def test_the_state_may_change_at_once_and_the_set_counts_at_the_end(tmp_path, gate):

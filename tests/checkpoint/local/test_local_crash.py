@@ -67,7 +67,7 @@ def one_death(seed, root):
             if world.rank in moments:
                 fates.left.count = moments[world.rank]
             try:
-                cluster.replicas(world.rank).save(number, local[content][world.rank], cluster.layouts, world)
+                cluster.replicas(world.rank, world).save(number, local[content][world.rank], cluster.layouts)
             except Killed:
                 world._barrier.abort()  # the others see that the connection is gone
                 raise

@@ -24,14 +24,14 @@ def layouts_and_state(rank, step):
     return layouts, {"w": (torch.arange(n) * (rank + 3) + step).to(torch.uint8).view(n, 1), "step": torch.tensor(step)}
 
 
-def replicas_of(folder, rank):
-    return LocalReplicas(f"{folder}/node-{rank}", "run", spacing=1, portion_bytes=blob.BAND_BYTES)
+def replicas_of(folder, rank, world=None):
+    return LocalReplicas(f"{folder}/node-{rank}", "run", world, spacing=1, portion_bytes=blob.BAND_BYTES)
 
 
 def save(rank, folder, step):
     layouts, state = layouts_and_state(rank, step)
     with connect(Mesh(fsdp=4), device="cpu") as world:
-        replicas_of(folder, rank).save(step, state, layouts, world, {"note": step})
+        replicas_of(folder, rank, world).save(step, state, layouts, {"note": step})
 
 
 def save_and_die(rank, folder, step, moments):
@@ -60,7 +60,7 @@ def restore(rank, folder):
     with connect(Mesh(fsdp=4), device="cpu") as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            step, got, metadata = replicas_of(folder, rank).restore_latest(layouts, world)
+            step, got, metadata = replicas_of(folder, rank, world).restore_latest(layouts)
         except CheckpointError as error:
             return str(error)
     wanted = layouts_and_state(rank, step)[1]

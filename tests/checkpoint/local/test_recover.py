@@ -31,12 +31,14 @@ def file_of(cluster, holder, rank, step):
 
 
 def save_global(cluster, directory, *steps):
-    manager = Manager(directory)
     for step in steps:
         local = cut_tree(state(cluster.layouts, step), cluster.layouts)
         metadata = {"step": step, "loss": 0.1}
-        run(cluster.size, lambda w: manager.save(step, local[w.rank], cluster.layouts, w, metadata))  # noqa: B023
-    return manager
+        run(
+            cluster.size,
+            lambda w: Manager(directory, world=w).save(step, local[w.rank], cluster.layouts, metadata),  # noqa: B023
+        )
+    return directory
 
 
 def test_own_disk_first_and_nothing_sent(tmp_path):
@@ -45,7 +47,7 @@ def test_own_disk_first_and_nothing_sent(tmp_path):
     sent = []
 
     def restore(world):
-        result = cluster.replicas(world.rank).restore_latest(cluster.layouts, world)
+        result = cluster.replicas(world.rank, world).restore_latest(cluster.layouts)
         sent.append(world.exchanged)
         return result
 
@@ -120,18 +122,18 @@ def test_no_source_is_tried_twice(tmp_path, monkeypatch):
 
 def test_older_steps_then_the_global_checkpoint(tmp_path):
     cluster = Cluster(tmp_path / "nodes", 4, keep=3)
-    manager = save_global(cluster, tmp_path / "global", 0)
+    of = save_global(cluster, tmp_path / "global", 0)
     for step in (1, 2, 3):
         cluster.save(step)
     for holder in (0, 1):
         flip(file_of(cluster, holder, 0, 3))
-    got, warned = cluster.restore(fallback=manager, protect=False)
+    got, warned = cluster.restore(fallback=of, protect=False)
     cluster.assert_restored(got, 2)
     assert any("step 3: no good copy of the shards of ranks 0" in w for w in warned)
     os.remove(file_of(cluster, 2, 2, 2)), os.remove(file_of(cluster, 3, 2, 2))
-    cluster.assert_restored(cluster.restore(fallback=manager, protect=False)[0], 1)
+    cluster.assert_restored(cluster.restore(fallback=of, protect=False)[0], 1)
     cluster.wipe(2, 3)
-    got, warned = cluster.restore(fallback=manager)
+    got, warned = cluster.restore(fallback=of)
     cluster.assert_restored(got, 0)
     assert any("step 1: no node holds the shards of ranks 2, 3" in w for w in warned)
     got, _ = cluster.restore()
@@ -153,9 +155,9 @@ def test_training_goes_on_from_an_older_step(tmp_path):
 
 def test_newer_global_checkpoints_come_first(tmp_path):
     cluster = Cluster(tmp_path / "nodes", 2)
-    manager = save_global(cluster, tmp_path / "global", 3, 5, 7)
+    of = save_global(cluster, tmp_path / "global", 3, 5, 7)
     cluster.save(5)
-    cluster.assert_restored(cluster.restore(fallback=manager)[0], 7)
+    cluster.assert_restored(cluster.restore(fallback=of)[0], 7)
     flip(next((tmp_path / "global" / "step_00000007").rglob("c.*")), 3)
     opened = []
     real = Manager.restore
@@ -163,7 +165,7 @@ def test_newer_global_checkpoints_come_first(tmp_path):
         patch.setattr(
             Manager, "restore", lambda self, step, *a, **k: (opened.append(step), real(self, step, *a, **k))[1]
         )
-        got, warned = cluster.restore(fallback=manager)
+        got, warned = cluster.restore(fallback=of)
     cluster.assert_restored(got, 5)  # of the same step the local one
     assert any("skipped the global checkpoint of step 7" in w for w in warned)
     assert opened == [7, 7]  # once by each rank
@@ -171,24 +173,24 @@ def test_newer_global_checkpoints_come_first(tmp_path):
 
 def test_temporary_global_checkpoints_count(tmp_path):
     cluster = Cluster(tmp_path / "nodes", 2)
-    manager, local = Manager(tmp_path / "global"), cut_tree(state(cluster.layouts, 6), cluster.layouts)
+    of, local = tmp_path / "global", cut_tree(state(cluster.layouts, 6), cluster.layouts)
     metadata = {"step": 6, "loss": 0.1}
-    run(2, lambda w: manager.save(6, local[w.rank], cluster.layouts, w, metadata, temporary=True))
+    run(2, lambda w: Manager(of, world=w).save(6, local[w.rank], cluster.layouts, metadata, temporary=True))
     cluster.save(5)
-    cluster.assert_restored(cluster.restore(fallback=manager)[0], 6)
+    cluster.assert_restored(cluster.restore(fallback=of)[0], 6)
 
 
 def test_a_function_as_the_last_resort(tmp_path):
     cluster = Cluster(tmp_path, 2)
-    got, _ = cluster.restore(fallback=lambda layouts, world: (4, {"rank": world.rank}, {"from": "elsewhere"}))
-    assert got == [(4, {"rank": rank}, {"from": "elsewhere"}) for rank in range(2)]
+    got, _ = cluster.restore(fallback=lambda layouts: (4, {"w": 1}, {"from": "elsewhere"}))
+    assert got == [(4, {"w": 1}, {"from": "elsewhere"})] * 2
     cluster.save(1)
-    cluster.assert_restored(cluster.restore(fallback=lambda layouts, world: 1 / 0)[0], 1)
+    cluster.assert_restored(cluster.restore(fallback=lambda layouts: 1 / 0)[0], 1)
 
 
 def test_nothing_anywhere(tmp_path):
     cluster = Cluster(tmp_path / "none", 2)
-    got, warned = cluster.restore(fallback=Manager(tmp_path / "nor-here"))
+    got, warned = cluster.restore(fallback=tmp_path / "nor-here")
     assert all(isinstance(e, CheckpointError) and "no global checkpoint either" in str(e) for e in got)
     assert warned == [] and not (tmp_path / "none").exists()
 
@@ -197,7 +199,7 @@ def test_global_checkpoints_that_cannot_be_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(Manager, "steps", lambda self, **_: os.listdir("/nowhere"))
     cluster = Cluster(tmp_path, 2)
     cluster.save(1)
-    got, warned = cluster.restore(fallback=Manager(tmp_path))
+    got, warned = cluster.restore(fallback=tmp_path)
     cluster.assert_restored(got, 1)
     assert any("cannot be looked at" in w for w in warned)
 
@@ -205,14 +207,14 @@ def test_global_checkpoints_that_cannot_be_listed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tp=2), Mesh(fsdp=2), Mesh(fsdp=8)], ids=str)
 def test_other_layouts_go_to_the_global_checkpoint(tmp_path, mesh):
     saved = Cluster(tmp_path / "nodes", 4)
-    manager = save_global(saved, tmp_path / "global", 3)
+    of = save_global(saved, tmp_path / "global", 3)
     saved.save(7)
     kept = {path: path.read_bytes() for path in saved.paths()}
     asking = Cluster(tmp_path / "nodes", mesh.size, layouts=layouts_on(mesh))
-    got, warned = asking.restore(fallback=manager)
+    got, warned = asking.restore(fallback=of)
     asking.assert_restored(got, 3)
     assert any("step 7: they have other layouts" in w and "do not reshard" in w for w in warned)
-    saved.assert_restored(saved.restore(fallback=manager)[0], 7)  # whoever asked wrongly has broken nothing
+    saved.assert_restored(saved.restore(fallback=of)[0], 7)  # whoever asked wrongly has broken nothing
     assert {path: path.read_bytes() for path in saved.paths() if path.name != ".abandoned"} == kept
 
 
@@ -229,7 +231,7 @@ def test_targets_that_do_not_fit(tmp_path):
 
     def differ(world):
         layouts = {"w": Layout((4 + world.rank,), f32, Mesh(fsdp=2))}
-        return cluster.replicas(world.rank).restore_latest(layouts, world)
+        return cluster.replicas(world.rank, world).restore_latest(layouts)
 
     assert all("the ranks ask for different layouts" in str(e) for e in run(2, differ))
 
@@ -239,7 +241,7 @@ def test_files_of_another_run_or_rank_or_step(tmp_path):
     cluster = Cluster(tmp_path / "a", 2, copies=1)
     other = Cluster(tmp_path / "b", 2, copies=1)
     cluster.save(1), other.save(2)
-    run(2, lambda w: other.replicas(w.rank).save(3, *_tiny_state(w), w))
+    run(2, lambda w: other.replicas(w.rank, w).save(3, *_tiny_state(w)))
     source = file_of(other, 0, 0, 3)
     target = cluster.directory(0) / RUN
     shutil.copy(source, target / source.name.replace("step_00000003", "step_00000009"))
@@ -266,7 +268,7 @@ def test_shards_of_two_saves_of_one_step_never_mix(tmp_path):
     one, two = Cluster(tmp_path / "one", 4, copies=1), Cluster(tmp_path / "two", 4, copies=1)
     one.save(5)
     local = cut_tree(state(two.layouts, 6), two.layouts)
-    run(4, lambda w: two.replicas(w.rank).save(5, local[w.rank], two.layouts, w, {"step": 5}))
+    run(4, lambda w: two.replicas(w.rank, w).save(5, local[w.rank], two.layouts, {"step": 5}))
     for rank in (0, 1):
         shutil.rmtree(one.directory(rank))
         shutil.copytree(two.directory(rank), one.directory(rank))

@@ -106,7 +106,7 @@ def test_one_step_saved_twice_with_other_values(tmp_path):
     def again(world):
         x = {"w": torch.full((1,), float(world.rank))}
         layouts = {"w": Layout((4,), torch.float32, Mesh(fsdp=4), ("fsdp",))}
-        return cluster.replicas(world.rank).save(7, x, layouts, world)
+        return cluster.replicas(world.rank, world).save(7, x, layouts)
 
     assert run(4, again) == [None] * 4
     assert not first & {path.name for path in cluster.paths()} and len(cluster.paths()) == 8
@@ -204,7 +204,7 @@ def test_a_shard_that_changes_on_its_way(tmp_path):
         world.exchange = flipping
         local = {"w": torch.arange(64.0)}
         layouts = {"w": Layout((256,), torch.float32, Mesh(fsdp=4), ("fsdp",))}
-        return cluster.replicas(world.rank).save(1, local, layouts, world)
+        return cluster.replicas(world.rank, world).save(1, local, layouts)
 
     cluster = Cluster(tmp_path, 4)
     got = run(4, save)
@@ -225,7 +225,7 @@ def test_ragged_shards(tmp_path):
         (box,) = layouts[name].boxes(rank) or (None,)
         return whole[name][box.slices] if box else torch.empty(layouts[name].local_shape(rank), dtype=whole[name].dtype)
 
-    got = run(4, lambda w: cluster.replicas(w.rank).save(1, {n: part(w.rank, n) for n in layouts}, layouts, w))
+    got = run(4, lambda w: cluster.replicas(w.rank, w).save(1, {n: part(w.rank, n) for n in layouts}, layouts))
     assert got == [None] * 4
     sizes = {path.name: path.stat().st_size for path in cluster.paths()}
     assert len(sizes) == 4 and max(sizes.values()) < 5000
@@ -282,7 +282,7 @@ def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
     local = torch.zeros(25_000, dtype=torch.uint8)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", empty)
-        assert run(4, lambda w: cluster.replicas(w.rank).save(1, {"w": local}, layouts, w)) == [None] * 4
+        assert run(4, lambda w: cluster.replicas(w.rank, w).save(1, {"w": local}, layouts)) == [None] * 4
     tables = 4 * 8 * blob.band_count(25_000) + 4 * 2000
     assert sum(made) <= 4 * 2 * 1024 + tables, made
     made.clear()
