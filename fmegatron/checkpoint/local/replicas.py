@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -14,13 +15,14 @@ import torch
 from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.local import blob
+from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
 from fmegatron.checkpoint.local.recover import Found, recover
+from fmegatron.checkpoint.local.saving import Saving
+from fmegatron.checkpoint.local.shard import Content
 from fmegatron.checkpoint.local.shelf import Shelf
-from fmegatron.checkpoint.local.store import Saving
 from fmegatron.checkpoint.manage.manager import Manager
-from fmegatron.checkpoint.writing.saving import agreed, check_request
+from fmegatron.checkpoint.writing.saving import agreed, check_names, check_request
 
 
 class Handle:
@@ -31,10 +33,14 @@ class Handle:
         self._over, self._error = saving is None, None  # None: there is nothing to store
 
     def poll(self) -> bool:
-        """False while a rank still writes; True once the set counts. Costs one small gather. Raises as `result`."""
+        """False while a rank still writes; True once the set counts. Costs one small gather, and a few more when the
+        elements are written and when all is. Raises as `result`."""
         if not self._over:
-            written = self._saving.world.gather_rows(torch.tensor([int(self._saving.written())]))
-            if not bool(written.all()):
+            idle = self._saving.world.gather_rows(torch.tensor([int(self._saving.idle())]))
+            if not bool(idle.all()):
+                return False
+            if not self._saving.set:
+                self._attempt(self._saving.seal)
                 return False
         self.result()
         return True
@@ -45,17 +51,22 @@ class Handle:
         Raises RuntimeError, on all ranks, with the first failing rank's message; then nothing is left of the set.
         """
         if not self._over:
+            if not self._saving.set:
+                self._attempt(self._saving.seal)
+            self._attempt(self._saving.commit)
             self._over = True
-            try:
-                self._saving.commit()
-            except BaseException as error:
-                self._error = error
-                raise
-            self._shelf.retain(self._saving.step, self._saving.set, self._keep)
+            self._shelf.retain(self._saving.content.step, self._saving.set, self._keep)
             if self._saving.world.rank == 0 and self._warning:
                 warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
         elif self._error is not None:
             raise self._error
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._over, self._error = True, error
+            raise
 
 
 @dataclass(frozen=True)
@@ -102,13 +113,9 @@ class LocalReplicas:
             raise ValueError(
                 f"LocalReplicas: got run {self.run!r:.120}, wanted 1 to 100 of A-Z a-z 0-9 _ - . (no . first)"
             )
-        for name in ("copies", "keep"):
+        for name in ("copies", "keep", "portion_bytes"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise ValueError(f"LocalReplicas: got {name}={value!r}, wanted a number of at least 1")
-        if self.portion_bytes < 1 or self.portion_bytes % blob.BAND_BYTES:
-            raise ValueError(
-                f"LocalReplicas: got portion_bytes={self.portion_bytes}, wanted a multiple of {blob.BAND_BYTES}"
-            )
 
     @property
     def shelf(self) -> Shelf:
@@ -166,21 +173,22 @@ class LocalReplicas:
 
         def prepare():
             check_step(step)
-            tensors, _ = check_request(state, layouts, world, metadata, step, finite)
+            tensors, plans = check_request(state, layouts, world, metadata, step, finite)
+            check_names(shelf.draft(step, world.rank), plans, world.size)
             shelf.prepare(step)
-            rows, payload = blob.tree_rows(*flat_layouts(layouts)[:2]), sum(x.nbytes for x in tensors)
-            text = blob.describe(self.run, step, world.rank, world.size, payload, metadata or {}, rows)
-            return tensors, text, self.members()
+            return tensors, self.members()
 
-        tensors, text, groups = together(world, f"saving local replicas of step {step}", prepare)
-        if agreed(finite, world) is False:
+        tensors, groups = together(world, f"saving local replicas of step {step}", prepare)
+        if (finite := agreed(finite, world)) is False:
             if world.rank == 0:
                 text = f"local replicas of step {step} were not stored: its loss or gradient norm is not finite"
                 warnings.warn(f"{shelf.path}: {text}", RuntimeWarning, stacklevel=3)
             return Handle(None, shelf, self.keep, "")
         group = next(group for group in groups if world.rank in group)
-        saving = Saving(shelf, step, group, world, self.portion_bytes, self.durable, most_bytes)
-        saving.exchange(tensors, text)
+        user = json.loads(world.broadcast_text(to_json_text(metadata or {})))  # rank 0's, as of a global checkpoint
+        content = Content(self.run, step, world.size, *flat_layouts(layouts)[:2], user, finite)
+        saving = Saving(shelf, content, group, world, self.portion_bytes, self.durable, most_bytes)
+        saving.exchange(tensors)
         least = min(map(len, groups))
         return Handle(
             saving,
