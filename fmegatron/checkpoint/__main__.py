@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     """Run one command; returns the exit status. argv: without the program's name; out, err: the standard ones."""
     try:
         options = parser().parse_args(argv)
-    except SystemExit as stop:  # --help, or wrong use, of which argparse has told
+    except SystemExit as stop:  # --help, or wrong use, which argparse has reported
         return int(stop.code or 0)
     return run(options.command, options, out or sys.stdout, err or sys.stderr)
 

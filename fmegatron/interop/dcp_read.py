@@ -65,7 +65,9 @@ def object_of(directory: Directory, name: str) -> Any:
     found = directory.objects.get(name)
     if found is None:
         near = tree.did_you_mean(name, list(directory.objects))
-        raise ValueError(f"{name}: no such object in {directory.root}{near}; dcp_objects lists them")
+        raise ValueError(
+            f"{name}: got no such object in {directory.root}{near}, wanted one of those that dcp_objects lists"
+        )
     fd = open_file(directory.root, found.place, name)
     try:
         return read_object(fd, found.place.offset, found.place.length, f"{name} in {found.place.file}")
@@ -173,7 +175,7 @@ def _read_shard(
         # Megatron has stored shards of stacked layers with and without the leading dims of size 1.
         if _without_ones(blob.shape) != _without_ones(box.shape) or blob.dtype is not tensor.dtype:
             raise CheckpointError(
-                f"{where} holds {blob.dtype} {blob.shape}, wanted {tensor.dtype} {box.shape}; the directory is damaged"
+                f"{where}: got {blob.dtype} {blob.shape}, wanted {tensor.dtype} {box.shape}; the directory is damaged"
             )
         crc = 0
         for start, shape, data in _blocks(fd, blob, box, targets, verify, where):
@@ -232,7 +234,7 @@ def _pread(fd: int, into: np.ndarray, offset: int, where: str) -> np.ndarray:
     while done < into.nbytes:
         got = os.preadv(fd, [into[done:]], offset + done)
         if got == 0:
-            raise CheckpointError(f"{where} ends at byte {offset + done} of its file; the directory is damaged")
+            raise CheckpointError(f"{where}: ends at byte {offset + done} of its file; the directory is damaged")
         done += got
     return into
 

@@ -55,7 +55,9 @@ def save_dcp(
     """
     alone = world is None or world.size == 1
     if not alone and not (dist.is_initialized() and dist.get_world_size() == world.size):
-        raise ValueError(f"save_dcp: got a world of {world.size} ranks without torch.distributed over the same ranks")
+        raise ValueError(
+            f"save_dcp: got a world of {world.size} ranks without torch.distributed over them, wanted the same ranks"
+        )
     rank = 0 if alone else world.rank
     tensors, _ = check_request(state, layouts, ranks_of(world), {})
     paths, leaves, _ = tree.flatten(layouts)
@@ -85,7 +87,9 @@ class Shard:
 def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> None:
     """Let torch write what a planner has, to a new directory."""
     if names_in(path) or (is_there(path) and not is_directory(path)):
-        raise ValueError(f"{os.fspath(path)}: exists; torch would overwrite it in place, so choose another path")
+        raise ValueError(
+            f"{os.fspath(path)}: got a path that exists, wanted a new one, for torch would overwrite it in place"
+        )
     try:
         with warnings.catch_warnings():
             # torch warns of a save in one process, which is what is asked for.
@@ -114,7 +118,9 @@ class ShardPlanner(SavePlanner):
         self.paths: dict[str, str] = {}
         for path in dict.fromkeys([*(s.path for s in shards), *self.values]):
             if (other := self.paths.setdefault(name_of(path), path)) != path:
-                raise ValueError(f"{name_of(path)}: torch's name for {other} and for {path}; rename one")
+                raise ValueError(
+                    f"{name_of(path)}: got torch's name for {other} and for {path}, wanted it for one; rename one"
+                )
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -135,7 +141,7 @@ class ShardPlanner(SavePlanner):
             for name, found in (plan.planner_data or {}).items():
                 if (other := keys.setdefault(name, found)) != found:
                     raise ValueError(
-                        f"{name}: torch's name for {'/'.join(other)} and for {'/'.join(found)}; rename one"
+                        f"{name}: got torch's name for {'/'.join(other)} and for {'/'.join(found)}, wanted it for one"
                     )
         return plans, replace(metadata, planner_data=keys)
 

@@ -121,7 +121,7 @@ def save_state_dict(
             state, _ = opened(state_dict)
             tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
             if VALUES in (metadata or {}):
-                raise ValueError(f"metadata: the key {VALUES!r} is taken by the state dict's values; rename it")
+                raise ValueError(f"metadata: got the key {VALUES!r}, wanted another; the state dict's values have it")
             return tree, layouts, {path: to_json(value, path) for path, value in values.items()}
 
         tree, layouts, values = together(ranks, f"saving the state dict to {open_store(path).text}", prepare)
@@ -167,7 +167,9 @@ def load_state_dict(
         missing = tuple(p for p in known if p not in values)
         unexpected = tuple(p for p in values if p not in known)
         if problems := complaints(Difference(missing, unexpected), mode):
-            raise ValueError(f"{name} does not fit the values of the state dict:\n" + "\n".join(problems[:10]))
+            raise ValueError(
+                f"{name}: got other values than the state dict, wanted the same:\n" + "\n".join(problems[:10])
+            )
         fills = set(request.paths) - set(request.difference.unexpected)
         if lost := filled - fills:
             raise RuntimeError(f"{name}: was saved again, without {min(lost)}, which has been filled; load all anew")
@@ -256,8 +258,8 @@ def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:
         here, there = (json.loads(ranks.broadcast_text(text, source)) for source in (0, other))
         names = [k for k in {**here, **there} if here.get(k, ...) != there.get(k, ...)]
         raise ValueError(
-            f"the state dict's values (what is no tensor) differ between ranks 0 and {other}:"
-            f" {', '.join(names[:3])}; make them the same, or tensors with a layout"
+            f"state dict: got values (what is no tensor) that differ between ranks 0 and {other}:"
+            f" {', '.join(names[:3])}, wanted the same; make them the same, or tensors with a layout"
         )
 
 

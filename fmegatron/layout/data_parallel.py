@@ -70,8 +70,8 @@ class DataParallel:
             missing = [name for name in getattr(self, kind) if name not in getattr(self, wider)]
             if missing:
                 raise ValueError(
-                    f"DataParallel: {kind} is sharded over {missing[0]!r}, but {wider} {getattr(self, wider)} is not; "
-                    f"add the axis to {wider}: what comes later in a step is sharded at least as far"
+                    f"DataParallel: got {kind} sharded over {missing[0]!r} and {wider} over {getattr(self, wider)}, "
+                    f"wanted what comes later in a step sharded at least as far; add the axis to {wider}"
                 )
 
     # ---- the named strategies
@@ -150,8 +150,8 @@ class DataParallel:
             better = f"{below} or {above}" if below else f"{above}"
             cut = f" and {microbatches} microbatches" if microbatches > 1 else ""
             raise ValueError(
-                f"batch_size: got {shape[0]} rows, which {ranks} data-parallel ranks{cut} cannot share evenly; use "
-                f"{better}, or a mesh whose data axes multiply to a divisor of it"
+                f"batch_size: got {shape[0]} rows, which {ranks} data-parallel ranks{cut} cannot share evenly, wanted "
+                f"{better}; or use a mesh whose data axes multiply to a divisor of it"
             )
         return Layout(shape, dtype, mesh, (Split(names, microbatches) if microbatches > 1 and ranks > 1 else names,))
 
@@ -218,8 +218,8 @@ def _split_once(layout: Layout, axis: str, dims: list[int], flatten: bool) -> La
     if not layout.flat:
         for dim in dims:
             spec = list(layout.spec)
-            names = (*entry_axes(spec[dim]), axis)
-            spec[dim] = Split(names, spec[dim].parts) if isinstance(spec[dim], Split) else names
+            entry, names = spec[dim], (*entry_axes(spec[dim]), axis)
+            spec[dim] = Split(names, entry.parts) if isinstance(entry, Split) else names
             found = layout.replace(spec=tuple(spec))
             if layout.shape[dim] and found.is_even:
                 return found

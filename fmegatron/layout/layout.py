@@ -68,14 +68,14 @@ class Layout:
             for name in axes:
                 if name not in self.mesh:
                     raise ValueError(
-                        f"layout {self.shape}: {where} got axis {name!r}, wanted one of"
+                        f"layout {self.shape}: {where}: got axis {name!r}, wanted one of"
                         f" {', '.join(self.mesh.names) or '(no axes)'} of the mesh {self.mesh};"
                         " name an axis of the mesh, or add it there with size 1"
                     )
                 if name in used:
                     raise ValueError(
-                        f"layout {self.shape}: got axis {name!r} twice, in {used[name]} and in {where};"
-                        " wanted every axis at most once: an axis can split only one dim"
+                        f"layout {self.shape}: got axis {name!r} twice, in {used[name]} and in {where},"
+                        " wanted every axis at most once; an axis can split only one dim"
                     )
                 used[name] = where
         try:

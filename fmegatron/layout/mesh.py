@@ -85,7 +85,7 @@ class Mesh:
         for i, name in enumerate(names):
             self[name]
             if name in names[:i]:
-                raise ValueError(f"got mesh axis {name!r} twice in {names}; name every axis once")
+                raise ValueError(f"mesh: got axis {name!r} twice in {names}, wanted every axis once")
         return names
 
     def extent(self, axes: str | Iterable[str]) -> int:
@@ -262,7 +262,7 @@ def _digits_of_axes(mesh: Mesh) -> dict[str, list[tuple[int, int]]]:
             take = math.gcd(size, want)
             if take == 1 and size > 1 or take not in (size, want):
                 raise ValueError(
-                    f"view order: axis {name!r} of the mesh {mesh} is not a whole number of the axes it was folded"
+                    f"view order: got axis {name!r} of the mesh {mesh}, wanted a multiple of the axes it was folded"
                     " from; permute the original mesh instead"
                 )
             result[name].insert(0, (take, stride))

@@ -30,7 +30,8 @@ def entry(value: Any) -> Entry:
         axes = value.names if len(value.names) > 1 else value.names[0]
         return axes if value.parts == 1 else Split(axes, value.parts)
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):
-        return None if not value else value[0] if len(value) == 1 else tuple(value)
+        names = tuple(value)
+        return names if len(names) > 1 else next(iter(names), None)
     raise ValueError(
         f"got spec entry {value!r}, wanted None, an axis name, a tuple of axis names, or Split(axes, parts)"
     )
@@ -65,9 +66,10 @@ def one_line(layout) -> str:
 def _dim(size: int, value: Entry) -> str:
     if value is None:
         return str(size)
+    extent = str(size)
     if isinstance(value, Split):
         if isinstance(value.parts, int):
-            size = f"({value.parts}×{size // value.parts})"
+            extent = f"({value.parts}×{size // value.parts})"
         else:
-            size = f"({'+'.join(str(part) for part in value.parts)})"
-    return f"{size}@{'·'.join(entry_axes(value))}"
+            extent = f"({'+'.join(str(part) for part in value.parts)})"
+    return f"{extent}@{'·'.join(entry_axes(value))}"

@@ -107,7 +107,7 @@ def _instance(config):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ValueError(f"{config.__name__}.{missing[0]} has no default; give every field of a Config one")
+        raise ValueError(f"{config.__name__}.{missing[0]}: got no default, wanted one for every field of a Config")
     return config()
 
 
@@ -207,7 +207,9 @@ def _value(text: str, hint) -> Any:
         return int(text.replace("_", ""), 0)
     if hint in (float, str):
         return hint(text)
-    raise ValueError(f"a field of type {type_name(hint)} cannot be a flag; change it in a copy of the experiment")
+    raise ValueError(
+        f"got a field of type {type_name(hint)}, wanted one that text can give; change it in a copy of the experiment"
+    )
 
 
 def _mesh(text: str) -> Mesh:

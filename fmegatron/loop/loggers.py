@@ -143,7 +143,9 @@ class TensorBoard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise ValueError("TensorBoard is not installed; pip install 'fmegatron[logs]'") from error
+                raise ValueError(
+                    "TensorBoard: got no package tensorboard, wanted it installed; pip install 'fmegatron[logs]'"
+                ) from error
             self._writer = SummaryWriter(self.directory, purge_step=self.after + 1 if self.after else None)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -167,7 +169,9 @@ class WeightsAndBiases:
             try:
                 import wandb
             except ImportError as error:
-                raise ValueError("wandb is not installed; pip install 'fmegatron[logs]'") from error
+                raise ValueError(
+                    "WeightsAndBiases: got no package wandb, wanted it installed; pip install 'fmegatron[logs]'"
+                ) from error
             self._run = wandb.init(**self.settings)
         self._run.log(dict(values), step=step)
 

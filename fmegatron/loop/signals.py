@@ -74,4 +74,4 @@ def catch() -> Iterator[Stop]:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stop.interrupted or stop.signal == "SIGINT":
-        raise KeyboardInterrupt("stopped by Ctrl-C")
+        raise KeyboardInterrupt("stopped by Ctrl-C: the step under way was finished")

@@ -54,8 +54,8 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
 
     def array(path, shape, init, parts=None):
         spec = tuple(_on_mesh(entry, mesh, meant, known) for entry in rules.match(path))
-        if parts and len(spec) == len(shape) and spec[-1]:
-            spec = (*spec[:-1], Split(spec[-1], parts))
+        if parts and len(spec) == len(shape) and (axes := spec[-1]) and not isinstance(axes, Split):
+            spec = (*spec[:-1], Split(axes, parts))
         layout = Layout(shape, config.param_dtype, mesh, spec)
         stack = (0,) if path.startswith("blocks/") else ()
         if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
@@ -114,9 +114,9 @@ def _check_every_axis_works(specs: dict, mesh: Mesh, known: tuple[str, ...]) -> 
     used = {*known, *(name for spec in tree.leaves(specs) for name in spec.layout.sharded)}
     if idle := [name for name in mesh.names if mesh[name] > 1 and name not in used]:
         raise ValueError(
-            f"mesh {mesh}: got the axis {idle[0]!r}, which splits no array of the model and no batch, so its "
-            f"{mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(known)}, give a strategy over "
-            "it, or a rule that uses it"
+            f"mesh {mesh}: got the axis {idle[0]!r}, which splits no array of the model and no batch, wanted each axis "
+            f"to split one, or its {mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(known)}, "
+            "give a strategy over it, or a rule that uses it"
         )
 
 
@@ -159,7 +159,7 @@ def gather_weights(shards, layouts, config: Config, axes: Axes):
 def prepared(params: dict, layouts: dict, config: Config, axes: Axes) -> dict:
     """Parameters as `gather_weights` takes them: matrices that travel in 8 bits get their scales, by one pmax."""
     wire = config.policy.wire
-    if not wire.scaled:
+    if not wire.scaled or wire.gather is None:
         return params
     stacked = {name: tree.map(lambda _, name=name: name == "blocks", leaf) for name, leaf in layouts.items()}
     return nn.with_scales(params, layouts, axes, wire.gather, stacked)
@@ -197,8 +197,8 @@ class _Outer:
         self.kept = self._gather(list(dict.fromkeys(kept)))
 
     def _gather(self, names: list[str]) -> dict:
-        chosen = [{name: whole[name] for name in names} for whole in (self.params, self.layouts)]
-        return gather_weights(*chosen, self.config, self.axes) if names else {}
+        params, layouts = ({name: whole[name] for name in names} for whole in (self.params, self.layouts))
+        return gather_weights(params, layouts, self.config, self.axes) if names else {}
 
     def __getitem__(self, group: str) -> dict:
         names = self.groups[group]

@@ -90,7 +90,7 @@ def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p
     """
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"choose: got temperature={temperature}, top_p={top_p}; "
+            f"choose: got temperature={temperature}, top_p={top_p}, "
             "wanted temperature >= 0 (0 is greedy) and 0 < top_p <= 1"
         )
     if temperature == 0:

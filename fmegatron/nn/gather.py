@@ -26,7 +26,7 @@ def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> An
     """
     axis.require(layouts, "gather_tree")
     paths, layouts, spec = tree.flatten(layouts)
-    leaves = spec.flatten_up_to(shards)
+    leaves: list[Any] = spec.flatten_up_to(shards)
     scales = [leaf.scale if isinstance(leaf, Scaled) else None for leaf in leaves]
     leaves = [leaf.value if isinstance(leaf, Scaled) else leaf for leaf in leaves]
     wires = [wire] * len(leaves) if isinstance(wire, Wire) else tree.leaves(wire)
@@ -37,8 +37,8 @@ def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> An
         groups.setdefault(_axes_of(layout, axis), []).append(i)
     for names, mine in groups.items():
         places = [_place(paths[i], layouts[i], names) for i in mine]
-        given = [[values[i] for i in mine] for values in (leaves, wires, scales)]
-        whole = all_gather_many(given[0], axis.only(names), places, *given[1:])
+        xs, of_each = [leaves[i] for i in mine], ([wires[i] for i in mine], [scales[i] for i in mine])
+        whole = all_gather_many(xs, axis.only(names), places, *of_each)
         for i, x in zip(mine, whole, strict=True):
             leaves[i] = x
     return tree.unflatten(spec, leaves)

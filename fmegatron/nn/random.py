@@ -100,8 +100,8 @@ def box_muller(radius: Tensor, angle: Tensor) -> Tensor:
 
 def _polynomial(coefficients: tuple[int, ...], x: Tensor) -> Tensor:
     """c0 + c1·x + c2·x² + ... by Horner's rule; numbers times 2³¹ in int64, rounded down."""
-    out: Tensor | int = coefficients[-1]
-    for coefficient in coefficients[-2::-1]:
+    out = (x * coefficients[-1] >> 31) + coefficients[-2]
+    for coefficient in coefficients[-3::-1]:
         out = (x * out >> 31) + coefficient
     return out
 

@@ -30,7 +30,7 @@ def with_scales(shards: Any, layouts: Any, axes: Axes, dtype: torch.dtype, stack
     """
     axes.require(layouts, "with_scales")
     _, layout_leaves, spec = tree.flatten(layouts)
-    leaves = spec.flatten_up_to(shards)
+    leaves: list[Any] = spec.flatten_up_to(shards)
     stack = [stacked] * len(leaves) if isinstance(stacked, bool) else tree.leaves(stacked)
     dims = [len(layout.shape) - is_stacked for layout, is_stacked in zip(layout_leaves, stack, strict=True)]
     groups: dict[tuple[str, ...], list[int]] = {}

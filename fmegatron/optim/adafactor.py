@@ -13,16 +13,11 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum, reshard
 from fmegatron.layout import Layout
-from fmegatron.optim.adamw import (
-    LearningRate,
-    add_decayed_weights,
-    neither_norm_nor_bias,
-    scale_by_learning_rate,
-)
+from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
 from fmegatron.optim.matrices import layouts_by_path
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, Tree, Where, merge, path_predicate, stateless
+from fmegatron.optim.transform import Transform, Tree, Where, path_predicate, stateless
 from fmegatron.tree import ArraySpec
 
 
@@ -52,9 +47,9 @@ def adafactor(
     `decay` is as in `adamw`. ValueError for values outside of their range.
     """
     if not clip > 0:
-        raise ValueError(f"adafactor: clip: got {clip}, want a number above 0, such as 1.0")
+        raise ValueError(f"adafactor: clip: got {clip}, wanted a number above 0, such as 1.0")
     if not eps2 >= 0:
-        raise ValueError(f"adafactor: eps2: got {eps2}, want 0 or more, such as 1e-3")
+        raise ValueError(f"adafactor: eps2: got {eps2}, wanted 0 or more, such as 1e-3")
     layout_of = layouts_by_path(layouts, axes, "adafactor")
     is_matrix = _matrices(layout_of, factored)
 
@@ -95,9 +90,9 @@ def scale_by_factored_rms(
     more than the squares of most gradients of a large model).
     """
     if not decay_power < 0:
-        raise ValueError(f"adafactor: decay_power: got {decay_power}, want a negative number, such as -0.8")
+        raise ValueError(f"adafactor: decay_power: got {decay_power}, wanted a negative number, such as -0.8")
     if not eps >= 0:
-        raise ValueError(f"adafactor: eps: got {eps}, want 0 or more, such as 1e-15")
+        raise ValueError(f"adafactor: eps: got {eps}, wanted 0 or more, such as 1e-15")
     layout_of = layouts_by_path(layouts, axes, "adafactor")
     is_matrix = _matrices(layout_of, factored)
 
@@ -140,7 +135,7 @@ def scale_by_factored_rms(
                 new_state[name] = tree.map(mixed, state[name], means)
             v = tree.map_with_path(estimate, new_state["row"], new_state["col"])
             directions = tree.map_with_path(lambda path, x, v: _closed(scaled(x, v), layout_of(path, x), axes), g, v)
-            out = merge(directions, out)
+            out = tree.merge(directions, out)
         return out, new_state
 
     return Transform(init, update)
@@ -148,7 +143,7 @@ def scale_by_factored_rms(
 
 def _matrices(layout_of: Callable[[str, Any], Layout | None], factored: Where | None) -> Callable[[str, Any], bool]:
     """(path, leaf) -> whether its second moment is factored: it is selected, and has two dims or more."""
-    selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
+    selects = path_predicate(tree.neither_norm_nor_bias if factored is None else factored)
 
     def is_matrix(path: str, leaf: Any) -> bool:
         layout = layout_of(path, leaf)

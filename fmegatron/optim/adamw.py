@@ -13,7 +13,6 @@ from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.schedule import Schedule
 from fmegatron.optim.transform import Transform, Tree, Where, masked, stateless
-from fmegatron.tree import neither_norm_nor_bias
 
 LearningRate = float | Schedule | Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,11 +69,11 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
 def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Transform:
     """u -> u + weight_decay·p on the leaves that `decay` selects (see `adamw`)."""
     if not weight_decay >= 0:
-        raise ValueError(f"weight_decay: got {weight_decay}, want 0 or more, such as 0.1")
+        raise ValueError(f"weight_decay: got {weight_decay}, wanted 0 or more, such as 0.1")
     if weight_decay == 0:
         return stateless(lambda updates, params, count: updates)
     add = stateless(lambda updates, params, count: tree.map(lambda u, p: u + weight_decay * p, updates, params))
-    return masked(add, neither_norm_nor_bias if decay is None else decay)
+    return masked(add, tree.neither_norm_nor_bias if decay is None else decay)
 
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
@@ -92,7 +91,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
 def checked_rate(learning_rate: LearningRate) -> LearningRate:
     """The same learning rate; ValueError for a number that is negative or not finite."""
     if not callable(learning_rate) and not (learning_rate >= 0 and math.isfinite(learning_rate)):
-        raise ValueError(f"learning_rate: got {learning_rate}, want a finite number of 0 or more, or a schedule")
+        raise ValueError(f"learning_rate: got {learning_rate}, wanted a finite number of 0 or more, or a schedule")
     return learning_rate
 
 
@@ -101,10 +100,10 @@ def checked_betas(who: str, b1: float, b2: float, eps: float) -> None:
     for name, value in {"b1": b1, "b2": b2}.items():
         if not 0 <= value < 1:
             raise ValueError(
-                f"{who}: {name}: got {value}, want 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.95}"
+                f"{who}: {name}: got {value}, wanted 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.95}"
             )
     if not eps >= 0:
-        raise ValueError(f"{who}: eps: got {eps}, want 0 or more, such as 1e-8")
+        raise ValueError(f"{who}: eps: got {eps}, wanted 0 or more, such as 1e-8")
 
 
 def bias_corrections(

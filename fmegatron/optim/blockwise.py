@@ -43,7 +43,7 @@ class Blockwise:
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.smallest < 0:
-            raise ValueError(f"got {self}, want a block of at least 1 element and smallest >= 0")
+            raise ValueError(f"Blockwise: got {self}, wanted a block of at least 1 element and smallest >= 0")
 
     def applies(self, shape: tuple[int, ...]) -> bool:
         """Whether a leaf of this global shape is stored so."""
@@ -52,7 +52,9 @@ class Blockwise:
     def specs(self, path: str, spec: ArraySpec) -> dict[str, ArraySpec]:
         """{"codes", "scale"}: specs of what `encode` makes of a leaf. ValueError where a shard's edge cuts a block."""
         if spec.init != tree.zeros:
-            raise ValueError(f"{path}: starts as {spec.init}, want zeros for a state in blocks; leave it in float32")
+            raise ValueError(
+                f"{path}: got a start as {spec.init}, wanted zeros for a state in blocks; leave it in float32"
+            )
         codes = spec.layout.replace(dtype=self.grid.code_dtype(not self.root))
         return {"codes": ArraySpec(codes), "scale": ArraySpec(self._scale(path, spec.layout))}
 
@@ -107,14 +109,16 @@ class Blockwise:
             length = math.prod(shape) // math.prod(layout.flat_counts)
             between += [] if length % shape[-1] == 0 else [length, shape[-1]]
         if between and not layout.is_even:
-            raise ValueError(f"{path}: got {layout}, which is uneven, and edges in rows; want it even, or in Float32()")
+            raise ValueError(
+                f"{path}: got {layout} with uneven edges in rows, wanted an even layout; leave it in Float32()"
+            )
         if any(n % width for n in between):
             fits = math.gcd(width, *between)
             if not self.fit:
                 raise ValueError(
                     f"{path}: got blocks of {width} elements of the last dim of {layout}, but an edge of a shard every"
-                    f" {' and '.join(str(n) for n in dict.fromkeys(between))} elements; want a block that divides them,"
-                    f" such as block={fits}, or fit=True (blocks then depend on the mesh)"
+                    f" {' and '.join(str(n) for n in dict.fromkeys(between))} elements, wanted a block that divides"
+                    f" them; give block={fits}, or fit=True (blocks then depend on the mesh)"
                 )
             width = fits
         return width

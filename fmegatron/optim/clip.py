@@ -1,16 +1,24 @@
 """Clipping by the global norm: right on any mesh, with one collective for each distinct set of axes."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
-from fmegatron.optim.transform import Transform, stateless
+from fmegatron.optim.transform import Transform, Tree, stateless
 
-Tree = Any
+
+class GradNorm(NamedTuple):
+    """What a step knows of its gradients when it hands them to an optimizer's update.
+
+    value: their global norm before clipping, 0-d.  limit: the norm to which the update has to clip them; None: not.
+    """
+
+    value: torch.Tensor
+    limit: float | None = None
 
 
 def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = None) -> torch.Tensor:
@@ -35,13 +43,18 @@ def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = No
 
 
 def group_norms(
-    grads: Tree, group_of: Callable[[str], str], layouts: Tree | None = None, axes: Axes | None = None
+    grads: Tree,
+    group_of: Callable[[str], str] | None = None,
+    layouts: Tree | None = None,
+    axes: Axes | None = None,
 ) -> dict[str, torch.Tensor]:
-    """`global_norm` of each group of leaves: {group_of(path): 0-d tensor}, for metrics; group_of may be `top_level`.
+    """`global_norm` of each group of leaves: {group_of(path): 0-d tensor}, for metrics.
 
-    The squares of all groups that are split by the same axes travel together: as many collectives as one norm has, and
-    `joint_norm` of the result is the global norm, so that a step that reports groups has no collective more.
+    group_of: by default the first segment of the path, "blocks/mlp/w_down" -> "blocks". The squares of all groups that
+    are split by the same axes travel together: as many collectives as one norm has. The global norm is
+    √ Σ norm² of the result, so that a step that reports groups needs no further collective.
     """
+    group_of = group_of or (lambda path: path.partition("/")[0])
     paths, leaves, _ = tree.flatten(grads)
     twins = [None] * len(leaves)
     if layouts is not None:
@@ -62,16 +75,6 @@ def group_norms(
     return {name: totals[name].sqrt() for name in names}
 
 
-def joint_norm(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The norm of all leaves together, 0-d, from those of the groups that they fall into (`group_norms`)."""
-    return torch.stack(list(norms.values())).square().sum().sqrt()
-
-
-def top_level(path: str) -> str:
-    """The first segment of a path: "blocks/mlp/w_down" -> "blocks"."""
-    return path.partition("/")[0]
-
-
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """min(1, max_norm / (norm + 1e-6)): the 0-d factor that makes gradients of this norm at most `max_norm` long.
 
@@ -79,7 +82,7 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     max_norm <= 0.
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm: got {max_norm}, want a number above 0, such as 1.0 (or do not clip)")
+        raise ValueError(f"max_norm: got {max_norm}, wanted a number above 0, such as 1.0 (or do not clip)")
     return tree.stored((max_norm / (norm + 1e-6)).clamp(max=1))[0]
 
 
@@ -99,12 +102,13 @@ def _split_axes(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]
     pending = [axis for axis in layout.unreduced if layout.mesh[axis] > 1]
     if pending:
         raise ValueError(
-            f"global_norm: {path}: got {layout}, a sum that is still pending over {', '.join(pending)}; want it"
-            " reduced: reshard it to its layout without `unreduced` first"
+            f"global_norm: {path}: got {layout}, a sum that is still pending over {', '.join(pending)}, wanted it"
+            " reduced; reshard it to its layout without `unreduced` first"
         )
     split = tuple(axis for axis in layout.mesh.names if axis in layout.sharded)
     if split and axes is None:
         raise ValueError(
-            f"global_norm: {path}: got {layout}, which is split over {', '.join(split)}; give axes=Axes(mesh) too"
+            f"global_norm: {path}: got {layout}, which is split over {', '.join(split)}, and no axes,"
+            " wanted them; give axes=Axes(mesh) too"
         )
     return split

@@ -32,7 +32,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Transform:
     for name, value in {"b1": b1, "b2": b2}.items():
         if not 0 <= value < 1:
             raise ValueError(
-                f"lion: {name}: got {value}, want 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.99}"
+                f"lion: {name}: got {value}, wanted 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.99}"
             )
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:

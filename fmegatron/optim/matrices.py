@@ -299,8 +299,8 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
         def whole(path: str, leaf: Any) -> None:
             if isinstance(leaf, tree.ArraySpec) and leaf.layout.sharded:
                 raise ValueError(
-                    f"{who}: {path}: got {leaf.layout}, which is split, and no layouts; {who} looks at whole matrices:"
-                    " give layouts=tree.layouts(specs) and axes=Axes(mesh)"
+                    f"{who}: {path}: got {leaf.layout}, which is split, and no layouts, wanted those of the parameters,"
+                    f" for {who} needs full matrices; give layouts=tree.layouts(specs) and axes=Axes(mesh)"
                 )
 
         return whole
@@ -310,18 +310,21 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
 
     def layout_of(path: str, leaf: Any) -> Layout:
         if path not in known:
-            raise ValueError(f"{who}: {path}: got no layout for it{tree.did_you_mean(path, list(known))}")
+            near = tree.did_you_mean(path, list(known))
+            raise ValueError(f"{who}: {path}: got no layout for it{near}, wanted those of all parameters")
         layout = known[path]
         if isinstance(leaf, tree.ArraySpec) and split_over(leaf.layout) != split_over(layout):
             raise ValueError(
-                f"{who}: {path}: was made with {layout}, but the state is asked for {leaf.layout}; give it the layouts "
-                "that the optimizer sees: step.placements(layouts, strategy).optim"
+                f"{who}: {path}: got a state in {leaf.layout}, wanted {layout}, for which it was made; give it "
+                "the layouts that the optimizer sees: step.placements(layouts, strategy).optim"
             )
         if layout.unreduced or not layout.is_even:
             what = "a pending sum" if layout.unreduced else "uneven"
-            raise ValueError(f"{who}: {path}: got {layout}, which is {what}; want it reduced and even")
+            raise ValueError(f"{who}: {path}: got {layout}, which is {what}, wanted it reduced and even")
         if layout.sharded and axes is None:
-            raise ValueError(f"{who}: {path}: got {layout}, which is split; give axes=Axes(mesh) too")
+            raise ValueError(
+                f"{who}: {path}: got {layout}, which is split, and no axes, wanted them; give axes=Axes(mesh)"
+            )
         return layout
 
     return layout_of

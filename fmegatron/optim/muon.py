@@ -91,11 +91,11 @@ def scale_by_muon(
     parameter it is 2.5 (n = 4 m) to 5 (n = m) times m / tokens, shared by the ranks (measured in experiments/LOG.md).
     """
     if not 0 <= momentum < 1:
-        raise ValueError(f"muon: momentum: got {momentum}, want 0 <= momentum < 1, such as 0.95")
+        raise ValueError(f"muon: momentum: got {momentum}, wanted 0 <= momentum < 1, such as 0.95")
     if scale not in _SCALES:
-        raise ValueError(f"muon: scale: got {scale!r}, want one of {', '.join(_SCALES)}")
+        raise ValueError(f"muon: scale: got {scale!r}, wanted one of {', '.join(_SCALES)}")
     if not 1 <= steps < 100:
-        raise ValueError(f"muon: steps: got {steps}, want 1 to 99, such as 5")
+        raise ValueError(f"muon: steps: got {steps}, wanted 1 to 99, such as 5")
     layout_of = layouts_by_path(layouts, axes, "muon")
     table = [(whole_segments(pattern), part) for pattern, part in parts]
 
@@ -108,7 +108,7 @@ def scale_by_muon(
         def one(path: str, leaf: Any) -> Any:
             if len(leaf.shape) < 2 and not (layouts is not None and layout_of(path, leaf).flat):
                 raise ValueError(
-                    f"muon: {path}: got shape {tuple(leaf.shape)}, want matrices [..., in, out]; leave it to AdamW"
+                    f"muon: {path}: got shape {tuple(leaf.shape)}, wanted matrices [..., in, out]; leave it to AdamW"
                     " with `matrices`"
                 )
             layout_of(path, leaf)
@@ -208,8 +208,8 @@ def fused_parts(layouts: Tree) -> list[tuple[str, Parts]]:
     ]
     if not found:
         raise ValueError(
-            "fused_parts: got layouts without any interleaved dim; take them on a mesh that has the axis which "
-            "interleaves, even with size 1: fused_parts(model.layouts(config, Mesh(tp=1)))"
+            "fused_parts: got layouts without any interleaved dim, wanted some with one; take them on a mesh that has "
+            "the axis which interleaves, even with size 1: fused_parts(model.layouts(config, Mesh(tp=1)))"
         )
     return found
 
@@ -219,8 +219,8 @@ def _sizes(parts: Parts, columns: int, path: str) -> tuple[int, ...]:
     sizes = (columns // parts,) * parts if isinstance(parts, int) else tuple(parts)
     if sum(sizes) != columns:
         raise ValueError(
-            f"muon: {path}: got parts {parts} of a last dim of size {columns}; want sizes that sum to it, or a number"
-            " that divides it"
+            f"muon: {path}: got parts {parts} of a last dim of size {columns}, wanted sizes that sum to it, or a"
+            " number that divides it"
         )
     return sizes
 

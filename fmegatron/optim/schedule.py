@@ -39,20 +39,22 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.peak) and self.peak >= 0):
-            raise ValueError(f"schedule: peak: got {self.peak}, want a finite number of 0 or more")
+            raise ValueError(f"schedule: peak: got {self.peak}, wanted a finite number of 0 or more")
         if not (math.isfinite(self.end) and self.end >= 0):
-            raise ValueError(f"schedule: end: got {self.end}, want a finite number of 0 or more")
+            raise ValueError(f"schedule: end: got {self.end}, wanted a finite number of 0 or more")
         if self.warmup < 0:
-            raise ValueError(f"schedule: warmup: got {self.warmup}, want a number of updates, 0 or more")
+            raise ValueError(f"schedule: warmup: got {self.warmup}, wanted a number of updates, 0 or more")
         if self.shape not in _SHAPES:
-            raise ValueError(f"schedule: shape: got {self.shape!r}, want one of {', '.join(_SHAPES)}")
+            raise ValueError(f"schedule: shape: got {self.shape!r}, wanted one of {', '.join(_SHAPES)}")
         if (self.decay_start is None) != (self.total is None):
-            raise ValueError(f"schedule: got decay_start={self.decay_start} and total={self.total}, want both or none")
+            raise ValueError(
+                f"schedule: got decay_start={self.decay_start} and total={self.total}, wanted both or none"
+            )
         if self.total is not None and not self.warmup <= self.decay_start < self.total:
             raise ValueError(
-                f"schedule: got warmup={self.warmup}, start of the decay={self.decay_start}, total={self.total}; want"
-                " them in this order, and at least one update of decay: make warmup (or the decay of wsd) shorter, or"
-                " total longer"
+                f"schedule: got warmup={self.warmup}, start of the decay={self.decay_start}, total={self.total},"
+                " wanted them in this order, and at least one update of decay; make warmup (or the decay of wsd)"
+                " shorter, or total longer"
             )
 
     def __call__(self, count: torch.Tensor | int) -> torch.Tensor | float:

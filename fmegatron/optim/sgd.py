@@ -29,7 +29,7 @@ def sgd(
 def accumulate_momentum(momentum: float, nesterov: bool = False) -> Transform:
     """m = momentum·m + g; g -> m, or with Nesterov's look-ahead g -> g + momentum·m. The state is the tree of m."""
     if not 0 < momentum < 1:
-        raise ValueError(f"momentum: got {momentum}, want a number between 0 and 1, such as 0.9")
+        raise ValueError(f"momentum: got {momentum}, wanted a number between 0 and 1, such as 0.9")
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
         del params, count

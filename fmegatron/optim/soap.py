@@ -93,7 +93,7 @@ def scale_by_soap(
             shape = leaf.shape if layout is None else layout.shape
             if len(shape) < 2:
                 raise ValueError(
-                    f"soap: {path}: got shape {tuple(shape)}, want matrices [..., m, n]; leave it to AdamW with"
+                    f"soap: {path}: got shape {tuple(shape)}, wanted matrices [..., m, n]; leave it to AdamW with"
                     " `matrices`"
                 )
             dealt = None if layout is None else dealt_layout(layout)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fmegatron import optim, tree
+from fmegatron import tree
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.train_step import placements, state_specs
 
@@ -77,7 +77,7 @@ def least_traffic(
     gather_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
     reduce_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
     late_dtype: Callable[[Layout], torch.dtype] | None = None,
-    trains: Callable[[str], bool] = optim.every_path,
+    trains: Callable[[str], bool] = lambda path: True,
 ) -> Traffic:
     """The fewest bytes that a rank can send in a step of a strategy: n - 1 of n parts of what each reduction needs.
 

@@ -61,7 +61,7 @@ def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
 
 def build_train_step(
     loss_fn: Callable,
-    optimizer: Any,
+    optimizer: optim.Optimizer,
     layouts: Any,
     axes: Axes,
     *,
@@ -104,7 +104,7 @@ def build_train_step(
     @functools.wraps(loss_fn)
     def scaled_loss(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
         given = (batch["batch"], batch["samples"]) if numbered else (batch,)
-        loss, metrics = loss_and_aux(loss_fn, loss_fn(optim.merge(trained, frozen), *given))
+        loss, metrics = loss_and_aux(loss_fn, loss_fn(tree.merge(trained, frozen), *given))
         if not isinstance(metrics, dict):
             raise ValueError(
                 f"{described(loss_fn)}: its metrics: got {tree.in_words(metrics)}, wanted a dict of 0-d tensors; "
@@ -115,8 +115,7 @@ def build_train_step(
     _require_arguments(optimizer, layouts, axes)
     strategy = strategy or DataParallel(axes.data)
     _require_known_axes(axes, strategy, layouts)
-    trains = getattr(optimizer, "trains", optim.every_path)
-    trained_at = placements(optim.partition(layouts, trains)[0], strategy)
+    trained_at = placements(tree.partition(layouts, optimizer.trains)[0], strategy)
 
     def reduce_each(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
@@ -134,8 +133,8 @@ def build_train_step(
         # While tracing; inside a step all ranks have the same shapes.
         tree.check(state.params, layouts, 0, "state.params", "the layouts of build_train_step")
         tree.check(state.opt, opt_layouts, 0, "state.opt", "what the optimizer makes of the layouts")
-        trained, frozen = optim.partition(state.params, trains)
-        scale = optim.loss_scale_of(state.opt)
+        trained, frozen = tree.partition(state.params, optimizer.trains)
+        scale = optimizer.loss_scale(state.opt)
         if numbered:
             batch = _with_samples(batch, state.step, strategy, axes, microbatches)
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
@@ -151,14 +150,10 @@ def build_train_step(
         norm = optim.global_norm(grads, trained_at.optim, axes)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
         whole = _moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
-        params = optim.merge(whole, frozen)
-        if getattr(optimizer, "judges_norm", False):  # a norm that was clipped before it is judged has no spikes
-            params, opt = optimizer.update(grads, state.opt, params, norm=norm, max_norm=clip_norm)
-        else:
-            grads = grads if clip_norm is None else optim.clip(grads, norm, clip_norm)
-            params, opt = optimizer.update(grads, state.opt, params)
-        params, _ = optim.partition(params, trains)
-        params = optim.merge(_moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
+        params = tree.merge(whole, frozen)
+        params, opt = optimizer.update(grads, state.opt, params, optim.GradNorm(norm, clip_norm))
+        params, _ = tree.partition(params, optimizer.trains)
+        params = tree.merge(_moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
@@ -192,10 +187,10 @@ def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
     """ValueError for what is none of these, and for layouts of another mesh than that of the axes."""
     if not isinstance(axes, Axes):
         raise ValueError(f"build_train_step: axes: got {tree.in_words(axes)}, wanted Axes(mesh)")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    if not isinstance(optimizer, optim.Optimizer):
         raise ValueError(
-            f"build_train_step: optimizer: got {tree.in_words(optimizer)}, wanted a pair of functions init and update, "
-            "such as optim.adamw(1e-3)"
+            f"build_train_step: optimizer: got {tree.in_words(optimizer)}, wanted an optim.Optimizer, such as "
+            "optim.adamw(1e-3); Optimizer(init, update) makes one of two functions of your own"
         )
     for path, leaf in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
         if not isinstance(leaf, Layout):
@@ -248,5 +243,5 @@ def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, toget
 
 def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """g / scale in fp32 or wider, where it cannot underflow."""
-    dtype = optim.working_dtype(g.dtype)
+    dtype = tree.working_dtype(g.dtype)
     return g.to(dtype) / scale.to(dtype)

@@ -1,6 +1,6 @@
 """Nested dicts of arrays over optree: map, paths, check, arithmetic, keys of randomness, init from specs."""
 
-from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, stored, subtract
+from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, stored, subtract, working_dtype
 from fmegatron.tree.check import check, require_mesh
 from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
@@ -25,7 +25,9 @@ from fmegatron.tree.structure import (
     leaves,
     map,
     map_with_path,
+    merge,
     neither_norm_nor_bias,
+    partition,
     paths,
     structure_difference,
     unflatten,
@@ -53,9 +55,11 @@ __all__ = [
     "leaves",
     "map",
     "map_with_path",
+    "merge",
     "named",
     "neither_norm_nor_bias",
     "ones",
+    "partition",
     "paths",
     "require_mesh",
     "scale",
@@ -64,6 +68,7 @@ __all__ = [
     "structure_difference",
     "subtract",
     "unflatten",
+    "working_dtype",
     "zeros",
     "zeros_like",
 ]

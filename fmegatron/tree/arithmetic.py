@@ -31,6 +31,15 @@ def scale(a: Any, factor: float | torch.Tensor) -> Any:
     return tree_map(lambda x: (x * factor).to(x.dtype), a)
 
 
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums and updates are computed: float64 for float64, float32 for everything else.
+
+    >>> working_dtype(torch.bfloat16), working_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def cast(a: Any, dtype: torch.dtype) -> Any:
     """Every floating-point leaf in another dtype; the others as they are."""
     return tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, a)
@@ -62,7 +71,7 @@ def stored(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
-    return x if x.dtype is torch.float64 else x.to(torch.float32)
+    return x.to(working_dtype(x.dtype))
 
 
 def _total(terms: list[torch.Tensor]) -> torch.Tensor:

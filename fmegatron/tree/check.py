@@ -23,8 +23,8 @@ def check(params: Any, layouts: Any, rank: int, name: str = "the tree", of: str 
         lines = structure_difference(params, layouts).splitlines() or [f"  got {got_spec}, wanted {spec}"]
         more = [f"  ... and {len(lines) - 10} more"] if len(lines) > 10 else []
         raise ValueError(
-            "\n".join([f"{name} does not have the structure of {of}:", *lines[:10], *more])
-            + "\ngive both the same names and containers"
+            f"{name}: got another structure than {of}, wanted the same names and containers:\n"
+            + "\n".join([*lines[:10], *more])
         )
     problems = []
     for path, x, item in zip(paths, got, wanted, strict=True):
@@ -54,7 +54,9 @@ def check(params: Any, layouts: Any, rank: int, name: str = "the tree", of: str 
     if problems:
         more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError(
-            f"{len(problems)} of {len(paths)} leaves of {name} disagree with {of}:\n" + "\n".join(problems[:10]) + more
+            f"{name}: got {len(problems)} of {len(paths)} leaves that disagree with {of}, wanted none:\n"
+            + "\n".join(problems[:10])
+            + more
         )
 
 

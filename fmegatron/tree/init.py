@@ -93,9 +93,9 @@ def _originals(paths: list[str], specs: list[ArraySpec]) -> dict[str, tuple[str,
             same = [at for at, other in found.values() if (other.shape, other.init) == (spec.shape, spec.init)]
             if near := [at for at in same if at.endswith("/" + name)]:
                 raise ValueError(
-                    f"{path}: got a copy of {name!r}, which is not in this tree; {near[0]!r} is drawn under another "
-                    "name, so the copy would begin as other numbers. Name the specs first (specs = tree.named(specs)), "
-                    "then make copies and optimizer states of them, then put the tree together"
+                    f"{path}: got a copy of {name!r}, which is not in this tree, wanted one of {near[0]!r}, which is "
+                    "drawn under another name, so the copy would begin as other numbers; name the specs first (specs "
+                    "= tree.named(specs)), then make copies and optimizer states of them, then put the tree together"
                 )
     return found
 
@@ -108,8 +108,8 @@ def _known(given: Any, originals: dict[str, tuple[str, ArraySpec]], rank: int) -
     for path, x in zip(paths, tensors, strict=True):
         if path not in originals:
             raise ValueError(
-                f"given {path!r}: got a tensor that no leaf takes{did_you_mean(path, list(originals))}; name it as the "
-                "parameters are named in their own tree"
+                f"given: {path}: got a tensor that no leaf takes{did_you_mean(path, list(originals))}, wanted it under "
+                "the name that the parameters have in their own tree"
             )
         check({path: x}, {path: originals[path][1]}, rank)
     return dict(zip(paths, tensors, strict=True))
@@ -138,8 +138,8 @@ def _copied(path: str, spec: ArraySpec, original: ArraySpec, source: torch.Tenso
                 missing -= inside.size
     if missing:
         raise ValueError(
-            f"{path}: got given values laid out as {original.layout}, of which rank {rank} lacks {missing} elements of "
-            f"{spec.layout}; give parameters of a layout that holds them"
+            f"{path}: got given values in {original.layout}, which leave out {missing} elements of rank {rank}, wanted "
+            f"all of {spec.layout}; give parameters of a layout that holds them"
         )
     return _rounded(local, spec)
 

@@ -61,10 +61,38 @@ def _mapped(f: Callable, trees: tuple, with_path: bool | None) -> Any:
             columns.append(spec.flatten_up_to(other))
         except (ValueError, TypeError) as error:
             difference = structure_difference(other, trees[0]) or f"  {error}"
-            raise ValueError(f"tree.map: tree {i} does not have the structure of tree 1:\n{difference}") from None
+            raise ValueError(
+                f"tree.map: tree {i}: got another structure than tree 1, wanted the same:\n{difference}"
+            ) from None
     if with_path:
         columns.insert(0, list(_paths(spec)))
     return optree.tree_unflatten(spec, [f(*column) for column in zip(*columns, strict=True)])
+
+
+def partition(tree: Any, where: Callable[[str], bool]) -> tuple[Any, Any]:
+    """(the leaves whose path `where` selects, the others): two trees of one structure, with None in place of the rest.
+
+    `merge` puts them together again. So a loss is differentiated by what trains, and by nothing else:
+    `value_and_grad(lambda trained, frozen, batch: loss(merge(trained, frozen), batch))(trained, frozen, batch)`.
+    """
+
+    def chosen(wanted: bool) -> Any:
+        return map_with_path(lambda path, leaf: leaf if where(path) == wanted else None, tree)
+
+    return chosen(True), chosen(False)
+
+
+def merge(a: Any, b: Any) -> Any:
+    """The leaves of `a`, and where they are absent (None) those of `b`.
+
+    Raises ValueError, naming paths, when the two trees differ in structure.
+    """
+    try:
+        return optree.tree_map(lambda x, y: y if x is None else x, a, b, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        filled = [optree.tree_map(lambda x: 0, x, none_is_leaf=True) for x in (b, a)]
+        difference = structure_difference(*filled) or f"  {error}"
+        raise ValueError(f"tree.merge: got trees of two structures, wanted one:\n{difference}") from None
 
 
 def structure_difference(got: Any, wanted: Any) -> str:

@@ -77,5 +77,5 @@ def test_bad_vocabulary(vocab):
 @pytest.mark.parametrize("content", ["", "[]", '{"kind": "bpe"}', '{"kind": "char"}', "{"])
 def test_bad_files(content, tmp_path):
     (tmp_path / "t.json").write_text(content)
-    with pytest.raises(ValueError, match=r"t\.json: not a tokenizer file"):
+    with pytest.raises(ValueError, match=r"t\.json: got no tokenizer file"):
         load_tokenizer(tmp_path / "t.json")

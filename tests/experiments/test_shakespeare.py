@@ -181,7 +181,7 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
         # What only the text, the model or the number of ranks can show:
         (
             {"run": "~/x"},
-            "path: got '~/x/checkpoints', in which only a shell replaces the '~'; pass os.path.expanduser",
+            "path: got '~/x/checkpoints', wanted no '~', which only a shell replaces; pass os.path.expanduser",
         ),
         ({"mesh": "tp=2"}, "mesh tp2 has 2 ranks, but 1 process run; start 2 processes (torchrun --nproc-per-node=2"),
         ({"microbatches": 3}, "got 4 rows, which 1 data-parallel ranks and 3 microbatches cannot share evenly; use 3"),

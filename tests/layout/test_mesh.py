@@ -57,7 +57,7 @@ def test_views_agree_with_numpy():
     ("make", "message"),
     [
         (lambda m: m["cp"], r"got mesh axis 'cp', wanted one of dp, tp of the mesh dp2·tp4"),
-        (lambda m: m.group(0, ("dp", "dp")), r"got mesh axis 'dp' twice"),
+        (lambda m: m.group(0, ("dp", "dp")), r"mesh: got axis 'dp' twice"),
         (lambda m: m.rank(dp=2), r"got dp=2, wanted 0 to 1"),
         (lambda m: m.coordinates(8), r"got rank 8, wanted 0 to 7: the mesh dp2·tp4 has 8 ranks"),
         (lambda m: Mesh(dp=0), r"mesh axis 'dp': got size 0, wanted"),

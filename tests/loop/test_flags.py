@@ -112,5 +112,5 @@ def test_a_field_without_default_is_named():
     class Bare:
         lr: float
 
-    with pytest.raises(ValueError, match="Bare.lr has no default"):
+    with pytest.raises(ValueError, match="Bare.lr: got no default"):
         parse(["prog"], Bare)

@@ -307,4 +307,8 @@ def _forgotten(pending: list[Handle], owner: int) -> None:
     """The saver was dropped, or Python ends, without `close`."""
     if pending and os.getpid() == owner:
         names = ", ".join(h.text for h in pending)
-        warnings.warn(f"saves were abandoned because nobody waited for them: {names}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"saves were abandoned because the program ended without waiting for them: {names}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

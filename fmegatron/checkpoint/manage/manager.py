@@ -48,13 +48,13 @@ class Manager:
     keep: which complete steps stay after a save: a number n for the n newest, a `Keep`, or None for all.
     temporary: where temporary checkpoints are; default `directory`/temporary.  keep_temporary: the n newest of them.
     show_progress: a bar on stderr, of rank 0, for what takes longer than 2 s; None: where stderr is a terminal.
-    saver: for saves in the background (wait=False), closed by whoever made it; None: made when it is needed, for one
+    saver: for saves in the background (wait=False), which its maker closes; None: made when it is needed, for one
     save in memory at a time, and closed by `close`.
     on_failure: of a save in the background: "warn" (rank 0; training goes on, the next save tries again) or "raise".
     last: the Report of the newest save or restore that ended.
 
-    What there is, is what lies in the directory, so any number of Managers and tools may read it at any time; one run
-    saves into it (`checkpoint.claim` sees to that), and its steps only go up. Steps that somebody reads, that are
+    The directory is the only state, so any number of Managers and tools may read it at any time; one run saves into it
+    (`checkpoint.claim` enforces that), and its steps only go up. Steps that another process reads, that are
     pinned, or that are the newest good one are not deleted by rules. Deletion goes on in the background; what goes
     wrong there, or with the tracker file `latest`, is warned about and never raised into training.
     """
@@ -80,7 +80,7 @@ class Manager:
                 )
         self.directory, self.world, self.show_progress = directory, ranks_of(world), show_progress
         self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
-        self.keep_temporary, self._told = Keep(last=keep_temporary), False  # told: of what lies there that is not ours
+        self.keep_temporary, self._warned = Keep(last=keep_temporary), False  # warned: of content that is not ours
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
@@ -103,13 +103,13 @@ class Manager:
     def latest(self) -> int | None:
         """The newest complete step, temporary ones too, or None: what rank 0 sees, on all ranks.
 
-        Before None it warns, once, of what lies there instead: checkpoints of other systems, or copies not finished."""
+        Before None it warns, once, of what the directory holds instead: foreign checkpoints, or copies not finished."""
         ranks = self.world
 
         def look() -> int | None:
             found = newest_first(self._both) if ranks.rank == 0 else []
-            if ranks.rank == 0 and not found and not self._told and (text := others(self._both)):
-                self._told = True
+            if ranks.rank == 0 and not found and not self._warned and (text := others(self._both)):
+                self._warned = True
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
             return found[0][0] if found else None
 
@@ -127,7 +127,7 @@ class Manager:
         return self._both[not lasting].facts(step).finite
 
     def pin(self, step: int) -> None:
-        """Keep a step whatever the rules say, until `unpin`; for all Managers of the directory. One rank is enough."""
+        """Exempt a step from retention until `unpin`; for all Managers of the directory. One rank is enough."""
         check_step(step)
         steps = self.steps()
         if step not in steps:
@@ -140,7 +140,7 @@ class Manager:
         leases.unpin(self._both[0].notes, self._both[0].name(step))
 
     def delete(self, step: int, temporary: bool = False) -> None:
-        """Delete a step, complete or not, whatever the rules say. One rank is enough; the files go in the background.
+        """Delete a step, complete or not, independent of retention. One rank is enough; the files go in the background.
 
         Raises ValueError when there is none, or when it is being saved, read, or pinned; OSError.
         """
@@ -148,11 +148,10 @@ class Manager:
         of = self._both[temporary]
         if of.name(step) not in of.store.children():
             raise ValueError(f"Manager.delete: got step {step}, wanted one of {of.complete()}")
-        if step in self._busy(temporary):
-            raise ValueError(f"Manager.delete: got step {step}, which is being saved; wait for it, then delete it")
-        removal = of.withdraw(step)
+        removal = "it is being saved" if step in self._busy(temporary) else of.withdraw(step)
         if isinstance(removal, str):
-            raise ValueError(f"Manager.delete: got step {step}, but {removal}; unpin it, or wait until it is read")
+            free = "wanted one that is not saved, read or pinned now; wait, or unpin it"
+            raise ValueError(f"Manager.delete: got step {step} ({removal}), {free}")
         self._deleter.add(of.place(step).text, removal)
         self._attempt("the tracker could not be written", self._track)
 
@@ -160,7 +159,7 @@ class Manager:
         """Say that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
 
         What is newer now is set aside by the next save: it has a hidden name, is never resumed, is listed by `ls` and
-        removed by `gc`. `restore_latest` says so itself, and so does `restore` of an older step.
+        removed by `gc`. `restore_latest` does this itself, and so does `restore` of an older step.
         """
         self._went_back(step, sure=True)
 
@@ -190,11 +189,11 @@ class Manager:
         """`checkpoint.save` under the step's name, then tracker and retention. Errors are those of `save`.
 
         metrics: numbers by which `Keep(best=...)` chooses; they are stored as metadata["metrics"].
-        finite: whether loss and gradient norm of this step are finite, None if that is not known; one rank that says
-        False speaks for all. `restore_latest` prefers the others, and retention keeps the newest of them.
+        finite: whether loss and gradient norm of this step are finite, None if that is not known; False on one
+        rank counts for all. `restore_latest` prefers the others, and retention keeps the newest of them.
         temporary: only for a quick way back: few of these are kept, and a lasting save removes older ones.
-        wait: until it is durable; False: only until the state may change again (the report says `durable=False`), and
-        `poll`, `save` or `close` tell how it ended. Leftovers of killed saves, of any step, are removed first.
+        wait: until it is durable; False: only until the state may change again (the report has `durable=False`), and
+        `poll`, `save` or `close` report how it ended. Leftovers of killed saves, of any step, are removed first.
 
         Raises ValueError (RuntimeError on ranks other than 0) for a step below the newest one, before anything is
         written, unless training went back (`restore`, `restore_latest`, `rewind`): then what is newer is set aside.
@@ -337,12 +336,12 @@ class Manager:
     ) -> tuple[int, Any, dict[str, Any]]:
         """(step, state, metadata) of the newest step that is whole on all ranks; the arguments are those of `restore`.
 
-        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that says what is wrong, and
-        so is, as long as there is a better one, a step whose save said that loss or gradient norm were not finite
+        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that names the damage, and
+        so is, as long as there is a better one, a step saved with a loss or gradient norm that was not finite
         (prefer_finite=False takes it). The next save sets aside what is newer than the step returned.
 
         Raises CheckpointError when no step is good, ValueError when the target does not fit a good one, RuntimeError on
-        all ranks when files cannot be looked at: nobody knows then what is there, and no older step is taken for it.
+        all ranks when files cannot be looked at: what is there is then unknown, and no older step is taken for it.
         """
         search = Search(self._both, target_layouts, self.world, rank, options, self.show_progress, prefer_finite)
         found = self._timed(search.newest, target_layouts)

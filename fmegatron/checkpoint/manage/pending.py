@@ -47,7 +47,7 @@ class Background:
     ) -> Report:
         """Stage the state; returns `begun` with the time that it took, or with the error by which it could not begin.
 
-        A wrong request is a ValueError, whatever `on_failure` says; on the ranks that made none, RuntimeError.
+        A wrong request is a ValueError for any `on_failure`; on the ranks that made none, RuntimeError.
         """
         began = time.perf_counter()
         if self._saver is None:
@@ -111,7 +111,7 @@ class Background:
         reports = []
         for handle, begun in ended:
             try:
-                handle.result()  # has ended: says how, and that the user knows; no communication
+                handle.result()  # has ended: raises its error, or marks it as reported; no communication
                 reports.append(replace(begun, seconds=handle.durable_s, stall_seconds=handle.staged_s, durable=True))
             except RuntimeError as error:
                 reports.append(replace(begun, seconds=time.perf_counter() - handle.began, error=f"{error}"))

@@ -1,7 +1,7 @@
 """Restore of the newest step that is intact on all ranks; damaged steps are reported and skipped.
 
-Rank 0 says which step is tried, so that ranks whose view of the directory is late do the same as the others; while it
-is tried, rank 0 holds a lease on it, so that nobody deletes it.
+Rank 0 chooses which step is tried, so that ranks whose view of the directory is late do the same as the others; during
+the attempt rank 0 holds a lease on it, so that no process deletes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.read import rank_of, restore_save
 
 _LOOKS = 3  # how often the directory is listed again because steps were deleted before they could be read
-_GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # what one rank says of an attempt; the gravest decides
+_GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # the result of an attempt on one rank; the gravest decides
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Search:
         return self.both[temporary].place(step).text
 
     def _others(self) -> str:
-        """What lies there instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""
+        """What the directory holds instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""
         ranks, what = self.world, f"looking for checkpoints in {self.both[0].store.text}"
         text = together(ranks, what, lambda: others(self.both) if ranks.rank == 0 else None)
         return ranks.broadcast_text(text or "")
