@@ -174,7 +174,7 @@ def run(name: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> int
 
 
 def _held(name: str, options: argparse.Namespace) -> Result:
-    """Run a command; while it reads steps of a Manager, nobody deletes them."""
+    """Run a command; the steps of a Manager that it reads are not deleted meanwhile."""
     with ExitStack() as options.held:
         return COMMANDS[name](options)
 

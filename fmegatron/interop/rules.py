@@ -30,8 +30,8 @@ def transpose(pattern: str, dims: Sequence[int]) -> Rule:
 def split(pattern: str, replacements: Sequence[str], dim: int, sizes: Sequence[int] | None = None) -> Rule:
     """One stored leaf becomes several, cut along a dim.
 
-    sizes: of the parts, in order; equal parts when None. When they are dealt again and again along the dim (q, k and v
-    of every group of heads), give the sizes of one deal: the parts of all deals are joined.
+    sizes: of the parts, in order; equal parts when None. When they are interleaved along the dim (q, k and v of every
+    group of heads), give the sizes of one group: the parts of all groups are joined.
     """
     return Rule(_split, (checked(pattern), tuple(replacements), dim, None if sizes is None else tuple(sizes)))
 
@@ -39,7 +39,7 @@ def split(pattern: str, replacements: Sequence[str], dim: int, sizes: Sequence[i
 def fuse(patterns: Sequence[str], replacement: str, dim: int, sizes: Sequence[int] | None = None) -> Rule:
     """Several stored leaves become one, joined along a dim in the order of the patterns: the inverse of `split`.
 
-    The leaves whose replacement is the same go together, one of each pattern. sizes: of one deal, as for `split`.
+    The leaves whose replacement is the same go together, one of each pattern. sizes: of one group, as for `split`.
     """
     patterns = tuple(checked(p) for p in patterns)
     return Rule(_fuse, (patterns, replacement, dim, None if sizes is None else tuple(sizes)))
@@ -82,7 +82,7 @@ def _split(views: Views, pattern: str, replacements: tuple[str, ...], dim: int, 
         n, count = view.shape[d], len(replacements)
         deal = sizes if sizes is not None else (n // count,) * count
         if len(deal) != count or not sum(deal) or n % sum(deal):
-            raise ValueError(f"got dim {d} of size {n}, wanted a whole number of deals of {count} parts, {deal}")
+            raise ValueError(f"got dim {d} of size {n}, wanted a multiple of groups of {count} parts, {deal}")
         for i, replacement in enumerate(replacements):
             first = sum(deal[:i])
             cuts = [views_of.cut(view, d, at, at + deal[i]) for at in range(first, n, sum(deal))]
@@ -113,7 +113,7 @@ def _fuse(views: Views, patterns: tuple[str, ...], replacement: str, dim: int, s
         deals = {divmod(m.shape[d], max(size, 1)) for m, size in zip(members, deal, strict=True)}
         if len(deals) != 1 or min(deals)[1]:
             found = [m.shape[d] for m in members]
-            raise ValueError(f"{new}: got parts of sizes {found} along dim {d}, wanted as many deals {deal} of each")
+            raise ValueError(f"{new}: got parts of sizes {found} along dim {d}, wanted as many groups {deal} of each")
         cuts = [
             views_of.cut(m, cut_dim(m, dim), turn * size, (turn + 1) * size)
             for turn in range(min(deals)[0])

@@ -63,7 +63,7 @@ def fetch_set(
 
 
 def few(ranks: Sequence[int]) -> str:
-    """The first ranks of a list in words."""
+    """The first ranks of a list, for messages."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
@@ -83,15 +83,15 @@ def _one_turn(
     portion_bytes: int,
     told: list[str],
 ) -> bool:
-    """Move the shards of `pairs` (shard -> holder); whether this rank's shard is among them and came whole.
+    """Move the shards of `pairs` (shard -> holder); whether this rank's shard is among them and came in full.
 
     A sender verifies what it reads; it sends beside each portion whether that was good, and a digest of the portion,
     which the receiver compares.
     """
     rank, source = world.rank, pairs.get(world.rank)
     if source == rank:
-        whole = [(p, _whole(p), x) for p, x in zip(plans[rank], tensors, strict=True)]
-        found = _read(mine[rank], whole, told)
+        places = [(p, _full(p), x) for p, x in zip(plans[rank], tensors, strict=True)]
+        found = _read(mine[rank], places, told)
     else:
         found = source is not None
     cut = {to: portions(plans[to], 0, portion_bytes) for to, holder in pairs.items() if to != holder}
@@ -126,7 +126,7 @@ def _one_turn(
 Place = tuple[LeafPlan, Box, torch.Tensor]  # a leaf, a box of it, and the memory that holds the box
 
 
-def _whole(p: LeafPlan) -> Box:
+def _full(p: LeafPlan) -> Box:
     return Box((0,) * len(p.layout.shape), p.layout.shape, 0, row_major_strides(p.layout.shape))
 
 
@@ -136,7 +136,7 @@ def _places(portion: Portion, plans: Sequence[LeafPlan], memory: torch.Tensor) -
         p = plans[slot.leaf]
         flat = memory[slot.offset : slot.offset + slot.nbytes].view(p.layout.dtype)
         if slot.chunks is None:
-            yield p, _whole(p), flat.view(p.layout.shape)
+            yield p, _full(p), flat.view(p.layout.shape)
             continue
         for (_, box), (_, at) in zip(slot.chunks, slot.staged(), strict=True):
             yield p, box, at.view(flat)

@@ -1,7 +1,7 @@
 """Recovery from replicas: the newest complete step over all nodes, transfers between ranks, and the global checkpoint.
 
-Every decision follows from integer tables that all ranks have gathered, so all ranks take it alike. A (step, source)
-is tried once at most: the loops below go over lists that only get shorter.
+Every decision follows from integer tables that all ranks have gathered, so it is the same on all ranks. A (step,
+source) is tried once at most: the loops below go over lists that only get shorter.
 """
 
 from __future__ import annotations
@@ -68,7 +68,18 @@ def recover(
     portion_bytes: int,
     notes: list[str],
 ) -> Found:
-    """`LocalReplicas.restore_latest`; what was skipped is added to `notes`, also when this raises."""
+    """`LocalReplicas.restore_latest`.
+
+    Args:
+        shelf: the directory of this node.
+        run: shards of other runs do not count.
+        layouts: as they were saved.
+        world: all ranks.
+        fallback: the global checkpoints, or a function that is called at last.
+        device: where the tensors go; None: that of the world.
+        portion_bytes: sent at a time.
+        notes: what was skipped is added, also when this raises.
+    """
     what = "restoring local replicas"
 
     def prepare():

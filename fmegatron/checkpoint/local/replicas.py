@@ -73,17 +73,22 @@ class Handle:
 class LocalReplicas:
     """Saves to node-local storage (a RAM disk, an SSD), with each shard on `copies` nodes; recovery by peers.
 
-    directory: where this node keeps replicas; it may differ from node to node, and ranks of a node may share it.
-    run: names the run, the same after each restart; files are in `directory`/`run`, those of other runs never count.
-    world: the ranks that call its methods together (`collectives.connect`); None for one process.
-    copies: nodes that hold each shard.  spacing: ranks of a node, or a tuple of the ranks on each node; default
-    LOCAL_WORLD_SIZE as torchrun sets it, else 1.  groups: who holds whose shards, instead of `cliques(...)`.
-    keep: newest steps to keep.  durable: fsync; False saves time on a RAM disk, where it means nothing.
-    portion_bytes: exchanged and written at a time; a save takes as much host memory for each member of a group.
+    The state is the directories themselves: each shard is a checkpoint that every tool reads (FORMAT.md). `save`
+    returns when all is written (copy, exchange, disk); `save_async` leaves the disk to a thread. Local replicas are for
+    the same layouts on as many ranks: for anything else, `restore_latest` goes to the global checkpoint.
 
-    The state is the directories themselves. `save` returns when all is written (copy, exchange, disk); `save_async`
-    leaves the disk to a thread. Local replicas are for the same layouts on as many ranks: for anything else,
-    `restore_latest` goes to the global checkpoint.
+    Args:
+        directory: where this node keeps replicas; it may differ from node to node, and ranks of a node may share it.
+        run: names the run, the same after each restart; shards are in `directory`/`run`, those of other runs never
+            count.
+        world: the ranks that call its methods together (`collectives.connect`); None for one process.
+        copies: nodes that hold each shard.
+        spacing: ranks of a node, or a tuple of the ranks on each node; default: LOCAL_WORLD_SIZE as torchrun sets it,
+            else 1.
+        groups: who holds whose shards, instead of `cliques(...)`.
+        keep: newest steps to keep.
+        durable: whether a save waits until all is on the disk; False saves time on a RAM disk, where it means nothing.
+        portion_bytes: exchanged and written at a time; a save takes as much host memory for each member of a group.
 
     >>> import tempfile
     >>> from fmegatron.layout import Layout, Mesh
@@ -140,13 +145,19 @@ class LocalReplicas:
     ) -> None:
         """Store this rank's tensors on its own node and on those of its group; older steps go when all have agreed.
 
-        Arguments as `checkpoint.save`. Saving a step again replaces it; an older step is refused (ValueError), unless
-        training was set back by `restore_latest`. Raises ValueError for a request that does not fit, RuntimeError on
-        all ranks with the first failing rank's message when anything else fails; older steps are untouched then. Warns
-        (rank 0) when the nodes do not allow as many copies as wanted.
+        Saving a step again replaces it; an older step is refused (ValueError), unless training was set back by
+        `restore_latest`. Warns (rank 0) when the nodes do not allow as many copies as wanted.
 
-        finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored, with
-        a warning: replicas are states to go back to, and older ones are not given up for one that is none.
+        Args:
+            step: number of the step.
+            state: tree of this rank's local tensors, any device.
+            layouts: the same tree of Layouts (or ArraySpecs).
+            metadata: JSON values; those of rank 0 are stored.
+            finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored,
+                with a warning: replicas are states to go back to, and older ones are not given up for one that is none.
+
+        Raises ValueError for a request that does not fit, RuntimeError on all ranks with the first failing rank's
+        message when anything else fails; older steps are untouched then.
         """
         self._begin(step, state, layouts, metadata, finite, None).result()
 
@@ -163,8 +174,16 @@ class LocalReplicas:
         """`save` that leaves the disk to a thread: it blocks for copy and exchange, and the state may change after it.
 
         Call `handle.poll()` once a step on all ranks, or `handle.result()`; the set counts from then on. One save at a
-        time in a directory. most_bytes: host memory that may wait for the disk here, this rank's shard and those of its
-        group; above it, the call blocks until something is written. Errors are raised as by `save`, here or there.
+        time in a directory. Errors are raised as by `save`, here or there.
+
+        Args:
+            step: as of `save`.
+            state: as of `save`.
+            layouts: as of `save`.
+            metadata: as of `save`.
+            finite: as of `save`.
+            most_bytes: host memory that may wait for the disk here, this rank's shard and those of its group; above it,
+                the call blocks until something is written.
         """
         return self._begin(step, state, layouts, metadata, finite, most_bytes)
 
@@ -214,17 +233,20 @@ class LocalReplicas:
         device: str | torch.device | None = None,
         protect: bool = True,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """(step, state, metadata) of the newest step of which every rank's shard is whole on some node.
+        """(step, state, metadata) of the newest step of which every rank's shard is intact on some node.
 
-        layouts: as they were saved (others are restored from the global checkpoint).  fallback: the Manager of the
-        global checkpoints: newer ones than the newest local step are preferred, and older ones come when no local step
-        is left; or a function `fallback(layouts)` that is called at last and returns the same triple.
+        Each shard comes from the own disk if it is good there, else from the next holder whose copy is; the sender
+        verifies what it reads, the receiver what it gets. Every source is tried once at most, and all ranks decide
+        the same. What was skipped is reported by RuntimeWarnings.
+
+        layouts: as they were saved (others are restored from the global checkpoint).
+        fallback: the Manager of the global checkpoints: newer ones than the newest local step are preferred, and older
+        ones come when no local step is left; or a function `fallback(layouts)` that is called at last and returns the
+        same triple.
         device: where the tensors go (default: that of the world).
         protect: when a node lacks a shard that it should hold (it was replaced), store the set again on all.
 
-        Each shard comes from the own disk if it is good there, else from the next holder whose copy is; sender and
-        receiver verify it. Every source is tried once at most, and all ranks decide alike. What was skipped is said in
-        RuntimeWarnings. Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
+        Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
         """
         world, shelf, notes = self.world, self.shelf, []
         if isinstance(fallback, Manager) and fallback.world.size != world.size:

@@ -214,13 +214,13 @@ class Saving:
     def _seal(self) -> None:
         world = self.world
 
-        def merged() -> dict[int, tuple[Manifest, np.ndarray]]:
+        def merged() -> tuple[dict[int, tuple[Manifest, np.ndarray]], dict[int, int]]:
             self._disk.drain()
             self._guard.check()
-            return {member: draft.merge(self.content, member) for member, draft in self._drafts.items()}
+            found = {member: draft.merge(self.content, member) for member, draft in self._drafts.items()}
+            return found, {member: content_id(manifest) for member, (manifest, _) in found.items()}
 
-        manifests = together(world, self._what, merged)
-        ids = {member: content_id(manifest) for member, (manifest, _) in manifests.items()}
+        manifests, ids = together(world, self._what, merged)
         own = torch.from_numpy(np.array([ids[world.rank]], "<u8").view(np.int64))
         known = world.gather_rows(own).numpy().reshape(-1).view("<u8").tolist()
 
@@ -253,7 +253,7 @@ class Saving:
 
         try:
             self._guard.do(publish)
-            # If a peer dies now, this raises, and nobody here knows whether others have heard that all is well and
+            # If a peer dies now, this raises, and it is not known here whether others have heard that all is well and
             # have deleted older steps. Then the new shards must stay: only a failure that all know of removes them.
             failed = self.world.gather_rows(torch.tensor([int(self._guard.error is not None)]))
             if bool(failed.any()):

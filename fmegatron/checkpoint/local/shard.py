@@ -18,16 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from fmegatron.checkpoint.files.format import CheckpointError, Manifest, digest, dtype_of
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, CheckpointError, Manifest, digest, dtype_of
 from fmegatron.checkpoint.files.leases import STEP, step_name
 from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store
-from fmegatron.checkpoint.writing.plan import LeafPlan, plan
+from fmegatron.checkpoint.writing.plan import LeafPlan, plan, split_chunk
 from fmegatron.layout import Layout, Mesh
 
 _NAME = re.compile(rf"({STEP.pattern})\.rank_(\d{{5,9}})\.([0-9a-f]{{16}})")
 _ABOUT = {"run": str, "rank": int, "world": int, "meshes": list, "layouts": dict, "shards": list}
+_CHUNK_BYTES = 2 * CHUNK_BYTES  # the largest chunk of a shard: one is held for each of a clique, whatever the portions
 
 Key = tuple[int, int, int]  # step, set, rank
 
@@ -81,8 +82,9 @@ class Content:
 
 
 def shard_plan(paths: Sequence[str], layouts: Sequence[Layout], rank: int) -> tuple[LeafPlan, ...]:
-    """The plan of a shard: local tensors of one process."""
-    return plan(paths, [Layout(x.local_shape(rank), x.dtype, Mesh()) for x in layouts])
+    """The plan of a shard: local tensors of one process, in chunks of bounded size, as they are sent one by one."""
+    plans = plan(paths, [Layout(x.local_shape(rank), x.dtype, Mesh()) for x in layouts])
+    return tuple(replace(p, chunk=split_chunk(p.chunk, p.layout.dtype.itemsize, _CHUNK_BYTES)) for p in plans)
 
 
 def layout_rows(paths: Sequence[str], layouts: Sequence[Layout]) -> dict[str, Any]:

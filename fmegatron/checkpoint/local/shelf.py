@@ -1,7 +1,7 @@
 """The replica directory of a node: its shards, which of them are complete, and which may be deleted.
 
 step_00000100.rank_00003.SET        the shard of rank 3 in the set of step 100 with this id (16 hex digits)
-.step_00000100.rank_00003.tmp-...   being written; a leftover if nobody saves (see files/commit.py)
+.step_00000100.rank_00003.tmp-...   being written; a leftover if no save is under way (see files/commit.py)
 .abandoned                          training went on from an older step than the newest here: a save may go back once
 """
 
@@ -46,9 +46,9 @@ class Shelf:
         return max((step for step, _, _ in self.keys()), default=-1)
 
     def scan(self, run: str) -> tuple[dict[Key, Shard], list[str], bool]:
-        """The shards whose manifests are whole and that are what their names say; and what is wrong with the others.
+        """The shards whose manifests are intact and match their names; and what is wrong with the others.
 
-        The last value: whether the directory itself cannot be looked at, so that nobody knows what is in it.
+        The last value: whether the directory itself cannot be looked at, so that it is not known what is in it.
         """
         found, notes = {}, []
         try:

@@ -44,7 +44,7 @@ def rename(pattern: str, replacement: str) -> Rule:
 
 
 def copy(pattern: str, replacement: str) -> Rule:
-    """One more path for the same stored elements, which nobody has to ask for: master weights from parameters.
+    """One more path for the same stored elements, which need not be asked for: master weights from parameters.
 
     `copy(r"params/(.*)", r"opt/master/\\1")` with cast=True makes fp32 masters of bf16 parameters.
     """

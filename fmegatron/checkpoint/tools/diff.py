@@ -79,11 +79,21 @@ def diff(
     read_all: bool = False,
     most: int = PORTION_BYTES,
 ) -> Difference:
-    """Compare the leaves that match a pattern on either side. ignore: any of "layouts", "metadata", "values".
+    """Compare two checkpoints leaf by leaf.
 
-    Elements are equal when |a - b| <= atol + rtol * |b|; without tolerances when their bits are. Where both sides have
-    the same chunks, only chunks whose digests differ are read, unless `read_all`. ValueError for a pattern that
-    matches nothing, CheckpointError for damage in what is read.
+    Elements are equal when |a - b| <= atol + rtol * |b|; without tolerances when their bits are.
+
+    Args:
+        a: a checkpoint.
+        b: another one.
+        pattern: regular expression; only leaves whose path has a match on either side. None: all.
+        atol: absolute tolerance.
+        rtol: relative tolerance.
+        ignore: any of "layouts", "metadata", "values".
+        read_all: read values even where both sides have the same chunks with the same digests.
+        most: bytes of elements in memory at a time.
+
+    Raises ValueError for a pattern that matches nothing, CheckpointError for damage in what is read.
     """
     left, right = ({leaf.path: leaf for leaf in _leaves(s, pattern, other)} for s, other in ((a, b), (b, a)))
     skipped, rows, reading = 0, {}, []
@@ -99,14 +109,14 @@ def diff(
         if shapes is None and "values" not in ignore:
             reading.append(path)
     compared = {path: Comparison(atol, rtol) for path in reading}
-    whole = []
+    full = []
     for path in reading:
         chunks = None if read_all else _different_chunks(a, left[path], b, right[path])
         if chunks is None:
-            whole.append(path)
+            full.append(path)
             continue
         skipped += _compare_chunks(a, b, left[path], right[path], chunks, compared[path], most)
-    _compare_whole(a, b, [(left[path], right[path]) for path in whole], compared, most)
+    _compare_full(a, b, [(left[path], right[path]) for path in full], compared, most)
     found = [_finished(row, compared.get(path), left.get(path)) for path, row in rows.items()]
     metadata = {} if "metadata" in ignore else _metadata(a.manifest.metadata, b.manifest.metadata)
     both = sum(path in right for path in left)
@@ -153,9 +163,7 @@ def _finished(row: LeafDifference, values: Comparison | None, leaf: Leaf | None)
     return LeafDifference(row.path, row.only, row.shapes, row.dtypes, row.layouts, values, index)
 
 
-def _compare_whole(
-    a: Source, b: Source, pairs: list[tuple[Leaf, Leaf]], into: dict[str, Comparison], most: int
-) -> None:
+def _compare_full(a: Source, b: Source, pairs: list[tuple[Leaf, Leaf]], into: dict[str, Comparison], most: int) -> None:
     """Read both sides of leaves, block by block."""
     other = {x.path: y for x, y in pairs}
     for batch in batches(a, (x for x, _ in pairs), most // 2):
@@ -225,15 +233,15 @@ class Comparison:
 
     def add(self, a: torch.Tensor, b: torch.Tensor, number: Callable[[np.ndarray], np.ndarray]) -> None:
         """Take in CPU tensors of one shape. number: from positions in them to row-major numbers in the leaf."""
-        a, b, alike = a.reshape(-1), b.reshape(-1), a.dtype is b.dtype
+        a, b, same_type = a.reshape(-1), b.reshape(-1), a.dtype is b.dtype
         self.count += a.numel()
         for at in range(0, a.numel(), _BLOCK):
             x, y = raw(a[at : at + _BLOCK]), raw(b[at : at + _BLOCK])
-            where = np.flatnonzero(_differ(x, y)) if alike else np.arange(len(x))
+            where = np.flatnonzero(_differ(x, y)) if same_type else np.arange(len(x))
             if len(where):
                 found = torch.from_numpy(number(where + at))
                 x, y = torch.from_numpy(x[where]).view(a.dtype), torch.from_numpy(y[where]).view(b.dtype)
-                self._add(x, y, found, alike)
+                self._add(x, y, found, same_type)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, numbers: torch.Tensor, same_type: bool) -> None:
         distance, size, equal = _distance(x, y)

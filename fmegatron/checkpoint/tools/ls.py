@@ -53,7 +53,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Leftover:
     """A hidden directory beside a checkpoint. kind: "tmp", "old", "gone" or "aside".  changed: newest time of all in
-    it, None if unknown.  holds: whether the checkpoint `of` lies here and nowhere else."""
+    it, None if unknown.  holds: whether the checkpoint `of` is here and nowhere else."""
 
     name: str
     path: str
@@ -66,7 +66,7 @@ class Leftover:
 
     @property
     def what(self) -> str:
-        """The kind in words."""
+        """What the kind means."""
         return dict(_KINDS)[self.kind]
 
 
@@ -88,7 +88,7 @@ class Listing:
 
 
 def listing(path: str | os.PathLike | Store) -> Listing:
-    """The checkpoints in a directory, or the one that lies at the path itself; URLs as far as their store tells.
+    """The checkpoints in a directory, or the one at the path itself; of URLs what their store lists.
 
     A Manager's directory has temporary ones, too, in its directory `temporary`.
 
@@ -182,7 +182,7 @@ def _leftovers(directory: str, of: str | None = None) -> list[Leftover]:
 
 
 def _listing_of_store(store: Store) -> Listing:
-    """What a store of objects tells: which checkpoints are complete; nothing of what killed saves left."""
+    """What a store of objects lists: complete checkpoints; nothing of what killed saves left."""
     if store.is_complete():
         return Listing(store.text, False, (_stored(store, store.text.rstrip("/").rsplit("/", 1)[-1]),), ())
     names = [name for name in store.children() if store.child(name).is_complete()]

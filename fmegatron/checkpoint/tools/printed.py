@@ -153,7 +153,7 @@ def collected(out: TextIO, done: Collected) -> None:
 
 def _held(name: str, held_by: str) -> str:
     held = held_by.rstrip("/").rsplit("/", 1)[-1]
-    return f"lies in {held}: a re-save was killed" if held.startswith(f".{name}.") else ""
+    return f"is in {held}: a re-save was killed" if held.startswith(f".{name}.") else ""
 
 
 def _when(seconds: float | None) -> str:

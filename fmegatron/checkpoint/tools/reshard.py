@@ -26,7 +26,7 @@ from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.tools.ls import stored_bytes
 from fmegatron.checkpoint.tools.source import Source
 from fmegatron.checkpoint.writing.part import Part, complete, grid_array, merge, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan, chunk_shape, cut_unit, plan
+from fmegatron.checkpoint.writing.plan import LeafPlan, chunk_shape, cut_unit, plan, split_chunk
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.layout import Box, Layout, Mesh, Rules, Split, row_major_strides
 
@@ -254,7 +254,7 @@ def plan_of(
         unit = cut_unit(p.layout) if p.home == "grid" else p.layout.shape
         if p.home in ("grid", "piece"):
             shape = p.chunk or chunk_shape(unit, p.layout.dtype.itemsize)
-            p = replace(p, home="grid", chunk=_within(shape, p.layout.dtype.itemsize, bound))
+            p = replace(p, home="grid", chunk=split_chunk(shape, p.layout.dtype.itemsize, bound))
             row = table.row(p.path)
             if row < len(chunks):
                 used.add(row)
@@ -267,18 +267,6 @@ def plan_of(
     return tuple(found)
 
 
-def _within(chunk: tuple[int, ...], itemsize: int, bound: int) -> tuple[int, ...]:
-    """The chunk shape itself, or a smaller one, in even parts, of at most `bound` bytes (or one element)."""
-    shape = list(chunk)
-    for d in range(len(shape)):
-        inner = math.prod(shape[d + 1 :]) * math.prod(shape[:d]) * itemsize
-        if inner * shape[d] <= bound:
-            break
-        most = max(1, bound // inner)
-        shape[d] = -(-shape[d] // -(-shape[d] // most))
-    return tuple(shape)
-
-
 def _chunk(p: LeafPlan, wanted: tuple[int, ...], unit: tuple[int, ...]) -> tuple[int, ...]:
     """The chunk shape that was asked for, where the leaf has so many elements. unit: see `cut_unit`."""
     shape = p.layout.shape
@@ -288,7 +276,7 @@ def _chunk(p: LeafPlan, wanted: tuple[int, ...], unit: tuple[int, ...]) -> tuple
     for dim, (c, u, n) in enumerate(zip(fitted, unit, shape, strict=True)):
         if u < n and u % c:
             raise ValueError(
-                f"{p.path}: got chunks of {c} in dim {dim}, wanted a divisor of {u}: no chunk may lie on two ranks of"
+                f"{p.path}: got chunks of {c} in dim {dim}, wanted a divisor of {u}: no chunk may be on two ranks of"
                 f" {p.layout}"
             )
     return fitted

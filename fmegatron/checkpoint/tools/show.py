@@ -18,7 +18,7 @@ _BLOCK = 1 << 20  # elements that are looked at in float64 at a time
 
 @dataclass(frozen=True)
 class LeafRow:
-    """What `show` tells of one leaf. home: "array", "packed", "pieces" or "empty".  chunk: of its array, if any."""
+    """What `show` reports of one leaf. home: "array", "packed", "pieces" or "empty".  chunk: of its array, if any."""
 
     path: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class LeafRow:
 
 @dataclass(frozen=True)
 class Shown:
-    """A checkpoint at a glance. meshes: on which the layouts lay when written.  finite: whether loss and gradient norm
+    """A checkpoint at a glance. meshes: of the layouts when written.  finite: whether loss and gradient norm
     of its step were, as the run said; None: it did not say.
     """
 
@@ -104,7 +104,7 @@ def _row(source: Source, leaf: Leaf, statistics: Statistics | None) -> LeafRow:
 
 
 def home(leaf: Leaf) -> str:
-    """Where a leaf lies: "array", "packed", "pieces" or "empty"."""
+    """Where a leaf is stored: "array", "packed", "pieces" or "empty"."""
     if leaf.array is not None:
         return "array"
     return leaf.pieces[0].array.split("/")[0] if leaf.pieces else "empty"

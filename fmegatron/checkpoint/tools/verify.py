@@ -297,7 +297,7 @@ class _Check:
 
 
 def _entries(storage: Storage) -> Iterable[Entry]:
-    """All that is there; a store of objects has files only, and tells their sizes when they are opened."""
+    """All that is there; a store of objects has files only, and has their sizes when they are opened."""
     if isinstance(storage, Folder):
         return walk(storage.root, storage.fd)
     return (Entry(name, "file", UNKNOWN, 0.0) for name in storage.names())
@@ -355,7 +355,7 @@ def _with_ends(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, int, s
 
 
 def _shared_digests(manifest: Manifest) -> set[str]:
-    """Arrays whose digests lie inside those of another array."""
+    """Arrays whose digests are inside those of another array."""
     shared, end = set(), 0
     for array in sorted(manifest.arrays.values(), key=lambda a: a.first_digest):
         if array.digest_count and array.first_digest < end:
@@ -369,8 +369,8 @@ def _joined(damages: list[Damage]) -> list[Damage]:
     joined: list[Damage] = []
     for d in sorted(damages, key=lambda d: (d.file, d.leaf, d.start)):
         last = joined[-1] if joined else None
-        alike = last and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
-        if alike and last.stop == d.start and d.stop:
+        same = last and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
+        if same and last.stop == d.start and d.stop:
             joined[-1] = replace(last, stop=d.stop)
         else:
             joined.append(d)

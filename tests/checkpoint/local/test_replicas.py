@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.local import LocalReplicas
-from fmegatron.checkpoint.local.shard import open_shard, parse_name, shard_name
+from fmegatron.checkpoint.local.shard import open_shard, parse_name, shard_name, shard_plan
 from fmegatron.checkpoint.tools import listing, verify
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
@@ -314,6 +315,14 @@ def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
         got, _ = cluster.restore(protect=False)
     assert not any(isinstance(e, BaseException) for e in got)
     assert sum(made) <= 4 * 25_000 + 5 * 1024, made
+
+
+def test_no_chunk_is_larger_than_what_is_held():
+    """A vocabulary of 29 * 1733 rows has no divisor that gives moderate chunks; the last one is padded."""
+    for shape in ((50257, 4096), (100_000_007,), (3, 50257, 1024)):
+        (plan,) = shard_plan(["w"], [Layout(shape, torch.float32, Mesh())], 0)
+        stored = math.prod(-(-n // c) * c for n, c in zip(shape, plan.chunk, strict=True))
+        assert 4 * math.prod(plan.chunk) <= 32 << 20 and stored < 1.01 * math.prod(shape), plan.chunk
 
 
 @pytest.mark.parametrize(
