@@ -37,11 +37,14 @@ def write_tokens(
     path = Path(path)
     whole = np.asarray(ids) if hasattr(ids, "__array__") else None  # numpy arrays and torch tensors
     if dtype is None:
-        if tokenizer is None and whole is None:
+        if tokenizer is not None:
+            dtype = smallest_dtype(tokenizer.vocab_size)
+        elif whole is not None:
+            dtype = smallest_dtype(int(whole.max(initial=0)) + 1)
+        else:
             raise ValueError(
                 f"{path}: got a stream of ids and no dtype, wanted one beforehand; give dtype= or tokenizer="
             )
-        dtype = smallest_dtype(tokenizer.vocab_size if tokenizer else int(np.max(whole, initial=0)) + 1)
     dtype = np.dtype(dtype)
     if dtype.name not in _DTYPES:
         raise ValueError(f"{path}: got dtype {dtype.name}, wanted one of {', '.join(_DTYPES)}")

@@ -39,8 +39,8 @@ class DataParallel:
         HSDP                  (outer, inner)     inner  inner  inner
         hybrid                (outer, inner)     inner  inner  inner + outer
 
-    Axes that a mesh lacks count as size 1, so that one strategy serves all meshes. Source: ZeRO, Rajbhandari et al.
-    2020, arXiv 1910.02054, section 5; HSDP, Zhao et al. 2023, arXiv 2304.11277, section 3.2.2.
+    Standard axes that a mesh lacks have size 1, so that one strategy serves all meshes (see `Mesh`). Source: ZeRO,
+    Rajbhandari et al. 2020, arXiv 1910.02054, section 5; HSDP, Zhao et al. 2023, arXiv 2304.11277, section 3.2.2.
     Raises ValueError for a kind that is sharded less than the one before it, or over no data axis.
 
     >>> from fmegatron.layout import Layout, Mesh
@@ -142,7 +142,7 @@ class DataParallel:
             raise ValueError(f"batch_layout: got microbatches={microbatches}, wanted 1 or more")
         if not shape:
             return Layout((), dtype, mesh)
-        names = tuple(name for name in self.axes if name in mesh)
+        names = mesh.axes(self.axes)
         ranks = mesh.extent(names)
         parts = ranks * microbatches
         if shape[0] % parts:
@@ -171,7 +171,7 @@ class DataParallel:
         must stay whole, it stays whole over the axis.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.axes)]
-        base = layout.without(tuple(name for name in self.axes if name in layout.mesh))
+        base = layout.without(layout.mesh.axes(self.axes))
         free = [d for d in range(len(layout.shape)) if d not in named and d not in whole and _plain(layout, d)]
         in_order = sorted(free, key=lambda d: -layout.shape[d])
         # The order of the mesh, so that the minor axis of a dim is the one that is gathered first.
@@ -181,7 +181,7 @@ class DataParallel:
     def grads_layout(self, params: Layout) -> Layout:
         """Of an accumulated gradient: sharded over `grads` beyond the parameter, and a pending sum over the others."""
         layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), flatten=True)
-        pending = tuple(a for a in self.axes if a in layout.mesh and layout.mesh[a] > 1 and a not in layout.sharded)
+        pending = tuple(a for a in self.axes if layout.mesh[a] > 1 and a not in layout.sharded)
         return layout.replace(unreduced=pending)
 
     def optim_layout(self, params: Layout) -> Layout:
@@ -190,7 +190,7 @@ class DataParallel:
         return _split_over(reduced, self._more(reduced, self.optim), _contiguous_first(reduced), flatten=True)
 
     def _more(self, layout: Layout, axes: tuple[str, ...]) -> list[str]:
-        return [name for name in axes if name in layout.mesh and name not in layout.sharded]
+        return [name for name in layout.mesh.axes(axes) if name not in layout.sharded]
 
 
 def _contiguous_first(layout: Layout) -> list[int]:

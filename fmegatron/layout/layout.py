@@ -13,7 +13,7 @@ import torch
 from fmegatron.layout.boxes import Box, range_boxes, row_major_strides, segment_boxes
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.mesh import Mesh
-from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, one_line
+from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, on_mesh, one_line
 from fmegatron.layout.picture import picture_svg, picture_text
 from fmegatron.layout.split import Segment, Split, nested_chunk, overlapping_chunks, overlapping_indices, segments
 
@@ -63,6 +63,9 @@ class Layout:
                 f" of the {len(self.shape)} dims; remove entries or add dims"
             )
         put(self, "spec", self.spec + (None,) * (len(self.shape) - len(self.spec)))
+        put(self, "spec", tuple(on_mesh(e, self.mesh) for e in self.spec))
+        put(self, "flat", entry_axes(on_mesh(self.flat, self.mesh)))
+        put(self, "unreduced", entry_axes(on_mesh(self.unreduced, self.mesh)))
         used: dict[str, str] = {}
         for where, axes in self._uses():
             for name in axes:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from absl import flags
 
 from fmegatron.layout import Mesh
-from fmegatron.loop.config import check, type_name
+from fmegatron.loop.config import Config, check, type_name
 
 PREFIX = "config_"
 
@@ -46,7 +46,7 @@ def set_up() -> Iterator[None]:
         raise UsageError(f"{error}{where}") from error
 
 
-def parse(argv: Sequence[str], config: Any) -> Any:
+def parse(argv: Sequence[str], config: Config) -> Config:
     """Return `config` with the values of the command line `argv` (program name first) in place of its defaults.
 
     config: a frozen dataclass, or an instance of one, whose fields all have defaults. Each field is a flag
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str], config: Any) -> Any:
     return _collect(defaults, PREFIX, values)
 
 
-def usage(config: Any) -> str:
+def usage(config: Config) -> str:
     """One line for each flag of `config`: name, default, and the comment that stands beside the field."""
     lines = []
 

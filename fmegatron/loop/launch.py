@@ -5,17 +5,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from absl import logging
 
 from fmegatron.checkpoint import ClaimedError
+from fmegatron.loop.config import Config, T
 from fmegatron.loop.faults import Place, fail, watch
 from fmegatron.loop.flags import UsageError, parse
 
 
-def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None = None) -> Any:
+def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | None = None) -> T:
     """Run `main(config)` with the flags of the command line, on this process as one rank, and return its result.
 
     main: the experiment, a function of its config.

@@ -10,7 +10,7 @@ from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.layout import Mesh
-from fmegatron.loop.config import CLASSES
+from fmegatron.loop.config import CLASSES, Config
 from fmegatron.loop.flags import PREFIX, UsageError
 from fmegatron.loop.plain import fields, plain
 
@@ -44,7 +44,7 @@ class Begun:
     the checkpoint does not say. metadata: of the checkpoint, empty for a new run."""
 
     step: int
-    state: Any
+    state: tree.Tree
     samples: int | None
     metadata: dict[str, Any]
 
@@ -66,7 +66,7 @@ class Settings:
     kind.
     """
 
-    def __init__(self, config: Any, *, allow: Sequence[str] = (), **facts: Any):
+    def __init__(self, config: Config, *, allow: Sequence[str] = (), **facts: object):
         if not dataclasses.is_dataclass(config) or isinstance(config, type):
             made = f"make one: {config.__name__}()" if isinstance(config, type) else "write its fields in a dataclass"
             raise ValueError(f"Settings: config: got {config!r:.80}, wanted an instance of a dataclass; {made}")
@@ -104,7 +104,7 @@ class Settings:
         before = metadata.get("config")
         if not isinstance(before, dict):
             return Changes(unknown="the checkpoint has no configuration: whether anything has changed cannot be said")
-        found = {name: [] for name in ("allowed", *CLASSES)}
+        found: dict[str, list[str]] = {name: [] for name in ("allowed", *CLASSES)}
         for name, was, now in self._pairs(before, self.config):
             if _same(was, now):
                 continue
@@ -120,13 +120,14 @@ class Settings:
                 one = was is _ABSENT or now is _ABSENT
                 kind = "named" if one else "allowed" if name in self.allow else "refused"
                 found[kind].append(_change(name, was, now))
-        return Changes(**{name: tuple(texts) for name, texts in found.items()})
+        refused, allowed, named, free = (tuple(found[name]) for name in ("refused", "allowed", "named", "free"))
+        return Changes(refused, allowed, named, free)
 
     def begin(
         self,
         manager: checkpoint.Manager,
-        target_layouts: Any,
-        fresh: Callable[[], Any],
+        target_layouts: tree.Tree,
+        fresh: Callable[[], tree.Tree],
         **options: Any,
     ) -> Begun:
         """The newest checkpoint, if its settings are those of now or differ by what may differ; else a new run.

@@ -1,14 +1,13 @@
 """The arithmetic of a run, printed before its first step, so that a wrong number is seen before it costs a night."""
 
 import math
-from typing import Any
 
 from fmegatron import tree
 from fmegatron.layout import Layout
 
 
 def startup(
-    layouts: Any,
+    layouts: tree.Tree,
     batch_size: int,
     seq_len: int,
     steps: int,

@@ -25,6 +25,7 @@ from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import CHOICES, broken, judge, look
 from fmegatron.loop.signals import Stop
 from fmegatron.step import Declared
+from fmegatron.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class StepInfo:
     """
 
     step: int
-    state: Any
+    state: Tree
     metrics: dict[str, float]
     seconds: float = 0.0
     tokens_per_second: float = 0.0
@@ -63,9 +64,9 @@ class StepInfo:
 
 
 def train(
-    step: Callable[[Any, Any], tuple[Any, dict]],
-    state: Any,
-    batch_at: Callable[[int], Any],
+    step: Callable[[Tree, Tree], tuple[Tree, dict]],
+    state: Tree,
+    batch_at: Callable[[int], Tree],
     *,
     steps: int,
     start: int = 0,
@@ -161,9 +162,9 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens_per_step, st
 
 
 def evaluate(
-    metrics_of: Callable[[Any, Any], dict],
-    params: Any,
-    batch_at: Callable[[int], Any],
+    metrics_of: Callable[[Tree, Tree], dict],
+    params: Tree,
+    batch_at: Callable[[int], Tree],
     count: int,
     weight_of: Callable[[int], float] | None = None,
 ) -> dict[str, float]:

@@ -53,7 +53,7 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
     narrow, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * L))  # GPT-2's scaling of what is added to the stream
 
     def array(path, shape, init, parts=None):
-        spec = tuple(_on_mesh(entry, mesh, meant, known) for entry in rules.match(path))
+        spec = tuple(_by_strategy(entry, meant) for entry in rules.match(path))
         if parts and len(spec) == len(shape) and (axes := spec[-1]) and not isinstance(axes, Split):
             spec = (*spec[:-1], Split(axes, parts))
         layout = Layout(shape, config.param_dtype, mesh, spec)
@@ -130,22 +130,14 @@ def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RUL
     return tree.init(specs(config, mesh, rules), key, rank)
 
 
-def _on_mesh(entry, mesh: Mesh, meant: dict[str, str], known: tuple[str, ...]):
-    """A rule's entry for one dim, by the names that the data axes have, without those that this mesh does not have."""
+def _by_strategy(entry, meant: dict[str, str]):
+    """A rule's entry for one dim, by the names that the strategy has for the data axes."""
     axes = entry.names if isinstance(entry, Split) else (entry,) if isinstance(entry, str) else entry or ()
-    axes = [meant.get(name, name) for name in axes]
-    kept = tuple(name for name in axes if name in mesh or name not in known)  # Layout refuses unknown axes
-    if not kept:
-        return None
-    return Split(kept, entry.parts) if isinstance(entry, Split) else kept
+    axes = tuple(meant.get(name, name) for name in axes)
+    return Split(axes, entry.parts) if isinstance(entry, Split) else axes
 
 
 # ---- weights as a step uses them -------------------------------------------------------------------------------------
-def axis_of(axes: Axes, *names: str) -> Axis:
-    """The (joint) axis of those `names` that the mesh has; size 1 if it has none."""
-    return axes[tuple(name for name in names if name in axes.mesh)]
-
-
 def gather_weights(shards, layouts, config: Config, axes: Axes):
     """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather for all.
 
@@ -230,7 +222,7 @@ def logits(
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Config.max_seq={config.max_seq}; "
             "raise max_seq (RoPE needs no new parameters) or cut the batch"
         )
-    tp = axis_of(axes, "tp")
+    tp = axes["tp"]
     if config.sequence_parallel and tokens_BS.shape[1] % tp.size:
         raise ValueError(
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence parallelism); "
@@ -295,7 +287,7 @@ def loss(
             )
     logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer, reshard_after_forward)
     data = axes[axes.data]
-    nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axis_of(axes, "tp"), config.vocab_size)
+    nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"], config.vocab_size)
     z_BS = config.z_loss * lse_BS.square()
     if "mask" in batch:
         mask_BS = batch["mask"].to(nll_BS.dtype)

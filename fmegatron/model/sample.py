@@ -19,7 +19,7 @@ from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Axis, all_gather
 from fmegatron.model.block import finish_block, project_qkv
 from fmegatron.model.config import Config
-from fmegatron.model.gpt import axis_of, gather_weights, layer_layout, prepared, read_out, unstack
+from fmegatron.model.gpt import gather_weights, layer_layout, prepared, read_out, unstack
 
 
 def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) -> dict:
@@ -141,8 +141,8 @@ def generate(
             f"generate: got symbolic axes of the mesh {axes.mesh}, wanted axes with processes behind them; "
             "pass Axes(mesh, connect(mesh)), or restore the parameters onto a mesh of size 1"
         )
-    tp = axis_of(axes, "tp")
-    inside = tp if compile is None else axis_of(Axes(axes.mesh), "tp")  # jit binds symbolic axes itself
+    tp = axes["tp"]
+    inside = tp if compile is None else Axes(axes.mesh)["tp"]  # jit binds symbolic axes itself
     read, step = partial(prefill, config=config, tp=inside, slots=P + count), partial(decode, config=config, tp=inside)
     if compile is not None:
         read, step = compile(read), compile(step, donate=0)

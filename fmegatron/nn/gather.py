@@ -8,9 +8,10 @@ from fmegatron import tree
 from fmegatron.collectives import Axis, Place, Wire, all_gather_many
 from fmegatron.layout import Layout
 from fmegatron.nn.scaled import Scaled
+from fmegatron.tree import Tree
 
 
-def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> Any:  # noqa: B008  a frozen value
+def gather_tree(shards: Tree, layouts: Tree, axis: Axis, wire: Wire | Tree = Wire()) -> Tree:  # noqa: B008  a frozen value
     """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> w[D, F_tp]`, for all leaves at once, whatever their dtypes and wherever the axis splits them:

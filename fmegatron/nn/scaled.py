@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, largest_of, pmax
+from fmegatron.tree import Tree
 
 
 class Scaled(NamedTuple):
@@ -21,7 +22,7 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-def with_scales(shards: Any, layouts: Any, axes: Axes, dtype: torch.dtype, stacked: Any = False) -> Any:
+def with_scales(shards: Tree, layouts: Tree, axes: Axes, dtype: torch.dtype, stacked: bool | Tree = False) -> Tree:
     """Every array of two or more dims becomes `Scaled` for `dtype`; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> (w, max |w| / largest number of dtype)`, the maximum over all ranks: one pmax of a vector for

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, psum, reshard
+from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
-from fmegatron.optim.matrices import layouts_by_path
+from fmegatron.optim.matrices import in_layout, layouts_by_path
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, Tree, Where, path_predicate, stateless
-from fmegatron.tree import ArraySpec
+from fmegatron.optim.transform import Transform, Where, path_predicate, stateless
+from fmegatron.tree import ArraySpec, Tree
 
 
 def adafactor(
@@ -154,12 +154,12 @@ def _matrices(layout_of: Callable[[str, Any], Layout | None], factored: Where | 
 
 def _opened(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
     """A flattened leaf as the block that was flattened; others as they are."""
-    return reshard(x, layout, layout.replace(flat=()), axes) if layout is not None and layout.flat else x
+    return in_layout(x, layout, layout.replace(flat=()), axes) if layout is not None and layout.flat else x
 
 
 def _closed(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
     """The inverse of `_opened`; nothing is sent."""
-    return reshard(x, layout.replace(flat=()), layout, axes) if layout is not None and layout.flat else x
+    return in_layout(x, layout.replace(flat=()), layout, axes) if layout is not None and layout.flat else x
 
 
 def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int, layout: Layout | None) -> torch.Tensor | ArraySpec:
@@ -194,4 +194,4 @@ def _rms(xs: tuple[torch.Tensor, ...], dims: int, layout: Layout | None, axes: A
 def _summed(x: torch.Tensor, layout: Layout, axes: Axes | None, names: tuple[str, ...]) -> torch.Tensor:
     """psum over those of the axes that have more than one rank."""
     split = tuple(name for name in layout.mesh.names if name in names and layout.mesh[name] > 1)
-    return psum(x, axes[split]) if split else x
+    return psum(x, axes[split]) if split and axes is not None else x

@@ -12,7 +12,8 @@ from fmegatron import tree
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.schedule import Schedule
-from fmegatron.optim.transform import Transform, Tree, Where, masked, stateless
+from fmegatron.optim.transform import Transform, Where, masked, stateless
+from fmegatron.tree import Tree
 
 LearningRate = float | Schedule | Callable[[torch.Tensor], torch.Tensor]
 
@@ -78,7 +79,8 @@ def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Tran
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
     """u -> -lr·u, where a schedule gives lr as a function of the count of updates done before (0, 1, 2 …)."""
-    if not callable(checked_rate(learning_rate)):
+    checked_rate(learning_rate)
+    if not callable(learning_rate):
         return stateless(lambda updates, params, count: tree.map(lambda u: u * -learning_rate, updates))
 
     def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
@@ -88,11 +90,10 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
     return stateless(update)
 
 
-def checked_rate(learning_rate: LearningRate) -> LearningRate:
-    """The same learning rate; ValueError for a number that is negative or not finite."""
+def checked_rate(learning_rate: LearningRate) -> None:
+    """ValueError for a number that is negative or not finite."""
     if not callable(learning_rate) and not (learning_rate >= 0 and math.isfinite(learning_rate)):
         raise ValueError(f"learning_rate: got {learning_rate}, wanted a finite number of 0 or more, or a schedule")
-    return learning_rate
 
 
 def checked_betas(who: str, b1: float, b2: float, eps: float) -> None:

@@ -1,5 +1,6 @@
 """Clipping by the global norm: right on any mesh, with one collective for each distinct set of axes."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,7 +9,8 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
-from fmegatron.optim.transform import Transform, Tree, stateless
+from fmegatron.optim.transform import Transform, stateless
+from fmegatron.tree import Tree
 
 
 class GradNorm(NamedTuple):
@@ -38,8 +40,8 @@ def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = No
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for path, leaf, layout in zip(paths, leaves, twins, strict=True):
         groups.setdefault(_split_axes(path, layout, axes), []).append(leaf)
-    squares = {split: tree.squared_norm(group) for split, group in groups.items()}
-    return sum(psum(square, axes[split]) if split else square for split, square in squares.items()).sqrt()
+    squares = [_summed(tree.squared_norm(group), split, axes) for split, group in groups.items()]
+    return functools.reduce(torch.add, squares).sqrt()
 
 
 def group_norms(
@@ -69,7 +71,7 @@ def group_norms(
         wide = {name: tree.squared_norm(group) for name, group in groups.items()}
         dtype = torch.float64 if any(x.dtype == torch.float64 for x in wide.values()) else torch.float32
         stacked = torch.stack([x.to(dtype) for x in wide.values()])
-        summed = psum(stacked, axes[split]) if split else stacked
+        summed = _summed(stacked, split, axes)
         for name, square in zip(wide, summed.unbind(0), strict=True):
             totals[name] = totals[name] + square if name in totals else square
     return {name: totals[name].sqrt() for name in names}
@@ -94,6 +96,10 @@ def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
 def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes | None = None) -> Transform:
     """`clip` by `global_norm` as a transform, for the front of a chain."""
     return stateless(lambda updates, params, count: clip(updates, global_norm(updates, layouts, axes), max_norm))
+
+
+def _summed(x: torch.Tensor, split: tuple[str, ...], axes: Axes | None) -> torch.Tensor:
+    return psum(x, axes[split]) if split and axes is not None else x
 
 
 def _split_axes(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]:

@@ -14,8 +14,7 @@ from fmegatron.optim.blockwise import Blockwise, in_blocks
 from fmegatron.optim.formats import Bfloat16, Float32, Format, FormatTable, NoMaster, Remainder, is_random
 from fmegatron.optim.matrices import split_over
 from fmegatron.optim.rounding import join_master, split_master, stochastic_bfloat16
-from fmegatron.optim.transform import Tree
-from fmegatron.tree import ArraySpec
+from fmegatron.tree import ArraySpec, Tree
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.codec import Codec
 from fmegatron.optim.formats import Format, FormatTable, require_that_rules_match
 from fmegatron.optim.optimizer import Optimizer
-from fmegatron.optim.transform import Tree
-from fmegatron.tree import ArraySpec
+from fmegatron.tree import ArraySpec, Tree
 
 
 def compressed(

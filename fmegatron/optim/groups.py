@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ from fmegatron.optim.adamw import LearningRate, checked_rate
 from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, Tree, masked, stateless
+from fmegatron.optim.transform import Transform, masked, stateless
+from fmegatron.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]]) -> Tran
     def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
         schedules = {rate for rate, _ in map(rate_of, tree.paths(updates)) if callable(rate)}
 
-        def evaluated(rate: LearningRate) -> dict:
+        def evaluated(rate: Callable[[torch.Tensor], Any]) -> dict:
             return per_dtype(updates, lambda dtype: [-torch.as_tensor(rate(count)).to(count.device, dtype)])
 
         values = {rate: evaluated(rate) for rate in schedules}

@@ -11,7 +11,7 @@ from fmegatron.collectives import Axes
 from fmegatron.optim.clip import GradNorm, global_norm
 from fmegatron.optim.loss_scale import LossScale, scalar
 from fmegatron.optim.optimizer import Optimizer
-from fmegatron.optim.transform import Tree
+from fmegatron.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,17 @@ def skip_nonfinite(
 
     def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
         grads = trained(grads)
-        if norm is None:
-            norm = GradNorm(global_norm(grads, None if layouts is None else trained(layouts), axes))
-        limit = min((limit for limit in (clip_norm, norm.limit) if limit is not None), default=None)
-        finite = norm.value.isfinite()
+        value, limit = norm or (global_norm(grads, None if layouts is None else trained(layouts), axes), None)
+        limit = min((x for x in (clip_norm, limit) if x is not None), default=None)
+        finite = value.isfinite()
         used, more = finite, {}
         if loss_scale is not None:
             more["loss_scale"] = loss_scale.update(state["loss_scale"], finite)
         if spike is not None:
-            usual, more["spike"] = spike.update(state["spike"], norm.value)
+            usual, more["spike"] = spike.update(state["spike"], value)
             used = finite & usual
         used = tree.stored(used)[0]
-        new_params, new_opt = opt.update(grads, state["opt"], params, GradNorm(norm.value, limit))
+        new_params, new_opt = opt.update(grads, state["opt"], params, GradNorm(value, limit))
 
         def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
             return torch.where(used, new, old)
@@ -99,7 +98,7 @@ def skip_nonfinite(
         return kept, {
             "opt": tree.map(chosen, new_opt, state["opt"]),
             "skipped": skipped,
-            "norm": norm.value.to(torch.float64),
+            "norm": value.to(torch.float64),
             **more,
         }
 

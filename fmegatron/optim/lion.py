@@ -5,7 +5,8 @@ import torch
 from fmegatron import tree
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
 from fmegatron.optim.optimizer import Optimizer, optimizer
-from fmegatron.optim.transform import Transform, Tree, Where
+from fmegatron.optim.transform import Transform, Where
+from fmegatron.tree import Tree
 
 
 def lion(

@@ -17,7 +17,8 @@ from fmegatron.optim.adamw import LearningRate, scale_by_adam
 from fmegatron.optim.groups import Group, grouped, whole_segments
 from fmegatron.optim.matrices import layouts_by_path, on_whole_matrices
 from fmegatron.optim.optimizer import Optimizer
-from fmegatron.optim.transform import Transform, Tree, Where, path_predicate
+from fmegatron.optim.transform import Transform, Where, path_predicate
+from fmegatron.tree import Tree
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Rounding of a Gram matrix grows with each step on it: with bf16 three leave the singular values in [0.65, 1.2], five
@@ -106,12 +107,12 @@ def scale_by_muon(
 
     def init(params: Tree) -> Tree:
         def one(path: str, leaf: Any) -> Any:
-            if len(leaf.shape) < 2 and not (layouts is not None and layout_of(path, leaf).flat):
+            layout = layout_of(path, leaf)
+            if len(leaf.shape) < 2 and not (layout is not None and layout.flat):
                 raise ValueError(
                     f"muon: {path}: got shape {tuple(leaf.shape)}, wanted matrices [..., in, out]; leave it to AdamW"
                     " with `matrices`"
                 )
-            layout_of(path, leaf)
             return tree.zeros_like(leaf)
 
         return tree.map_with_path(one, params)
@@ -182,7 +183,7 @@ def _steps_on_gram(X: torch.Tensor, steps: int, coefficients: tuple[float, float
         if step < steps - 1:
             half = torch.baddbmm(A, Z, A, beta=a)
             A = torch.baddbmm(half, half, Z, beta=a)
-    return torch.baddbmm(X, W, X, beta=q)
+    return X if W is None else torch.baddbmm(X, W, X, beta=q)
 
 
 def is_hidden_matrix(path: str) -> bool:
@@ -194,7 +195,7 @@ def is_hidden_matrix(path: str) -> bool:
     return re.search(r"norm|bias|scale|router|embed|table|(?:^|/)(?:lm_)?head(?:/|$)", path, re.IGNORECASE) is None
 
 
-def fused_parts(layouts: Tree) -> list[tuple[str, Parts]]:
+def fused_parts(layouts: Tree) -> list[tuple[str, tuple[int, ...]]]:
     """The rules `parts` of those leaves whose last dim is interleaved (`Split`): fused QKV, gate and up.
 
     Take layouts on a mesh that has the axis, even with size 1, so that all meshes do the same:

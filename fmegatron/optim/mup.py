@@ -8,8 +8,8 @@ hidden weights shrinks as 1/fan_in, that of the read-out as 1/fan_in². Embeddin
 from typing import Any
 
 from fmegatron import tree
-from fmegatron.optim.transform import Tree, Where, path_predicate
-from fmegatron.tree import ArraySpec, Normal
+from fmegatron.optim.transform import Where, path_predicate
+from fmegatron.tree import ArraySpec, Normal, Tree
 
 
 def mup_multipliers(specs: Tree, base: Tree, matrices: Where | None = None) -> dict[str, float]:

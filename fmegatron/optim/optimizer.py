@@ -8,8 +8,8 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Layout
 from fmegatron.optim.clip import GradNorm, clip
-from fmegatron.optim.transform import Transform, Tree, chain
-from fmegatron.tree import ArraySpec
+from fmegatron.optim.transform import Transform, chain
+from fmegatron.tree import ArraySpec, Tree
 
 _RESERVED = ("count", "master")
 

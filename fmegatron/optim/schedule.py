@@ -50,7 +50,7 @@ class Schedule:
             raise ValueError(
                 f"schedule: got decay_start={self.decay_start} and total={self.total}, wanted both or none"
             )
-        if self.total is not None and not self.warmup <= self.decay_start < self.total:
+        if self.total is not None and self.decay_start is not None and not self.warmup <= self.decay_start < self.total:
             raise ValueError(
                 f"schedule: got warmup={self.warmup}, start of the decay={self.decay_start}, total={self.total},"
                 " wanted them in this order, and at least one update of decay; make warmup (or the decay of wsd)"
@@ -60,10 +60,13 @@ class Schedule:
     def __call__(self, count: torch.Tensor | int) -> torch.Tensor | float:
         """The learning rate for the update after `count` updates."""
         if isinstance(count, int):
-            return self(torch.tensor(count)).item()
+            return self._at(torch.tensor(count)).item()
+        return self._at(count)
+
+    def _at(self, count: torch.Tensor) -> torch.Tensor:
         count = count.to(torch.float64)
         rate = self.peak + 0 * count
-        if self.total is not None:
+        if self.total is not None and self.decay_start is not None:
             x = ((count - self.decay_start) / (self.total - self.decay_start)).clamp(0, 1)
             left = {"linear": 1 - x, "cosine": (1 + torch.cos(math.pi * x)) / 2, "sqrt": 1 - x.sqrt()}[self.shape]
             rate = self.end + (self.peak - self.end) * left

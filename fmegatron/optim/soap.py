@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, reshard
+from fmegatron.collectives import Axes
 from fmegatron.optim.adamw import LearningRate, bias_corrections, checked_betas, scale_by_adam
 from fmegatron.optim.groups import Group, grouped
-from fmegatron.optim.matrices import dealt_layout, layouts_by_path
+from fmegatron.optim.matrices import dealt_layout, in_layout, layouts_by_path
 from fmegatron.optim.muon import is_hidden_matrix
 from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, Tree, Where, path_predicate
-from fmegatron.tree import ArraySpec
+from fmegatron.optim.transform import Transform, Where, path_predicate
+from fmegatron.tree import ArraySpec, Tree
 
 _SIDES = ("left", "right")
 _RIDGE = 1e-6  # of the mean eigenvalue: keeps the basis of what no gradient has reached as it was
@@ -123,10 +123,10 @@ def scale_by_soap(
         for path, g in zip(paths, leaves, strict=True):
             layout = layout_of(path, g)
             dealt = None if layout is None else dealt_layout(layout)
-            whole = g if layout is None else reshard(g, layout, dealt, axes)
+            whole = in_layout(g, layout, dealt, axes)
             mine = {name: values[path] for name, values in states.items() if path in values}
             direction, changed = _one(whole, mine, scalars_of[g.dtype], b1, b2, eps)
-            out.append(direction if layout is None else reshard(direction, dealt, layout, axes))
+            out.append(in_layout(direction, dealt, layout, axes))
             for name, value in changed.items():
                 new[name][path] = value
         filled = {

@@ -6,13 +6,13 @@ of it). Leaves of a tree may be absent: None, which optree treats as an empty no
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fmegatron import tree
+from fmegatron.tree import Tree
 
-Tree = Any
 Where = Callable[[str], bool] | Sequence[str]
 
 

@@ -5,6 +5,7 @@ from fmegatron.tree.check import check, require_mesh
 from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
+from fmegatron.tree.shapes import local, specs
 from fmegatron.tree.spec import (
     ArraySpec,
     Constant,
@@ -19,6 +20,7 @@ from fmegatron.tree.spec import (
     zeros_like,
 )
 from fmegatron.tree.structure import (
+    Tree,
     did_you_mean,
     flatten,
     in_words,
@@ -38,6 +40,7 @@ __all__ = [
     "Constant",
     "Init",
     "Normal",
+    "Tree",
     "Uniform",
     "add",
     "cast",
@@ -53,6 +56,7 @@ __all__ = [
     "init",
     "layouts",
     "leaves",
+    "local",
     "map",
     "map_with_path",
     "merge",
@@ -63,6 +67,7 @@ __all__ = [
     "paths",
     "require_mesh",
     "scale",
+    "specs",
     "squared_norm",
     "stored",
     "structure_difference",

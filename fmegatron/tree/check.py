@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fmegatron.layout import Layout, Mesh, dtype_name
-from fmegatron.tree.structure import flatten, in_words, structure_difference
+from fmegatron.tree.structure import Tree, flatten, in_words, structure_difference
 
 
-def check(params: Any, layouts: Any, rank: int, name: str = "the tree", of: str = "its layouts") -> None:
+def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: str = "its layouts") -> None:
     """Raise ValueError, naming path, got, wanted and fix, unless every leaf of `params` is what its layout says.
 
     params: tree of this rank's local tensors.  layouts: tree of the same structure, of Layouts or ArraySpecs. Compares
@@ -68,7 +66,7 @@ def _fix(got: tuple[int, ...], wanted: tuple[int, ...], layout: Layout) -> str:
     return "make it with this layout (tree.init, checkpoint.restore), or give the layout the array's global shape"
 
 
-def require_mesh(layouts: Any, mesh: Mesh, who: str, whose: str) -> None:
+def require_mesh(layouts: Tree, mesh: Mesh, who: str, whose: str) -> None:
     """ValueError, naming the leaf, unless all layouts of a tree are on a mesh that gives every rank the same place.
 
     layouts: a tree of Layouts or ArraySpecs.  who: what was called; whose: what else was given, with the mesh `mesh`.

@@ -14,10 +14,10 @@ from fmegatron.tree.check import check
 from fmegatron.tree.keys import fold_in
 from fmegatron.tree.random import Scratch, normal_values, pair_words, round_keys, scratch, uniform_values
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform
-from fmegatron.tree.structure import did_you_mean, flatten, unflatten
+from fmegatron.tree.structure import Tree, did_you_mean, flatten, in_words, unflatten
 
 
-def init(specs: Any, key: int, rank: int, device: torch.device | str | None = None, given: Any | None = None) -> Any:
+def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = None, given: Tree | None = None) -> Tree:
     """The tree of this rank's local tensors of a tree of ArraySpecs, drawn straight into their shards.
 
     The value of an element depends on the key, the name of its leaf (`ArraySpec.drawn_as`, else its path) and its
@@ -68,7 +68,8 @@ def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scrat
 
 def _require_spec(path: str, spec: Any) -> None:
     if not isinstance(spec, ArraySpec):
-        raise ValueError(f"{path}: got {type(spec).__name__}, wanted an ArraySpec(layout, init)")
+        fix = "; tree.specs(shapes, mesh, ...) makes specs of shapes" if isinstance(spec, int) else ""
+        raise ValueError(f"{path}: got {in_words(spec)}, wanted an ArraySpec(layout, init){fix}")
     if spec.layout.unreduced:
         raise ValueError(f"{path}: got {spec.layout}, wanted no unreduced axes: a pending sum has no initial value")
 
@@ -100,7 +101,7 @@ def _originals(paths: list[str], specs: list[ArraySpec]) -> dict[str, tuple[str,
     return found
 
 
-def _known(given: Any, originals: dict[str, tuple[str, ArraySpec]], rank: int) -> dict[str, torch.Tensor]:
+def _known(given: Tree, originals: dict[str, tuple[str, ArraySpec]], rank: int) -> dict[str, torch.Tensor]:
     """Name -> tensor of what is given, each checked against the layout of the leaf that takes it."""
     if given is None:
         return {}
@@ -133,8 +134,8 @@ def _copied(path: str, spec: ArraySpec, original: ArraySpec, source: torch.Tenso
     for box in spec.layout.boxes(rank):
         for held in original.layout.boxes(rank):
             inside = held.intersect(box.start, box.stop)
-            if inside is not None:
-                box.intersect(inside.start, inside.stop).view(local).copy_(inside.view(source.contiguous()))
+            if inside is not None and (own := box.intersect(inside.start, inside.stop)) is not None:
+                own.view(local).copy_(inside.view(source.contiguous()))
                 missing -= inside.size
     if missing:
         raise ValueError(

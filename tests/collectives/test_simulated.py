@@ -81,9 +81,9 @@ def test_bad_calls(call, says):
 
 
 def test_bad_axes():
-    with pytest.raises(ValueError, match="tp"):
-        Axes(Mesh(a=2))["tp"]
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="got mesh axis 'b', wanted one of a"):
+        Axes(Mesh(a=2))["b"]
+    with pytest.raises(ValueError, match="wanted each axis once"):
         Axes(Mesh(a=2))["a", "a"]
 
 

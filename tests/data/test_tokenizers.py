@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmegatron.data import ByteTokenizer, CharTokenizer, load_tokenizer, smallest_dtype, tokenizer_from
+from fmegatron.data import ByteTokenizer, CharTokenizer, load_tokenizer
+from fmegatron.data.tokenizers import smallest_dtype, tokenizer_from
 
 
 @given(st.text())

@@ -80,7 +80,7 @@ def test_replicas_and_owners():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Layout((4,), F32, MESH, ("cp",)), r"dim 0: got axis 'cp', wanted one of pp, dp, fsdp, tp of the mesh"),
+        (lambda: Layout((4,), F32, MESH, ("zz",)), r"dim 0: got axis 'zz', wanted one of pp, dp, fsdp, tp of the mesh"),
         (lambda: Layout((4, 4), F32, MESH, ("tp", "tp")), r"axis 'tp' twice, in dim 0 and in dim 1"),
         (lambda: Layout((4,), F32, MESH, ("tp",), unreduced="tp"), r"axis 'tp' twice, in dim 0 and in unreduced"),
         (lambda: Layout((4,), F32, MESH, ("tp", "dp")), r"got 2 spec entries .*at most one for each of the 1 dims"),
@@ -92,7 +92,7 @@ def test_replicas_and_owners():
         (lambda: Layout((-1,), F32, MESH), r"wanted sizes of 0 or more"),
         (lambda: Layout((4,), F32, MESH).local_shape(32), r"got rank 32, wanted 0 to 31"),
         (lambda: Layout((4,), F32, MESH).replace(shap=(3,)), r"got \['shap'\], wanted fields among"),
-        (lambda: Layout((4,), F32, MESH).without("cp"), r"got mesh axis 'cp'"),
+        (lambda: Layout((4,), F32, MESH).without("zz"), r"got mesh axis 'zz'"),
         (lambda: Layout((4, 4), F32, MESH).boxes(0)[0].view(torch.zeros(4, 4).T), r"wanted a contiguous one"),
     ],
 )  # fmt: skip

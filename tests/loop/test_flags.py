@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 
 from fmegatron.layout import Mesh
-from fmegatron.loop import UsageError, parse, usage
+from fmegatron.loop import UsageError, parse
+from fmegatron.loop.flags import usage
 
 
 @dataclass(frozen=True)
