@@ -27,7 +27,7 @@ from fmegatron.checkpoint.writing.plan import LeafPlan, plan, split_chunk
 from fmegatron.layout import Layout, Mesh
 
 _NAME = re.compile(rf"({STEP.pattern})\.rank_(\d{{5,9}})\.([0-9a-f]{{16}})")
-_ABOUT = {"run": str, "rank": int, "world": int, "meshes": list, "layouts": dict, "shards": list}
+_ABOUT = (("run", str), ("rank", int), ("world", int), ("meshes", list), ("layouts", dict), ("shards", list))
 _CHUNK_BYTES = 2 * CHUNK_BYTES  # the largest chunk of a shard: one is held for each of a clique, whatever the portions
 
 Key = tuple[int, int, int]  # step, set, rank
@@ -154,7 +154,7 @@ def open_shard(store: Store) -> Shard:
     about, user = manifest.metadata.get("replica"), manifest.metadata.get("metadata")
     if not isinstance(about, dict) or not isinstance(user, dict):
         raise CheckpointError(f"{at}: got a checkpoint of another kind, wanted a shard of local replicas")
-    for key, kind in _ABOUT.items():
+    for key, kind in _ABOUT:
         if type(about.get(key)) is not kind:
             raise CheckpointError(f"{at}: {key}: got {about.get(key)!r:.60}, wanted {kind.__name__}")
     rank, world, texts = about["rank"], about["world"], about["shards"]
