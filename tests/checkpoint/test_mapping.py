@@ -145,7 +145,9 @@ def test_more_layers_than_are_stored(tmp_path):
         assert got["w"].data_ptr() != mine["w"].data_ptr()
     with pytest.raises(ValueError, match="w: a rule takes it from `initial`, which was not given; pass initial="):
         restore(tmp_path / "a", {"w": layout}, rank=0, rules=rules)
-    with pytest.raises(ValueError, match=r"(?s)initial: got 1 of 1 leaves .*w: got local shape \(4, 3, 4\), wanted \(2, 3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)initial: got 1 of 1 leaves .*w: got local shape \(4, 3, 4\), wanted \(2, 3, 4\)"
+    ):
         restore(tmp_path / "a", {"w": layout}, rank=0, rules=rules, initial={"w": now})
     # Every layer twice.
     twice = restore(tmp_path / "a", {"w": layout}, rank=1, rules=[take("w", [0, 0, 1, 1])])

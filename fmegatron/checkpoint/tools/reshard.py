@@ -296,8 +296,11 @@ def _like(other: Source, leaf: Leaf) -> Layout:
 
 
 def _ruled(leaf: Leaf, rule: LayoutRule, meshes: Sequence[Mesh]) -> Layout:
+    entries = [entry.get("axes") if isinstance(entry, dict) else entry for entry in rule.spec] + [list(rule.flat)]
+    axes = [name for entry in entries for name in (entry if isinstance(entry, list) else [entry]) if name is not None]
     errors = []
-    for i in range(len(meshes)):
+    # A standard axis that a mesh lacks has size 1 there, so those come first that have the axes.
+    for i in sorted(range(len(meshes)), key=lambda i: sum(name not in meshes[i].names for name in axes)):
         row = {"mesh": i, "spec": list(rule.spec), "flat": list(rule.flat)}
         try:
             return layout_from_json(replace(leaf, layout=row), tuple(mesh.to_json() for mesh in meshes))
