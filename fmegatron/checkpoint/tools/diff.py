@@ -202,6 +202,8 @@ def _compare_chunks(a: Source, b: Source, x: Leaf, y: Leaf, chunks: list[int], i
 
 def _numbers(at: np.ndarray, start: Shape, part: Shape, shape: Shape) -> np.ndarray:
     """Row-major numbers in an array of `shape` of positions in the part of it that begins at `start`."""
+    if not shape:
+        return at
     index = [i + s for i, s in zip(np.unravel_index(at, part), start, strict=True)]
     return sum((i * n for i, n in zip(index, row_major_strides(shape), strict=True)), np.zeros_like(at))
 

@@ -129,7 +129,7 @@ def edit(rng, cluster, shard):
     manifest = json.loads((shard / "manifest.json").read_text())
     about, ids = manifest["metadata"]["replica"], [int(x, 16) for x in found.about["shards"]]
     what = rng.choice(("step", "rank", "metadata", "leaves", "elements", "shape"))
-    if what == "elements" and (shard / "arrays/w/c.0.0").exists():
+    if what == "elements" and (shard / "arrays/w/c.0.0").exists() and (shard / "digests.bin").exists():
         array, digests = found.snapshot.manifest.arrays["arrays/w"], bytearray((shard / "digests.bin").read_bytes())
         data = bytearray((shard / "arrays/w/c.0.0").read_bytes())
         data[0] ^= 1
