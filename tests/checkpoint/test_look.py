@@ -337,7 +337,7 @@ def test_a_replica_in_use_that_cannot_be_looked_at_is_not_removed(tmp_path, monk
     layouts = {"w": Layout((4,), torch.float32, Mesh())}
     local = LocalReplicas(tmp_path, "run", copies=1)
     local.save(1, {"w": torch.ones(4)}, layouts)
-    hidden = tmp_path / "run/.0-step_00000002.rank_00000"
+    hidden = tmp_path / "run/.step_00000002.rank_00000.saving-0123456789ab"
     hidden.write_text("of another process")
     Trouble(monkeypatch, hidden, errno.EACCES)
     with pytest.raises(RuntimeError, match="Permission denied"):
