@@ -70,7 +70,6 @@ def test_what_is_not_proven_has_a_status_of_its_own(experiment):
         (["nowhere.py", "--mesh", "dp=2"], "nowhere.py"),
         ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no Config and no describe"),
         (["EXPERIMENT", "--mesh", "dp=x"], "wanted axes and their sizes"),
-        (["EXPERIMENT", "--mesh", "tp=2"], "dp"),
         (["EXPERIMENT", "--mesh", "dp=2", "--config_wrong=1"], "Unknown command line flag"),
         (["EXPERIMENT", "--mesh", "dp=3"], "uneven|not divisible"),
     ],
