@@ -1,12 +1,7 @@
 """What a power cut leaves behind: the order in which a save reaches the disk."""
 
 import os
-import re
-import shutil
-import subprocess
-import sys
 
-import pytest
 import torch
 
 from fmegatron import checkpoint
@@ -46,26 +41,3 @@ def test_the_disk_has_everything_before_the_marker_and_the_name_last(tmp_path, m
     left = {number for name, number in found.items() if name not in written}
     assert {*left, (tmp_path / "a").stat().st_ino} <= set(events[:marker])
     assert events[marker + 1 :] == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
-
-
-@pytest.mark.skipif(shutil.which("strace") is None, reason="wants strace, which sees what threads of C++ do")
-def test_the_system_calls(tmp_path):
-    """Each file of an array is synced under its other name before it is renamed, and all are before the marker."""
-    code = f"from tests.checkpoint.test_durable import save; save({str(tmp_path / 'a')!r})"
-    command = ["strace", "-f", "-y", "-e", "trace=fsync,rename,renameat,renameat2", "-o", tmp_path / "calls"]
-    subprocess.run([*command, sys.executable, "-c", code], check=True, timeout=300)
-    synced, named = [], []
-    for line in (tmp_path / "calls").read_text().splitlines():
-        if m := re.search(r"fsync\(\d+<(.*?)>", line):
-            synced.append(m[1])
-        elif m := re.search(r'rename\("(.*?)", "(.*?)"', line):
-            if m[1].endswith(".__lock"):
-                assert m[1] in synced
-                named.append(m[2])
-    files = [
-        at for at in (tmp_path / "a").rglob("*") if at.is_file() and re.search("arrays/.|packed/.", str(at.parent))
-    ]
-    assert len(named) == len(files) >= 4
-    assert synced.index(next(at for at in synced if at.endswith("/COMPLETE"))) > max(
-        i for i, at in enumerate(synced) if at.endswith(".__lock")
-    )
