@@ -47,8 +47,8 @@ test: $(STAMP)  ## the default tests, doctests included, over all cores: at most
 test-all: $(STAMP)  ## the same and the full sweeps
 	@$(PYTEST) -m 'slow or not slow' $(ARGS)
 
-lint: $(STAMP)  ## ruff: lint and format, nothing is changed
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is changed
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m basedpyright --level error
 
 format: $(STAMP)  ## ruff: fix and format in place
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from fmegatron import checkpoint, data, loop, model, optim, step, tree
+from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
@@ -93,8 +93,7 @@ def describe(config: Config):
 def main(config: Config) -> dict[str, float]:
     """Train (or go on), evaluate, write a sample; returns the last held-out metrics. Ends early when asked to stop."""
     with loop.set_up():  # nothing is written here, and what cannot be meant is refused
-        world, run = connect(config.mesh), Path(config.run)
-        manager = checkpoint.Manager(run / "checkpoints", keep=2)
+        world = connect(config.mesh)
         tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
         ids = tokenizer.encode(TEXT.read_text())
         train_range, heldout_range = data.train_and_held_out(ids)
@@ -104,78 +103,44 @@ def main(config: Config) -> dict[str, float]:
         heldout_rows = heldout.layout(config.mesh, DataParallel.named(config.strategy))
 
         of = model_config(config, tokenizer.vocab_size)
-        loss_fn, (train_step, state_specs, rows) = make_loss(config, of), describe(config)
-        layouts = tree.layouts(state_specs.params)
-        settings = loop.Settings(config, allow=config.allow, data=data.fingerprint(ids))
-    train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
+        loss_fn, (train_step, specs, _) = make_loss(config, of), describe(config)
 
-    @functools.partial(step.jit, world=world, backend=config.backend)
-    def heldout_step(params, batch):
-        return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
+        @functools.partial(step.jit, world=world, backend=config.backend)
+        def heldout_step(params, batch):
+            return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
 
-    def on_device(tensors):
-        return tree.map(lambda x: x.to(world.device), tensors)
+        def evaluate(state):
+            batch_at = heldout.for_rank(heldout_rows, world.rank, world.device).at
+            return loop.evaluate(heldout_step, state.params, batch_at, len(heldout), heldout.real_tokens)
 
-    def evaluate(params):
-        batch_at = heldout.for_rank(heldout_rows, world.rank, world.device).at
-        return loop.evaluate(heldout_step, params, batch_at, len(heldout), heldout.real_tokens)
-
-    with checkpoint.claim(run, world=world) as claim:  # no other run writes here
-        begun = settings.begin(
-            manager,
-            state_specs,
-            lambda: tree.init(state_specs, config.seed, world.rank, world.device),
-            world,
-            device=world.device,
+        run = loop.Run(
+            config.run,
+            step.jit(train_step, donate=0, world=world, backend=config.backend),
+            specs,
+            world=world,
+            settings=loop.Settings(config, allow=config.allow, data=data.fingerprint(ids)),
+            key=config.seed,
+            evaluate=evaluate,
+            log_every=config.log_every,
+            eval_every=config.eval_every,
+            save_every=config.save_every,
+            async_save=config.async_save,
+            flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
         )
-        start, state, batches = begun.step, begun.state, batches.after(begun.samples, begun.step)
-        if world.rank == 0:
-            settings.write(run / "config.json")
-        flops, sizes = model.flops_per_token(of, config.seq_len)["total"], (config.batch_size, config.seq_len)
-        parts = {"data_ranks": rows["tokens"].shard_counts[0], "microbatches": config.microbatches}
-        print(loop.startup(layouts, *sizes, config.steps, start, **parts, flops_per_token=flops))
-
-        records = loop.JsonLines(run / "metrics.jsonl", after=start, mesh=str(config.mesh))
-        result = {}
-        with loop.Log(loop.Table(), records, active=world.rank == 0) as log, loop.catch() as stop, manager:
-            if start:
-                log(start, {"resumed_heldout_loss": evaluate(state.params)["heldout_loss"]})
-            infos = loop.train(
-                train_step,
-                state,
-                batches.for_rank(rows["tokens"], world.rank, world.device).at,
-                steps=config.steps,
-                start=start,
-                log_every=config.log_every,
-                tokens_per_step=config.batch_size * config.seq_len,
-                stop=stop,
-                world=world,
-            )
-            for info in loop.progress(infos, config.steps, active=world.rank == 0):
-                state = info.state
-                if info.metrics:
-                    log(info.step, info.record())
-                if info.last or info.step % config.save_every == 0:
-                    claim.check()
-                    known = settings.metadata(batches.samples(info.step))
-                    how = {"finite": info.finite(), "wait": info.last or not config.async_save}
-                    manager.save(info.step, state, state_specs, world, known, **how)
-                for report in manager.poll():
-                    log(report.step, report.record())
-                if info.last or info.step % config.eval_every == 0:
-                    log(info.step, result := evaluate(state.params))
-                if info.stopping:
-                    print(f"stopped after step {info.step}; the same command goes on from there")
-                    return result
+    for _ in run(batches, config.steps):
+        pass
+    if run.stopped:
+        return run.metrics
 
     if prompts:
-        axes, prompt = Axes(config.mesh, world if world.size > 1 else None), on_device(torch.stack(prompts))
+        axes, prompt = Axes(config.mesh, world if world.size > 1 else None), world.put(torch.stack(prompts))
+        params, layouts = run.state.params, tree.layouts(specs.params)
         count = min(config.sample, config.seq_len - prompt.shape[1])
         how = {"key": config.seed, "temperature": 0.8, "top_p": 0.95}
-        written = model.generate(state.params, prompt, count, of, layouts, axes, **how)
+        written = model.generate(params, prompt, count, of, layouts, axes, **how)
         for text, row in zip(config.prompts, written, strict=True):
             print(f"\n{text}{tokenizer.decode(row.tolist())}")
-    return result or evaluate(state.params)
+    return run.metrics or evaluate(run.state)
 
 
 if __name__ == "__main__":

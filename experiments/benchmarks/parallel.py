@@ -113,7 +113,7 @@ class Form:
             return None
         graph = self.train.graph("overlap")
         found = step.collectives_of(graph, self.mesh)
-        ops = [c.op.removesuffix("_many") for c in found]
+        ops = [c.op for c in found]
         held = sum(x.numel() * x.element_size() for x in tree.leaves((self.state.params, self.state.opt)))
         return {
             "ahead": gathers_ahead(step.launches(graph).split()),

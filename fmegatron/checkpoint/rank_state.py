@@ -6,7 +6,7 @@
     rank_state.unpack(got["loader"])
 
 The leaf is uint8 [ranks, capacity], one row for each position along the axes, and is saved and restored like any other.
-Where the number of positions changes, the rule `per_rank` says who gets which row; without it the numbers must agree.
+Where the number of positions changes, the rule `per_rank` assigns the rows; without it the numbers must agree.
 Arrays of a fixed shape for each rank need no packing: give them a leading dim of 1 and a layout like this.
 """
 

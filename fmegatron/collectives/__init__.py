@@ -4,38 +4,66 @@ The only room that calls torch.distributed (start-up and checkpoint agreements i
 """
 
 from fmegatron.collectives.axes import Axes, Axis
-from fmegatron.collectives.coalesced import all_gather_many, all_to_all_many, psum_many, reduce_scatter_many
+from fmegatron.collectives.collective import (
+    REPLICATED,
+    Collective,
+    Partial,
+    Permuted,
+    RankIndex,
+    Replicated,
+    Sharded,
+    collective_of,
+    require_mesh_of_graph,
+)
 from fmegatron.collectives.interrupt import held_interrupt
 from fmegatron.collectives.meet import meet
 from fmegatron.collectives.ops import (
     all_gather,
+    all_gather_many,
     all_to_all,
+    all_to_all_many,
     axis_index,
     declare,
     enter,
     pmax,
     ppermute,
     psum,
+    psum_many,
     reduce_scatter,
+    reduce_scatter_many,
     shard,
 )
 from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.random_words import positions, random_words
-from fmegatron.collectives.reshard import Move, reshard, reshard_moves, whole_parts
-from fmegatron.collectives.reshard_many import reshard_many
-from fmegatron.collectives.symbolic import is_symbolic, require_mesh_of_graph
+from fmegatron.collectives.real import Group
+from fmegatron.collectives.reshard import reshard, reshard_many, whole_parts
+from fmegatron.collectives.reshard_plan import Move, reshard_moves
+from fmegatron.collectives.table import AXIS_INDEX, COLLECTIVES, DECLARE, PSUM, REDUCE_SCATTER
 from fmegatron.collectives.wire import Wire, largest_of
 from fmegatron.collectives.world import FailedOnRank, World, connect
 
 __all__ = [
+    "AXIS_INDEX",
     "Axes",
     "Axis",
+    "COLLECTIVES",
+    "Collective",
+    "DECLARE",
     "FLAT",
     "FailedOnRank",
+    "Group",
     "Move",
+    "PSUM",
+    "Partial",
+    "Permuted",
     "Place",
     "Precision",
+    "REDUCE_SCATTER",
+    "REPLICATED",
+    "RankIndex",
+    "Replicated",
+    "Sharded",
     "Wire",
     "World",
     "all_gather",
@@ -43,11 +71,11 @@ __all__ = [
     "all_to_all",
     "all_to_all_many",
     "axis_index",
+    "collective_of",
     "connect",
     "declare",
     "enter",
     "held_interrupt",
-    "is_symbolic",
     "largest_of",
     "meet",
     "pmax",
@@ -56,9 +84,9 @@ __all__ = [
     "psum",
     "psum_many",
     "random_words",
-    "require_mesh_of_graph",
     "reduce_scatter",
     "reduce_scatter_many",
+    "require_mesh_of_graph",
     "reshard",
     "reshard_many",
     "reshard_moves",

@@ -48,9 +48,10 @@ class Axes:
     """The axes of a mesh, bound symbolically (`Axes(mesh)`) or to process groups (`Axes(mesh, connect(mesh))`).
 
     `axes["tp"]` is one axis, `axes["dp", "fsdp"]` two joined: their ranks act as one group, `dp` major.
-    data: the axes over which the rows of a batch are split, those of the strategy (`DataParallel.axes`); names that the
-    mesh does not have are left out. `axes[axes.data]` is the axis over which a loss is summed.
-    Raises ValueError for an axis that the mesh does not have, and for a world that was connected for another mesh.
+    data: the axes over which the rows of a batch are split, those of the strategy (`DataParallel.axes`) that the mesh
+    has. `axes[axes.data]` is the axis over which a loss is summed.
+    Raises ValueError for an axis that is neither of the mesh nor a standard one (`Mesh`), and for a world that was
+    connected for another mesh.
     """
 
     mesh: Mesh
@@ -59,14 +60,14 @@ class Axes:
 
     def __post_init__(self):
         data = (self.data,) if isinstance(self.data, str) else self.data
-        object.__setattr__(self, "data", tuple(name for name in data if name in self.mesh))
+        object.__setattr__(self, "data", self.mesh.axes(data))
         if self.world is not None:
             self.world.mesh.require_same(self.mesh, "Axes", "the world", "axes")
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         names = (names,) if isinstance(names, str) else tuple(names)
         if len(set(names)) != len(names):
-            raise ValueError(f"axis named twice in {names}; name each axis once")
+            raise ValueError(f"axes: got {names}, wanted each axis once")
         kept = tuple(name for name in names if self.mesh[name] > 1)
         sizes = tuple(self.mesh[name] for name in kept)
         return Axis(kept, math.prod(sizes), self.mesh, self.world, sizes)

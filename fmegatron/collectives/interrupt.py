@@ -19,7 +19,7 @@ _SIGINT = int(signal.SIGINT)
 
 @contextlib.contextmanager
 def held_interrupt() -> Iterator[list[BaseException]]:
-    """Inside, the first Ctrl-C is put into the list, so that a rank can tell the others, and raised at the end.
+    """Inside, the first Ctrl-C is put into the list, so that a rank can report it to the others, and raised at the end.
 
     A second one is raised at once. A handler of the user's own that does not raise is called, and nothing is held. A
     block within a block has the same list. Only the main thread is ever interrupted; others hold nothing.

@@ -30,8 +30,16 @@ def meet(
 ) -> dist.PrefixStore | None:
     """A part of `store` that is empty, and the same for all `size` ranks that call this at the same time.
 
-    use: what it is for, a word; meetings of other uses may go on beside it. given_up: asked a few times a second; when
-    it is true the meeting is left, and None returned. Ctrl-C is noticed as soon.
+    Ctrl-C is noticed as soon as `given_up`.
+
+    Args:
+        store: of all attempts of the job.
+        rank: of this process.
+        size: number of ranks.
+        use: what it is for, a word; meetings of other uses may go on beside it.
+        timeout_s: seconds after which ranks that are missing are an error.
+        given_up: asked a few times a second; when it is true the meeting is left, and None returned.
+
     Raises TimeoutError after `timeout_s` seconds, which on rank 0 names the ranks that did not come.
     """
     own, until, pause = secrets.token_hex(8), time.monotonic() + timeout_s, 0.002

@@ -1,291 +1,308 @@
-"""Differentiable collectives over named axes. Each is one op with one transpose; nothing else sums or moves gradients.
+"""Differentiable collectives over named axes, of one tensor or of a list that travels together: one node in a graph.
 
-Types in the notation of the scaling book: `x[S_a]` is sharded over axis a on dim S, `x{U_a}` is a partial sum over a,
-no mark is replicated. For the gradient of a replicated value two meanings exist: every rank holds the whole gradient,
-or each holds a part of the sum. `enter` is the border between them, and the only op that sums gradients:
-a value that is replicated and used differently by each rank must pass through `enter` exactly once.
+Each has one transpose, and nothing else sums or moves gradients. Types in the notation of the scaling book: `x[S_a]` is
+sharded over axis a on dim S, `x{U_a}` is a partial sum over a, no mark is replicated. For the gradient of a replicated
+value two meanings exist: every rank holds the full gradient, or each holds a part of the sum. `enter` is the border
+between them, and the only op that sums gradients: a value that is replicated and used differently by each rank must
+pass through `enter` exactly once.
 
 Over an axis of size 1 every function returns its argument: no node is left in the graph.
 """
 
-import torch
+from __future__ import annotations
 
-from fmegatron.collectives import real
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from fmegatron.collectives.axes import Axis
+from fmegatron.collectives.collective import linear
+from fmegatron.collectives.place import Place
+from fmegatron.collectives.table import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    AXIS_INDEX,
+    DECLARE,
+    PMAX,
+    PPERMUTE,
+    PSUM,
+    REDUCE_SCATTER,
+)
+from fmegatron.collectives.wire import Wire, wide
 
 __all__ = [
-    "all_gather",
-    "all_to_all",
-    "axis_index",
-    "declare",
-    "enter",
-    "pmax",
-    "ppermute",
-    "psum",
-    "reduce_scatter",
-    "shard",
+    *("all_gather", "all_gather_many", "all_to_all", "all_to_all_many", "axis_index", "declare", "enter", "pmax"),
+    *("ppermute", "psum", "psum_many", "reduce_scatter", "reduce_scatter_many", "shard"),
 ]
 
 
-# ---- what a call emits: a symbolic node, or functional collectives on a process group --------------------------------
-def _emit_all_gather(x, axis, dim):
-    if axis.world is None:
-        return torch.ops.fmegatron.all_gather(x, axis.names, axis.size, dim, mesh=axis.mesh.fingerprint)
-    return real.emit("all_gather", x, axis.world, axis.names, axis.size, dim)
+# ---- gathers and reductions ------------------------------------------------------------------------------------------
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """`x[S_a] -> x[S]`; transpose: reduce_scatter over a on the same dim.
+
+    Each rank uses the gathered value for its own purpose, so the gradients of all ranks are summed on the way back.
+    An interleaved dim is left as it comes, the shards side by side.
+    """
+    dim = _dim(x, dim, f"all_gather over {axis}")
+    return all_gather_many([x], axis, [_side_by_side(axis, dim)])[0]
 
 
-def _emit_reduce_scatter(x, axis, dim):
-    if axis.world is None:
-        return torch.ops.fmegatron.reduce_scatter(x, axis.names, axis.size, dim, mesh=axis.mesh.fingerprint)
-    return real.emit("reduce_scatter", x, axis.world, axis.names, axis.size, dim)
+def lend(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """`x[S_a] -> x[S]` as all_gather, for a value that every rank then treats identically and cuts by a again.
+
+    Transpose: shard over a (see `reshard`). After the cut's transpose, an all_gather, each rank has the full gradient:
+    the reduce-scatter of a plain all_gather would add up as many copies as there are ranks.
+    """
+    if axis.size == 1:
+        return x
+    place = _side_by_side(axis, dim)
+    return linear(
+        lambda xs: ALL_GATHER.emit(xs, axis, [place]), lambda gs, _: [_own_part(g, axis, dim) for g in gs], [x]
+    )[0]
 
 
-def _emit_psum(x, axis):
-    if axis.world is None:
-        return torch.ops.fmegatron.psum(x, axis.names, mesh=axis.mesh.fingerprint)
-    return real.emit("psum", x, axis.world, axis.names)
+def all_gather_many(
+    xs: Sequence[Tensor],
+    axis: Axis,
+    dims: Sequence[int | Place],
+    wire: Wire | Sequence[Wire] = Wire(),  # noqa: B008  a frozen value
+    scales: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """`x[S_a] -> x[S]` for each tensor, in one collective; transpose: one reduce_scatter_many over a on the same dims.
+
+    The transpose leaves out tensors that need no gradient, and the gradient that arrives has the tensor's own dtype.
+    With `exact` for some of the tensors only, it is two collectives. The rounding is not differentiated: the gradient
+    of what arrives is that of the tensor (straight through). Over an axis of size 1 only the roundings remain.
+
+    Args:
+        xs: the shards.
+        axis: one axis, or several joined.
+        dims: per tensor the dim that the axis splits (joined axes: major first), or a `Place` for interleaved dims,
+            flat shards, and joined axes that split different dims.
+        wire: for all tensors or one for each: dtypes on the way there and back.
+        scales: per tensor the scale (0-d fp32, the same on all ranks) with which it travels in 8 bits, or None.
+
+    Raises ValueError for a place that does not fit its tensor.
+    """
+    wires = [wire] * len(xs) if isinstance(wire, Wire) else list(wire)
+    scales = [None] * len(xs) if scales is None else list(scales)
+    if axis.size == 1:
+        given = zip(xs, wires, scales, strict=True)
+        return [x if _idle(w, x.dtype) else _gathered([x], axis, [], [w], [s])[0] for x, w, s in given]
+    who = f"all_gather over {axis}"
+    places = _places(xs, axis, dims, who)
+    for x, place in zip(xs, places, strict=True):
+        place.check(place.whole_shape(x.shape, axis.sizes), axis.sizes, who)
+    return _gathered(xs, axis, places, wires, scales)
 
 
-def _emit_pmax(x, axis):
-    if axis.world is None:
-        return torch.ops.fmegatron.pmax(x, axis.names, mesh=axis.mesh.fingerprint)
-    return real.emit("pmax", x, axis.world, axis.names)
+def _gathered(xs, axis, places, wires, scales):
+    """Casts around the gather; transpose: casts around the reduction. Over an axis of size 1 the casts alone."""
+    dtypes = [x.dtype for x in xs]
+
+    def there(xs):
+        sent = [wire.sent(x, scale) for x, wire, scale in zip(xs, wires, scales, strict=True)]
+        whole = ALL_GATHER.emit(sent, axis, places) if axis.size > 1 else [x.view_as(x) for x in sent]
+        return [wire.arrived(y, scale) for y, wire, scale in zip(whole, wires, scales, strict=True)]
+
+    def back(gs, needed):
+        out: list[Tensor | None] = [None] * len(gs)
+        # Exact and plain sums are two kinds of reduction; one wire for all makes one collective.
+        for exact in (False, True):
+            mine = [i for i, wire in enumerate(wires) if needed[i] and wire.exact == exact]
+            sent = [gs[i] if wires[i].reduce is None else gs[i].to(wires[i].reduce) for i in mine]
+            if axis.size > 1:
+                _require_sums(sent, exact, f"reduce_scatter over {axis}")
+                sent = REDUCE_SCATTER.emit(sent, axis, [places[i] for i in mine], exact)
+            for i, g in zip(mine, sent, strict=True):
+                out[i] = g.to(dtypes[i])
+        return out
+
+    return linear(there, back, xs)
 
 
-def _emit_all_to_all(x, axis, split_dim, concat_dim):
-    if axis.world is None:
-        return torch.ops.fmegatron.all_to_all(
-            x, axis.names, axis.size, split_dim, concat_dim, mesh=axis.mesh.fingerprint
+def _idle(wire: Wire, dtype: torch.dtype) -> bool:
+    return {wire.gather, wire.reduce, wire.arrive} <= {None, dtype}
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """`x[S]{U_a} -> x[S_a]`; transpose: all_gather over a on the same dim. The dim must divide by the axis size."""
+    return reduce_scatter_many([x], axis, [_dim(x, dim, f"reduce_scatter over {axis}")])[0]
+
+
+def reduce_scatter_many(
+    xs: Sequence[Tensor], axis: Axis, dims: Sequence[int | Place], exact: bool = False
+) -> list[Tensor]:
+    """`x[S]{U_a} -> x[S_a]` for each tensor, in one collective; transpose: one all_gather_many on the same dims.
+
+    exact: what has less than 32 bits is sent as it is, summed in fp32 and returned in fp32. Several dtypes, or exact:
+    an all_to_all of bytes and local sums in the order of the ranks; the bytes are those of a reduce-scatter.
+    Raises ValueError for a place that does not fit its tensor, dims that do not divide included.
+    """
+    who = f"reduce_scatter over {axis}"
+    if axis.size == 1:
+        return [x.to(wide(x.dtype)) if exact else x for x in xs]
+    places = _places(xs, axis, dims, who)
+    for x, place in zip(xs, places, strict=True):
+        place.check(x.shape, axis.sizes, who)
+    _require_sums(xs, exact, who)
+    return REDUCE_SCATTER(xs, axis, places, exact)
+
+
+def psum(x: Tensor, axis: Axis) -> Tensor:
+    """`x{U_a} -> x`; transpose: identity. All ranks use the sum in one way, so its gradient is complete."""
+    return psum_many([x], axis)[0]
+
+
+def psum_many(xs: Sequence[Tensor], axis: Axis, exact: bool = False) -> list[Tensor]:
+    """`x{U_a} -> x` for each tensor, together; transpose: identity (see `psum`).
+
+    One all_reduce where all have one dtype. exact (as in `reduce_scatter_many`), or several dtypes: a reduce-scatter of
+    bytes by all_to_all and an all-gather of the sums; one all-gather and local sums where that sends no more or little.
+    """
+    if axis.size == 1:
+        return [x.to(wide(x.dtype)) if exact else x for x in xs]
+    _require_sums(xs, exact, f"psum over {axis}")
+    return PSUM(xs, axis, exact)
+
+
+def enter(x: Tensor, axis: Axis) -> Tensor:
+    """`x -> x`, the identity; transpose: psum over a. Marks where a replicated value begins to be used differently."""
+    if axis.size == 1:
+        return x
+    return linear(lambda xs: [x.view_as(x) for x in xs], lambda gs, _: PSUM.emit(gs, axis, False), [x])[0]
+
+
+def pmax(x: Tensor, axis: Axis) -> Tensor:
+    """Elementwise maximum over a; no gradient passes (the argument is detached)."""
+    return x.detach() if axis.size == 1 else PMAX([x], axis)[0]
+
+
+# ---- moves -----------------------------------------------------------------------------------------------------------
+def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """`x[S, C_a] -> x[S_a, C]` (split_dim S, concat_dim C); transpose: all_to_all with the dims exchanged."""
+    return all_to_all_many([x], axis, [split_dim], [concat_dim])[0]
+
+
+def all_to_all_many(
+    xs: Sequence[Tensor], axis: Axis, split_dims: Sequence[int], concat_dims: Sequence[int]
+) -> list[Tensor]:
+    """`x[S, C_a] -> x[S_a, C]` for each tensor, in one collective; transpose: the same with the dims exchanged.
+
+    split_dims, concat_dims: S and C of each tensor. Raises ValueError for a dim that a tensor does not have, and for a
+    split dim that does not divide by the axis.
+    """
+    who = f"all_to_all over {axis}"
+    if len(xs) != len(split_dims) or len(xs) != len(concat_dims):
+        raise ValueError(
+            f"{who}: got {len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} concat dims, wanted "
+            "as many of each; give one of each for each tensor"
         )
-    return real.emit("all_to_all", x, axis.world, axis.names, axis.size, split_dim, concat_dim)
+    splits = [_dim(x, dim, f"{who}: split dim") for x, dim in zip(xs, split_dims, strict=True)]
+    concats = [_dim(x, dim, f"{who}: concat dim") for x, dim in zip(xs, concat_dims, strict=True)]
+    for x, dim in zip(xs, splits, strict=True):
+        _side_by_side(axis, dim).check(x.shape, axis.sizes, who)
+    return ALL_TO_ALL(xs, axis, splits, concats)
 
 
-def _emit_ppermute(x, axis, shift):
-    if axis.world is None:
-        return torch.ops.fmegatron.ppermute(x, axis.names, axis.size, shift, mesh=axis.mesh.fingerprint)
-    return real.emit("ppermute", x, axis.world, axis.names, axis.size, shift)
+def ppermute(x: Tensor, axis: Axis, shift: int) -> Tensor:
+    """Rank i receives the value of rank i - shift (a ring); transpose: ppermute by -shift."""
+    return PPERMUTE([x], axis, shift)[0]
 
 
-def _emit_shard(x, axis, dim):
+def shard(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """`x[S] -> x[S_a]`, this rank's part of a value replicated over a; transpose: all_gather over a."""
+    who = f"shard over {axis}"
+    dim = _dim(x, dim, who)
+    if axis.size == 1:
+        return x
+    place = _side_by_side(axis, dim)
+    place.check(x.shape, axis.sizes, who)
+    return linear(
+        lambda xs: [_own_part(x, axis, dim) for x in xs], lambda gs, _: ALL_GATHER.emit(gs, axis, [place]), [x]
+    )[0]
+
+
+def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's part of `dim`, with the rank as a tensor, so that the graph does not depend on it."""
     parts = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size))
     return parts.index_select(dim, axis_index(axis, like=x).view(1)).squeeze(dim)
 
 
-def _emit_declare(x, axis, kind):
-    name, dim = (kind, -1) if isinstance(kind, str) else kind
-    return torch.ops.fmegatron.declare(x, axis.names, name, dim, mesh=axis.mesh.fingerprint)
-
-
-# ---- the pairs of an op and its transpose ----------------------------------------------------------------------------
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dim):
-        ctx.axis, ctx.dim = axis, dim
-        return _emit_all_gather(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _emit_reduce_scatter(g, ctx.axis, ctx.dim), None, None
-
-
-class _Lend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dim):
-        ctx.axis, ctx.dim = axis, dim
-        return _emit_all_gather(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _emit_shard(g, ctx.axis, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dim):
-        ctx.axis, ctx.dim = axis, dim
-        return _emit_reduce_scatter(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _emit_all_gather(g, ctx.axis, ctx.dim), None, None
-
-
-class _Psum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        return _emit_psum(x, axis)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g, None
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _emit_psum(g, ctx.axis), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, split_dim, concat_dim):
-        ctx.axis, ctx.split_dim, ctx.concat_dim = axis, split_dim, concat_dim
-        return _emit_all_to_all(x, axis, split_dim, concat_dim)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _emit_all_to_all(g, ctx.axis, ctx.concat_dim, ctx.split_dim), None, None, None
-
-
-class _Ppermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, shift):
-        ctx.axis, ctx.shift = axis, shift
-        return _emit_ppermute(x, axis, shift)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _emit_ppermute(g, ctx.axis, -ctx.shift), None, None
-
-
-class _Shard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dim):
-        ctx.axis, ctx.dim = axis, dim
-        return _emit_shard(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _emit_all_gather(g, ctx.axis, ctx.dim), None, None
-
-
-class _Declare(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, forward, backward):
-        ctx.axis, ctx.backward_kind = axis, backward
-        return x.view_as(x) if forward is None else _emit_declare(x, axis, forward)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g if ctx.backward_kind is None else _emit_declare(g, ctx.axis, ctx.backward_kind), None, None, None
-
-
-# ---- the public functions --------------------------------------------------------------------------------------------
-def _dim(x: torch.Tensor, dim: int, what: str) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{what}: dim {dim} of a tensor with shape {tuple(x.shape)}; give a dim in [0, {x.dim()})")
-    return dim % x.dim()
-
-
-def _divisible(x: torch.Tensor, dim: int, axis: Axis, what: str) -> None:
-    if x.shape[dim] % axis.size:
-        raise ValueError(
-            f"{what} over {axis}: dim {dim} of shape {tuple(x.shape)} is not divisible by {axis.size}; "
-            "pad it or choose another dim"
-        )
-
-
-def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """`x[S_a] -> x[S]`; transpose: reduce_scatter over a on the same dim.
-
-    Each rank uses the gathered value for its own purpose, so the gradients of all ranks are summed on the way back.
-    """
-    dim = _dim(x, dim, "all_gather")
-    return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
-
-
-def lend(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """`x[S_a] -> x[S]` as all_gather, for a value that every rank then treats alike and cuts by a again (in `reshard`).
-
-    Transpose: shard over a. After the cut's transpose, an all_gather, each rank has the whole gradient: the
-    reduce-scatter of a plain all_gather would add up as many copies as there are ranks.
-    """
-    return x if axis.size == 1 else _Lend.apply(x, axis, dim)
-
-
-def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """`x[S]{U_a} -> x[S_a]`; transpose: all_gather over a on the same dim. The dim must divide by the axis size."""
-    dim = _dim(x, dim, "reduce_scatter")
-    if axis.size == 1:
-        return x
-    _divisible(x, dim, axis, "reduce_scatter")
-    return _ReduceScatter.apply(x, axis, dim)
-
-
-def psum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`x{U_a} -> x`; transpose: identity. The sum is used alike on every rank, so its gradient is already whole."""
-    return x if axis.size == 1 else _Psum.apply(x, axis)
-
-
-def enter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`x -> x`, the identity; transpose: psum over a. Marks where a replicated value begins to be used differently."""
-    return x if axis.size == 1 else _Enter.apply(x, axis)
-
-
-def pmax(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Elementwise maximum over a; no gradient passes (the argument is detached)."""
-    return x.detach() if axis.size == 1 else _emit_pmax(x.detach(), axis)
-
-
-def all_to_all(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int) -> torch.Tensor:
-    """`x[S, C_a] -> x[S_a, C]` (split_dim S, concat_dim C); transpose: all_to_all with the dims exchanged."""
-    split_dim, concat_dim = _dim(x, split_dim, "all_to_all"), _dim(x, concat_dim, "all_to_all")
-    if axis.size == 1:
-        return x
-    _divisible(x, split_dim, axis, "all_to_all")
-    return _AllToAll.apply(x, axis, split_dim, concat_dim)
-
-
-def ppermute(x: torch.Tensor, axis: Axis, shift: int) -> torch.Tensor:
-    """Rank i receives the value of rank i - shift (a ring); transpose: ppermute by -shift."""
-    return x if axis.size == 1 else _Ppermute.apply(x, axis, shift)
-
-
-def axis_index(axis: Axis, like: torch.Tensor | None = None) -> torch.Tensor:
+# ---- what depends on the rank ----------------------------------------------------------------------------------------
+def axis_index(axis: Axis, like: Tensor | None = None) -> Tensor:
     """This rank's position along the axis, a 0-d int64 tensor on the device of `like`.
 
     A tensor and never a Python int: all ranks share one graph, and a checker can see what depends on the rank.
     """
-    device = None if like is None else like.device
     if axis.size == 1:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    if axis.world is not None:
-        return torch.full((), axis.world.index(axis.names), dtype=torch.int64, device=device)
-    like = torch.zeros(()) if like is None else like.detach()
-    return torch.ops.fmegatron.axis_index(like, axis.names, mesh=axis.mesh.fingerprint)
-
-
-def shard(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """`x[S] -> x[S_a]`, this rank's part of a value replicated over a; transpose: all_gather over a."""
-    dim = _dim(x, dim, "shard")
-    if axis.size == 1:
-        return x
-    _divisible(x, dim, axis, "shard")
-    return _Shard.apply(x, axis, dim)
+        return torch.zeros((), dtype=torch.int64, device=None if like is None else like.device)
+    return AXIS_INDEX([torch.zeros(()) if like is None else like], axis)[0]
 
 
 def declare(
-    x: torch.Tensor,
+    x: Tensor,
     axis: Axis,
     forward: str | tuple[str, int] | None = None,
     backward: str | tuple[str, int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """State what no rule can see of a value: "partial", ("sharded", dim) or "replicated", for value and gradient.
 
     An identity that leaves a node only in symbolic graphs. It is the one statement that a checker believes, so use it
     only where rules end (a lookup of this rank's rows, an op that the check calls unproven); `testing.simulate` tests
     it.
     """
-    for kind in (forward, backward):
+    for name, kind in (("forward", forward), ("backward", backward)):
         words = kind in (None, "partial", "replicated")
         if not words and not (isinstance(kind, tuple) and len(kind) == 2 and kind[0] == "sharded"):
-            raise ValueError(f'declare got {kind!r}; say "partial", "replicated" or ("sharded", dim)')
+            raise ValueError(
+                f'declare: {name}: got {kind!r}, wanted "partial", "replicated", ("sharded", dim) or None; '
+                "say what the ranks' values are"
+            )
     if axis.size == 1 or axis.world is not None:
         return x
-    return _Declare.apply(x, axis, forward, backward)
+
+    def stated(xs, kind):
+        name, dim = (kind, -1) if isinstance(kind, str) else kind or ("", -1)
+        return DECLARE.emit(xs, axis, name, dim) if name else [x.view_as(x) for x in xs]
+
+    return linear(lambda xs: stated(xs, forward), lambda gs, _: stated(gs, backward), [x])[0]
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def _side_by_side(axis: Axis, dim: int) -> Place:
+    return Place((dim,) * len(axis.names), dim)
+
+
+def _dim(x: Tensor, dim: int, who: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{who}: got dim {dim} of a tensor with shape {tuple(x.shape)}, wanted a dim of it")
+    return dim % x.dim()
+
+
+def _require_sums(xs: Sequence[Tensor], exact: bool, who: str) -> None:
+    for x in xs:
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1 and not exact:
+            raise ValueError(
+                f"{who}: got {x.dtype}, which has no sums, wanted 16 bits or more; cast it "
+                "(Wire(reduce=torch.bfloat16)), or use exact"
+            )
+
+
+def _places(xs: Sequence[Tensor], axis: Axis, dims: Sequence[int | Place], who: str) -> list[Place]:
+    if len(dims) != len(xs):
+        raise ValueError(
+            f"{who}: got {len(xs)} tensors and {len(dims)} dims, wanted as many; give one dim (or Place) for each "
+            "tensor"
+        )
+    out = []
+    for x, dim in zip(xs, dims, strict=True):
+        place = Place((_dim(x, dim, who),) * len(axis.names)) if isinstance(dim, int) else dim
+        if len(place.dims) != len(axis.names):
+            raise ValueError(
+                f"{who}: got the place {place} for {len(place.dims)} axes, wanted one for {len(axis.names)}; name each "
+                "axis's dim"
+            )
+        out.append(place)
+    return out

@@ -28,9 +28,10 @@ class Place:
     """dims: per axis the dim that it splits (axes on one dim: major first), or FLAT.
 
     interleaved, parts: a dim that consists of parts which are split one by one, and their sizes in the shard; -1 and ()
-    for none. block: of a flattened shard, the shape of its block before that, local to all axes that are not FLAT.
+    for none. () with a dim: the shards are put side by side on it. block: of a flattened shard, the shape of its block
+    before that, local to all axes that are not FLAT.
 
-    A whole tensor is made up of `n` shards, n the product of the `sizes` of the axes, in the order of the joined index:
+    A full tensor is made up of `n` shards, n the product of the `sizes` of the axes, in the order of the joined index:
 
     >>> place = Place((1,), 1, (2, 1))                       # [[q q k | q q k]] over two ranks -> [[q q q q k k]]
     >>> place.whole(torch.tensor([[[0, 1, 8]], [[2, 3, 9]]]), (2,))
@@ -55,7 +56,7 @@ class Place:
             ways = [layout.mesh.extent(layout.axes(d)) for d in range(len(layout.shape))]
             cut = [n for parts, n in zip(layout.parts, ways, strict=True) if any(part % n for part in parts)]
             raise ValueError(
-                f"{layout} is uneven, a gather inside a step wants equal shards; make the "
+                f"got {layout}, which is uneven, wanted equal shards for a gather inside a step; make the "
                 f"{'dim' if cut else 'block'} a multiple of {cut[0] if cut else layout.mesh.extent(layout.flat)}, or "
                 "do not shard this leaf"
             )
@@ -66,17 +67,17 @@ class Place:
             mine = tuple(name for name in names if name in axes)
             if mine and axes[len(axes) - len(mine) :] != mine:
                 raise ValueError(
-                    f"{'the flattened block' if d == FLAT else f'dim {d}'} of {layout} is split over {axes}; "
-                    f"{'+'.join(mine)} can be gathered only as its minor end; put it last in the rule"
+                    f"got {layout}, whose {'flattened block' if d == FLAT else f'dim {d}'} is split over {axes}, "
+                    f"wanted {'+'.join(mine)}, which is gathered, as its minor end; put it last in the rule"
                 )
             where |= dict.fromkeys(mine, d)
         if any(name not in names for name in flat):  # ranges of a range
             if any(where[name] != FLAT for name in names):
-                raise ValueError(f"{layout}: a dim is gathered only with all flat axes {flat}; gather these first")
+                raise ValueError(f"got {layout}, wanted a dim gathered with all flat axes {flat}; gather these first")
             return Place((0,) * len(names))
         split = [d for d in range(rank) if len(layout.parts[d]) > 1 and set(held[d]) & set(names)]
         if len(split) > 1:
-            raise ValueError(f"{layout}: dims {split} are interleaved and gathered; only one may be")
+            raise ValueError(f"got {layout}, whose dims {split} are interleaved and gathered, wanted one at most")
         parts = [part // layout.mesh.extent(held[d]) for d in split for part in layout.parts[d]]
         block = layout.replace(flat=(), unreduced=()).local_shape(0) if layout.flat else ()
         return Place(tuple(where[name] for name in names), split[0] if split else -1, tuple(parts), block)
@@ -85,7 +86,7 @@ class Place:
 
     def __str__(self) -> str:
         text = ",".join(map(str, self.dims))
-        if self.parts:
+        if self.interleaved >= 0:
             text += f"|{self.interleaved}:" + "+".join(map(str, self.parts))
         return text + ("|" + "x".join(map(str, self.block)) if self.block else "")
 
@@ -97,7 +98,7 @@ class Place:
         for field in rest:
             dim, colon, parts = field.partition(":")
             if colon:
-                place |= {"interleaved": int(dim), "parts": tuple(map(int, parts.split("+")))}
+                place |= {"interleaved": int(dim), "parts": tuple(map(int, parts.split("+") if parts else ()))}
             else:
                 place["block"] = tuple(map(int, field.split("x")))
         return Place(**place)
@@ -112,38 +113,44 @@ class Place:
         return math.prod(sizes[j] for j in self.axes_on(dim))
 
     def whole_shape(self, shard: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the whole that shards of this shape make up."""
+        """Shape of the full tensor that shards of this shape make up."""
         return tuple(n * self._ways(d, sizes) for d, n in enumerate(self.block or shard))
 
     def shard_shape(self, whole: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the shards of a whole."""
+        """Shape of the shards of a full tensor."""
         block = tuple(n // self._ways(d, sizes) for d, n in enumerate(whole))
         return (math.prod(block) // self._ways(FLAT, sizes),) if self.block else block
 
     def check(self, whole: Sequence[int], sizes: Sequence[int], what: str) -> None:
-        """ValueError when a whole of this shape cannot be cut so; `what` begins the message."""
-        fix = "pad it, or choose another dim"
+        """ValueError when a full tensor of this shape cannot be split so; `what` begins the message."""
+        where, fix = f"of a tensor with shape {tuple(whole)}", "pad it, or choose another dim"
         for d in set(self.dims) - {FLAT}:
             if not 0 <= d < len(whole):
-                raise ValueError(f"{what}: dim {d} of a tensor with shape {tuple(whole)}; give a dim of it")
+                raise ValueError(f"{what}: got dim {d} {where}, wanted a dim of it")
             if whole[d] % self._ways(d, sizes):
                 ways = self._ways(d, sizes)
-                raise ValueError(f"{what}: dim {d} of shape {tuple(whole)} is not divisible by {ways}; {fix}")
+                raise ValueError(
+                    f"{what}: got dim {d} {where}, which is not divisible by {ways}, wanted a multiple of it; {fix}"
+                )
         block = tuple(n // self._ways(d, sizes) for d, n in enumerate(whole))
         if self.parts and sum(self.parts) != block[self.interleaved]:
             raise ValueError(
-                f"{what}: parts {self.parts} of dim {self.interleaved}, which is {block[self.interleaved]} long in a "
-                f"shard of {tuple(whole)}; give the sizes of the parts in the shard"
+                f"{what}: got parts {self.parts} of dim {self.interleaved}, which is {block[self.interleaved]} long in "
+                f"a shard {where}, wanted the sizes of the parts in the shard"
             )
         if (FLAT in self.dims and not self.block) or (self.block and self.block != block):
-            raise ValueError(f"{what}: block {self.block} of a tensor whose block is {block}; give that with FLAT axes")
+            raise ValueError(
+                f"{what}: got block {self.block}, wanted {block}, that of the tensor; give that with FLAT axes"
+            )
         if self.block and math.prod(block) % self._ways(FLAT, sizes):
-            raise ValueError(f"{what}: {math.prod(block)} elements in {self._ways(FLAT, sizes)} ranges; {fix}")
+            raise ValueError(
+                f"{what}: got {math.prod(block)} elements, wanted a multiple of {self._ways(FLAT, sizes)} ranges; {fix}"
+            )
 
     # ---- values
 
     def whole(self, pieces: Tensor, sizes: Sequence[int]) -> Tensor:
-        """[n, *shard] -> the whole; a view where only dim 0 is split and the pieces are contiguous."""
+        """[n, *shard] -> the full tensor; a view where only dim 0 is split and the pieces are contiguous."""
         k = len(sizes)
         x = pieces.unflatten(0, tuple(sizes))
         flat, rest = self.axes_on(FLAT), [j for j in range(k) if self.dims[j] != FLAT]
@@ -160,7 +167,7 @@ class Place:
         return self._by_parts(in_place, x, self.parts, len(rest), 0)
 
     def pieces(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The whole -> [n, *shard]: row i is the shard of the rank with index i; a view where it can be one."""
+        """The full tensor -> [n, *shard]: row i is the shard of the rank with index i; a view where it can be one."""
         k = len(sizes)
         flat, rest = self.axes_on(FLAT), [j for j in range(k) if self.dims[j] != FLAT]
 

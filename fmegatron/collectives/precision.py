@@ -19,11 +19,15 @@ __all__ = ["Precision"]
 class Precision:
     """A policy of dtypes.
 
-    param: of weights at rest. compute: of matrices and activations in a step. gather: of weights on the wire; None: as
-    they are computed with. reduce: of gradients on the wire; None: as the backward makes them. exact: gradients of less
-    than 32 bits are summed in fp32 though they travel as they are (`Wire`). accumulate: in which microbatches are added
-    up. master: of the optimizer's copies of narrower weights; None: no copies. moments: how the optimizer stores its
-    moments, a value of `optim`; None: in full.
+    Args:
+        param: of weights at rest.
+        compute: of matrices and activations in a step.
+        gather: of weights on the wire; None: as they are computed with.
+        reduce: of gradients on the wire; None: as the backward makes them.
+        exact: whether gradients of less than 32 bits are summed in fp32 though they travel as they are (`Wire`).
+        accumulate: in which microbatches are added up.
+        master: of the optimizer's copies of narrower weights; None: no copies.
+        moments: how the optimizer stores its moments, a value of `optim`; None: in full.
 
     gather and reduce in 16 bits or less are for matrices. Vectors (norm weights, biases) travel in their own dtype, and
     their gradients as the backward makes them, which in a train step is `accumulate` or wider: wherever they are
@@ -55,11 +59,11 @@ class Precision:
                     + (", or None" if name in ("gather", "reduce", "master") else "")
                 )
             if dtype.itemsize < 2 and name in ("compute", "accumulate", "master"):
-                raise ValueError(f"Precision.{name}: got {dtype}, in which nothing is added up; wanted 16 bits or more")
+                raise ValueError(f"Precision.{name}: got {dtype}, in which nothing is added up, wanted 16 bits or more")
         if self.accumulate.itemsize < 4:
             raise ValueError(
                 f"Precision.accumulate: got {self.accumulate}, wanted torch.float32 or wider: sums of microbatches in "
-                "16 bits lose whole gradients"
+                "16 bits lose gradients"
             )
         self.wire  # noqa: B018  checks gather, reduce and exact
 
@@ -72,7 +76,7 @@ class Precision:
         """How each leaf travels: the tree of `layouts` with a Wire for each.
 
         Vectors are leaves of one dim or none, and those of stacks of them, which are known by their path: "norm" or
-        "bias" stands in it (`tree.neither_norm_nor_bias`).
+        "bias" is in it (`tree.neither_norm_nor_bias`).
         """
         wide = self.reduce is not None and self.reduce.itemsize >= 4
         vector = Wire(None, self.reduce if wide else None, self.exact)

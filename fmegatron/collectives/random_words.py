@@ -23,11 +23,18 @@ def random_words(
 ) -> torch.Tensor:
     """A random number of 32 bits for each element: int64 in the shape of the local tensor `like`.
 
-    key: a Python int, 0 or more, and name: a leaf's path or a kind of numbers; each pair of them gives other words.
-    count: what draws of one pair are told apart by, int64: 0-d (the number of a step), or one number for each index of
-    dim 0 (of the samples of a batch), on which and the index within the row a word then depends: not on where the row
-    lies. The first 2³² words of a pair and a count are all different. layout: of the value in the global array, axes:
-    of its mesh; None: it is not sharded.
+    Each pair of key and name gives other words, and the first 2³² words of a pair and a count are all different.
+
+    Args:
+        key: a Python int, 0 or more.
+        name: a leaf's path, or a kind of numbers.
+        count: what distinguishes draws of one pair, int64: 0-d (the number of a step), or one number for each index of
+            dim 0 (of the samples of a batch); a word then depends on it and the index within the row, not on where the
+            row is.
+        like: the local tensor.
+        layout: of the value in the global array; None: it is not sharded.
+        axes: of the mesh of the layout.
+
     Raises ValueError for a key, count or layout that is not like this, and for uneven layouts (see `positions`).
     """
     _require_key(key)
@@ -72,7 +79,7 @@ def _of_a_row(like: torch.Tensor, layout: Layout | None) -> Layout | None:
         return None
     _require_shape(tuple(like.shape), layout)
     if layout.flat:
-        raise ValueError(f"random words: got a count for each row of {layout}, whose ranges cut rows; give one count")
+        raise ValueError(f"random words: got a count for each row of {layout}, whose ranges cut rows, wanted one count")
     return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
 
 
@@ -87,12 +94,11 @@ def positions(like: torch.Tensor, layout: Layout | None = None, axes: Axes | Non
 
 def _require_shape(shape: tuple[int, ...], layout: Layout) -> None:
     if not layout.is_even:
-        raise ValueError(f"got {layout}, which is uneven; want ranks of one shape to number their elements")
+        raise ValueError(f"got {layout}, which is uneven, wanted ranks of one shape to number their elements")
     if layout.local_shape(0) != shape:
         raise ValueError(
-            f"positions: got a local tensor of shape {shape} and the layout {layout}, which gives "
-            f"{layout.local_shape(0)} on each rank; give the layout of this value (its shape is that of the global "
-            "array)"
+            f"positions: got a local tensor of shape {shape}, wanted {layout.local_shape(0)}, which {layout} gives on "
+            "each rank; give the layout of this value (its shape is that of the global array)"
         )
 
 
@@ -103,13 +109,13 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
     if layout is None or not layout.sharded:
         return torch.arange(math.prod(shape), device=like.device).view(shape)
     if axes is None:
-        raise ValueError(f"positions: got {layout}, which is sharded, and no axes; give Axes(mesh)")
+        raise ValueError(f"positions: got {layout}, which is sharded, and no axes, wanted axes; give Axes(mesh)")
     axes.require(layout, "positions: the layout")
     if not layout.flat:
         return _of_dims(like, layout, axes)
     leading = _leading_dims(layout)
     if leading:
-        # Ranges of whole rows: as if the leading dims were one, which the flat axes split too. (What `step.check` knows
+        # Ranges of full rows: as if the leading dims were one, which the flat axes split too. (What `step.check` knows
         # of such a leaf has the same form.)
         dims, names = layout.shape[leading:], (*layout.axes(0), *layout.flat)
         merged = layout.replace(
@@ -126,7 +132,7 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
 
 
 def _leading_dims(layout: Layout) -> int:
-    """How many leading dims of a flattened leaf make up what its ranges cut: 0 where a range is not of whole rows."""
+    """How many leading dims of a flattened leaf make up what its ranges cut: 0 where a range is not of full rows."""
     if isinstance(layout.spec[0], Split) and layout.counts[0]:
         return 0
     count = 1
@@ -177,7 +183,7 @@ def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """A permutation of 32 bits that spreads every bit (lowbias32 of C. Wellons' hash-prospector), in int64.
 
-    The second factor stands as a negative number, equal modulo 2³²: no product leaves the 64 bits.
+    The second factor is written as a negative number, equal modulo 2³²: no product leaves the 64 bits.
     """
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW_32
     x = ((x ^ (x >> 15)) * (0xD35A2D97 - 2**32)) & _LOW_32

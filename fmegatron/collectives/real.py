@@ -1,33 +1,69 @@
-"""The real binding: each collective as functional collectives of torch on a named process group.
+"""The real binding: collectives of lists of tensors as functional collectives of torch on one process group.
 
-Every function takes the *local* tensor and the name of a group (see `World.group_name`), works in eager mode and under
-tracing, and returns a fresh contiguous tensor. Groups are named by axis, never by rank, so all ranks trace one graph.
+Every function takes *local* tensors and a `Group`, works in eager mode and under tracing, and returns fresh tensors.
+Groups are named by axes, never by rank, so all ranks trace one graph.
 
-torch numbers the ranks of a group in ascending order. Over joint axes that are not in the order of the mesh the index
-along the axes is another number; `order[index]` is then the position in the group (`World.order`), None where equal.
+Gathers and sums on the way take a list of buffers: a large tensor is a buffer as it is, small ones are joined into one
+more. Where dtypes differ, buffers are viewed as bytes.
+Tensors of one dtype are joined by plain ops, which a compiler fuses with the casts before and the copies behind. Those
+of several dtypes by two opaque ops, which copy every tensor once into a buffer of bytes and once out of it, largest
+element size first, so that each piece is where its dtype can be viewed.
 """
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from fmegatron.collectives.place import Place
 from fmegatron.collectives.torch_private import functional_ops, group_named
+from fmegatron.collectives.wire import wide
+from fmegatron.layout import dtype_from_name, dtype_name
 
-__all__ = ["all_gather", "all_to_all", "emit", "pmax", "ppermute", "psum", "reduce_scatter"]
+if TYPE_CHECKING:
+    from fmegatron.collectives.world import World
 
-Order = tuple[int, ...] | None
+__all__ = ["Group", "all_gather", "all_reduced", "all_to_all", "ppermute", "psum", "reduce_scatter"]
+
+_LITTLE = 1 << 16  # bytes below which a collective costs its latency, and a copy less than another buffer
 
 
-def emit(name: str, x: torch.Tensor, world, axes: tuple[str, ...], *arguments: int) -> torch.Tensor:
-    """The real form of a symbolic collective, by its name, tensor and axes; `arguments`: what else the op takes."""
-    group, order = world.group_name(axes), world.order(axes)
-    if name == "psum":
-        return psum(x, group)
-    if name == "pmax":
-        return pmax(x, group)
-    function = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}.get(
-        name, ppermute
-    )
-    return function(x, group, *arguments, order=order)
+@dataclass(frozen=True)
+class Group:
+    """This rank's process group over joined axes of a world."""
+
+    world: World
+    axes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Under which torch knows it (see `World.group_name`)."""
+        return self.world.group_name(self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks along each of the axes."""
+        return tuple(self.world.mesh[name] for name in self.axes)
+
+    @property
+    def n(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def index(self) -> int:
+        """This rank's position along the axes."""
+        return self.world.index(self.axes)
+
+
+# ---- order: torch numbers the ranks of a group in ascending order, joint axes may not (`World.order`) ----------------
+Order = tuple[int, ...] | None  # position in the group of each index along the axes; None where they are the same
 
 
 def by_index(parts, order: Order):
@@ -40,54 +76,176 @@ def by_position(parts, order: Order):
     return parts if order is None else [parts[order.index(position)] for position in range(len(order))]
 
 
-def all_gather(x: torch.Tensor, group: str, n: int, dim: int, order: Order = None) -> torch.Tensor:
-    """Concatenate the `n` ranks' tensors on `dim`."""
+def _ordered(rows: Tensor, group: Group, arrange) -> Tensor:
+    order = group.world.order(group.axes)
+    return rows if order is None else torch.cat(arrange(rows.chunk(len(order), 0), order), 0)
+
+
+# ---- buffers: the tensors of a list that travel together -------------------------------------------------------------
+def _ours():
+    return torch.ops.fmegatron_real
+
+
+def _as_bytes(xs: list[Tensor]) -> bool:
+    """Whether they travel as bytes: several dtypes, or one that process groups do not know."""
+    return len({x.dtype for x in xs}) > 1 or (xs[0].dtype.is_floating_point and xs[0].dtype.itemsize == 1)
+
+
+def _summed_on_the_way(xs: list[Tensor], exact: bool) -> bool:
+    return not _as_bytes(xs) and not (exact and wide(xs[0].dtype) != xs[0].dtype)
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    """[n, ...] each -> [n, total]."""
+    flat = [row.reshape(row.shape[0], -1) for row in rows]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+
+
+def _parted(rows: Tensor, shapes: list) -> list[Tensor]:
+    """The inverse of `_joined`: [n, *shape] of each."""
+    if len(shapes) == 1:
+        return [rows.unflatten(1, shapes[0])]
+    found = rows.split([math.prod(shape) for shape in shapes], 1)
+    return [row.unflatten(1, shape) for row, shape in zip(found, shapes, strict=True)]
+
+
+def _buffers(tensors: list[Tensor]) -> list[list[int]]:
+    """Which of the tensors share a buffer: each large one has its own."""
+    nbytes = [x.numel() * x.dtype.itemsize for x in tensors]
+    small = [i for i, size in enumerate(nbytes) if size < _LITTLE]
+    return [[i] for i, size in enumerate(nbytes) if size >= _LITTLE] + ([small] if small else [])
+
+
+def _packed(rows: list[Tensor]) -> Tensor:
+    """[n, ...] each -> one flat buffer, row by row; bytes where dtypes differ or process groups do not know them."""
+    if len(rows) == 1:
+        flat = rows[0].reshape(-1).contiguous()
+        return flat.view(torch.uint8) if _as_bytes(rows) else flat
+    return (_ours().pack(rows) if _as_bytes(rows) else _joined(rows)).reshape(-1).contiguous()
+
+
+def _opened(buffer: Tensor, like: list[Tensor], group: Group) -> list[Tensor]:
+    """The inverse of `_packed`, of buffers of all ranks: [n, *shape] of each tensor, in the order of the index."""
+    packed = len(like) > 1 and _as_bytes(like)
+    rows = _ordered((buffer if packed else buffer.view(like[0].dtype)).view(group.n, -1), group, by_index)
+    shapes = [x.shape for x in like]
+    return _unpacked(rows, like, shapes) if packed else _parted(rows, shapes)
+
+
+# ---- all_gather ------------------------------------------------------------------------------------------------------
+def _gathered_rows(xs: list[Tensor], group: Group) -> list[Tensor]:
+    """[n, *shape] of each: what the ranks hold, in the order of the index."""
+    ops, together = functional_ops(), _buffers(xs)
+    mine = [_packed([xs[i].unsqueeze(0) for i in members]) for members in together]
+    if len(mine) == 1:
+        wholes = [ops.all_gather_into_tensor(mine[0], group.n, group.name)]
+    else:
+        if len({buffer.dtype for buffer in mine}) > 1:  # libraries take a list of one dtype
+            mine = [buffer.view(torch.uint8) for buffer in mine]
+        wholes = ops.all_gather_into_tensor_coalesced(mine, group.n, group.name)
+    found: list = [None] * len(xs)
+    for members, whole in zip(together, wholes, strict=True):
+        opened = _opened(ops.wait_tensor(whole), [xs[i] for i in members], group)
+        for i, rows in zip(members, opened, strict=True):
+            found[i] = rows
+    return found
+
+
+def all_gather(xs: list[Tensor], group: Group, places: list[Place]) -> list[Tensor]:
+    """Each tensor in full, from the shards of the ranks."""
+    rows = _gathered_rows(xs, group)
+    return [place.whole(row, group.sizes) for place, row in zip(places, rows, strict=True)]
+
+
+# ---- reduce_scatter --------------------------------------------------------------------------------------------------
+def reduce_scatter(xs: list[Tensor], group: Group, places: list[Place], exact: bool) -> list[Tensor]:
+    """The sum of each tensor over the ranks, this rank's shard of it."""
+    shapes = [place.shard_shape(x.shape, group.sizes) for place, x in zip(places, xs, strict=True)]
+    pieces = [place.pieces(x, group.sizes) for place, x in zip(places, xs, strict=True)]
+    return _scattered(pieces, shapes, group, exact)
+
+
+def _scattered(pieces: list[Tensor], shapes: list, group: Group, exact: bool) -> list[Tensor]:
+    """[n, *shape] each -> the sum over the ranks of the piece of this one."""
+    if not _summed_on_the_way(pieces, exact):
+        return [_row_sum(rows, exact) for rows in _exchanged_rows(pieces, shapes, group)]
+    ops, together = functional_ops(), _buffers(pieces)
+    given = [_ordered(_joined([pieces[i] for i in members]), group, by_position) for members in together]
+    given = [buffer.reshape(-1).contiguous() for buffer in given]
+    if len(given) == 1:
+        sums = [ops.reduce_scatter_tensor(given[0], "sum", group.n, group.name)]
+    else:
+        sums = ops.reduce_scatter_tensor_coalesced(given, "sum", group.n, group.name)
+    found: list = [None] * len(pieces)
+    for members, flat in zip(together, sums, strict=True):
+        for i, part in zip(members, _split(ops.wait_tensor(flat), [shapes[i] for i in members]), strict=True):
+            found[i] = part
+    return found
+
+
+def _split(flat: Tensor, shapes: list) -> list[Tensor]:
+    parts = [flat] if len(shapes) == 1 else flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _exchanged_rows(pieces: list[Tensor], shapes: list, group: Group) -> list[Tensor]:
+    """[n, *shape] of each: the pieces that all ranks have for this one, in the order of the index."""
+    ops, n = functional_ops(), group.n
+    mixed = _as_bytes(pieces)
+    rows = _ordered(_ours().pack(pieces) if mixed else _joined(pieces), group, by_position)
+    flat = rows.reshape(-1).contiguous()
+    parts = [flat.shape[0] // n] * n
+    moved = ops.wait_tensor(ops.all_to_all_single(flat, parts, parts, group.name)).view(n, -1)
+    moved = _ordered(moved, group, by_index)
+    return _unpacked(moved, pieces, shapes) if mixed else _parted(moved, shapes)
+
+
+def _row_sum(rows: Tensor, exact: bool) -> Tensor:
+    """Sum over dim 0 from the first row on: the same order on all ranks, and that of simulated ones."""
+    dtype = wide(rows.dtype) if exact else rows.dtype
+    return functools.reduce(torch.add, [row.to(dtype) for row in rows.unbind(0)])
+
+
+# ---- all_to_all ------------------------------------------------------------------------------------------------------
+def all_to_all(xs: list[Tensor], group: Group, split_dims: list[int], concat_dims: list[int]) -> list[Tensor]:
+    """Of each tensor part j of its split dim goes to rank j; what arrives is concatenated in rank order."""
+    pieces = [torch.stack(x.chunk(group.n, dim)) for x, dim in zip(xs, split_dims, strict=True)]
+    rows = _exchanged_rows(pieces, [piece.shape[1:] for piece in pieces], group)
+    return [torch.cat(row.unbind(0), dim) for row, dim in zip(rows, concat_dims, strict=True)]
+
+
+# ---- all_reduce ------------------------------------------------------------------------------------------------------
+def all_reduced(x: Tensor, kind: str, group: Group) -> Tensor:
+    """A tensor reduced element by element over the ranks. kind: "sum", "max", "min", "product" ..."""
     ops = functional_ops()
-    gathered = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), n, group))
-    if dim in (0, -x.dim()) and order is None:
-        return gathered
-    return torch.cat(by_index(gathered.chunk(n, 0), order), dim)
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), kind, group.name))
 
 
-def reduce_scatter(x: torch.Tensor, group: str, n: int, dim: int, order: Order = None) -> torch.Tensor:
-    """Sum over the ranks; keep this rank's part of `dim`."""
-    ops = functional_ops()
-    straight = dim in (0, -x.dim()) and order is None
-    rows = x.contiguous() if straight else torch.cat(by_position(x.chunk(n, dim), order), 0)
-    return ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", n, group))
+def psum(xs: list[Tensor], group: Group, exact: bool) -> list[Tensor]:
+    """The sum of each tensor over the ranks."""
+    if _summed_on_the_way(xs, exact):
+        if len(xs) == 1:
+            return [all_reduced(xs[0], "sum", group)]
+        flat = all_reduced(torch.cat([x.reshape(-1) for x in xs]), "sum", group)
+        return _split(flat, [x.shape for x in xs])
+    n = group.n
+    if n == 2 or sum(x.numel() * x.dtype.itemsize for x in xs) * n <= _LITTLE:
+        return [_row_sum(rows, exact) for rows in _gathered_rows(xs, group)]
+    padded = [torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % n)).view(n, -1) for x in xs]
+    sums = _scattered(padded, [x.shape[1:] for x in padded], group, exact)
+    wholes = _gathered_rows(sums, group)
+    return [y.reshape(-1)[: x.numel()].view(x.shape) for x, y in zip(xs, wholes, strict=True)]
 
 
-def psum(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Sum over the ranks."""
-    ops = functional_ops()
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
-
-
-def pmax(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Elementwise maximum over the ranks."""
-    ops = functional_ops()
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "max", group))
-
-
-def all_to_all(
-    x: torch.Tensor, group: str, n: int, split_dim: int, concat_dim: int, order: Order = None
-) -> torch.Tensor:
-    """Part j of `split_dim` goes to rank j; what arrives is concatenated on `concat_dim` in rank order."""
-    ops = functional_ops()
-    parts = torch.stack(by_position(x.chunk(n, split_dim), order))
-    flat = parts.flatten(0, 1) if parts.dim() > 1 else parts
-    sizes = [flat.shape[0] // n] * n
-    moved = ops.wait_tensor(ops.all_to_all_single(flat, sizes, sizes, group))
-    return torch.cat(by_index(moved.view(parts.shape).unbind(0), order), concat_dim)
-
-
-def ppermute(x: torch.Tensor, group: str, n: int, shift: int, order: Order = None) -> torch.Tensor:
+# ---- ppermute --------------------------------------------------------------------------------------------------------
+def ppermute(xs: list[Tensor], group: Group, shift: int) -> list[Tensor]:
     """Send to the rank `shift` further along the axis (a ring), receive from the one `shift` before.
 
     One opaque op, because the split sizes of an all-to-all that moves one block would differ per rank, and the graph
     must be the same on all ranks.
     """
-    return torch.ops.fmegatron_real.ppermute(x.contiguous(), group, shift, order or range(n))
+    order = group.world.order(group.axes) or range(group.n)
+    return [_ours().ppermute(x.contiguous(), group.name, shift, order) for x in xs]
 
 
 def _ppermute(x, group_name, shift, order):
@@ -104,11 +262,65 @@ def _ppermute(x, group_name, shift, order):
     return received
 
 
+# ---- several dtypes in one buffer ------------------------------------------------------------------------------------
+def _slots(dtypes: list[torch.dtype], counts: list[int]) -> tuple[list[int], int]:
+    """(byte at which each piece begins in a row, bytes of a row): largest element size first, which divides the row."""
+    starts, at = [0] * len(dtypes), 0
+    for i in sorted(range(len(dtypes)), key=lambda i: -dtypes[i].itemsize):
+        starts[i] = at
+        at += counts[i] * dtypes[i].itemsize
+    widest = max(dtype.itemsize for dtype in dtypes)
+    return starts, -(-at // widest) * widest
+
+
+def _piece(buffer: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    return buffer[:, start : start + count * dtype.itemsize].view(dtype)
+
+
+def _unpacked(rows: Tensor, like: list[Tensor], shapes: list) -> list[Tensor]:
+    """[n, *shape] of each tensor out of a buffer of bytes [n, row]."""
+    found = _ours().unpack(rows, [dtype_name(x.dtype) for x in like], [math.prod(shape) for shape in shapes])
+    return [row.unflatten(1, shape) for row, shape in zip(found, shapes, strict=True)]
+
+
+def _pack(xs):
+    counts = [x[0].numel() for x in xs]
+    starts, row = _slots([x.dtype for x in xs], counts)
+    buffer = torch.empty(xs[0].shape[0], row, dtype=torch.uint8, device=xs[0].device)
+    buffer[:, sum(count * x.dtype.itemsize for count, x in zip(counts, xs, strict=True)) :] = 0
+    for x, start, count in zip(xs, starts, counts, strict=True):
+        _piece(buffer, start, count, x.dtype).view(x.shape).copy_(x)
+    return buffer
+
+
+def _pack_meta(xs):
+    _, row = _slots([x.dtype for x in xs], [x[0].numel() for x in xs])
+    return xs[0].new_empty((xs[0].shape[0], row), dtype=torch.uint8)
+
+
+def _unpack(rows, dtypes, counts):
+    dtypes = [dtype_from_name(name) for name in dtypes]
+    starts, _ = _slots(dtypes, counts)
+    pieces = [_piece(rows, *slot) for slot in zip(starts, counts, dtypes, strict=True)]
+    return [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]
+
+
+def _unpack_meta(rows, dtypes, counts):
+    shapes = [(rows.shape[0], count) for count in counts]
+    return [rows.new_empty(n, dtype=dtype_from_name(name)) for n, name in zip(shapes, dtypes, strict=True)]
+
+
 def _define_ops():
     library = torch.library.Library("fmegatron_real", "DEF")
     library.define("ppermute(Tensor x, str group, int shift, int[] order) -> Tensor")
     library.impl("ppermute", _ppermute, "CompositeExplicitAutograd")
     library.impl("ppermute", lambda x, group, shift, order: torch.empty_like(x), "Meta")
+    library.define("pack(Tensor[] xs) -> Tensor")
+    library.impl("pack", _pack, "CompositeExplicitAutograd")
+    library.impl("pack", _pack_meta, "Meta")
+    library.define("unpack(Tensor rows, str[] dtypes, int[] counts) -> Tensor[]")
+    library.impl("unpack", _unpack, "CompositeExplicitAutograd")
+    library.impl("unpack", _unpack_meta, "Meta")
     return library
 
 

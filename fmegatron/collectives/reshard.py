@@ -1,34 +1,27 @@
-"""Move a value from one layout to another inside a step: a short list of collectives, made by integer arithmetic."""
+"""Moves values from one layout to another inside a step, several of them in fewer collectives than one by one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from fmegatron.collectives.axes import Axes
-from fmegatron.collectives.ops import all_gather, all_to_all, lend, psum, reduce_scatter, shard
-from fmegatron.layout import Layout, Split
+from fmegatron.collectives.ops import (
+    all_gather,
+    all_gather_many,
+    all_to_all,
+    lend,
+    psum_many,
+    reduce_scatter_many,
+    shard,
+)
+from fmegatron.collectives.place import Place
+from fmegatron.collectives.reshard_plan import Move, reshard_moves
+from fmegatron.collectives.wire import Wire
+from fmegatron.layout import Layout
 
-__all__ = ["Move", "moved", "reshard", "reshard_moves", "whole_parts"]
-
-
-@dataclass(frozen=True)
-class Move:
-    """One collective of a reshard: `op` over the joined `axes`, on `dim` (and `dim2` = the dim that all_to_all splits).
-
-    parts: sizes of the consecutive parts of an interleaved dim (local to the other axes), or None.
-    """
-
-    op: str
-    axes: tuple[str, ...]
-    dim: int = -1
-    dim2: int = -1
-    parts: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        place = "" if self.dim < 0 else f" dim {self.dim}" + ("" if self.dim2 < 0 else f" -> dim {self.dim2}")
-        return f"{self.op}({'+'.join(self.axes)}{place}{' interleaved' if self.parts else ''})"
+__all__ = ["reshard", "reshard_many", "whole_parts"]
 
 
 def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tensor:
@@ -40,197 +33,110 @@ def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tens
     even; uneven ones are moved by `layout.plan_reshard` outside of graphs.
     Raises ValueError when shapes or meshes differ, a layout is uneven, or dst has a pending sum that src has not.
     """
-    axes.require(src, "reshard")
-    for move in reshard_moves(src, dst):
-        x = moved(x, move, src, dst, axes)
-    return x
+    return reshard_many([x], [src], [dst], axes)[0]
 
 
-def moved(x: torch.Tensor, move: Move, src: Layout, dst: Layout, axes: Axes) -> torch.Tensor:
-    """The value after one of the moves of a reshard from src to dst."""
-    axis = axes[move.axes] if move.axes else None
+def reshard_many(
+    xs: Sequence[torch.Tensor],
+    srcs: Sequence[Layout],
+    dsts: Sequence[Layout],
+    axes: Axes,
+    wire: Wire | Sequence[Wire] = Wire(),  # noqa: B008  a frozen value
+    together: int = 1 << 20,
+) -> list[torch.Tensor]:
+    """`reshard` of several values, in fewer collectives: small ones that need the same one share it.
+
+    Transposes as in `reshard`, in the dtypes of the arguments.
+
+    Args:
+        xs: this rank's parts.
+        srcs: their layouts.
+        dsts: the layouts that are wanted.
+        axes: those of the mesh of the layouts.
+        wire: for all values or one for each: pending sums are reduced in `wire.reduce`, exactly if `wire.exact`, and
+            arrive in the dtype of the sum (a value without a pending sum keeps its own); each of several reductions of
+            one value is made so. Sums that are not exact are shared by values of one wire.
+        together: bytes of the largest value that is copied into a shared buffer. Larger ones are buckets by themselves,
+            and a copy would cost more than a collective.
+
+    Raises ValueError as `reshard` does.
+    """
+    axes.require(list(srcs), "reshard: the source")
+    wires = [wire] * len(xs) if isinstance(wire, Wire) else list(wire)
+    xs, todo = list(xs), [reshard_moves(src, dst) for src, dst in zip(srcs, dsts, strict=True)]
+    while any(todo):
+        for i, moves in enumerate(todo):
+            while moves and moves[0].op in ("flatten", "unflatten", "shard"):
+                xs[i] = _locally(xs[i], moves.pop(0), srcs[i], axes)
+        waiting = [i for i, moves in enumerate(todo) if moves]
+        if not waiting:
+            break
+        first = waiting[0]
+        mine = [first]
+        if _small(xs[first], todo[first][0], dsts[first], together):
+            mine += [i for i in waiting[1:] if _key(todo[i][0], wires[i]) == _key(todo[first][0], wires[first])
+                     and _small(xs[i], todo[i][0], dsts[i], together)]  # fmt: skip
+        moves, given = [todo[i].pop(0) for i in mine], ([xs[i] for i in mine], [wires[i] for i in mine])
+        for i, x in zip(mine, _together(*given, moves, dsts[first], axes), strict=True):
+            xs[i] = x
+    return xs
+
+
+def _key(move, wire):
+    """What values have in common that may share their next collective."""
+    if move.op not in ("psum", "reduce_scatter"):
+        return move.op, move.axes
+    return move.op, move.axes, wire.exact, None if wire.exact else wire.reduce
+
+
+def _small(x, move, dst, together):
+    """Whether a value may share its next collective: one that all_to_all or `lend` moves does not."""
+    shared = move.op in ("psum", "reduce_scatter") or (
+        move.op == "all_gather" and not any(name in dst.sharded for name in move.axes)
+    )
+    return shared and x.numel() * x.dtype.itemsize <= together
+
+
+def _together(xs, wires, moves, dst, axes):
+    """The values after one move each, of the same kind over the same axes; dst: that of the first value."""
+    op, axis, exact = moves[0].op, axes[moves[0].axes], wires[0].exact
+    if op in ("psum", "reduce_scatter"):
+        xs = [x if wire.reduce is None else x.to(wire.reduce) for x, wire in zip(xs, wires, strict=True)]
+        if op == "psum":
+            return psum_many(xs, axis, exact=exact)
+        return reduce_scatter_many(xs, axis, [move.dim for move in moves], exact=exact)
+    if op == "all_to_all":
+        return [all_to_all(xs[0], axis, split_dim=moves[0].dim2, concat_dim=moves[0].dim)]
+    if not any(name in dst.sharded for name in moves[0].axes):
+        return all_gather_many(xs, axis, [_place(move, axis) for move in moves])
+    return [_lent(xs[0], moves[0], dst, axes)]
+
+
+def _place(move, axis):
+    parts = tuple(size // axis.size for size in move.parts or ())
+    return Place((move.dim,) * len(axis.names), move.dim if parts else -1, parts)
+
+
+def _locally(x: torch.Tensor, move: Move, src: Layout, axes: Axes) -> torch.Tensor:
+    """The value after a move that needs no communication."""
     if move.op == "flatten":
         return x.flatten()
     if move.op == "unflatten":
-        return x.view(_block_shape(src))
-    if move.op == "psum":
-        return psum(x, axis)
-    if move.op == "reduce_scatter":
-        return reduce_scatter(x, axis, move.dim)
-    if move.op == "all_to_all":
-        return all_to_all(x, axis, split_dim=move.dim2, concat_dim=move.dim)
-    if move.op == "shard":
-        return _by_parts(x, move, lambda piece: shard(piece, axis, move.dim))
-    x = _gathered(x, move, dst, axes)
-    return whole_parts(x, move.dim, move.parts, axis.size) if move.parts else x
+        return x.view(src.replace(flat=(), unreduced=()).local_shape(0))
+    pieces = [x] if move.parts is None else x.split(list(move.parts), move.dim)
+    pieces = [shard(piece, axes[move.axes], move.dim) for piece in pieces]
+    return pieces[0] if move.parts is None else torch.cat(pieces, move.dim)
 
 
-def _gathered(x, move, dst, axes):
-    """all_gather over the axes that dst does not shard by, `lend` over those by which a later move cuts again."""
+def _lent(x: torch.Tensor, move: Move, dst: Layout, axes: Axes) -> torch.Tensor:
+    """A gather of which some axes cut again in a later move: `lend` over these, all_gather over the others."""
     again = [name in dst.sharded for name in move.axes]
-    if len(set(again)) == 1:
-        return (lend if again[0] else all_gather)(x, axes[move.axes], move.dim)
-    for name in reversed(move.axes):  # minor first: the same as jointly
-        x = (lend if name in dst.sharded else all_gather)(x, axes[name], move.dim)
-    return x
-
-
-def _by_parts(x, move, f):
-    """Apply f to each part of an interleaved dim on its own (to the whole dim when it is not interleaved)."""
-    if move.parts is None:
-        return f(x)
-    return torch.cat([f(piece) for piece in x.split(list(move.parts), move.dim)], move.dim)
+    for names in [move.axes] if all(again) else reversed(move.axes):  # minor first: the same as jointly
+        x = (lend if all(again) or names in dst.sharded else all_gather)(x, axes[names], move.dim)
+    return whole_parts(x, move.dim, move.parts, axes[move.axes].size) if move.parts else x
 
 
 def whole_parts(x: torch.Tensor, dim: int, sizes: tuple[int, ...], n: int) -> torch.Tensor:
-    """An interleaved dim that n ranks gathered, in order: from rank-major pieces of every part to whole parts."""
+    """An interleaved dim that n ranks gathered, in order: from rank-major pieces of every part to full parts."""
     pieces = x.split([size // n for _ in range(n) for size in sizes], dim)
     return torch.cat([pieces[rank * len(sizes) + part] for part in range(len(sizes)) for rank in range(n)], dim)
-
-
-def _block_shape(layout: Layout) -> tuple[int, ...]:
-    return layout.replace(flat=(), unreduced=()).local_shape(0)
-
-
-def _big(layout: Layout, names) -> tuple[str, ...]:
-    return tuple(name for name in names if layout.mesh[name] > 1)
-
-
-def _dim_state(layout: Layout, dim: int):
-    """(axes, parts) of one dim, without axes of size 1; parts is None for plain splits."""
-    entry = layout.spec[dim] if dim < len(layout.spec) else None
-    axes = _big(layout, layout.axes(dim))
-    parts = None
-    if isinstance(entry, Split) and axes:
-        parts = entry.sizes(layout.shape[dim])
-    return axes, parts
-
-
-def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
-    """The moves that lead from src to dst, in order; a pure function of integers (see `reshard`)."""
-    if src.shape != dst.shape or src.mesh != dst.mesh:
-        raise ValueError(f"cannot reshard {src} into {dst}: shape and mesh must be the same")
-    for name, layout in (("source", src), ("target", dst)):
-        if not layout.is_even:
-            raise ValueError(
-                f"cannot reshard inside a graph: the {name} {layout} is uneven, ranks would have different shapes; "
-                "pad the dim, or move it outside of the step with layout.plan_reshard"
-            )
-    pending = [name for name in _big(src, src.unreduced) if name not in dst.unreduced]
-    extra = [name for name in _big(dst, dst.unreduced) if name not in src.unreduced]
-    if extra:
-        raise ValueError(
-            f"target {dst} is a pending sum over {extra}, source {src} is not; a complete value cannot become partial"
-        )
-    moves: list[Move] = []
-    src_flat, dst_flat = _big(src, src.flat), _big(dst, dst.flat)
-    dims = range(len(src.shape))
-    now = [_dim_state(src, d) for d in dims]
-    want = [_dim_state(dst, d) for d in dims]
-    stays_flat = bool(src_flat) and src_flat == dst_flat and now == want
-    if src.flat and not stays_flat:
-        if src_flat:
-            moves.append(Move("all_gather", src_flat, 0))
-        moves.append(Move("unflatten", ()))
-    if not stays_flat:
-        moves += _move_dims(now, want, pending, src)
-    flat_axes = [name for name in dst_flat if name in pending]
-    if pending and not (flat_axes and not stays_flat and set(pending) == set(dst_flat)):
-        rest = tuple(name for name in src.mesh.names if name in pending)
-        moves.append(Move("psum", rest))
-        pending.clear()
-    if dst.flat and not stays_flat:
-        moves.append(Move("flatten", ()))
-        if dst_flat:
-            moves.append(Move("reduce_scatter" if pending else "shard", dst_flat, 0))
-    return moves
-
-
-def _move_dims(now, want, pending, layout):
-    """Moves between the split of each dim as it is and as it is wanted; takes what it reduces out of `pending`."""
-    moves = []
-    keep = [_common(a, b) for a, b in zip(now, want, strict=True)]
-    held = [list(axes) for axes, _ in now]
-    todo = [list(axes[k:]) for (axes, _), k in zip(want, keep, strict=True)]
-
-    def surplus(d):
-        return held[d][keep[d] :]
-
-    def settled(d):
-        return not surplus(d)
-
-    def in_use(axis):
-        return any(axis in axes for axes in held)
-
-    def interleaved(state, d):
-        return state[d][1] is not None
-
-    # 1. pending sums, where the target shards by their axis: a reduce-scatter moves and reduces at once
-    for d in range(len(now)):
-        taken = []
-        while settled(d) and todo[d] and todo[d][0] in pending and not interleaved(want, d):
-            taken.append(todo[d].pop(0))
-            pending.remove(taken[-1])
-        if taken:
-            moves.append(Move("reduce_scatter", tuple(taken), d))
-            held[d] += taken
-            keep[d] += len(taken)
-    # Other pending sums over axes that a dim will be split by must be done first.
-    soon = tuple(a for a in layout.mesh.names if a in pending and any(a in t for t in todo))
-    if soon:
-        moves.append(Move("psum", soon))
-        for axis in soon:
-            pending.remove(axis)
-    # 2. until all dims are as wanted: exchange, cut what is replicated, gather as the last resort
-    while any(todo) or any(surplus(d) for d in range(len(now))):
-        moves.append(
-            _exchange(held, todo, keep, surplus, settled, now, want)
-            or _cut(held, todo, keep, settled, in_use, want)
-            or _gather(held, keep, surplus, now)
-        )
-    return moves
-
-
-def _common(a, b):
-    """How many leading axes two states of a dim share; none when they are interleaved differently."""
-    if a[1] != b[1]:
-        return len(a[0]) if a == b else 0
-    if a[1] is not None and a[0] != b[0]:
-        return 0
-    k = 0
-    while k < min(len(a[0]), len(b[0])) and a[0][k] == b[0][k]:
-        k += 1
-    return k
-
-
-def _exchange(held, todo, keep, surplus, settled, now, want):
-    for d in range(len(held)):
-        if not surplus(d) or now[d][1] is not None:
-            continue
-        axis = held[d][-1]
-        for e in range(len(held)):
-            if e != d and settled(e) and todo[e] and todo[e][0] == axis and want[e][1] is None:
-                held[d].pop()
-                held[e].append(todo[e].pop(0))
-                keep[e] += 1
-                return Move("all_to_all", (axis,), d, e)
-    return None
-
-
-def _cut(held, todo, keep, settled, in_use, want):
-    for d in range(len(held)):
-        if not (settled(d) and todo[d]) or any(in_use(axis) for axis in todo[d]):
-            continue
-        axes, todo[d] = tuple(todo[d]), []
-        held[d] += axes
-        keep[d] += len(axes)
-        return Move("shard", axes, d, parts=want[d][1])
-    return None
-
-
-def _gather(held, keep, surplus, now):
-    d = next(d for d in range(len(held)) if surplus(d))
-    if now[d][1] is None:
-        return Move("all_gather", (held[d].pop(),), d)
-    axes, held[d] = tuple(held[d]), []
-    return Move("all_gather", axes, d, parts=now[d][1])

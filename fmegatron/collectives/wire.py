@@ -43,7 +43,10 @@ class Wire:
             if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
                 raise ValueError(f"Wire.{name}: got {dtype!r}, wanted a floating dtype such as torch.bfloat16, or None")
         if self.reduce is not None and self.reduce.itemsize < 2 and not self.exact:
-            raise ValueError(f"Wire.reduce: got {self.reduce}, in which no sums are made; add exact=True, or use bf16")
+            raise ValueError(
+                f"Wire.reduce: got {self.reduce}, in which no sums are made, wanted 16 bits or more; add exact=True, "
+                "or use bf16"
+            )
         if self.scaled and (self.arrive is None or self.arrive.itemsize < 2):
             raise ValueError(f"Wire.arrive: got {self.arrive} with gather={self.gather}, wanted 16 bits or more")
 
@@ -59,14 +62,16 @@ class Wire:
         if not self.scaled:
             return x.to(self.gather)
         if scale is None:
-            raise ValueError(f"a {x.dtype} value travels as {self.gather}: it needs a scale (nn.with_scales)")
-        # Of a scale that is too small for x (nn.with_scales gives none) the rest is cut off, alike in all formats and
-        # on all devices; what a cast alone makes of it differs (the largest number, NaN, infinity).
+            raise ValueError(
+                f"got a {x.dtype} value that travels as {self.gather}, wanted a scale with it (nn.with_scales)"
+            )
+        # Of a scale that is too small for x (nn.with_scales gives none) the rest is cut off, in all formats and on all
+        # devices; what a cast alone makes of it differs (the largest number, NaN, infinity).
         limit = largest_of(self.gather)
         return (x.float() / scale).clamp(-limit, limit).to(self.gather)
 
     def arrived(self, y: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """What a value on the wire stands for, in the dtype in which it arrives."""
+        """What a value on the wire represents, in the dtype in which it arrives."""
         if self.scaled and scale is not None:
             y = y.float() * scale
         return y if self.arrive is None else y.to(self.arrive)

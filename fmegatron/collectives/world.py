@@ -7,11 +7,13 @@ import datetime
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from fmegatron import tree
 from fmegatron.collectives.meet import meet
 from fmegatron.collectives.torch_private import group_named, register_group, unregister_group
 from fmegatron.layout import Mesh
@@ -31,11 +33,12 @@ class FailedOnRank(RuntimeError):
 
 
 class World:
-    """A mesh with processes behind it. Made by `connect`; closed by `close()` or as a context manager.
+    """A mesh with processes behind it. Made by `connect` or `alone`; closed by `close()` or as a context manager.
 
-    mesh, rank, size, device: as connected. Process groups are created when an axis is first used, in the order of use,
-    which is the order of one program on all ranks. They are registered with torch under names made of the axes
-    ("fmegatron:fsdp+tp"), the same on every rank, so that all ranks trace and compile one and the same graph.
+    mesh, rank, size: as connected.  device: where this rank computes; `put` brings a tree there.
+    Process groups are created when an axis is first used, in the order of use, which is the order of one program on all
+    ranks. They are registered with torch under names made of the axes ("fmegatron:fsdp+tp"), the same on every rank, so
+    that all ranks trace and compile one and the same graph.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, control=None, owns_process_group: bool = False):
@@ -44,11 +47,27 @@ class World:
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # axes and use -> (name at torch, group)
         self._registered: list[str] = []
 
+    @classmethod
+    def alone(cls, device: str | torch.device | None = None) -> World:
+        """The world of a single process, whatever else runs: one rank, no process group.
+
+        device: default the first CUDA device where there is CUDA, else the CPU.
+        """
+        return cls(Mesh(), 0, torch.device(_default_device(0) if device is None else device))
+
     def __repr__(self) -> str:
         return f"World({self.mesh}, rank {self.rank} of {self.size}, {self.device})"
 
     def __hash__(self) -> int:
         return id(self)
+
+    def put(self, values: Any) -> Any:
+        """The tree with its tensors on this rank's device; tensors that are there already are returned as they are.
+
+        >>> World.alone("cpu").put({"x": torch.zeros(2)})["x"].device
+        device(type='cpu')
+        """
+        return tree.map(lambda x: x.to(self.device), values)
 
     # ---- groups -----------------------------------------------------------------------------------------------------
     def coordinates(self) -> dict[str, int]:
@@ -265,9 +284,7 @@ def connect(
     makes another that knows nothing of the one before.
     Raises ValueError when the mesh and the number of processes disagree, TimeoutError for ranks that do not come.
     """
-    if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = torch.device(_default_device(os.environ.get("LOCAL_RANK", 0)) if device is None else device)
     launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if size != mesh.size:
@@ -276,7 +293,10 @@ def connect(
             if size == 1
             else f"choose axes whose sizes multiply to {size}"
         )
-        raise ValueError(f"mesh {mesh} has {mesh.size} ranks, but {size} process{'es' * (size > 1)} run; {fix}")
+        raise ValueError(
+            f"connect: got mesh {mesh}, which has {mesh.size} ranks, wanted {size}, since {size} "
+            f"process{'es' if size > 1 else ''} run; {fix}"
+        )
     if not launched:
         return World(mesh, 0, device)
     if device.type == "cuda":
@@ -296,6 +316,10 @@ def connect(
         # down, asking for it aborts the process. Closing joins those threads while Python still lives.
         atexit.register(world.close)
     return world
+
+
+def _default_device(local_rank: int | str) -> str:
+    return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
 
 
 def _known_group(name: str) -> dist.ProcessGroup | None:

@@ -9,8 +9,7 @@ from fmegatron.data.batches import (
     train_and_held_out,
 )
 from fmegatron.data.fingerprint import fingerprint
-from fmegatron.data.permutation import permuted
-from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, smallest_dtype, tokenizer_from
+from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
 from fmegatron.data.tokens import TokenArray, write_tokens
 
 __all__ = [
@@ -24,9 +23,6 @@ __all__ = [
     "Tokens",
     "fingerprint",
     "load_tokenizer",
-    "permuted",
-    "smallest_dtype",
-    "tokenizer_from",
     "train_and_held_out",
     "write_tokens",
 ]

@@ -8,7 +8,7 @@ rank gets is what the batch's layout says: `strategy.batch_layout(shape, dtype, 
 import operator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def train_and_held_out(tokens: Tokens, held_out: float = 0.1) -> tuple[tuple[int
     ((0, 900), (900, 1000))
     """
     if not 0 < held_out < 1:
-        raise ValueError(f"held_out: got {held_out}, want a fraction between 0 and 1, such as 0.1")
+        raise ValueError(f"held_out: got {held_out}, wanted a fraction between 0 and 1, such as 0.1")
     cut = len(tokens) - round(len(tokens) * held_out)
     return (0, cut), (cut, len(tokens))
 
@@ -82,7 +82,7 @@ class Batches:
         step = _whole(step, "Batches.after: step")
         samples = step * self.batch_size if samples is None else _whole(samples, "Batches.after: samples")
         if samples < 0 or step < 0:
-            raise ValueError(f"Batches.after: got {samples} samples and {step} steps, want 0 or more of both")
+            raise ValueError(f"Batches.after: got {samples} samples and {step} steps, wanted 0 or more of both")
         return replace(self, offset=samples - step * self.batch_size)
 
     def samples(self, step: int) -> int:
@@ -106,7 +106,7 @@ class Batches:
     def _rows_at(self, step: int, rows: _Ranges) -> Batch:
         if step < 0 or self.samples(step) < 0:
             more = f", from {-(self.offset // self.batch_size)} on" if self.offset < 0 else ""
-            raise ValueError(f"Batches.at: got step {step}, want 0 or more{more}")
+            raise ValueError(f"Batches.at: got step {step}, wanted 0 or more{more}")
         part = sum(stop - start for start, stop in rows)
         steps = max(1, min(_TOGETHER // part, self.windows // self.batch_size))
         block, at = divmod(operator.index(step), steps)
@@ -148,7 +148,7 @@ class EvaluationBatches:
         _check_sizes(self)
         if self.windows is not None and not 1 <= self.windows <= _window_count(self):
             raise ValueError(
-                f"EvaluationBatches: got windows={self.windows}, the range has 1 to {_window_count(self)} of them"
+                f"EvaluationBatches: got windows={self.windows}, wanted 1 to {_window_count(self)}, which the range has"
             )
 
     def __len__(self) -> int:
@@ -176,7 +176,7 @@ class EvaluationBatches:
 
     def _rows_at(self, number: int, ranges: _Ranges) -> Batch:
         if not 0 <= number < len(self):
-            raise ValueError(f"EvaluationBatches.at: got batch {number}, there are {len(self)} (0 to {len(self) - 1})")
+            raise ValueError(f"EvaluationBatches.at: got batch {number}, wanted 0 to {len(self) - 1}")
         rows = number * self.batch_size + _rows(ranges)
         real = rows < self._shown
         batch = _cut(self, np.where(real, rows, 0) * _window_count(self) // self._shown)
@@ -236,24 +236,24 @@ def _check_sizes(of: Batches | EvaluationBatches) -> None:
     for field in ("batch_size", "seq_len"):
         object.__setattr__(of, field, _whole(getattr(of, field), f"{name}: {field}"))
     if of.batch_size < 1 or of.seq_len < 1:
-        raise ValueError(f"{name}: got batch_size {of.batch_size} and seq_len {of.seq_len}, want 1 or more")
+        raise ValueError(f"{name}: got batch_size {of.batch_size} and seq_len {of.seq_len}, wanted 1 or more")
     if not 0 <= start <= stop <= size:
-        raise ValueError(f"{name}: split: got ({start}, {stop}), want a range of the {size:,} tokens")
+        raise ValueError(f"{name}: split: got ({start}, {stop}), wanted a range of the {size:,} tokens")
     if _window_count(of) < 1:
         raise ValueError(
-            f"{name}: {stop - start:,} tokens are fewer than one window of seq_len + 1 = {of.seq_len + 1:,}; give a"
-            " longer text, a smaller seq_len or another split"
+            f"{name}: got {stop - start:,} tokens, wanted one window of seq_len + 1 = {of.seq_len + 1:,} or more; "
+            "give a longer text, a smaller seq_len or another split"
         )
 
 
-def _whole(value: object, what: str) -> int:
+def _whole(value: Any, what: str) -> int:
     """The value as an int; ValueError for what is no whole number: 4.0 rows would fail later, or read other rows."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise ValueError(f"{what}: got {value!r:.40} ({type(value).__name__}), want a whole number; pass int(...) of it")
+    raise ValueError(f"{what}: got {value!r:.40} ({type(value).__name__}), wanted a whole number; pass int(...) of it")
 
 
 def _layout(of: Batches | EvaluationBatches, mesh: Mesh, strategy: DataParallel | None, microbatches: int) -> Layout:

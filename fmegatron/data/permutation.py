@@ -20,7 +20,7 @@ def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     """
     positions = np.asarray(positions, dtype=np.int64)
     if positions.size and (positions.min() < 0 or positions.max() >= size):
-        raise ValueError(f"permuted: positions reach from {positions.min()} to {positions.max()}, want 0 to {size - 1}")
+        raise ValueError(f"permuted: got positions from {positions.min()} to {positions.max()}, wanted 0 to {size - 1}")
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = _mix(
         np.uint64(key % 2**64) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -22,7 +22,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
         if vocab_size <= np.iinfo(dtype).max + 1:
             return np.dtype(dtype)
     raise ValueError(
-        f"vocab_size: got {vocab_size:,}, want at most 2**32 = {2**32:,}, the widest id that is stored (uint32)"
+        f"vocab_size: got {vocab_size:,}, wanted at most 2**32 = {2**32:,}, the widest id that is stored (uint32)"
     )
 
 
@@ -72,13 +72,14 @@ class CharTokenizer:
     def __post_init__(self) -> None:
         if not self.vocab:
             raise ValueError(
-                "CharTokenizer: got an empty vocab; give the text that the model will see:"
+                "CharTokenizer: got an empty vocab, wanted the characters that the model will see; use"
                 " CharTokenizer.from_text(text)"
             )
         if len(set(self.vocab)) != len(self.vocab):
             twice = sorted({c for c in self.vocab if self.vocab.count(c) > 1})
             raise ValueError(
-                f"CharTokenizer: vocab holds {_quote(twice)} more than once; use CharTokenizer.from_text(text)"
+                f"CharTokenizer: got a vocab with {_quote(twice)} more than once, wanted each once; use "
+                "CharTokenizer.from_text(text)"
             )
 
     @classmethod
@@ -103,11 +104,11 @@ class CharTokenizer:
         if unknown.any():
             where = int(unknown.argmax())
             raise ValueError(
-                f"CharTokenizer.encode: {int(unknown.sum())} of {len(text)} characters are not among the"
-                f" {self.vocab_size} of the vocabulary: {_quote(sorted({text[i] for i in unknown.nonzero()[0]}))}, the"
-                f" first at position {where} (…{text[max(0, where - 10) : where + 10]!r}…). Remove them from the text,"
-                " or build the tokenizer from a text that has them (CharTokenizer.from_text), or use ByteTokenizer,"
-                " which knows every text."
+                f"CharTokenizer.encode: got {int(unknown.sum())} of {len(text)} characters that are not among the "
+                f"{self.vocab_size} of the vocabulary: {_quote(sorted({text[i] for i in unknown.nonzero()[0]}))}, the "
+                f"first at position {where} (…{text[max(0, where - 10) : where + 10]!r}…), wanted none; remove them "
+                "from the text, or build the tokenizer from a text that has them (CharTokenizer.from_text), or use "
+                "ByteTokenizer, which knows every text"
             )
         return found.astype(smallest_dtype(self.vocab_size))
 
@@ -132,7 +133,7 @@ def tokenizer_from(description: dict) -> ByteTokenizer | CharTokenizer:
         return ByteTokenizer()
     if kind == "char" and isinstance(description.get("vocab"), str):
         return CharTokenizer(description["vocab"])
-    raise ValueError(f"tokenizer: got {description!r}, want {{'kind': 'byte'}} or {{'kind': 'char', 'vocab': '...'}}")
+    raise ValueError(f"tokenizer: got {description!r}, wanted {{'kind': 'byte'}} or {{'kind': 'char', 'vocab': '...'}}")
 
 
 def load_tokenizer(path: str | os.PathLike) -> ByteTokenizer | CharTokenizer:
@@ -141,11 +142,11 @@ def load_tokenizer(path: str | os.PathLike) -> ByteTokenizer | CharTokenizer:
         with open(path, encoding="utf-8") as file:
             description = json.load(file)
         if not isinstance(description, dict):
-            raise ValueError(f"want a JSON object, got {type(description).__name__}")
+            raise ValueError(f"got {type(description).__name__}, wanted a JSON object")
         return tokenizer_from(description)
     except ValueError as error:
         raise ValueError(
-            f"{os.fspath(path)}: not a tokenizer file ({error}); write one with tokenizer.save(path)"
+            f"{os.fspath(path)}: got no tokenizer file ({error}), wanted what tokenizer.save(path) writes"
         ) from error
 
 
@@ -164,11 +165,11 @@ def _checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     if ids.size == 0:
         return np.zeros(0, dtype=np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"decode: got {ids.dtype}{list(ids.shape)}, want one row of integer ids")
+        raise ValueError(f"decode: got {ids.dtype}{list(ids.shape)}, wanted one row of integer ids")
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
-            f"decode: ids reach from {ids.min()} to {ids.max()}, but the vocabulary has {vocab_size} (0 to"
-            f" {vocab_size - 1}); a model with a padded vocabulary must mask the padded logits before it samples"
+            f"decode: got ids from {ids.min()} to {ids.max()}, wanted 0 to {vocab_size - 1}, those of the vocabulary;"
+            " a model with a padded vocabulary must mask the padded logits before it samples"
         )
     return ids
 

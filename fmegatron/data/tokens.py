@@ -35,17 +35,19 @@ def write_tokens(
     not fit.
     """
     path = Path(path)
-    whole = hasattr(ids, "__array__")  # numpy arrays and torch tensors
-    ids = np.asarray(ids) if whole else ids
+    whole = np.asarray(ids) if hasattr(ids, "__array__") else None  # numpy arrays and torch tensors
     if dtype is None:
-        if tokenizer is None and not whole:
+        if tokenizer is not None:
+            dtype = smallest_dtype(tokenizer.vocab_size)
+        elif whole is not None:
+            dtype = smallest_dtype(int(whole.max(initial=0)) + 1)
+        else:
             raise ValueError(
-                f"{path}: ids are streamed, so their dtype cannot be found beforehand; give dtype= or tokenizer="
+                f"{path}: got a stream of ids and no dtype, wanted one beforehand; give dtype= or tokenizer="
             )
-        dtype = smallest_dtype(tokenizer.vocab_size if tokenizer else int(ids.max(initial=0)) + 1)
     dtype = np.dtype(dtype)
     if dtype.name not in _DTYPES:
-        raise ValueError(f"{path}: got dtype {dtype.name}, want one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{path}: got dtype {dtype.name}, wanted one of {', '.join(_DTYPES)}")
     limit = tokenizer.vocab_size if tokenizer else int(np.iinfo(dtype).max) + 1
     header = {
         "dtype": dtype.name,
@@ -59,8 +61,8 @@ def write_tokens(
         with open(temporary, "wb") as file:
             file.seek(start)
             digest, count = xxhash.xxh3_128(), 0
-            for part in [ids] if whole else ids:
-                data = memoryview(_stored(part, dtype, limit, path)).cast("B")
+            for part in ids if whole is None else [whole]:
+                data = _stored(part, dtype, limit, path).data.cast("B")
                 file.write(data)
                 digest.update(data)
                 count += len(data) // dtype.itemsize
@@ -97,9 +99,9 @@ class TokenArray:
         got, want = self.path.stat().st_size, start + count * self.dtype.itemsize
         if got != want:
             raise ValueError(
-                f"{self.path}: the file has {got:,} bytes, but its header promises {count:,} ids of {self.dtype.name},"
-                f" which makes {want:,} bytes. It was {'cut off' if got < want else 'appended to'} after it was"
-                " written; write it again."
+                f"{self.path}: got a file of {got:,} bytes, wanted {want:,} for the {count:,} ids of "
+                f"{self.dtype.name} that its header names; it was {'cut off' if got < want else 'appended to'} after "
+                "it was written: write it again"
             )
         empty = np.zeros(0, dtype=self.dtype)  # mmap refuses to map nothing
         self.ids = np.memmap(self.path, self.dtype.newbyteorder("<"), "r", start, (count,)) if count else empty
@@ -122,21 +124,21 @@ class TokenArray:
 
     def verify(self) -> None:
         """Read all ids and compare them with the digest in the header; ValueError when they differ."""
-        got = xxhash.xxh3_128(memoryview(self.ids).cast("B")).hexdigest()
+        got = xxhash.xxh3_128(self.ids.data.cast("B")).hexdigest()
         if got != self.digest:
             raise ValueError(
-                f"{self.path}: xxh3 of the ids is {got}, the header says {self.digest}: the data changed; write it"
-                " again"
+                f"{self.path}: got ids with xxh3 {got}, wanted {self.digest}, which the header has; the data changed:"
+                " write it again"
             )
 
 
 def _stored(part: np.ndarray, dtype: np.dtype, limit: int, path: Path) -> np.ndarray:
     part = np.asarray(part)
     if part.ndim != 1 or part.dtype.kind not in "iu":
-        raise ValueError(f"{path}: got ids {part.dtype}{list(part.shape)}, want integers [count]")
+        raise ValueError(f"{path}: got ids {part.dtype}{list(part.shape)}, wanted integers [count]")
     if part.size and (part.min() < 0 or part.max() >= limit):
         raise ValueError(
-            f"{path}: ids reach from {part.min()} to {part.max()}, want 0 to {limit - 1}; use the tokenizer that made"
+            f"{path}: got ids from {part.min()} to {part.max()}, wanted 0 to {limit - 1}; use the tokenizer that made"
             " them, or a wider dtype"
         )
     return np.ascontiguousarray(part, dtype=dtype.newbyteorder("<"))
@@ -158,7 +160,8 @@ def _read_header(path: Path) -> tuple[dict, int]:
         head = file.read(16)
         if len(head) < 16 or head[:8] != _MAGIC:
             raise ValueError(
-                f"{path}: not a token file (it does not start with {_MAGIC!r}); write one with write_tokens(path, ids)"
+                f"{path}: got no token file, wanted one that starts with {_MAGIC!r}; write one with"
+                " write_tokens(path, ids)"
             )
         length = int.from_bytes(head[8:], "little")
         text = file.read(min(length, size))
@@ -170,5 +173,8 @@ def _read_header(path: Path) -> tuple[dict, int]:
     except (ValueError, KeyError, TypeError):
         valid = False
     if not valid:
-        raise ValueError(f"{path}: the header is damaged or cut off; write the file again with write_tokens(path, ids)")
+        raise ValueError(
+            f"{path}: got a damaged header, or one cut off, wanted what write_tokens(path, ids) writes; write the "
+            "file again"
+        )
     return header, _data_start(header)

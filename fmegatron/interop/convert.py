@@ -168,7 +168,8 @@ def _objects(directory: Directory, skip: bool) -> tuple[dict[str, torch.Tensor],
                 raise
             if not skip:
                 raise ValueError(
-                    f"{name}: cannot be converted ({error}); pass --skip-objects to leave it out"
+                    f"{name}: got what cannot be converted ({error}), wanted plain data; pass --skip-objects to leave "
+                    "it out"
                 ) from None
             left.append(name)
             continue

@@ -97,7 +97,10 @@ class FmegatronWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: the home of every leaf, from the boxes of all ranks. Raises ValueError for gaps."""
         if not all(getattr(plan, "usable", True) for plan in plans):
-            raise ValueError("FmegatronWriter: got plans that torch has kept from an earlier save; do not cache plans")
+            raise ValueError(
+                "FmegatronWriter: got plans that torch has kept from an earlier save, wanted new ones; do not cache "
+                "plans"
+            )
         held, keys = {}, {}
         for rank, plan in enumerate(plans):
             keys |= plan.planner_data if isinstance(plan.planner_data, dict) else {}
@@ -118,7 +121,10 @@ class FmegatronWriter(StorageWriter):
         leaves = {name: leaf.plan(self._paths.get(name, name), pack) for name, leaf in leaves.items()}
         self._plans, self._names = tuple(leaves.values()), frozenset(leaves)
         if len({leaf.path for leaf in self._plans}) < len(leaves):
-            raise ValueError("two tensors of the state dict have one path; rename one of the keys that contain '/'")
+            raise ValueError(
+                "state dict: got two tensors with one path, wanted one for each; rename one of the keys that contain "
+                "'/'"
+            )
         self._begun = open_store(self.checkpoint_id).begin()
         digest, orders = plan_digest(self._plans), []
         for rank, plan in enumerate(plans):
@@ -138,7 +144,9 @@ class FmegatronWriter(StorageWriter):
                 continue
             x = planner.resolve_data(item).detach()
             if tuple(x.shape) != tuple(item.tensor_data.chunk.sizes) or x.dtype != item.tensor_data.properties.dtype:
-                raise ValueError(f"{item.index.fqn}: got {x.dtype} {tuple(x.shape)}, the plan says {item.tensor_data}")
+                raise ValueError(
+                    f"{item.index.fqn}: got {x.dtype} {tuple(x.shape)}, wanted {item.tensor_data}, as planned"
+                )
             pieces[item.index.fqn].append(x)
             results.append(WriteResult(item.index, x.numel() * x.element_size(), None))
         tensors = [x[0] if len(x) == 1 else torch.cat([part.reshape(-1) for part in x]) for x in pieces.values()]
@@ -212,7 +220,10 @@ class FmegatronReader(StorageReader):
         named = {name_of(path): value for path, value in values.items()}
         seen = Counter(map(name_of, [*manifest.leaves, *values]))
         if twice := next((name for name, count in seen.items() if count > 1), None):
-            raise ValueError(f"{snapshot.text}: torch's name {twice} stands for several leaves; use checkpoint.restore")
+            raise ValueError(
+                f"{snapshot.text}: got several leaves with torch's name {twice}, wanted one for each; use "
+                "checkpoint.restore"
+            )
         self._open = _Opened(snapshot, paths, named)
         found: dict[str, Any] = {name: BytesStorageMetadata() for name in named}
         for path, leaf in manifest.leaves.items():
@@ -264,7 +275,7 @@ class FmegatronReader(StorageReader):
                     staged += [] if host is x else [(x, host)]
                     shape = tuple(item.lengths)
                     if tuple(x.shape) != shape:
-                        raise ValueError(f"{name}: got a target of shape {tuple(x.shape)}, the plan says {shape}")
+                        raise ValueError(f"{name}: got a target of shape {tuple(x.shape)}, wanted {shape}, as planned")
                     box = Box(tuple(item.storage_offsets), shape, 0, row_major_strides(shape))
                     if box.size:
                         targets.append(Target(leaf.path, box, host, dtype_of(leaf.dtype)))

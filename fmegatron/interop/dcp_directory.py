@@ -164,15 +164,17 @@ def _parse(root: str, value: Any, where: str) -> Directory:
     fields = _fields(value, "Metadata")
     keys, storage = _planner_paths(fields.get("planner_data")), fields.get("storage_data")
     if type(storage) is not dict or type(fields.get("state_dict_metadata")) is not dict:
-        raise ValueError("no state_dict_metadata or no storage_data")
+        raise ValueError("got no state_dict_metadata or no storage_data, wanted both")
     places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for index, info in storage.items():
         index, info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         file, offset, length = info["relative_path"], info["offset"], info["length"]
         if type(file) is not str or type(index["fqn"]) is not str:
-            raise ValueError("a file name or a tensor's name is no text")
+            raise ValueError("got a file name or a tensor's name that is no text, wanted text")
         if info.get("transform_descriptors"):
-            raise ValueError(f"{index['fqn'][:80]}: stored through transforms (compressed), which are not read")
+            raise ValueError(
+                f"{index['fqn'][:80]}: got chunks stored through transforms (compressed), wanted plain bytes"
+            )
         _ints((offset, length))
         at = index.get("offset")
         places[index["fqn"], None if at is None else _ints(at)] = Place(file, offset, length)
@@ -180,14 +182,14 @@ def _parse(root: str, value: Any, where: str) -> Directory:
     objects: dict[str, StoredObject] = {}
     for name, entry in fields["state_dict_metadata"].items():
         if type(name) is not str or type(entry) is not Record:
-            raise ValueError("an entry without a name")
+            raise ValueError("got an entry without a name, wanted names")
         path = keys.get(name, name)
         if path in tensors or path in objects:
-            raise ValueError(f"two entries have the path {path[:80]}")
+            raise ValueError(f"{path[:80]}: got two entries with this path, wanted one")
         if entry.name == f"{_META}.BytesStorageMetadata":
             place = places.get((name, None))
             if place is None:
-                raise ValueError(f"{name[:80]}: no bytes are stored")
+                raise ValueError(f"{name[:80]}: got no bytes, wanted them stored")
             objects[path] = StoredObject(path, name, place)
         else:
             tensors[path] = _tensor(path, name, _fields(entry, "TensorStorageMetadata"), places)
@@ -200,33 +202,33 @@ def _tensor(path: str, name: str, fields: dict[str, Any], places: dict) -> Store
     shape, properties = _ints(fields["size"]), fields["properties"]
     state = properties.state
     if type(state) is not tuple or not state or type(state[0]) is not Global:
-        raise ValueError(f"{name[:80]}: no dtype")
+        raise ValueError(f"{name[:80]}: got no dtype, wanted one")
     dtype = dtype_from_global(state[0].name)
     if dtype is None:
         raise ValueError(
-            f"{name[:80]}: got dtype {state[0].name[:40]!r}, which torch {torch.__version__} does not have"
+            f"{name[:80]}: got dtype {state[0].name[:40]!r}, wanted one that torch {torch.__version__} has"
         )
     boxes, at = [], []
     for chunk in fields["chunks"]:
         chunk = _fields(chunk, "ChunkStorageMetadata")
         start, sizes = _ints(chunk["offsets"]), _ints(chunk["sizes"])
         if not len(start) == len(sizes) == len(shape):
-            raise ValueError(f"{name[:80]}: a chunk has other dims than the tensor")
+            raise ValueError(f"{name[:80]}: got a chunk with other dims than the tensor, wanted the same")
         if any(a + n > whole for a, n, whole in zip(start, sizes, shape, strict=True)):
-            raise ValueError(f"{name[:80]}: a chunk lies outside the tensor")
+            raise ValueError(f"{name[:80]}: got a chunk outside of the tensor, wanted it inside")
         if 0 in sizes:
             continue
         place = places.get((name, start))
         if place is None:
-            raise ValueError(f"{name[:80]}: the chunk at {start} is not stored")
+            raise ValueError(f"{name[:80]}: got no bytes for the chunk at {start}, wanted them stored")
         if place.length < (need := math.prod(sizes) * dtype.itemsize):
             raise ValueError(
-                f"{name[:80]}: the chunk at {start} has {place.length} stored bytes, wanted {need} or more"
+                f"{name[:80]}: got {place.length} stored bytes for the chunk at {start}, wanted {need} or more"
             )
         boxes.append(Box(start, sizes, 0, row_major_strides(sizes)))
         at.append(place)
     if (held := sum(box.size for box in boxes)) != math.prod(shape):  # that they do not overlap is checked when read
-        raise ValueError(f"{name[:80]}: its chunks hold {held} of {math.prod(shape)} elements")
+        raise ValueError(f"{name[:80]}: got chunks of {held} elements, wanted {math.prod(shape)}")
     return StoredTensor(path, name, shape, dtype, tuple(boxes), tuple(at))
 
 

@@ -22,7 +22,8 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, compared
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, compared
 from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw_dtype
 from fmegatron.checkpoint.reading.fetch import Target
 from fmegatron.checkpoint.reading.mapping import Rule
@@ -64,7 +65,9 @@ def object_of(directory: Directory, name: str) -> Any:
     found = directory.objects.get(name)
     if found is None:
         near = tree.did_you_mean(name, list(directory.objects))
-        raise ValueError(f"{name}: no such object in {directory.root}{near}; dcp_objects lists them")
+        raise ValueError(
+            f"{name}: got no such object in {directory.root}{near}, wanted one of those that dcp_objects lists"
+        )
     fd = open_file(directory.root, found.place, name)
     try:
         return read_object(fd, found.place.offset, found.place.length, f"{name} in {found.place.file}")
@@ -74,28 +77,44 @@ def object_of(directory: Directory, name: str) -> Any:
 
 def restore_dcp(
     path: str | os.PathLike,
-    target_layouts: Any,
+    target_layouts: tree.Tree,
     *,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
     rules: Sequence[Rule] = (),
     prefix: str = "",
-    initial: Any = None,
+    initial: tree.Tree | None = None,
     cast: bool = False,
     device: str | torch.device | None = None,
     verify: bool = True,
-) -> Any:
+) -> tree.Tree:
     """The tensors of a DCP directory under target layouts: as `checkpoint.restore`, of torch's or Megatron's files.
 
-    All options but these mean what they mean there; so Megatron's names are mapped by the same rules.
-    verify: check the checksum of every shard that is touched (which reads it whole); without it only the rows that are
-    needed are read. Objects are not restored: see `read_dcp_object`.
-    Raises CheckpointError for damage, ValueError for a request that does not fit.
+    Objects are not restored: see `read_dcp_object`.
+
+    Args:
+        path: of the directory.
+        target_layouts: tree of the layouts that are wanted.
+        world: of the ranks, as `checkpoint.restore`.
+        rank: whose part, as there.
+        strict: what may be missing, as there.
+        rules: names and shapes of what is stored under other ones, as there; so Megatron's names are mapped.
+        prefix: of the paths that are meant, as there.
+        initial: what stays where nothing is stored, as there.
+        cast: convert dtypes, as there.
+        device: of the result, as there.
+        verify: check the checksum of every shard that is touched, which reads all of it; without it only the rows that
+            are needed are read.
+
+    Raises:
+        CheckpointError: damage.
+        ValueError: a request that does not fit.
     """
+    ranks, what = ranks_of(world), f"restoring the directory {os.fspath(path)}"
 
     def work() -> Any:
-        mode, me = strictness(strict), rank_of(target_layouts, world, rank)
+        mode, me = strictness(strict), rank_of(target_layouts, ranks, rank)
         directory = open_dcp(path)
         has = {"cast": cast, "has_initial": initial is not None}
         request = match(directory.root, _manifest(directory), target_layouts, mode, rules=rules, prefix=prefix, **has)
@@ -109,9 +128,8 @@ def restore_dcp(
             requests.setdefault(want.leaf.path, []).append(want.target)
         read_tensors(directory, requests, verify)
         started = Started(directory.root, mode, request, tensors, [])
-        return finish_reading(started, Alone(), device), request, mode, directory.digest
+        return finish_reading(started, ranks, device), request, mode, directory.digest
 
-    ranks, what = world or Alone(), f"restoring the directory {os.fspath(path)}"
     (result, request, mode, _), (same,) = compared(ranks, what, work, lambda found: found[3:], 1)
     if not same:
         raise RuntimeError(
@@ -172,7 +190,7 @@ def _read_shard(
         # Megatron has stored shards of stacked layers with and without the leading dims of size 1.
         if _without_ones(blob.shape) != _without_ones(box.shape) or blob.dtype is not tensor.dtype:
             raise CheckpointError(
-                f"{where} holds {blob.dtype} {blob.shape}, wanted {tensor.dtype} {box.shape}; the directory is damaged"
+                f"{where}: got {blob.dtype} {blob.shape}, wanted {tensor.dtype} {box.shape}; the directory is damaged"
             )
         crc = 0
         for start, shape, data in _blocks(fd, blob, box, targets, verify, where):
@@ -231,7 +249,7 @@ def _pread(fd: int, into: np.ndarray, offset: int, where: str) -> np.ndarray:
     while done < into.nbytes:
         got = os.preadv(fd, [into[done:]], offset + done)
         if got == 0:
-            raise CheckpointError(f"{where} ends at byte {offset + done} of its file; the directory is damaged")
+            raise CheckpointError(f"{where}: ends at byte {offset + done} of its file; the directory is damaged")
         done += got
     return into
 

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from fmegatron import tree
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.checkpoint.writing.saving import check_request
 from fmegatron.interop.values import to_json
@@ -38,25 +39,34 @@ from fmegatron.layout import Box, Layout
 
 def save_dcp(
     path: str | os.PathLike,
-    state: Any,
-    layouts: Any,
+    state: tree.Tree,
+    layouts: tree.Tree,
     world: Ranks | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a state as a DCP directory; `torch.distributed.checkpoint.load` reads it.
 
-    state, layouts, world: as `checkpoint.save`.  values: plain data by path ("optimizer/param_groups/0/lr"), stored as
-    DCP stores objects; the same on all ranks. torch's names join the parts of a path by '.'.
+    torch's names join the parts of a path by '.'. With several ranks, torch.distributed must be initialized: torch
+    exchanges its plans over the default group. The directory is complete when `.metadata` is there, which torch writes
+    last.
 
-    With several ranks, torch.distributed must be initialised: torch exchanges its plans over the default group. Raises
-    ValueError when the path exists or the request does not fit; torch's errors for the rest. The directory is complete
-    when `.metadata` is there, which torch writes last.
+    Args:
+        path: of a new directory.
+        state: as `checkpoint.save`.
+        layouts: as `checkpoint.save`.
+        world: as `checkpoint.save`.
+        values: plain data by path ("optimizer/param_groups/0/lr"), stored as DCP stores objects; the same on all ranks.
+
+    Raises:
+        ValueError: the path exists or the request does not fit; the rest are torch's errors.
     """
     alone = world is None or world.size == 1
     if not alone and not (dist.is_initialized() and dist.get_world_size() == world.size):
-        raise ValueError(f"save_dcp: got a world of {world.size} ranks without torch.distributed over the same ranks")
+        raise ValueError(
+            f"save_dcp: got a world of {world.size} ranks without torch.distributed over them, wanted the same ranks"
+        )
     rank = 0 if alone else world.rank
-    tensors, _ = check_request(state, layouts, world or Alone(), {})
+    tensors, _ = check_request(state, layouts, ranks_of(world), {})
     paths, leaves, _ = tree.flatten(layouts)
     leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
     by_path = dict(zip(paths, tensors, strict=True))
@@ -84,7 +94,9 @@ class Shard:
 def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> None:
     """Let torch write what a planner has, to a new directory."""
     if names_in(path) or (is_there(path) and not is_directory(path)):
-        raise ValueError(f"{os.fspath(path)}: exists; torch would overwrite it in place, so choose another path")
+        raise ValueError(
+            f"{os.fspath(path)}: got a path that exists, wanted a new one, for torch would overwrite it in place"
+        )
     try:
         with warnings.catch_warnings():
             # torch warns of a save in one process, which is what is asked for.
@@ -113,7 +125,9 @@ class ShardPlanner(SavePlanner):
         self.paths: dict[str, str] = {}
         for path in dict.fromkeys([*(s.path for s in shards), *self.values]):
             if (other := self.paths.setdefault(name_of(path), path)) != path:
-                raise ValueError(f"{name_of(path)}: torch's name for {other} and for {path}; rename one")
+                raise ValueError(
+                    f"{name_of(path)}: got torch's name for {other} and for {path}, wanted it for one; rename one"
+                )
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -134,7 +148,7 @@ class ShardPlanner(SavePlanner):
             for name, found in (plan.planner_data or {}).items():
                 if (other := keys.setdefault(name, found)) != found:
                     raise ValueError(
-                        f"{name}: torch's name for {'/'.join(other)} and for {'/'.join(found)}; rename one"
+                        f"{name}: got torch's name for {'/'.join(other)} and for {'/'.join(found)}, wanted it for one"
                     )
         return plans, replace(metadata, planner_data=keys)
 

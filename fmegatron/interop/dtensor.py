@@ -37,7 +37,10 @@ def mesh_of(mesh: DeviceMesh | World | Mesh | None) -> Mesh:
         return Mesh(world=world) if world > 1 else Mesh()
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or tuple(f"dim{d}" for d in range(ranks.ndim))
-    wrong = f"device mesh {names} of ranks {ranks.tolist()}: got ranks that are no regular grid in a world of {world}"
+    wrong = (
+        f"device mesh {names} of ranks {ranks.tolist()}: got ranks that are no regular grid in a world of {world}, "
+        "wanted one; make it with init_device_mesh"
+    )
     digits = []
     for d, size in enumerate(ranks.shape):
         line = ranks[tuple(slice(None) if d == i else 0 for i in range(ranks.ndim))]
@@ -47,18 +50,18 @@ def mesh_of(mesh: DeviceMesh | World | Mesh | None) -> Mesh:
         for d, (n, stride, _) in enumerate(digits)
     )
     if not torch.equal(ranks.cpu() - ranks.flatten()[0].cpu(), torch.as_tensor(steps).expand(ranks.shape)):
-        raise ValueError(f"{wrong}; make it with init_device_mesh")
+        raise ValueError(wrong)
     # Digits of the rank number, minor to major: those of the mesh, and what lies between them.
     found, at = [], 1
     for size, stride, name in sorted((d for d in digits if d[0] > 1), key=lambda digit: digit[1]):
         if stride < at or stride % at:
-            raise ValueError(f"{wrong}; make it with init_device_mesh")
+            raise ValueError(wrong)
         if stride > at:
             found.append((f"{_REST}{len(found)}", stride // at))
         found.append((name, size))
         at = stride * size
     if world % at:
-        raise ValueError(f"{wrong}; make it with init_device_mesh")
+        raise ValueError(wrong)
     if world > at:
         found.append((f"{_REST}{len(found)}", world // at))
     found.reverse()
@@ -115,7 +118,7 @@ def placements_of(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
     # What a layout says of an axis holds on this mesh if its groups are the same ranks.
     if any(name not in names or not _same_places(found, layout.mesh, name) for name in layout.sharded):
         raise ValueError(
-            f"{layout}: cannot lie on the device mesh {names} of {tuple(mesh.shape)}: other axes or other ranks;"
+            f"{layout}: got the device mesh {names} of {tuple(mesh.shape)}, wanted the same axes and ranks;"
             " make the layout with the mesh's own names and sizes (interop.mesh_of)"
         )
     for what, unfit in (
@@ -124,7 +127,7 @@ def placements_of(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
         ("interleaved parts", any(isinstance(e, Split) and layout.axes(d) for d, e in enumerate(layout.spec))),
     ):
         if unfit:
-            raise ValueError(f"{layout}: got {what}, which no DTensor can have; reshard to a plain layout first")
+            raise ValueError(f"{layout}: got {what}, wanted what a DTensor can have; reshard to a plain layout first")
     placements: list[Placement] = [Replicate()] * len(names)
     for dim in range(len(layout.shape)):
         order = [names.index(name) for name in layout.axes(dim) if name in names]
@@ -143,7 +146,7 @@ def axis_orders(placements: tuple[Placement, ...], sizes: tuple[int, ...], ndim:
             continue
         if isinstance(placement, Partial):
             raise ValueError(
-                f"DTensor with {list(placements)}: mesh dim {at} is a pending sum, wanted a value;"
+                f"DTensor with {list(placements)}: got a pending sum over mesh dim {at}, wanted a value;"
                 " x.redistribute(placements=[Replicate() or Shard(...)]) first"
             )
         if factor is None and type(placement) is not Shard:
@@ -153,8 +156,9 @@ def axis_orders(placements: tuple[Placement, ...], sizes: tuple[int, ...], ndim:
             before += 1
         if math.prod(sizes[d] for d in order[:before]) != (factor or 1):
             raise ValueError(
-                f"DTensor with {list(placements)} on a mesh of {sizes}: the split factor {factor} of mesh dim {at} is"
-                f" not the size of the mesh dims that cut dim {placement.dim} before it; redistribute it to Shard first"
+                f"DTensor with {list(placements)} on a mesh of {sizes}: got the split factor {factor} of mesh dim "
+                f"{at}, wanted the size of the mesh dims that cut dim {placement.dim} before it; redistribute it to "
+                "Shard first"
             )
         order.insert(before, at)
     return orders
@@ -184,8 +188,8 @@ def _check_strided(layout: Layout, dim: int, x: DTensor) -> None:
         ours = [(s.start, s.length) for s in layout.segments(rank, dim)]
         if pieces != ours:
             raise ValueError(
-                f"DTensor of shape {tuple(x.shape)} with {list(x.placements)}: at {at} torch reads dim {dim}"
-                f" as {pieces}, axis after axis gives {ours} (start, length); pad the dim to a multiple of"
+                f"DTensor of shape {tuple(x.shape)} with {list(x.placements)}: got dim {dim} at {at} as"
+                f" {pieces} by torch, wanted {ours} (start, length), axis after axis; pad the dim to a multiple of"
                 f" {math.prod(sizes[d] for _, d in found)}, or redistribute it to Shard first"
             )
 

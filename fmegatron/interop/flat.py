@@ -20,7 +20,9 @@ def flat_items(state: Any) -> dict[str, tuple[Keys, Any]]:
     for keys, value in _walk(state, (), set()):
         path = "/".join(map(str, keys))
         if path in found:
-            raise ValueError(f"{path}: two entries have this path, at {found[path][0]} and {keys}; rename one")
+            raise ValueError(
+                f"{path}: got two entries with this path, at {found[path][0]} and {keys}, wanted one; rename the other"
+            )
         found[path] = keys, value
     return found
 
@@ -47,9 +49,9 @@ def nested(items: Mapping[str, Any]) -> dict[str, Any]:
         for key in above:
             at = at.setdefault(key, {})
             if type(at) is not dict:
-                raise ValueError(f"{path}: a leaf lies on the way to it")
+                raise ValueError(f"{path}: got a leaf on the way to it, wanted a dict")
         if last in at:
-            raise ValueError(f"{path}: a leaf, and others lie below it")
+            raise ValueError(f"{path}: got a leaf with others below it, wanted a leaf or a dict")
         at[last] = value
     return tree
 
@@ -63,7 +65,7 @@ def _walk(value: Any, keys: Keys, above: set[int]) -> Iterator[tuple[Keys, Any]]
         yield keys, value
         return
     if id(value) in above:
-        raise ValueError(f"{'/'.join(map(str, keys))}: the state dict contains itself")
+        raise ValueError(f"{'/'.join(map(str, keys))}: got a state dict that contains itself, wanted a tree")
     for key, item in items:
         yield from _walk(item, (*keys, key), above | {id(value)})
 

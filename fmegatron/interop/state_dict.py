@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot
@@ -111,9 +111,17 @@ def save_state_dict(
     """Save a state dict as a checkpoint of fmegatron: `checkpoint.save` of what `from_state_dict` finds.
 
     Modules, optimizers and others that have a state dict may stand in it themselves.
-    world: of the ranks that save; default: all ranks of the default process group (made anew at every call).
-    Raises as `checkpoint.save`; ValueError also for values that are not plain data or that differ between ranks, and
-    for tensors that only some ranks have (pipeline stages: use `FmegatronWriter`, which torch plans for).
+
+    Args:
+        path: where to save.
+        state_dict: nested dicts and lists of tensors and plain values.
+        world: of the ranks that save; None: all ranks of the default process group (made anew at every call).
+        metadata: plain data that is stored with it.
+        step: as `checkpoint.save`.
+
+    Raises:
+        ValueError: as `checkpoint.save`; values that are not plain data or that differ between ranks; tensors that only
+            some ranks have (pipeline stages: use `FmegatronWriter`, which torch plans for).
     """
     with _world(world) as ranks:
 
@@ -121,7 +129,7 @@ def save_state_dict(
             state, _ = opened(state_dict)
             tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
             if VALUES in (metadata or {}):
-                raise ValueError(f"metadata: the key {VALUES!r} is taken by the state dict's values; rename it")
+                raise ValueError(f"metadata: got the key {VALUES!r}, wanted another; the state dict's values have it")
             return tree, layouts, {path: to_json(value, path) for path, value in values.items()}
 
         tree, layouts, values = together(ranks, f"saving the state dict to {open_store(path).text}", prepare)
@@ -146,11 +154,22 @@ def load_state_dict(
     dict, `optimizer.load_state_dict(state_dict["optimizer"])` must follow. An optimizer need not have made a step: its
     state gets the entries that are stored (stateful.py; on several ranks give the optimizer, not its state dict).
 
-    strict, rules, cast, verify: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is.
+    Args:
+        path: of the checkpoint, or an open snapshot of it.
+        state_dict: the tensors and values to be replaced.
+        world: of the ranks that load; None: all ranks of the default process group.
+        strict: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is.
+        rules: as `checkpoint.restore`: names and shapes of what is stored under other ones.
+        cast: convert dtypes, instead of an error.
+        verify: compare what is read with its digests.
 
-    Returns the paths of what is stored and was not asked for, and of what was asked for and is not stored. Raises
-    ValueError, before anything is changed, when the request does not fit; CheckpointError for damage, RuntimeError when
-    the ranks go on seeing different saves: then some tensors may have been filled already.
+    Returns:
+        The paths of what is stored and was not asked for, and of what was asked for and is not stored.
+
+    Raises:
+        ValueError: before anything is changed, when the request does not fit.
+        CheckpointError: damage; some tensors may have been filled already.
+        RuntimeError: the ranks go on seeing different saves; the same holds.
     """
     mode, name = strictness(strict), getattr(path, "text", None) or open_store(path).text
     state, pairs = opened(state_dict)
@@ -167,7 +186,9 @@ def load_state_dict(
         missing = tuple(p for p in known if p not in values)
         unexpected = tuple(p for p in values if p not in known)
         if problems := complaints(Difference(missing, unexpected), mode):
-            raise ValueError(f"{name} does not fit the values of the state dict:\n" + "\n".join(problems[:10]))
+            raise ValueError(
+                f"{name}: got other values than the state dict, wanted the same:\n" + "\n".join(problems[:10])
+            )
         fills = set(request.paths) - set(request.difference.unexpected)
         if lost := filled - fills:
             raise RuntimeError(f"{name}: was saved again, without {min(lost)}, which has been filled; load all anew")
@@ -256,8 +277,8 @@ def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:
         here, there = (json.loads(ranks.broadcast_text(text, source)) for source in (0, other))
         names = [k for k in {**here, **there} if here.get(k, ...) != there.get(k, ...)]
         raise ValueError(
-            f"the state dict's values (what is no tensor) differ between ranks 0 and {other}:"
-            f" {', '.join(names[:3])}; make them the same, or tensors with a layout"
+            f"state dict: got values (what is no tensor) that differ between ranks 0 and {other}:"
+            f" {', '.join(names[:3])}, wanted the same; make them the same, or tensors with a layout"
         )
 
 
@@ -272,7 +293,7 @@ def _world(world: World | None) -> Iterator[Ranks]:
     if world is not None:
         yield world
     elif not dist.is_initialized() or dist.get_world_size() == 1:
-        yield Alone()
+        yield World.alone("cpu")
     else:
         with connect(Mesh(world=dist.get_world_size())) as made:
             yield made

@@ -85,12 +85,12 @@ class Unmade:
                 number, like = missing[text], parameters[missing[text]]
                 if like is None and kind and (self._has_dtensors or (ranks > 1 and are_sharded(path))):
                     raise ValueError(
-                        f"{path}: got the state dict of an optimizer before its first step, which does not say how its"
-                        " tensors lie on the ranks; pass the optimizer itself in its place"
+                        f"{path}: got the state dict of an optimizer before its first step, wanted the layouts of its"
+                        " tensors too; pass the optimizer itself in its place"
                     )
                 if "/" in name:
                     raise ValueError(
-                        f"{path}: a list or dict inside the state of a parameter, which cannot be made before the"
+                        f"{path}: got a list or dict inside the state of a parameter, wanted tensors before the"
                         f" optimizer's first step; {_STEP_FIRST}"
                     )
                 if number not in state["state"]:
@@ -136,7 +136,7 @@ def _empty(path: str, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Te
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)
     if isinstance(like, DTensor) and shape:
         raise ValueError(
-            f"{path}: stored with shape {shape} for a parameter of shape {tuple(like.shape)}, so how it lies on the"
-            f" ranks is not known before the optimizer's first step; {_STEP_FIRST}"
+            f"{path}: got a stored shape {shape}, wanted that of its parameter, {tuple(like.shape)}, for its layout "
+            f"is not known before the optimizer's first step; {_STEP_FIRST}"
         )
     return torch.zeros(shape, dtype=dtype)

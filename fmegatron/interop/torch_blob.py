@@ -253,7 +253,7 @@ class _Slice(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self.at = offset + (0, self.at, self.length)[whence]
         if self.at < 0:
-            raise OSError("a position before the beginning")
+            raise OSError(f"position {self.at}: is before the beginning")
         return self.at
 
     def tell(self) -> int:

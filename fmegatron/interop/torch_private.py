@@ -23,7 +23,10 @@ def strided_factor(placement: Placement) -> int | None:
 def strided_shard(dim: int, factor: int) -> Placement:
     """The placement that cuts `dim` after `factor` pieces have been cut by later mesh dims."""
     if _StridedShard is None:
-        raise ValueError(f"torch {torch.__version__} has no _StridedShard; order the axes of dim {dim} as in the mesh")
+        raise ValueError(
+            f"dim {dim}: got axes in another order than the mesh, wanted its order, for torch {torch.__version__} has"
+            " no _StridedShard"
+        )
     return _StridedShard(dim, split_factor=factor)
 
 

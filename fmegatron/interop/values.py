@@ -55,4 +55,4 @@ def from_json(value: Any) -> Any:
             return base64.b64decode(item, validate=True)
         if kind == "dtype" and type(item) is str and isinstance(getattr(torch, item, None), torch.dtype):
             return getattr(torch, item)
-    raise ValueError(f"got {value!r:.80}, which is no value of a state dict")
+    raise ValueError(f"got {value!r:.80}, wanted a value that a state dict can have")

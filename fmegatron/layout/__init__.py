@@ -5,10 +5,10 @@ from fmegatron.layout.cover import check_cover
 from fmegatron.layout.data_parallel import DATA_AXES, DataParallel, Placed
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.layout import Layout
-from fmegatron.layout.mesh import Mesh
+from fmegatron.layout.mesh import STANDARD_AXES, Mesh
 from fmegatron.layout.plan import Plan, Transfer, plan_reshard
 from fmegatron.layout.rules import Rules
-from fmegatron.layout.split import Segment, Split, chunk
+from fmegatron.layout.split import Split, chunk
 
 __all__ = [
     "Box",
@@ -19,7 +19,7 @@ __all__ = [
     "Placed",
     "Plan",
     "Rules",
-    "Segment",
+    "STANDARD_AXES",
     "Split",
     "Transfer",
     "check_cover",

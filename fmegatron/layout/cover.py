@@ -20,7 +20,7 @@ def check_cover(boxes: Layout | Sequence[Box], shape: Sequence[int] | None = Non
     >>> check_cover([Box((0,), (3,), 0, (1,)), Box((2,), (2,), 0, (1,))], (5,))
     Traceback (most recent call last):
     ...
-    ValueError: boxes do not cover an array of shape (5,) exactly once:
+    ValueError: boxes: got gaps or overlaps in an array of shape (5,), wanted every element exactly once:
       overlap: [2:3] is in box 0 and box 1
       gap: [4:5] is in no box
     """
@@ -41,7 +41,7 @@ def check_cover(boxes: Layout | Sequence[Box], shape: Sequence[int] | None = Non
     shape = tuple(shape)
     for start, stop, who in rectangles:
         if len(start) != len(shape) or any(a < 0 or z > n for a, z, n in zip(start, stop, shape, strict=True)):
-            raise ValueError(f"{what}: {who} is {_text(start, stop)}, outside an array of shape {shape}")
+            raise ValueError(f"{what}: got {who} as {_text(start, stop)}, wanted it inside an array of shape {shape}")
     if 0 in shape:
         return
     problems: list[str] = []
@@ -49,7 +49,8 @@ def check_cover(boxes: Layout | Sequence[Box], shape: Sequence[int] | None = Non
     if problems:
         more = ["  ... and more"] if len(problems) > 8 else []
         raise ValueError(
-            f"{what} do not cover an array of shape {shape} exactly once:\n" + "\n".join(problems[:8] + more)
+            f"{what}: got gaps or overlaps in an array of shape {shape}, wanted every element exactly once:\n"
+            + "\n".join(problems[:8] + more)
         )
 
 

@@ -39,8 +39,8 @@ class DataParallel:
         HSDP                  (outer, inner)     inner  inner  inner
         hybrid                (outer, inner)     inner  inner  inner + outer
 
-    Axes that a mesh lacks count as size 1, so that one strategy serves all meshes. Source: ZeRO, Rajbhandari et al.
-    2020, arXiv 1910.02054, section 5; HSDP, Zhao et al. 2023, arXiv 2304.11277, section 3.2.2.
+    Standard axes that a mesh lacks have size 1, so that one strategy serves all meshes (see `Mesh`). Source: ZeRO,
+    Rajbhandari et al. 2020, arXiv 1910.02054, section 5; HSDP, Zhao et al. 2023, arXiv 2304.11277, section 3.2.2.
     Raises ValueError for a kind that is sharded less than the one before it, or over no data axis.
 
     >>> from fmegatron.layout import Layout, Mesh
@@ -70,8 +70,8 @@ class DataParallel:
             missing = [name for name in getattr(self, kind) if name not in getattr(self, wider)]
             if missing:
                 raise ValueError(
-                    f"DataParallel: {kind} is sharded over {missing[0]!r}, but {wider} {getattr(self, wider)} is not; "
-                    f"add the axis to {wider}: what comes later in a step is sharded at least as far"
+                    f"DataParallel: got {kind} sharded over {missing[0]!r} and {wider} over {getattr(self, wider)}, "
+                    f"wanted what comes later in a step sharded at least as far; add the axis to {wider}"
                 )
 
     # ---- the named strategies
@@ -142,7 +142,7 @@ class DataParallel:
             raise ValueError(f"batch_layout: got microbatches={microbatches}, wanted 1 or more")
         if not shape:
             return Layout((), dtype, mesh)
-        names = tuple(name for name in self.axes if name in mesh)
+        names = mesh.axes(self.axes)
         ranks = mesh.extent(names)
         parts = ranks * microbatches
         if shape[0] % parts:
@@ -150,8 +150,8 @@ class DataParallel:
             better = f"{below} or {above}" if below else f"{above}"
             cut = f" and {microbatches} microbatches" if microbatches > 1 else ""
             raise ValueError(
-                f"batch_size: got {shape[0]} rows, which {ranks} data-parallel ranks{cut} cannot share evenly; use "
-                f"{better}, or a mesh whose data axes multiply to a divisor of it"
+                f"batch_size: got {shape[0]} rows, which {ranks} data-parallel ranks{cut} cannot share evenly, wanted "
+                f"{better}; or use a mesh whose data axes multiply to a divisor of it"
             )
         return Layout(shape, dtype, mesh, (Split(names, microbatches) if microbatches > 1 and ranks > 1 else names,))
 
@@ -171,7 +171,7 @@ class DataParallel:
         must stay whole, it stays whole over the axis.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.axes)]
-        base = layout.without(tuple(name for name in self.axes if name in layout.mesh))
+        base = layout.without(layout.mesh.axes(self.axes))
         free = [d for d in range(len(layout.shape)) if d not in named and d not in whole and _plain(layout, d)]
         in_order = sorted(free, key=lambda d: -layout.shape[d])
         # The order of the mesh, so that the minor axis of a dim is the one that is gathered first.
@@ -181,7 +181,7 @@ class DataParallel:
     def grads_layout(self, params: Layout) -> Layout:
         """Of an accumulated gradient: sharded over `grads` beyond the parameter, and a pending sum over the others."""
         layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), flatten=True)
-        pending = tuple(a for a in self.axes if a in layout.mesh and layout.mesh[a] > 1 and a not in layout.sharded)
+        pending = tuple(a for a in self.axes if layout.mesh[a] > 1 and a not in layout.sharded)
         return layout.replace(unreduced=pending)
 
     def optim_layout(self, params: Layout) -> Layout:
@@ -190,7 +190,7 @@ class DataParallel:
         return _split_over(reduced, self._more(reduced, self.optim), _contiguous_first(reduced), flatten=True)
 
     def _more(self, layout: Layout, axes: tuple[str, ...]) -> list[str]:
-        return [name for name in axes if name in layout.mesh and name not in layout.sharded]
+        return [name for name in layout.mesh.axes(axes) if name not in layout.sharded]
 
 
 def _contiguous_first(layout: Layout) -> list[int]:
@@ -218,8 +218,8 @@ def _split_once(layout: Layout, axis: str, dims: list[int], flatten: bool) -> La
     if not layout.flat:
         for dim in dims:
             spec = list(layout.spec)
-            names = (*entry_axes(spec[dim]), axis)
-            spec[dim] = Split(names, spec[dim].parts) if isinstance(spec[dim], Split) else names
+            entry, names = spec[dim], (*entry_axes(spec[dim]), axis)
+            spec[dim] = Split(names, entry.parts) if isinstance(entry, Split) else names
             found = layout.replace(spec=tuple(spec))
             if layout.shape[dim] and found.is_even:
                 return found

@@ -13,7 +13,7 @@ import torch
 from fmegatron.layout.boxes import Box, range_boxes, row_major_strides, segment_boxes
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.mesh import Mesh
-from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, one_line
+from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, on_mesh, one_line
 from fmegatron.layout.picture import picture_svg, picture_text
 from fmegatron.layout.split import Segment, Split, nested_chunk, overlapping_chunks, overlapping_indices, segments
 
@@ -63,19 +63,22 @@ class Layout:
                 f" of the {len(self.shape)} dims; remove entries or add dims"
             )
         put(self, "spec", self.spec + (None,) * (len(self.shape) - len(self.spec)))
+        put(self, "spec", tuple(on_mesh(e, self.mesh) for e in self.spec))
+        put(self, "flat", entry_axes(on_mesh(self.flat, self.mesh)))
+        put(self, "unreduced", entry_axes(on_mesh(self.unreduced, self.mesh)))
         used: dict[str, str] = {}
         for where, axes in self._uses():
             for name in axes:
                 if name not in self.mesh:
                     raise ValueError(
-                        f"layout {self.shape}: {where} got axis {name!r}, wanted one of"
+                        f"layout {self.shape}: {where}: got axis {name!r}, wanted one of"
                         f" {', '.join(self.mesh.names) or '(no axes)'} of the mesh {self.mesh};"
                         " name an axis of the mesh, or add it there with size 1"
                     )
                 if name in used:
                     raise ValueError(
-                        f"layout {self.shape}: got axis {name!r} twice, in {used[name]} and in {where};"
-                        " wanted every axis at most once: an axis can split only one dim"
+                        f"layout {self.shape}: got axis {name!r} twice, in {used[name]} and in {where},"
+                        " wanted every axis at most once; an axis can split only one dim"
                     )
                 used[name] = where
         try:

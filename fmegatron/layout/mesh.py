@@ -7,13 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")  # the field's names, which every mesh has, with size 1 at least
+
 
 @dataclass(frozen=True, init=False)
 class Mesh:
     """Named axes, major to minor in rank number: in `Mesh(dp=2, tp=4)` ranks 0..3 are one tp group.
 
-    A mesh is a value: hashable, comparable, picklable, the same on every rank. Axes of size 1 are allowed, so one
-    program text serves all meshes. Raises ValueError for a size below 1.
+    A mesh is a value: hashable, comparable, picklable, the same on every rank. One program text serves all meshes: a
+    name of `STANDARD_AXES` that a mesh lacks is an axis of size 1 everywhere (layouts, rules, strategies, axes of
+    collectives). An axis of another name is given size 1 where it is not wanted, so that a misspelled one is an error.
+    Raises ValueError for a size below 1.
 
     >>> mesh = Mesh(dp=2, fsdp=2, tp=2)
     >>> print(mesh, mesh.size, mesh["tp"], mesh.coordinates(5))
@@ -70,23 +74,25 @@ class Mesh:
         return axis in self._size_of
 
     def __getitem__(self, axis: str) -> int:
-        """Size of an axis. Raises ValueError for an unknown one."""
+        """Size of an axis, 1 for a standard one that the mesh lacks. Raises ValueError for an unknown one."""
         try:
             return self._size_of[axis]
         except (KeyError, TypeError):
+            if axis in STANDARD_AXES:
+                return 1
             raise ValueError(
                 f"got mesh axis {axis!r}, wanted one of {', '.join(self.names) or '(no axes)'} of the mesh {self};"
                 f" name an axis that it has, or build the mesh with it, e.g. Mesh(..., {axis}=1)"
             ) from None
 
     def axes(self, axes: str | Iterable[str]) -> tuple[str, ...]:
-        """`axes` as a tuple, checked: every axis is known and none is named twice (ValueError)."""
+        """Those of `axes` that the mesh has, as a tuple. Raises ValueError for one that is unknown or named twice."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         for i, name in enumerate(names):
             self[name]
             if name in names[:i]:
-                raise ValueError(f"got mesh axis {name!r} twice in {names}; name every axis once")
-        return names
+                raise ValueError(f"mesh: got axis {name!r} twice in {names}, wanted every axis once")
+        return tuple(name for name in names if name in self._size_of)
 
     def extent(self, axes: str | Iterable[str]) -> int:
         """Number of positions along one axis or joint axes."""
@@ -129,7 +135,7 @@ class Mesh:
         for name, i in coordinates.items():
             if not 0 <= i < self[name]:
                 raise ValueError(f"got {name}={i}, wanted 0 to {self[name] - 1} on the mesh {self}")
-            position += i * self._strides[name]
+            position += i * self._strides.get(name, 0)
         return self._rank_at(position)
 
     def index(self, rank: int, axes: str | Iterable[str]) -> int:
@@ -137,7 +143,7 @@ class Mesh:
         position, index = self._position(rank), 0
         for name in (axes,) if isinstance(axes, str) else axes:
             size = self[name]
-            index = index * size + position // self._strides[name] % size
+            index = index * size + position // self._strides.get(name, 1) % size
         return index
 
     def rank_at(self, places: Iterable[tuple[tuple[str, ...], int]]) -> int:
@@ -146,14 +152,14 @@ class Mesh:
         for axes, index in places:
             for name in reversed(axes):
                 index, digit = divmod(index, self[name])
-                position += digit * self._strides[name]
+                position += digit * self._strides.get(name, 0)
         return self._rank_at(position)
 
     def moved(self, rank: int, axes: str | Iterable[str], index: int) -> int:
         """The rank that differs from `rank` only in standing at `index` along the (joint) axes."""
         position = self._position(rank)
         for name in reversed((axes,) if isinstance(axes, str) else tuple(axes)):
-            size, stride = self[name], self._strides[name]
+            size, stride = self[name], self._strides.get(name, 1)
             index, digit = divmod(index, size)
             position += (digit - position // stride % size) * stride
         return self._rank_at(position)
@@ -262,7 +268,7 @@ def _digits_of_axes(mesh: Mesh) -> dict[str, list[tuple[int, int]]]:
             take = math.gcd(size, want)
             if take == 1 and size > 1 or take not in (size, want):
                 raise ValueError(
-                    f"view order: axis {name!r} of the mesh {mesh} is not a whole number of the axes it was folded"
+                    f"view order: got axis {name!r} of the mesh {mesh}, wanted a multiple of the axes it was folded"
                     " from; permute the original mesh instead"
                 )
             result[name].insert(0, (take, stride))

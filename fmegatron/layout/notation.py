@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fmegatron.layout.dtypes import dtype_name
+from fmegatron.layout.mesh import STANDARD_AXES, Mesh
 from fmegatron.layout.split import Split
 
 Entry = None | str | tuple[str, ...] | Split
@@ -27,13 +28,22 @@ def entry(value: Any) -> Entry:
     if isinstance(value, Split):
         if not value.names:
             return None
-        axes = value.names if len(value.names) > 1 else value.names[0]
+        axes = value.names if len(value.names) > 1 else next(iter(value.names))
         return axes if value.parts == 1 else Split(axes, value.parts)
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):
-        return None if not value else value[0] if len(value) == 1 else tuple(value)
+        names = tuple(value)
+        return names if len(names) > 1 else next(iter(names), None)
     raise ValueError(
         f"got spec entry {value!r}, wanted None, an axis name, a tuple of axis names, or Split(axes, parts)"
     )
+
+
+def on_mesh(value: Entry, mesh: Mesh) -> Entry:
+    """An entry without the standard axes that the mesh lacks: they have size 1 and split nothing."""
+    axes = tuple(name for name in entry_axes(value) if name in mesh or name not in STANDARD_AXES)
+    if axes == entry_axes(value):
+        return value
+    return entry(Split(axes, value.parts) if isinstance(value, Split) and axes else axes)
 
 
 def entry_axes(value: Entry) -> tuple[str, ...]:
@@ -65,9 +75,10 @@ def one_line(layout) -> str:
 def _dim(size: int, value: Entry) -> str:
     if value is None:
         return str(size)
+    extent = str(size)
     if isinstance(value, Split):
         if isinstance(value.parts, int):
-            size = f"({value.parts}×{size // value.parts})"
+            extent = f"({value.parts}×{size // value.parts})"
         else:
-            size = f"({'+'.join(str(part) for part in value.parts)})"
-    return f"{size}@{'·'.join(entry_axes(value))}"
+            extent = f"({'+'.join(str(part) for part in value.parts)})"
+    return f"{extent}@{'·'.join(entry_axes(value))}"

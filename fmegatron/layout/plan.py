@@ -70,7 +70,7 @@ def _receives(src: Layout, dst: Layout, rank: int, mine: Shard | None):
         for shard, found in src.overlapping(box.start, box.stop):
             peer = rank if shard == mine else src.rank_of(shard, turn)
             for piece in found:
-                transfer = Transfer(peer, piece, box.intersect(piece.start, piece.stop))
+                transfer = Transfer(peer, piece, _inside(box, piece))
                 (local if shard == mine else receives).append(transfer)
     return tuple(sorted(receives, key=_order)), tuple(sorted(local, key=_order))
 
@@ -92,9 +92,16 @@ def _sends(src: Layout, dst: Layout, rank: int, mine: Shard | None):
                 if peer >= src.mesh.size or src.shard(peer) != mine:  # else it has these elements itself
                     peers.append(peer)
             for piece in dst.intersection(shard, box.start, box.stop) if peers else ():
-                own = box.intersect(piece.start, piece.stop)
+                own = _inside(box, piece)
                 sends.extend(Transfer(peer, own, piece) for peer in peers)
     return tuple(sorted(sends, key=_order))
+
+
+def _inside(box: Box, piece: Box) -> Box:
+    """The elements of a piece of a box, as the box has them."""
+    found = box.intersect(piece.start, piece.stop)
+    assert found is not None
+    return found
 
 
 def _turn(src: Layout, shard: Shard, dst: Layout, replica: int) -> int:

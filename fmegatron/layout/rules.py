@@ -54,7 +54,7 @@ class Rules:
         try:
             return Layout(shape, dtype, mesh, spec)
         except ValueError as error:
-            raise ValueError(f"{path} (by the rule {pattern!r}): {error}") from None
+            raise ValueError(f"{path}: by the rule {pattern!r}: {error}") from None
 
     def report(self, paths: Iterable[str]) -> str:
         """One line for each rule with the paths that it decides, so that a rule that never matches is seen."""

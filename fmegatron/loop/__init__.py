@@ -2,13 +2,13 @@
 
 from fmegatron.loop.config import check, field
 from fmegatron.loop.curves import plot_loss
-from fmegatron.loop.faults import Faults, Place, fail, watch
-from fmegatron.loop.flags import UsageError, parse, set_up, usage
-from fmegatron.loop.launch import launch, use_threads
+from fmegatron.loop.flags import UsageError, parse, set_up
+from fmegatron.loop.launch import launch
 from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
 from fmegatron.loop.resume import Begun, Changes, Settings
+from fmegatron.loop.run import Run
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, evaluate, train
@@ -16,11 +16,10 @@ from fmegatron.loop.train import StepInfo, evaluate, train
 __all__ = [
     "Begun",
     "Changes",
-    "Faults",
     "JsonLines",
     "Log",
     "NonFiniteError",
-    "Place",
+    "Run",
     "Settings",
     "StepInfo",
     "Stop",
@@ -31,7 +30,6 @@ __all__ = [
     "catch",
     "check",
     "evaluate",
-    "fail",
     "fetch",
     "field",
     "launch",
@@ -43,7 +41,4 @@ __all__ = [
     "set_up",
     "startup",
     "train",
-    "usage",
-    "use_threads",
-    "watch",
 ]

@@ -13,12 +13,15 @@ import numbers
 import os
 import types
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+# An instance of the dataclass that an experiment defines; each experiment has its own.
+Config = Any
+T = TypeVar("T")
 CLASSES = ("refused", "named", "free")
 
 
-def field(default: Any, *, resume: str = "refused", least: float | None = None, above: float | None = None) -> Any:
+def field(default: T, *, resume: str = "refused", least: float | None = None, above: float | None = None) -> T:
     """A field of a frozen dataclass with a default, as `dataclasses.field`, that also says what holds for its value.
 
     resume: what happens when a run is resumed with another value: "refused" unless it is allowed by name, "named" in
@@ -30,7 +33,7 @@ def field(default: Any, *, resume: str = "refused", least: float | None = None, 
     return dataclasses.field(default=default, metadata={"resume": resume, "least": least, "above": above})
 
 
-def check(config: Any) -> None:
+def check(config: Config) -> None:
     """Raise ValueError, naming the field, for a value of a Config of the wrong type or outside of its range.
 
     To be called when a Config is made: `__post_init__ = check`, or in an own `__post_init__`. Values that mean the same

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fmegatron.collectives import FailedOnRank, meet
@@ -58,7 +58,9 @@ class Faults:
     """The shared notice board of one run: `report` an own failure, `reason()` of another's. Made by `watch`."""
 
     def __init__(self, place: Place, host: str, port: int):
-        self.place, self.address, self._store, self._board = place, (host, port), None, None
+        self.place, self.address = place, (host, port)
+        self._store: TCPStore | None = None
+        self._board: Store | None = None
         self._open = threading.Event()
 
     def open(self, given_up: Callable[[], bool]) -> bool:
@@ -84,7 +86,7 @@ class Faults:
         failed on it in something that all do together. This waits some seconds for its word.
         """
         line = f"rank {self.place.rank}: {_said(error)}"
-        if not self._reached():
+        if not self._reached() or self._board is None:
             return line
         with contextlib.suppress(RuntimeError, OSError):
             if not (lost_peer(error) or isinstance(error, FailedOnRank) and error.rank != self.place.rank):
@@ -101,7 +103,7 @@ class Faults:
 
     def leave(self, how: str) -> None:
         """Note that this rank ends well, for those that may still wait for it."""
-        if self._open.is_set():
+        if self._open.is_set() and self._board is not None:
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.compare_set("left", "", f"rank {self.place.rank} {how}")
 
@@ -116,7 +118,8 @@ class Faults:
             return self._read("left") if self._open.is_set() else None
 
     def _read(self, key: str) -> str | None:
-        return self._board.get(key).decode() if self._board.check([key]) else None
+        board = self._board
+        return board.get(key).decode() if board is not None and board.check([key]) else None
 
     def _reached(self) -> bool:
         if self._open.wait(1.0) or self._store is None:  # ranks start seconds apart

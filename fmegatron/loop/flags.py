@@ -13,7 +13,7 @@ from typing import Any, Literal
 from absl import flags
 
 from fmegatron.layout import Mesh
-from fmegatron.loop.config import check, type_name
+from fmegatron.loop.config import Config, check, type_name
 
 PREFIX = "config_"
 
@@ -46,7 +46,7 @@ def set_up() -> Iterator[None]:
         raise UsageError(f"{error}{where}") from error
 
 
-def parse(argv: Sequence[str], config: Any) -> Any:
+def parse(argv: Sequence[str], config: Config) -> Config:
     """Return `config` with the values of the command line `argv` (program name first) in place of its defaults.
 
     config: a frozen dataclass, or an instance of one, whose fields all have defaults. Each field is a flag
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str], config: Any) -> Any:
     return _collect(defaults, PREFIX, values)
 
 
-def usage(config: Any) -> str:
+def usage(config: Config) -> str:
     """One line for each flag of `config`: name, default, and the comment that stands beside the field."""
     lines = []
 
@@ -107,7 +107,7 @@ def _instance(config):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ValueError(f"{config.__name__}.{missing[0]} has no default; give every field of a Config one")
+        raise ValueError(f"{config.__name__}.{missing[0]}: got no default, wanted one for every field of a Config")
     return config()
 
 
@@ -207,7 +207,9 @@ def _value(text: str, hint) -> Any:
         return int(text.replace("_", ""), 0)
     if hint in (float, str):
         return hint(text)
-    raise ValueError(f"a field of type {type_name(hint)} cannot be a flag; change it in a copy of the experiment")
+    raise ValueError(
+        f"got a field of type {type_name(hint)}, wanted one that text can give; change it in a copy of the experiment"
+    )
 
 
 def _mesh(text: str) -> Mesh:

@@ -5,17 +5,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from absl import logging
 
 from fmegatron.checkpoint import ClaimedError
+from fmegatron.loop.config import Config, T
 from fmegatron.loop.faults import Place, fail, watch
 from fmegatron.loop.flags import UsageError, parse
 
 
-def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None = None) -> Any:
+def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | None = None) -> T:
     """Run `main(config)` with the flags of the command line, on this process as one rank, and return its result.
 
     main: the experiment, a function of its config.
@@ -48,9 +48,9 @@ def launch(main: Callable[[Any], Any], config: Any, argv: Sequence[str] | None =
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
             leaves, claimed = isinstance(error, SystemExit), isinstance(error, ClaimedError)
-            status = 2 if usage else 130 if interrupt else _status(error) if leaves else 1
+            status = 2 if usage else 130 if interrupt else _status(error) if isinstance(error, SystemExit) else 1
             if place.size > 1 and status:
-                brief = usage or interrupt or claimed or leaves and isinstance(error.code, str)
+                brief = usage or interrupt or claimed or isinstance(error, SystemExit) and isinstance(error.code, str)
                 fail(error, place, faults, status, brief)
             if faults and leaves:
                 faults.leave("left by SystemExit(0)")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -82,17 +83,17 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike, after: int = 0, **labels: str):
-        self.path, self.after, self.labels, self._file, self._run = Path(path), after, labels, None, 0
+        self.path, self.after, self.labels, self._run = Path(path), after, labels, 0
+        self._file: IO[str] | None = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one record and hand it to the system, so that it survives the death of this process."""
-        if self._file is None:
-            self._open()
+        file = self._file = self._file or self._open()
         record = {"step": step, "run": self._run, "time": round(time.time(), 3), **self.labels, **values}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        file.write(json.dumps(record) + "\n")
+        file.flush()
 
-    def _open(self):
+    def _open(self) -> IO[str]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             old = read_metrics(self.path)
@@ -104,7 +105,7 @@ class JsonLines:
         beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(beside, self.path)
         self._run = 1 + max((record.get("run", 0) for record in kept), default=-1)
-        self._file = self.path.open("a")
+        return self.path.open("a")
 
     def close(self) -> None:
         """Close the file, if it was opened."""
@@ -143,7 +144,9 @@ class TensorBoard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise ValueError("TensorBoard is not installed; pip install 'fmegatron[logs]'") from error
+                raise ValueError(
+                    "TensorBoard: got no package tensorboard, wanted it installed; pip install 'fmegatron[logs]'"
+                ) from error
             self._writer = SummaryWriter(self.directory, purge_step=self.after + 1 if self.after else None)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -167,7 +170,9 @@ class WeightsAndBiases:
             try:
                 import wandb
             except ImportError as error:
-                raise ValueError("wandb is not installed; pip install 'fmegatron[logs]'") from error
+                raise ValueError(
+                    "WeightsAndBiases: got no package wandb, wanted it installed; pip install 'fmegatron[logs]'"
+                ) from error
             self._run = wandb.init(**self.settings)
         self._run.log(dict(values), step=step)
 

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ def broken(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in watched if not math.isfinite(metrics[name])}
 
 
-def look(state: Any, world=None) -> list[tuple[str, int]]:
+def look(state: tree.Tree, world=None) -> list[tuple[str, int]]:
     """(path, first rank) of the leaves of a state that hold a number that is not finite, in the order of the tree.
 
     Leaves of one number are left out where there are larger ones: a state may note a loss or a norm as it was
@@ -55,7 +54,7 @@ def look(state: Any, world=None) -> list[tuple[str, int]]:
 
 
 def judge(
-    state: Any,
+    state: tree.Tree,
     step: int,
     shown: Mapping[str, float],
     finite_at: int | None,

@@ -65,9 +65,9 @@ def plain(value: Any, name: str = "value", exact: bool = True) -> Any:
     text = str(value)
     if exact and not _is_own(value, text):
         raise ValueError(
-            f"{name}: got {text:.120}, which no text tells from another of its kind, so that a change could not be "
-            "seen; make it a function or class of a module (no lambda), an object whose repr shows what it holds "
-            "(a dataclass), or a field that is declared resume='free'"
+            f"{name}: got {text:.120}, which no text distinguishes from another of its kind, wanted a value whose "
+            "change can be seen; make it a function or class of a module (no lambda), an object whose repr shows "
+            "what it holds (a dataclass), or a field that is declared resume='free'"
         )
     return _ADDRESS.sub("", text)
 

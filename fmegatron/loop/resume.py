@@ -10,7 +10,7 @@ from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.layout import Mesh
-from fmegatron.loop.config import CLASSES
+from fmegatron.loop.config import CLASSES, Config
 from fmegatron.loop.flags import PREFIX, UsageError
 from fmegatron.loop.plain import fields, plain
 
@@ -44,7 +44,7 @@ class Begun:
     the checkpoint does not say. metadata: of the checkpoint, empty for a new run."""
 
     step: int
-    state: Any
+    state: tree.Tree
     samples: int | None
     metadata: dict[str, Any]
 
@@ -53,10 +53,10 @@ class Settings:
     """The Config of a run and facts that its numbers depend on, as JSON values.
 
         settings = Settings(config, allow=config.allow, data=data.fingerprint(tokens))
-        begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank), world)
+        begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank))
         batches = batches.after(begun.samples, begun.step)
         ...
-        manager.save(step, state, specs, world, metadata=settings.metadata(batches.samples(step)))
+        manager.save(step, state, specs, metadata=settings.metadata(batches.samples(step)))
 
     config: a dataclass; what a change of its fields means is said beside them (`loop.field`), and in fields of a
     dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
@@ -66,7 +66,7 @@ class Settings:
     kind.
     """
 
-    def __init__(self, config: Any, *, allow: Sequence[str] = (), **facts: Any):
+    def __init__(self, config: Config, *, allow: Sequence[str] = (), **facts: object):
         if not dataclasses.is_dataclass(config) or isinstance(config, type):
             made = f"make one: {config.__name__}()" if isinstance(config, type) else "write its fields in a dataclass"
             raise ValueError(f"Settings: config: got {config!r:.80}, wanted an instance of a dataclass; {made}")
@@ -83,9 +83,12 @@ class Settings:
                 near = tree.did_you_mean(name, sorted(names)) if isinstance(name, str) else ""
                 raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
 
-    def metadata(self, samples: int) -> dict[str, Any]:
-        """What a checkpoint says of the run: `config`, `facts`, and `samples`, how many its state has seen."""
-        return {"config": self.config, "facts": self.facts, "samples": int(samples)}
+    def metadata(self, samples: int | None) -> dict[str, Any]:
+        """What a checkpoint holds about the run: `config`, `facts`, and `samples`, how many its state has seen.
+
+        samples: None for data that is not counted in samples.
+        """
+        return {"config": self.config, "facts": self.facts, "samples": None if samples is None else int(samples)}
 
     def write(self, path: str | os.PathLike) -> None:
         """Write config and facts as a JSON file for people and programs, in place of one that is there."""
@@ -104,7 +107,7 @@ class Settings:
         before = metadata.get("config")
         if not isinstance(before, dict):
             return Changes(unknown="the checkpoint has no configuration: whether anything has changed cannot be said")
-        found = {name: [] for name in ("allowed", *CLASSES)}
+        found: dict[str, list[str]] = {name: [] for name in ("allowed", *CLASSES)}
         for name, was, now in self._pairs(before, self.config):
             if _same(was, now):
                 continue
@@ -120,14 +123,14 @@ class Settings:
                 one = was is _ABSENT or now is _ABSENT
                 kind = "named" if one else "allowed" if name in self.allow else "refused"
                 found[kind].append(_change(name, was, now))
-        return Changes(**{name: tuple(texts) for name, texts in found.items()})
+        refused, allowed, named, free = (tuple(found[name]) for name in ("refused", "allowed", "named", "free"))
+        return Changes(refused, allowed, named, free)
 
     def begin(
         self,
         manager: checkpoint.Manager,
-        target_layouts: Any,
-        fresh: Callable[[], Any],
-        world: Any = None,
+        target_layouts: tree.Tree,
+        fresh: Callable[[], tree.Tree],
         **options: Any,
     ) -> Begun:
         """The newest checkpoint, if its settings are those of now or differ by what may differ; else a new run.
@@ -137,15 +140,15 @@ class Settings:
         Raises UsageError, before more is read than metadata, for changes that are refused; and what `restore_latest`
         raises.
         """
-        newest = manager.latest(world)
+        newest = manager.latest()
         if newest is None:
             return Begun(0, fresh(), 0, {})
-        before = _metadata(manager, newest, world, options.get("prefer_finite", True))
+        before = _metadata(manager, newest, options.get("prefer_finite", True))
         changes = None if before is None else self._accepted(before, newest)
-        step, state, metadata = manager.restore_latest(target_layouts, world=world, **options)
+        step, state, metadata = manager.restore_latest(target_layouts, **options)
         if changes is None or metadata != before:  # it walked back past one that is damaged, or not finite
             changes = self._accepted(metadata, step)
-        if (world is None or world.rank == 0) and (text := str(changes)):
+        if manager.world.rank == 0 and (text := str(changes)):
             print(f"resumed from step {step} with other settings:\n{text}", flush=True)
         samples = metadata.get("samples")
         return Begun(step, state, samples if isinstance(samples, int) else None, metadata)
@@ -242,14 +245,14 @@ def _text(value: Any) -> str:
     return "(not there)" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
 
 
-def _metadata(manager: checkpoint.Manager, step: int, world: Any, prefer_finite: bool) -> dict[str, Any] | None:
+def _metadata(manager: checkpoint.Manager, step: int, prefer_finite: bool) -> dict[str, Any] | None:
     """Metadata of a step as rank 0 reads it, on all ranks; None where it cannot be read, or another step is better."""
     text = ""
-    if world is None or world.rank == 0:
+    if manager.world.rank == 0:
         try:
             if not (prefer_finite and manager.finite(step) is False):
                 text = json.dumps(checkpoint.metadata(manager.path(step)))
         except (OSError, checkpoint.CheckpointError):
             pass  # a temporary step, or a damaged one: restore_latest finds another, or raises
-    text = text if world is None else world.broadcast_text(text)
+    text = manager.world.broadcast_text(text)
     return json.loads(text) if text else None

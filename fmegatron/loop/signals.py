@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ def catch() -> Iterator[Stop]:
     """Within this block, the first SIGTERM or SIGINT only marks the `Stop`; the loop saves and leaves.
 
     At the end of the block an agreed Ctrl-C is raised as KeyboardInterrupt (exit status 130), after the loop has saved;
-    after SIGTERM the program just goes on behind the block, and ends with status 0. A second Ctrl-C, at least a second
+    in IPython and notebooks it is not, so that the rest of the cell runs: `StepInfo.stopping` says what happened.
+    After SIGTERM the program just goes on behind the block, and ends with status 0. A second Ctrl-C, at least a second
     after the first, is raised at once: nothing more is saved, and complete checkpoints stay as they are.
     Outside the main thread, where Python allows no handlers, the `Stop` is never set.
     """
@@ -73,5 +75,11 @@ def catch() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if stop.interrupted or stop.signal == "SIGINT":
-        raise KeyboardInterrupt("stopped by Ctrl-C")
+    if (stop.interrupted or stop.signal == "SIGINT") and not _is_interactive():
+        raise KeyboardInterrupt("stopped by Ctrl-C: the step under way was finished")
+
+
+def _is_interactive() -> bool:
+    """Whether this process runs cells of IPython or a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None

@@ -1,14 +1,13 @@
 """The arithmetic of a run, printed before its first step, so that a wrong number is seen before it costs a night."""
 
 import math
-from typing import Any
 
 from fmegatron import tree
 from fmegatron.layout import Layout
 
 
 def startup(
-    layouts: Any,
+    layouts: tree.Tree,
     batch_size: int,
     seq_len: int,
     steps: int,
@@ -18,12 +17,20 @@ def startup(
     microbatches: int = 1,
     flops_per_token: float | None = None,
 ) -> str:
-    """Lines that say what is about to run: mesh, parameters, memory per rank, batch, tokens, FLOPs.
+    """Lines about what is going to run: mesh, parameters, memory per rank, batch, tokens, FLOPs.
 
-    layouts: tree of Layouts of the parameters (not of the whole state). batch_size: sequences per step, all ranks
-    together. data_ranks: ranks that get different sequences. flops_per_token: forward and backward; None counts 6 for
-    each parameter (every matrix: 2 forward, 4 backward).
-    Raises ValueError when the batch cannot be cut into equal parts for the data ranks and microbatches.
+    Args:
+        layouts: tree of Layouts of the parameters (not of the full state).
+        batch_size: sequences per step, all ranks together.
+        seq_len: tokens per sequence.
+        steps: the last update.
+        start: updates done before.
+        data_ranks: ranks that get different sequences.
+        microbatches: parts of a batch.
+        flops_per_token: forward and backward; None counts 6 for each parameter (every matrix: 2 forward, 4 backward).
+
+    Raises:
+        ValueError: the batch cannot be cut into equal parts for the data ranks and microbatches.
     """
     parts = data_ranks * microbatches
     if batch_size % parts:

@@ -4,7 +4,7 @@ for info in train(step, state, batch_at, steps=1000, start=done, tokens_per_step
     if info.metrics:
         log(info.step, info.record())
     if info.step % 100 == 0 or info.last:
-        manager.save(info.step, info.state, layouts, world, wait=info.last)
+        manager.save(info.step, info.state, layouts, wait=info.last)
     for report in manager.poll():
         log(report.step, report.record())
 """
@@ -25,6 +25,7 @@ from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import CHOICES, broken, judge, look
 from fmegatron.loop.signals import Stop
 from fmegatron.step import Declared
+from fmegatron.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class StepInfo:
     """
 
     step: int
-    state: Any
+    state: Tree
     metrics: dict[str, float]
     seconds: float = 0.0
     tokens_per_second: float = 0.0
@@ -63,9 +64,9 @@ class StepInfo:
 
 
 def train(
-    step: Callable[[Any, Any], tuple[Any, dict]],
-    state: Any,
-    batch_at: Callable[[int], Any],
+    step: Callable[[Tree, Tree], tuple[Tree, dict]],
+    state: Tree,
+    batch_at: Callable[[int], Tree],
     *,
     steps: int,
     start: int = 0,
@@ -77,16 +78,28 @@ def train(
 ) -> Iterator[StepInfo]:
     """Run updates start + 1 .. steps of `step(state, batch) -> (state, metrics)`, yielding a StepInfo after each.
 
-    batch_at: position -> batch; update n reads position n - 1, so a resumed run reads what the first would have read.
-    log_every: steps between log points, the only places where the host waits for the device. The first update (it
-    compiles) and the last are log points too, so that later means are of steps that only ran.
-    stop, world: the run ends soon after any rank was asked to stop (`signals.catch`), all ranks after the same step:
-    the question of step n is answered at step n + 1, so that no rank waits for the others.
-    on_nonfinite: what happens when loss or grad_norm of a log point is not finite, and numbers of the state neither:
-    "raise" NonFiniteError on all ranks, which names step and leaves (on several ranks one step later), or "warn".
-    Where the state is finite (an optimizer skipped the update), rank 0 warns and training goes on.
-    Raises ValueError for settings that make no sense, and for a batch_at of `data.Batches` whose layout is not what
-    `build_train_step` made the step for; yields nothing when start >= steps, and warns when it is above.
+    Yields nothing when start >= steps, and warns when it is above.
+
+    Args:
+        step: the compiled step.
+        state: after `start` updates.
+        batch_at: position -> batch; update n reads position n - 1, so a resumed run reads what the first would have
+            read.
+        steps: the last update.
+        start: updates that `state` has seen.
+        log_every: steps between log points, the only places where the host waits for the device. The first update (it
+            compiles) and the last are log points too, so that later means are of steps that only ran.
+        tokens_per_step: of all ranks, for the tokens per second.
+        stop: the run ends soon after any rank was asked to stop (`signals.catch`), all ranks after the same step: the
+            question of step n is answered at step n + 1, so that no rank waits for the others.
+        world: the running ranks, None for one.
+        on_nonfinite: what happens when loss or grad_norm of a log point is not finite, and numbers of the state
+            neither: "raise" NonFiniteError on all ranks, which names step and leaves (on several ranks one step later),
+            or "warn". Where the state is finite (an optimizer skipped the update), rank 0 warns and training goes on.
+
+    Raises:
+        ValueError: settings that make no sense, or a batch_at of `data.Batches` whose layout is not what
+            `build_train_step` made the step for.
     """
     for name, value, least in (("log_every", log_every, 1), ("start", start, 0), ("steps", steps, 0)):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
@@ -161,16 +174,23 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens_per_step, st
 
 
 def evaluate(
-    metrics_of: Callable[[Any, Any], dict],
-    params: Any,
-    batch_at: Callable[[int], Any],
+    metrics_of: Callable[[Tree, Tree], dict],
+    params: Tree,
+    batch_at: Callable[[int], Tree],
     count: int,
     weight_of: Callable[[int], float] | None = None,
 ) -> dict[str, float]:
     """Means of the metrics of `metrics_of(params, batch)` over batches 0 .. count - 1.
 
-    weight_of: the weight of a batch, such as its number of tokens (`EvaluationBatches.real_tokens`); None: all alike.
-    One host synchronisation, at the end. Raises ValueError for count < 1.
+    One host synchronization, at the end.
+
+    Args:
+        metrics_of: (params, batch) -> dict of 0-d tensors.
+        params: this rank's shards.
+        batch_at: number -> batch.
+        count: number of batches, 1 or more (else ValueError).
+        weight_of: the weight of a batch, such as its number of tokens (`EvaluationBatches.real_tokens`); None: the same
+            for all.
     """
     if count < 1:
         raise ValueError(f"evaluate: got {count} batches, wanted 1 or more; is the held-out text shorter than a batch?")

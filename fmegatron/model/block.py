@@ -12,10 +12,17 @@ from fmegatron.model.config import Config
 def block(x_BSD: Tensor, w: dict, cos_Sh: Tensor, sin_Sh: Tensor, *, config: Config, tp: Axis) -> Tensor:
     """x + attention(norm(x)), then + mlp(norm(x)): a pure function of tensors, compiled once for all layers.
 
-    `x[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, or S_tp at both ends with sequence parallelism. `w` are one layer's weights,
-    whole over the data axes and split over tp: {"attention_norm", "attention": {"wqkv", "wo"}, "mlp_norm", "mlp":
-    {"w_gate_up", "w_down"}}. Two reductions over tp forward (psum, or reduce_scatter) and their pair backward.
-    Source: Llama 2, arXiv 2307.09288, section 2.2.
+    `x[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, or S_tp at both ends with sequence parallelism. Two reductions over tp
+    forward (psum, or reduce_scatter) and their pair backward. Source: Llama 2, arXiv 2307.09288, section 2.2.
+
+    Args:
+        x_BSD: activations in the compute dtype.
+        w: one layer's weights, gathered over the data axes and split over tp: {"attention_norm", "attention": {"wqkv",
+            "wo"}, "mlp_norm", "mlp": {"w_gate_up", "w_down"}}.
+        cos_Sh: cosines of the rotary embedding, one row for each position.
+        sin_Sh: its sines.
+        config: sizes and dtypes.
+        tp: the axis of tensor parallelism.
     """
     q_BSHK, k_BSGK, v_BSGK = project_qkv(x_BSD, w, cos_Sh, sin_Sh, config, tp)
     return finish_block(x_BSD, nn.attention(q_BSHK, k_BSGK, v_BSGK), w, config, tp)

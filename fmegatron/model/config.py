@@ -90,7 +90,7 @@ class Config:
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ValueError if this model cannot be split over the mesh's tp axis, naming the number and a fix."""
-        tp = mesh["tp"] if "tp" in mesh else 1
+        tp = mesh["tp"]
         for name, value, fix in (
             ("heads", self.heads, "choose tp as a divisor of heads"),
             ("kv_heads", self.kv_heads, "choose tp as a divisor of kv_heads, or more kv_heads"),

@@ -53,9 +53,9 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
     narrow, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * L))  # GPT-2's scaling of what is added to the stream
 
     def array(path, shape, init, parts=None):
-        spec = tuple(_on_mesh(entry, mesh, meant, known) for entry in rules.match(path))
-        if parts and len(spec) == len(shape) and spec[-1]:
-            spec = (*spec[:-1], Split(spec[-1], parts))
+        spec = tuple(_by_strategy(entry, meant) for entry in rules.match(path))
+        if parts and len(spec) == len(shape) and (axes := spec[-1]) and not isinstance(axes, Split):
+            spec = (*spec[:-1], Split(axes, parts))
         layout = Layout(shape, config.param_dtype, mesh, spec)
         stack = (0,) if path.startswith("blocks/") else ()
         if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
@@ -114,9 +114,9 @@ def _check_every_axis_works(specs: dict, mesh: Mesh, known: tuple[str, ...]) -> 
     used = {*known, *(name for spec in tree.leaves(specs) for name in spec.layout.sharded)}
     if idle := [name for name in mesh.names if mesh[name] > 1 and name not in used]:
         raise ValueError(
-            f"mesh {mesh}: got the axis {idle[0]!r}, which splits no array of the model and no batch, so its "
-            f"{mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(known)}, give a strategy over "
-            "it, or a rule that uses it"
+            f"mesh {mesh}: got the axis {idle[0]!r}, which splits no array of the model and no batch, wanted each axis "
+            f"to split one, or its {mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(known)}, "
+            "give a strategy over it, or a rule that uses it"
         )
 
 
@@ -126,26 +126,26 @@ def layouts(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataPara
 
 
 def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RULES) -> dict:
-    """This rank's shards of the initial parameters; the global arrays depend on `key` only, not on mesh or rank."""
+    """This rank's shards of the initial parameters; the global arrays depend on `key` only, not on mesh or rank.
+
+    Args:
+        config: of the model.
+        mesh: of all ranks.
+        key: of the random values (`tree.fold_in`).
+        rank: whose shards.
+        rules: how the dims of each leaf are split.
+    """
     return tree.init(specs(config, mesh, rules), key, rank)
 
 
-def _on_mesh(entry, mesh: Mesh, meant: dict[str, str], known: tuple[str, ...]):
-    """A rule's entry for one dim, by the names that the data axes have, without those that this mesh does not have."""
+def _by_strategy(entry, meant: dict[str, str]):
+    """A rule's entry for one dim, by the names that the strategy has for the data axes."""
     axes = entry.names if isinstance(entry, Split) else (entry,) if isinstance(entry, str) else entry or ()
-    axes = [meant.get(name, name) for name in axes]
-    kept = tuple(name for name in axes if name in mesh or name not in known)  # Layout refuses unknown axes
-    if not kept:
-        return None
-    return Split(kept, entry.parts) if isinstance(entry, Split) else kept
+    axes = tuple(meant.get(name, name) for name in axes)
+    return Split(axes, entry.parts) if isinstance(entry, Split) else axes
 
 
 # ---- weights as a step uses them -------------------------------------------------------------------------------------
-def axis_of(axes: Axes, *names: str) -> Axis:
-    """The (joint) axis of those `names` that the mesh has; size 1 if it has none."""
-    return axes[tuple(name for name in names if name in axes.mesh)]
-
-
 def gather_weights(shards, layouts, config: Config, axes: Axes):
     """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather for all.
 
@@ -159,7 +159,7 @@ def gather_weights(shards, layouts, config: Config, axes: Axes):
 def prepared(params: dict, layouts: dict, config: Config, axes: Axes) -> dict:
     """Parameters as `gather_weights` takes them: matrices that travel in 8 bits get their scales, by one pmax."""
     wire = config.policy.wire
-    if not wire.scaled:
+    if not wire.scaled or wire.gather is None:
         return params
     stacked = {name: tree.map(lambda _, name=name: name == "blocks", leaf) for name, leaf in layouts.items()}
     return nn.with_scales(params, layouts, axes, wire.gather, stacked)
@@ -197,8 +197,8 @@ class _Outer:
         self.kept = self._gather(list(dict.fromkeys(kept)))
 
     def _gather(self, names: list[str]) -> dict:
-        chosen = [{name: whole[name] for name in names} for whole in (self.params, self.layouts)]
-        return gather_weights(*chosen, self.config, self.axes) if names else {}
+        params, layouts = ({name: whole[name] for name in names} for whole in (self.params, self.layouts))
+        return gather_weights(params, layouts, self.config, self.axes) if names else {}
 
     def __getitem__(self, group: str) -> dict:
         names = self.groups[group]
@@ -218,19 +218,27 @@ def logits(
 ) -> Tensor:
     """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
 
-    reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
-    again for its backward, where the layer is a compiled one; "embed": for the lookup, whose transpose needs no
-    weights; "head": where the blocks end, which is where the backward begins). Groups that are left out are kept from
-    their gather to the end of the backward; "embed" and "head" then travel in one collective.
-    None: all of GROUPS, which needs the least memory (one group at a time) and no byte more on the wire; with a tied
-    table all but "head": it is used at both ends, and freeing it in between costs one more gather and reduce-scatter.
+    Args:
+        params: this rank's shards.
+        tokens_BS: int64, B split over the data axes.
+        config: of the model.
+        layouts: of the parameters.
+        axes: Axes(mesh).
+        layer: `layer(fn, prepare)` decides how a block is run: `plain_layer`, or step.compiled_layer.
+        reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
+            again for its backward, where the layer is a compiled one; "embed": for the lookup, whose transpose needs no
+            weights; "head": where the blocks end, which is where the backward begins). Groups that are left out are
+            kept from their gather to the end of the backward; "embed" and "head" then travel in one collective.
+            None: all of GROUPS, which needs the least memory (one group at a time) and no byte more on the wire; with a
+            tied table all but "head": it is used at both ends, and freeing it in between costs one more gather and
+            reduce-scatter.
     """
     if tokens_BS.shape[1] > config.max_seq:
         raise ValueError(
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Config.max_seq={config.max_seq}; "
             "raise max_seq (RoPE needs no new parameters) or cut the batch"
         )
-    tp = axis_of(axes, "tp")
+    tp = axes["tp"]
     if config.sequence_parallel and tokens_BS.shape[1] % tp.size:
         raise ValueError(
             f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence parallelism); "
@@ -281,11 +289,19 @@ def loss(
 ) -> tuple[Tensor, dict]:
     """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
 
-    batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over `axes.data`.
     The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
-    has the same part. `layer(fn, prepare)` decides how a block is run (`plain_layer`, or step.compiled_layer);
-    reshard_after_forward: which weights are gathered for each use (`logits`).
-    metrics: 0-d, equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if configured), "tokens" (int64).
+    has the same part. The metrics are 0-d and equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if
+    configured), "tokens" (int64).
+
+    Args:
+        params: this rank's shards.
+        batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token}, B split over
+            `axes.data`.
+        config: of the model.
+        layouts: of the parameters.
+        axes: Axes(mesh).
+        layer: how a block is run (`logits`).
+        reshard_after_forward: which weights are gathered for each use (`logits`).
     """
     for name in ("labels", "mask"):
         if name in batch and batch[name].shape != batch["tokens"].shape:
@@ -295,7 +311,7 @@ def loss(
             )
     logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer, reshard_after_forward)
     data = axes[axes.data]
-    nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axis_of(axes, "tp"), config.vocab_size)
+    nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"], config.vocab_size)
     z_BS = config.z_loss * lse_BS.square()
     if "mask" in batch:
         mask_BS = batch["mask"].to(nll_BS.dtype)

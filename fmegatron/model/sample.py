@@ -19,7 +19,7 @@ from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Axis, all_gather
 from fmegatron.model.block import finish_block, project_qkv
 from fmegatron.model.config import Config
-from fmegatron.model.gpt import axis_of, gather_weights, layer_layout, prepared, read_out, unstack
+from fmegatron.model.gpt import gather_weights, layer_layout, prepared, read_out, unstack
 
 
 def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) -> dict:
@@ -90,7 +90,7 @@ def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p
     """
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"choose: got temperature={temperature}, top_p={top_p}; "
+            f"choose: got temperature={temperature}, top_p={top_p}, "
             "wanted temperature >= 0 (0 is greedy) and 0 < top_p <= 1"
         )
     if temperature == 0:
@@ -125,10 +125,21 @@ def generate(
 ) -> Tensor:
     """`count` tokens after each prompt, int64 [B, count]; the same on all ranks of a mesh, all of which must call it.
 
-    params, layouts: this rank's shards and the layouts of all. axes: bound to the running ranks (`Axes(mesh, world)`),
-    or of a mesh of size 1. key, temperature (0 is greedy), top_p: see `choose`. compile: what compiles the two
-    functions that run the model, as `compile(fn)` and `compile(fn, donate=0)`: `partial(step.jit, world=world)`.
-    Raises ValueError when prompt and count do not fit into config.max_seq, or the axes have no processes behind them.
+    Args:
+        params: this rank's shards.
+        prompt_BP: int64 [B, P], the same on all ranks.
+        count: number of tokens to make.
+        config: of the model.
+        layouts: of all parameters.
+        axes: bound to the running ranks (`Axes(mesh, world)`), or of a mesh of size 1.
+        key: of the random choices, see `choose`.
+        temperature: divides the logits; 0 is greedy.
+        top_p: the smallest set of tokens with this probability is chosen from.
+        compile: what compiles the two functions that run the model, as `compile(fn)` and `compile(fn, donate=0)`:
+            `partial(step.jit, world=world)`.
+
+    Raises:
+        ValueError: prompt and count do not fit into config.max_seq, or the axes have no processes behind them.
     """
     B, P = prompt_BP.shape
     if not P or P + count > config.max_seq:
@@ -141,8 +152,8 @@ def generate(
             f"generate: got symbolic axes of the mesh {axes.mesh}, wanted axes with processes behind them; "
             "pass Axes(mesh, connect(mesh)), or restore the parameters onto a mesh of size 1"
         )
-    tp = axis_of(axes, "tp")
-    inside = tp if compile is None else axis_of(Axes(axes.mesh), "tp")  # jit binds symbolic axes itself
+    tp = axes["tp"]
+    inside = tp if compile is None else Axes(axes.mesh)["tp"]  # jit binds symbolic axes itself
     read, step = partial(prefill, config=config, tp=inside, slots=P + count), partial(decode, config=config, tp=inside)
     if compile is not None:
         read, step = compile(read), compile(step, donate=0)

@@ -1,7 +1,7 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
 from fmegatron.nn.attention import attention
-from fmegatron.nn.embed import embed, local_ids
+from fmegatron.nn.embed import embed
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import cross_entropy
@@ -20,7 +20,6 @@ __all__ = [
     "dropout",
     "embed",
     "gather_tree",
-    "local_ids",
     "normal",
     "rms_norm",
     "rope_angles",

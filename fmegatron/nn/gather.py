@@ -8,9 +8,10 @@ from fmegatron import tree
 from fmegatron.collectives import Axis, Place, Wire, all_gather_many
 from fmegatron.layout import Layout
 from fmegatron.nn.scaled import Scaled
+from fmegatron.tree import Tree
 
 
-def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> Any:  # noqa: B008  a frozen value
+def gather_tree(shards: Tree, layouts: Tree, axis: Axis, wire: Wire | Tree = Wire()) -> Tree:  # noqa: B008  a frozen value
     """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> w[D, F_tp]`, for all leaves at once, whatever their dtypes and wherever the axis splits them:
@@ -26,7 +27,7 @@ def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> An
     """
     axis.require(layouts, "gather_tree")
     paths, layouts, spec = tree.flatten(layouts)
-    leaves = spec.flatten_up_to(shards)
+    leaves: list[Any] = spec.flatten_up_to(shards)
     scales = [leaf.scale if isinstance(leaf, Scaled) else None for leaf in leaves]
     leaves = [leaf.value if isinstance(leaf, Scaled) else leaf for leaf in leaves]
     wires = [wire] * len(leaves) if isinstance(wire, Wire) else tree.leaves(wire)
@@ -37,8 +38,8 @@ def gather_tree(shards: Any, layouts: Any, axis: Axis, wire: Any = Wire()) -> An
         groups.setdefault(_axes_of(layout, axis), []).append(i)
     for names, mine in groups.items():
         places = [_place(paths[i], layouts[i], names) for i in mine]
-        given = [[values[i] for i in mine] for values in (leaves, wires, scales)]
-        whole = all_gather_many(given[0], axis.only(names), places, *given[1:])
+        xs, of_each = [leaves[i] for i in mine], ([wires[i] for i in mine], [scales[i] for i in mine])
+        whole = all_gather_many(xs, axis.only(names), places, *of_each)
         for i, x in zip(mine, whole, strict=True):
             leaves[i] = x
     return tree.unflatten(spec, leaves)

@@ -15,6 +15,13 @@ def swiglu(x_BSD: Tensor, gate_up_D2F: Tensor, down_FD: Tensor, tp: Axis, sequen
     the product is elementwise local. One reduction forward (row_parallel) and one backward (column_parallel's
     transpose).
     Source: Shazeer 2020, arXiv 2002.05202, equation 6.
+
+    Args:
+        x_BSD: activations, replicated over tp, or with S split over it under sequence parallelism.
+        gate_up_D2F: both weights in one, interleaved over tp.
+        down_FD: rows split over tp.
+        tp: the axis of tensor parallelism.
+        sequence_parallel: whether S is split over tp at both ends.
     """
     gate_BSF, up_BSF = column_parallel(x_BSD, gate_up_D2F, tp, sequence_parallel).chunk(2, -1)
     return row_parallel(F.silu(gate_BSF) * up_BSF, down_FD, tp, sequence_parallel)

@@ -14,7 +14,7 @@ or which rank has the sample. With a 0-d count all microbatches draw the same nu
 
 A layer that is compiled once for all depths (`step.compiled_layer`) has one key: give it `count * layers + depth`,
 among its arguments `rest`. A draw of a generator (`F.dropout`, `torch.rand`) is refused when a step is traced
-(`step.unkeyed`); numbers of Python's `random` and of numpy are constants of a compiled step, the same in every step.
+(`step.purity`); numbers of Python's `random` and of numpy are constants of a compiled step, the same in every step.
 """
 
 import math
@@ -44,10 +44,19 @@ def dropout(
 ) -> Tensor:
     """x / (1 - rate) with elements set to 0 at random, each with probability `rate`: any shape, floating point.
 
-    key, count, layout, axes: see above. The gradient passes where x did, with the same factor. With rate 0 (which is
-    how a model is evaluated) x itself. A pending sum stays one: the mask is the same on the ranks that add up.
-    Raises ValueError for a rate outside [0, 1], and for a key, count or layout that does not fit.
-    Source: Srivastava et al. 2014, JMLR 15, section 10 (scaled while training).
+    The gradient passes where x did, with the same factor. A pending sum stays one: the mask is the same on the ranks
+    that add up. Source: Srivastava et al. 2014, JMLR 15, section 10 (scaled while training).
+
+    Args:
+        x: a tensor of any shape, floating point.
+        rate: probability of 0; with rate 0 (which is how a model is evaluated) the result is x itself.
+        key: of the numbers (`tree.fold_in`).
+        count: int64, 0-d or one number for each row: see the top of the file.
+        layout: of the full array, where the tensor is a shard of it.
+        axes: Axes(mesh), with a layout.
+
+    Raises:
+        ValueError: a rate outside [0, 1]; a key, count or layout that does not fit.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"dropout: got a rate of {rate}, wanted a probability from 0 to 1")
@@ -62,7 +71,12 @@ def uniform(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = No
     """Numbers from [0, 1) in shape, dtype and device of the local tensor `like` (floating point): multiples of 2^-k, k
     the bits of a significand: 24 of fp32, 8 of bf16, 32 of fp64.
 
-    key, count, layout, axes: see above.
+    Args:
+        like: the local tensor whose shape, dtype and device the numbers have.
+        key: of the numbers (`tree.fold_in`).
+        count: int64, 0-d or one number for each row: see the top of the file.
+        layout: of the full array, where the tensor is a shard of it.
+        axes: Axes(mesh), with a layout.
     """
     _require_floating(like, "uniform")
     bits = min(32, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
@@ -72,9 +86,16 @@ def uniform(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = No
 def normal(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = None, axes: Axes | None = None) -> Tensor:
     """Numbers of a normal distribution of mean 0 and variance 1 in shape, dtype and device of `like` (floating point).
 
-    key, count, layout, axes: see above. The largest possible is 6.7. By Box and Muller (1958) in whole numbers and one
+    The largest possible is 6.7. By Box and Muller (1958) in whole numbers and one
     root and one product of fp64, rounded to fp32: `log` and `cos` of a maths library differ from machine to machine,
     and between vector widths.
+
+    Args:
+        like: the local tensor whose shape, dtype and device the numbers have.
+        key: of the numbers (`tree.fold_in`).
+        count: int64, 0-d or one number for each row: see the top of the file.
+        layout: of the full array, where the tensor is a shard of it.
+        axes: Axes(mesh), with a layout.
     """
     _require_floating(like, "normal")
     radius, angle = (_words(like, f"normal {which}", key, count, layout, axes) for which in ("radius", "angle"))
@@ -100,8 +121,8 @@ def box_muller(radius: Tensor, angle: Tensor) -> Tensor:
 
 def _polynomial(coefficients: tuple[int, ...], x: Tensor) -> Tensor:
     """c0 + c1·x + c2·x² + ... by Horner's rule; numbers times 2³¹ in int64, rounded down."""
-    out: Tensor | int = coefficients[-1]
-    for coefficient in coefficients[-2::-1]:
+    out = (x * coefficients[-1] >> 31) + coefficients[-2]
+    for coefficient in coefficients[-3::-1]:
         out = (x * out >> 31) + coefficient
     return out
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, largest_of, pmax
+from fmegatron.tree import Tree
 
 
 class Scaled(NamedTuple):
@@ -21,16 +22,22 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-def with_scales(shards: Any, layouts: Any, axes: Axes, dtype: torch.dtype, stacked: Any = False) -> Any:
+def with_scales(shards: Tree, layouts: Tree, axes: Axes, dtype: torch.dtype, stacked: bool | Tree = False) -> Tree:
     """Every array of two or more dims becomes `Scaled` for `dtype`; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> (w, max |w| / largest number of dtype)`, the maximum over all ranks: one pmax of a vector for
-    all arrays that are sharded over the same axes. stacked: whether the first dim of an array is one of layers that get
-    a scale each, a bool or a tree of them. No gradient flows through a scale. All-zero arrays have scale 1.
+    all arrays that are sharded over the same axes. No gradient flows through a scale. All-zero arrays have scale 1.
+
+    Args:
+        shards: tree of this rank's tensors.
+        layouts: tree of their layouts.
+        axes: Axes(mesh).
+        dtype: in which the arrays are to travel, with 8 bits.
+        stacked: whether the first dim of an array is one of layers that get a scale each; a bool or a tree of them.
     """
     axes.require(layouts, "with_scales")
     _, layout_leaves, spec = tree.flatten(layouts)
-    leaves = spec.flatten_up_to(shards)
+    leaves: list[Any] = spec.flatten_up_to(shards)
     stack = [stacked] * len(leaves) if isinstance(stacked, bool) else tree.leaves(stacked)
     dims = [len(layout.shape) - is_stacked for layout, is_stacked in zip(layout_leaves, stack, strict=True)]
     groups: dict[tuple[str, ...], list[int]] = {}

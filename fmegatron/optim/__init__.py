@@ -1,114 +1,85 @@
-"""optim: optimizers as pairs of pure functions (init, update), made by chaining transforms."""
+"""Optimizers as pairs of pure functions (init, update), made by chaining gradient transforms.
+
+`adamw`, `muon`, `soap`, `adafactor`, `lion` and `sgd` are ready to use; `grouped` trains groups of parameters in their
+own ways; `compressed` and `skip_nonfinite` wrap an optimizer. One of your own is a chain of transforms:
+
+>>> import torch
+>>> from fmegatron import optim, tree
+>>> signs = optim.Transform(lambda params: {}, lambda g, state, params, count: (tree.map(torch.sign, g), state))
+>>> opt = optim.optimizer(signs=signs, rate=optim.scale_by_learning_rate(optim.cosine(0.5, total=100)))
+>>> params = {"w": torch.tensor([1.0, 2.0])}
+>>> params, state = opt.update({"w": torch.tensor([3.0, -4.0])}, opt.init(params), params)
+>>> params["w"].tolist(), state["count"].item()
+([0.5, 2.5], 1)
+"""
 
 from fmegatron.optim.adafactor import adafactor, scale_by_factored_rms
-from fmegatron.optim.adamw import (
-    LearningRate,
-    adamw,
-    add_decayed_weights,
-    neither_norm_nor_bias,
-    scale_by_adam,
-    scale_by_learning_rate,
-)
-from fmegatron.optim.blockwise import Blockwise, float8, float16, int8
-from fmegatron.optim.clip import clip, clip_by_global_norm, clip_scale, global_norm, group_norms, joint_norm, top_level
-from fmegatron.optim.compressed import Bfloat16, Float32, NoMaster, Remainder, compressed
-from fmegatron.optim.grids import Dynamic, Floating, Linear
-from fmegatron.optim.groups import Group, grouped, scale_by_rates
+from fmegatron.optim.adamw import adamw, add_decayed_weights, scale_by_adam, scale_by_learning_rate
+from fmegatron.optim.blockwise import float8, float16, int8
+from fmegatron.optim.clip import GradNorm, clip, clip_by_global_norm, global_norm, group_norms
+from fmegatron.optim.compressed import compressed
+from fmegatron.optim.formats import Bfloat16, Float32, NoMaster, Remainder
+from fmegatron.optim.groups import Group, grouped
 from fmegatron.optim.guard import Spike, skip_nonfinite
 from fmegatron.optim.lion import lion, scale_by_lion
-from fmegatron.optim.loss_scale import LossScale, loss_scale_of
-from fmegatron.optim.matrices import dealt_layout, on_whole_matrices
-from fmegatron.optim.muon import fused_parts, is_hidden_matrix, muon, orthogonalize, scale_by_muon
+from fmegatron.optim.loss_scale import LossScale
+from fmegatron.optim.muon import fused_parts, muon, scale_by_muon
 from fmegatron.optim.mup import mup_init, mup_multipliers
-from fmegatron.optim.offload import Offloaded, chunks_of, offload_schedule, to_host
-from fmegatron.optim.optimizer import Optimizer, every_path, optimizer, working_dtype
-from fmegatron.optim.rounding import join_master, split_master, stochastic_bfloat16
+from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
 from fmegatron.optim.sgd import accumulate_momentum, sgd
 from fmegatron.optim.soap import scale_by_soap, soap
-from fmegatron.optim.transform import (
-    Transform,
-    chain,
-    fill_absent,
-    masked,
-    merge,
-    partition,
-    path_predicate,
-    stateless,
-)
+from fmegatron.optim.transform import Transform
 
 __all__ = [
-    "Bfloat16",
-    "Blockwise",
-    "Dynamic",
-    "Float32",
-    "Floating",
-    "Group",
-    "LearningRate",
-    "Linear",
-    "LossScale",
-    "NoMaster",
-    "Offloaded",
+    # optimizers, and what makes one
     "Optimizer",
-    "Remainder",
-    "Schedule",
-    "Spike",
     "Transform",
-    "accumulate_momentum",
     "adafactor",
     "adamw",
-    "add_decayed_weights",
-    "chain",
-    "chunks_of",
-    "clip",
-    "clip_by_global_norm",
-    "clip_scale",
-    "compressed",
-    "constant",
-    "cosine",
-    "dealt_layout",
-    "every_path",
-    "fill_absent",
-    "float16",
-    "float8",
-    "fused_parts",
-    "global_norm",
-    "group_norms",
-    "grouped",
-    "int8",
-    "is_hidden_matrix",
-    "join_master",
-    "joint_norm",
-    "linear",
     "lion",
-    "loss_scale_of",
-    "masked",
-    "merge",
     "muon",
-    "mup_init",
-    "mup_multipliers",
-    "neither_norm_nor_bias",
-    "on_whole_matrices",
     "optimizer",
-    "orthogonalize",
-    "partition",
-    "path_predicate",
+    "sgd",
+    "soap",
+    # transforms
+    "accumulate_momentum",
+    "add_decayed_weights",
+    "clip_by_global_norm",
     "scale_by_adam",
     "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",
-    "scale_by_rates",
     "scale_by_soap",
-    "offload_schedule",
-    "sgd",
-    "skip_nonfinite",
-    "soap",
-    "split_master",
-    "stateless",
-    "stochastic_bfloat16",
-    "to_host",
-    "top_level",
-    "working_dtype",
+    # groups of parameters
+    "Group",
+    "fused_parts",
+    "grouped",
+    "mup_init",
+    "mup_multipliers",
+    # learning rates
+    "Schedule",
+    "constant",
+    "cosine",
+    "linear",
     "wsd",
+    # norms of gradients
+    "GradNorm",
+    "clip",
+    "global_norm",
+    "group_norms",
+    # steps that are skipped
+    "LossScale",
+    "Spike",
+    "skip_nonfinite",
+    # state in fewer bytes
+    "Bfloat16",
+    "Float32",
+    "NoMaster",
+    "Remainder",
+    "compressed",
+    "float16",
+    "float8",
+    "int8",
 ]

@@ -11,19 +11,14 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, psum, reshard
+from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
-from fmegatron.optim.adamw import (
-    LearningRate,
-    add_decayed_weights,
-    neither_norm_nor_bias,
-    scale_by_learning_rate,
-)
-from fmegatron.optim.matrices import layouts_by_path
+from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
+from fmegatron.optim.matrices import in_layout, layouts_by_path
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, Tree, Where, merge, path_predicate, stateless
-from fmegatron.tree import ArraySpec
+from fmegatron.optim.transform import Transform, Where, path_predicate, stateless
+from fmegatron.tree import ArraySpec, Tree
 
 
 def adafactor(
@@ -46,15 +41,29 @@ def adafactor(
     (algorithm 4 with the relative step size lr; torch caps lr by 1/√t: give a schedule for that). The leaves that
     `factored` selects (by default all but norms and biases) are stacks of matrices [..., m, n], others stacks of
     vectors [..., n]; every rms is that of one matrix or vector, so a stack of layers is updated as its layers would be.
-    layouts, axes: of the parameters and Axes(mesh), for sums over the axes that split a matrix; None: all are whole.
     The rows of a flattened leaf are not to be seen in its ranges: it is gathered to look at it (and only it; a leaf is
     flattened when none of its dims can be shared out), so that state and steps are the same under every layout.
-    `decay` is as in `adamw`. ValueError for values outside of their range.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        decay_power: c in β̂₂ₜ = 1 - tᶜ, negative.
+        clip: d, the largest rms of an update before it is scaled.
+        eps: its square is the least second moment.
+        eps2: ε₂, the least rms of a parameter that an update is scaled by.
+        weight_decay: λ, 0 or more.
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
+            biases (`tree.neither_norm_nor_bias`).
+        factored: which leaves are factored; by default all but norms and biases.
+
+    Raises:
+        ValueError: values outside of their range.
     """
     if not clip > 0:
-        raise ValueError(f"adafactor: clip: got {clip}, want a number above 0, such as 1.0")
+        raise ValueError(f"adafactor: clip: got {clip}, wanted a number above 0, such as 1.0")
     if not eps2 >= 0:
-        raise ValueError(f"adafactor: eps2: got {eps2}, want 0 or more, such as 1e-3")
+        raise ValueError(f"adafactor: eps2: got {eps2}, wanted 0 or more, such as 1e-3")
     layout_of = layouts_by_path(layouts, axes, "adafactor")
     is_matrix = _matrices(layout_of, factored)
 
@@ -89,15 +98,21 @@ def scale_by_factored_rms(
 
         row[..., m] = b row + (1 - b) mean over n of g²;  col[..., n] = b col + (1 - b) mean over m of g²;  b = 1 - tᶜ
 
-    where c = decay_power. Leaves that are not factored (see `adafactor`) have their second moment in "full". row and
-    col lie as the parameter's dims do, whole along axes that flatten it; a mean over a split dim is one psum over its
-    axes. eps: v and the mean of row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is
-    more than the squares of most gradients of a large model).
+    where c = decay_power. Leaves that are not factored have their second moment in "full". row and col have the layout
+    of the parameter's dims, and are full along axes that flatten it; a mean over a split dim is one psum over its axes.
+
+    Args:
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        decay_power: c, negative.
+        eps: v and the mean of row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is
+            more than the squares of most gradients of a large model).
+        factored: which leaves are factored; by default all but norms and biases.
     """
     if not decay_power < 0:
-        raise ValueError(f"adafactor: decay_power: got {decay_power}, want a negative number, such as -0.8")
+        raise ValueError(f"adafactor: decay_power: got {decay_power}, wanted a negative number, such as -0.8")
     if not eps >= 0:
-        raise ValueError(f"adafactor: eps: got {eps}, want 0 or more, such as 1e-15")
+        raise ValueError(f"adafactor: eps: got {eps}, wanted 0 or more, such as 1e-15")
     layout_of = layouts_by_path(layouts, axes, "adafactor")
     is_matrix = _matrices(layout_of, factored)
 
@@ -140,7 +155,7 @@ def scale_by_factored_rms(
                 new_state[name] = tree.map(mixed, state[name], means)
             v = tree.map_with_path(estimate, new_state["row"], new_state["col"])
             directions = tree.map_with_path(lambda path, x, v: _closed(scaled(x, v), layout_of(path, x), axes), g, v)
-            out = merge(directions, out)
+            out = tree.merge(directions, out)
         return out, new_state
 
     return Transform(init, update)
@@ -148,7 +163,7 @@ def scale_by_factored_rms(
 
 def _matrices(layout_of: Callable[[str, Any], Layout | None], factored: Where | None) -> Callable[[str, Any], bool]:
     """(path, leaf) -> whether its second moment is factored: it is selected, and has two dims or more."""
-    selects = path_predicate(neither_norm_nor_bias if factored is None else factored)
+    selects = path_predicate(tree.neither_norm_nor_bias if factored is None else factored)
 
     def is_matrix(path: str, leaf: Any) -> bool:
         layout = layout_of(path, leaf)
@@ -159,12 +174,12 @@ def _matrices(layout_of: Callable[[str, Any], Layout | None], factored: Where | 
 
 def _opened(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
     """A flattened leaf as the block that was flattened; others as they are."""
-    return reshard(x, layout, layout.replace(flat=()), axes) if layout is not None and layout.flat else x
+    return in_layout(x, layout, layout.replace(flat=()), axes) if layout is not None and layout.flat else x
 
 
 def _closed(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
     """The inverse of `_opened`; nothing is sent."""
-    return reshard(x, layout.replace(flat=()), layout, axes) if layout is not None and layout.flat else x
+    return in_layout(x, layout.replace(flat=()), layout, axes) if layout is not None and layout.flat else x
 
 
 def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int, layout: Layout | None) -> torch.Tensor | ArraySpec:
@@ -199,4 +214,4 @@ def _rms(xs: tuple[torch.Tensor, ...], dims: int, layout: Layout | None, axes: A
 def _summed(x: torch.Tensor, layout: Layout, axes: Axes | None, names: tuple[str, ...]) -> torch.Tensor:
     """psum over those of the axes that have more than one rank."""
     split = tuple(name for name in layout.mesh.names if name in names and layout.mesh[name] > 1)
-    return psum(x, axes[split]) if split else x
+    return psum(x, axes[split]) if split and axes is not None else x

@@ -12,8 +12,8 @@ from fmegatron import tree
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.schedule import Schedule
-from fmegatron.optim.transform import Transform, Tree, Where, masked, stateless
-from fmegatron.tree import neither_norm_nor_bias
+from fmegatron.optim.transform import Transform, Where, masked, stateless
+from fmegatron.tree import Tree
 
 LearningRate = float | Schedule | Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,9 +33,17 @@ def adamw(
         v = b2 v + (1 - b2) g²
         p = (1 - lr·weight_decay) p  -  lr · m/(1 - b1ᵗ) / (√v/√(1 - b2ᵗ) + eps)
 
-    `learning_rate` is a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor). `decay` says which
-    leaves decay: a function of the path, or a list of regular expressions; by default all but norms and biases
-    (`neither_norm_nor_bias`). ValueError for values outside of their range.
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: λ, 0 or more.
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
+            biases (`tree.neither_norm_nor_bias`).
+
+    Raises:
+        ValueError: values outside of their range.
     """
     return optimizer(
         adam=scale_by_adam(b1, b2, eps),
@@ -70,16 +78,17 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
 def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Transform:
     """u -> u + weight_decay·p on the leaves that `decay` selects (see `adamw`)."""
     if not weight_decay >= 0:
-        raise ValueError(f"weight_decay: got {weight_decay}, want 0 or more, such as 0.1")
+        raise ValueError(f"weight_decay: got {weight_decay}, wanted 0 or more, such as 0.1")
     if weight_decay == 0:
         return stateless(lambda updates, params, count: updates)
     add = stateless(lambda updates, params, count: tree.map(lambda u, p: u + weight_decay * p, updates, params))
-    return masked(add, neither_norm_nor_bias if decay is None else decay)
+    return masked(add, tree.neither_norm_nor_bias if decay is None else decay)
 
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
     """u -> -lr·u, where a schedule gives lr as a function of the count of updates done before (0, 1, 2 …)."""
-    if not callable(checked_rate(learning_rate)):
+    checked_rate(learning_rate)
+    if not callable(learning_rate):
         return stateless(lambda updates, params, count: tree.map(lambda u: u * -learning_rate, updates))
 
     def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
@@ -89,11 +98,10 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
     return stateless(update)
 
 
-def checked_rate(learning_rate: LearningRate) -> LearningRate:
-    """The same learning rate; ValueError for a number that is negative or not finite."""
+def checked_rate(learning_rate: LearningRate) -> None:
+    """ValueError for a number that is negative or not finite."""
     if not callable(learning_rate) and not (learning_rate >= 0 and math.isfinite(learning_rate)):
-        raise ValueError(f"learning_rate: got {learning_rate}, want a finite number of 0 or more, or a schedule")
-    return learning_rate
+        raise ValueError(f"learning_rate: got {learning_rate}, wanted a finite number of 0 or more, or a schedule")
 
 
 def checked_betas(who: str, b1: float, b2: float, eps: float) -> None:
@@ -101,10 +109,10 @@ def checked_betas(who: str, b1: float, b2: float, eps: float) -> None:
     for name, value in {"b1": b1, "b2": b2}.items():
         if not 0 <= value < 1:
             raise ValueError(
-                f"{who}: {name}: got {value}, want 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.95}"
+                f"{who}: {name}: got {value}, wanted 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.95}"
             )
     if not eps >= 0:
-        raise ValueError(f"{who}: eps: got {eps}, want 0 or more, such as 1e-8")
+        raise ValueError(f"{who}: eps: got {eps}, wanted 0 or more, such as 1e-8")
 
 
 def bias_corrections(

@@ -43,7 +43,7 @@ class Blockwise:
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.smallest < 0:
-            raise ValueError(f"got {self}, want a block of at least 1 element and smallest >= 0")
+            raise ValueError(f"Blockwise: got {self}, wanted a block of at least 1 element and smallest >= 0")
 
     def applies(self, shape: tuple[int, ...]) -> bool:
         """Whether a leaf of this global shape is stored so."""
@@ -52,7 +52,9 @@ class Blockwise:
     def specs(self, path: str, spec: ArraySpec) -> dict[str, ArraySpec]:
         """{"codes", "scale"}: specs of what `encode` makes of a leaf. ValueError where a shard's edge cuts a block."""
         if spec.init != tree.zeros:
-            raise ValueError(f"{path}: starts as {spec.init}, want zeros for a state in blocks; leave it in float32")
+            raise ValueError(
+                f"{path}: got a start as {spec.init}, wanted zeros for a state in blocks; leave it in float32"
+            )
         codes = spec.layout.replace(dtype=self.grid.code_dtype(not self.root))
         return {"codes": ArraySpec(codes), "scale": ArraySpec(self._scale(path, spec.layout))}
 
@@ -107,14 +109,16 @@ class Blockwise:
             length = math.prod(shape) // math.prod(layout.flat_counts)
             between += [] if length % shape[-1] == 0 else [length, shape[-1]]
         if between and not layout.is_even:
-            raise ValueError(f"{path}: got {layout}, which is uneven, and edges in rows; want it even, or in Float32()")
+            raise ValueError(
+                f"{path}: got {layout} with uneven edges in rows, wanted an even layout; leave it in Float32()"
+            )
         if any(n % width for n in between):
             fits = math.gcd(width, *between)
             if not self.fit:
                 raise ValueError(
                     f"{path}: got blocks of {width} elements of the last dim of {layout}, but an edge of a shard every"
-                    f" {' and '.join(str(n) for n in dict.fromkeys(between))} elements; want a block that divides them,"
-                    f" such as block={fits}, or fit=True (blocks then depend on the mesh)"
+                    f" {' and '.join(str(n) for n in dict.fromkeys(between))} elements, wanted a block that divides"
+                    f" them; give block={fits}, or fit=True (blocks then depend on the mesh)"
                 )
             width = fits
         return width
@@ -170,7 +174,15 @@ def float8(
     smallest: int = 4096,
     fit: bool = False,
 ) -> Blockwise:
-    """8-bit floating-point codes with a scale per block (`Blockwise`): 1 + 4/block bytes per element."""
+    """8-bit floating-point codes with a scale per block (`Blockwise`): 1 + 4/block bytes per element.
+
+    Args:
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        block: elements of a block of the last dim.
+        root: store the square root, for second moments.
+        smallest: leaves of fewer elements stay float32.
+        fit: shorten blocks that an edge of a shard would cut.
+    """
     return Blockwise(Floating(dtype), block, root, smallest, fit)
 
 
@@ -184,6 +196,11 @@ def int8(
 ) -> Blockwise:
     """8-bit integer codes (uint8 with `root`) with a scale per block (`Blockwise`): 1 + 4/block bytes per element.
 
-    On the dynamic grid of the paper (`Dynamic`), or in equal steps with `linear`.
+    Args:
+        block: elements of a block of the last dim.
+        root: store the square root, for second moments.
+        smallest: leaves of fewer elements stay float32.
+        fit: shorten blocks that an edge of a shard would cut.
+        linear: in equal steps, instead of the dynamic grid of the paper (`Dynamic`).
     """
     return Blockwise(Linear() if linear else Dynamic(), block, root, smallest, fit)

@@ -1,7 +1,8 @@
 """Clipping by the global norm: right on any mesh, with one collective for each distinct set of axes."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -9,8 +10,17 @@ from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
 from fmegatron.optim.transform import Transform, stateless
+from fmegatron.tree import Tree
 
-Tree = Any
+
+class GradNorm(NamedTuple):
+    """What a step knows of its gradients when it hands them to an optimizer's update.
+
+    value: their global norm before clipping, 0-d.  limit: the norm to which the update has to clip them; None: not.
+    """
+
+    value: torch.Tensor
+    limit: float | None = None
 
 
 def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = None) -> torch.Tensor:
@@ -30,18 +40,23 @@ def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = No
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for path, leaf, layout in zip(paths, leaves, twins, strict=True):
         groups.setdefault(_split_axes(path, layout, axes), []).append(leaf)
-    squares = {split: tree.squared_norm(group) for split, group in groups.items()}
-    return sum(psum(square, axes[split]) if split else square for split, square in squares.items()).sqrt()
+    squares = [_summed(tree.squared_norm(group), split, axes) for split, group in groups.items()]
+    return functools.reduce(torch.add, squares).sqrt()
 
 
 def group_norms(
-    grads: Tree, group_of: Callable[[str], str], layouts: Tree | None = None, axes: Axes | None = None
+    grads: Tree,
+    group_of: Callable[[str], str] | None = None,
+    layouts: Tree | None = None,
+    axes: Axes | None = None,
 ) -> dict[str, torch.Tensor]:
-    """`global_norm` of each group of leaves: {group_of(path): 0-d tensor}, for metrics; group_of may be `top_level`.
+    """`global_norm` of each group of leaves: {group_of(path): 0-d tensor}, for metrics.
 
-    The squares of all groups that are split by the same axes travel together: as many collectives as one norm has, and
-    `joint_norm` of the result is the global norm, so that a step that reports groups has no collective more.
+    group_of: by default the first segment of the path, "blocks/mlp/w_down" -> "blocks". The squares of all groups that
+    are split by the same axes travel together: as many collectives as one norm has. The global norm is
+    √ Σ norm² of the result, so that a step that reports groups needs no further collective.
     """
+    group_of = group_of or (lambda path: path.partition("/")[0])
     paths, leaves, _ = tree.flatten(grads)
     twins = [None] * len(leaves)
     if layouts is not None:
@@ -56,20 +71,10 @@ def group_norms(
         wide = {name: tree.squared_norm(group) for name, group in groups.items()}
         dtype = torch.float64 if any(x.dtype == torch.float64 for x in wide.values()) else torch.float32
         stacked = torch.stack([x.to(dtype) for x in wide.values()])
-        summed = psum(stacked, axes[split]) if split else stacked
+        summed = _summed(stacked, split, axes)
         for name, square in zip(wide, summed.unbind(0), strict=True):
             totals[name] = totals[name] + square if name in totals else square
     return {name: totals[name].sqrt() for name in names}
-
-
-def joint_norm(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The norm of all leaves together, 0-d, from those of the groups that they fall into (`group_norms`)."""
-    return torch.stack(list(norms.values())).square().sum().sqrt()
-
-
-def top_level(path: str) -> str:
-    """The first segment of a path: "blocks/mlp/w_down" -> "blocks"."""
-    return path.partition("/")[0]
 
 
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -79,7 +84,7 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     max_norm <= 0.
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm: got {max_norm}, want a number above 0, such as 1.0 (or do not clip)")
+        raise ValueError(f"max_norm: got {max_norm}, wanted a number above 0, such as 1.0 (or do not clip)")
     return tree.stored((max_norm / (norm + 1e-6)).clamp(max=1))[0]
 
 
@@ -93,18 +98,23 @@ def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes
     return stateless(lambda updates, params, count: clip(updates, global_norm(updates, layouts, axes), max_norm))
 
 
+def _summed(x: torch.Tensor, split: tuple[str, ...], axes: Axes | None) -> torch.Tensor:
+    return psum(x, axes[split]) if split and axes is not None else x
+
+
 def _split_axes(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]:
     if axes is not None:
         axes.require({path: layout}, "global_norm")
     pending = [axis for axis in layout.unreduced if layout.mesh[axis] > 1]
     if pending:
         raise ValueError(
-            f"global_norm: {path}: got {layout}, a sum that is still pending over {', '.join(pending)}; want it"
-            " reduced: reshard it to its layout without `unreduced` first"
+            f"global_norm: {path}: got {layout}, a sum that is still pending over {', '.join(pending)}, wanted it"
+            " reduced; reshard it to its layout without `unreduced` first"
         )
     split = tuple(axis for axis in layout.mesh.names if axis in layout.sharded)
     if split and axes is None:
         raise ValueError(
-            f"global_norm: {path}: got {layout}, which is split over {', '.join(split)}; give axes=Axes(mesh) too"
+            f"global_norm: {path}: got {layout}, which is split over {', '.join(split)}, and no axes,"
+            " wanted them; give axes=Axes(mesh) too"
         )
     return split

@@ -23,7 +23,9 @@ class Floating:
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16):
-            raise ValueError(f"got {self.dtype}, want torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16")
+            raise ValueError(
+                f"Floating: got {self.dtype}, wanted torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16"
+            )
 
     def code_dtype(self, signed: bool) -> torch.dtype:
         """dtype of the codes."""

@@ -4,14 +4,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fmegatron import tree
-from fmegatron.optim.adamw import LearningRate, checked_rate, neither_norm_nor_bias
+from fmegatron.optim.adamw import LearningRate, checked_rate
+from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, Tree, masked, merge, partition, stateless
+from fmegatron.optim.transform import Transform, masked, stateless
+from fmegatron.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,9 @@ class Group:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr >= 0):
-            raise ValueError(f"Group: lr: got {self.lr}, want a finite factor of 0 or more")
+            raise ValueError(f"Group: lr: got {self.lr}, wanted a finite factor of 0 or more")
         if self.weight_decay is not None and not self.weight_decay >= 0:
-            raise ValueError(f"Group: weight_decay: got {self.weight_decay}, want 0 or more")
+            raise ValueError(f"Group: weight_decay: got {self.weight_decay}, wanted 0 or more")
         if self.rate is not None:
             checked_rate(self.rate)
 
@@ -63,24 +66,31 @@ def grouped(
             adam=optim.scale_by_adam(),
         )
 
-    A pattern is a regular expression over whole segments of the path, as in layout.Rules. A leaf moves by
-    -rate·lr·multiplier·(direction + decay·p), decoupled as in AdamW. transforms: named directions; each sees the leaves
-    that are its own, under its name in the state; the first one serves where no rule says otherwise, or the one that
-    `choose(path)` names. weight_decay: of leaves without their own, norms and biases excepted (they have 0).
-    multipliers: path -> factor on the rate (`mup_multipliers`).
+    A leaf moves by -rate·lr·multiplier·(direction + decay·p), decoupled as in AdamW.
 
-    `init` raises ValueError for a rule that decides no leaf, with the paths it could mean, or the rule that hides it.
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        rules: (pattern, Group), first match wins; a pattern is a regular expression over full segments of the path, as
+            in layout.Rules.
+        weight_decay: of leaves without their own, norms and biases excepted (they have 0).
+        multipliers: path -> factor on the rate (`mup_multipliers`).
+        choose: path -> name of the transform where no rule names one; None: the first transform.
+        transforms: named directions; each sees the leaves that are its own, under its name in the state.
+
+    Raises:
+        ValueError: values outside of their range; by `init`, a rule that decides no leaf, with the paths it could mean,
+            or the rule that hides it.
     """
     if not transforms:
-        raise ValueError("grouped: got no transform; give at least one direction, such as adam=scale_by_adam()")
+        raise ValueError("grouped: got no transform, wanted at least one direction, such as adam=scale_by_adam()")
     if not weight_decay >= 0:
-        raise ValueError(f"weight_decay: got {weight_decay}, want 0 or more, such as 0.1")
+        raise ValueError(f"weight_decay: got {weight_decay}, wanted 0 or more, such as 0.1")
     checked_rate(learning_rate)
     table = [(whole_segments(pattern), group) for pattern, group in rules]
     for pattern, group in rules:
         if group.optimizer is not None and group.optimizer not in transforms:
             raise ValueError(
-                f"grouped: the rule {pattern!r} names the optimizer {group.optimizer!r}, want one of"
+                f"grouped: got the rule {pattern!r} with optimizer {group.optimizer!r}, wanted one of"
                 f" {', '.join(transforms)}{tree.did_you_mean(group.optimizer, list(transforms))}"
             )
     first = next(iter(transforms))
@@ -93,7 +103,7 @@ def grouped(
 
     def decay_of(path: str) -> float:
         own = group_of(path).weight_decay
-        return own if own is not None else weight_decay if neither_norm_nor_bias(path) else 0.0
+        return own if own is not None else weight_decay if tree.neither_norm_nor_bias(path) else 0.0
 
     def rate_of(path: str) -> tuple[LearningRate, float]:
         group = group_of(path)
@@ -117,11 +127,12 @@ def grouped(
 
     def init(params: Tree) -> Tree:
         _require_that_rules_decide(rules, tree.paths(params))
-        return inner.init(partition(params, trains)[0])
+        return inner.init(tree.partition(params, trains)[0])
 
-    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        trained, new_state = inner.update(partition(grads, trains)[0], state, partition(params, trains)[0])
-        return merge(trained, params), new_state
+    def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+        grads, trained = tree.partition(grads, trains)[0], tree.partition(params, trains)[0]
+        trained, new_state = inner.update(grads, state, trained, norm)
+        return tree.merge(trained, params), new_state
 
     return Optimizer(init, update, trains)
 
@@ -132,7 +143,7 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]]) -> Tran
     def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
         schedules = {rate for rate, _ in map(rate_of, tree.paths(updates)) if callable(rate)}
 
-        def evaluated(rate: LearningRate) -> dict:
+        def evaluated(rate: Callable[[torch.Tensor], Any]) -> dict:
             return per_dtype(updates, lambda dtype: [-torch.as_tensor(rate(count)).to(count.device, dtype)])
 
         values = {rate: evaluated(rate) for rate in schedules}
@@ -154,7 +165,7 @@ def whole_segments(pattern: str) -> re.Pattern:
     try:
         return re.compile(f"(?:^|/)(?:{pattern})(?:/|$)")
     except re.error as error:
-        raise ValueError(f"got the path pattern {pattern!r}, want a regular expression: {error}") from None
+        raise ValueError(f"rule: got the path pattern {pattern!r}, wanted a regular expression: {error}") from None
 
 
 def _require_that_rules_decide(rules: Rules, paths: list[str]) -> None:
@@ -165,12 +176,12 @@ def _require_that_rules_decide(rules: Rules, paths: list[str]) -> None:
         if not matched:
             near = tree.did_you_mean(pattern, [*paths, *sorted({part for path in paths for part in path.split("/")})])
             raise ValueError(
-                f"grouped: the rule {pattern!r} matches no path{near}; want a regular expression over whole segments of"
-                f" one of: {', '.join(paths[:8])}{' …' if len(paths) > 8 else ''}"
+                f"grouped: got the rule {pattern!r}, which matches no path{near}, wanted a regular expression over full"
+                f" segments of one of: {', '.join(paths[:8])}{' …' if len(paths) > 8 else ''}"
             )
         if not any(all(not earlier.search(path) for earlier in compiled[:i]) for path in matched):
             hider = next(j for j in range(i) if compiled[j].search(matched[0]))
             raise ValueError(
-                f"grouped: the rule {pattern!r} decides nothing: all that it matches, such as {matched[0]}, is taken by"
-                f" rules before it, such as {rules[hider][0]!r}; put the narrower rule first"
+                f"grouped: got the rule {pattern!r} for leaves such as {matched[0]}, all of which rules before it take,"
+                f" such as {rules[hider][0]!r}, wanted each rule to decide a leaf; put the narrower rule first"
             )

@@ -8,10 +8,10 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import Axes
-from fmegatron.optim.clip import clip, global_norm
+from fmegatron.optim.clip import GradNorm, global_norm
 from fmegatron.optim.loss_scale import LossScale, scalar
 from fmegatron.optim.optimizer import Optimizer
-from fmegatron.optim.transform import Tree, merge, partition
+from fmegatron.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Spike:
 
     def __post_init__(self) -> None:
         if not (self.factor > 1 and 0 < self.decay < 1 and self.warmup >= 1):
-            raise ValueError(f"got {self}, want factor > 1, 0 < decay < 1 and warmup >= 1")
+            raise ValueError(f"Spike: got {self}, wanted factor > 1, 0 < decay < 1 and warmup >= 1")
 
     def init(self, like: torch.Tensor | tree.ArraySpec) -> dict[str, Any]:
         """{"mean": float64, "seen": int64 norms that it is made of}, 0-d; specs for a spec."""
@@ -55,16 +55,21 @@ def skip_nonfinite(
 ) -> Optimizer:
     """`opt`, but for a step whose gradients are not all finite, parameters and state stay bit for bit as they were.
 
-    All ranks decide alike, by the global norm of the gradients (a norm that overflows counts as not finite), in the
-    graph and without asking the host. The state is {"opt": …, "skipped": 0-d int64, "norm": 0-d float64, the last
-    norm}, and "spike" and "loss_scale" when these are wanted. layouts, axes: as for `global_norm`.
-    clip_norm: the gradients are clipped to it, by the same norm (the lower of it and of the step's own clip_norm).
-    spike: skip spikes of the norm too.  loss_scale: `build_train_step` multiplies the loss by the state's scale
-    (`loss_scale_of`) and divides the gradients; here the scale is only moved on.
+    All ranks make one decision, by the global norm of the gradients (a norm that overflows counts as not finite), in
+    the graph and without asking the host. The state is {"opt": …, "skipped": 0-d int64, "norm": 0-d float64, the last
+    norm}, and "spike" and "loss_scale" when these are wanted.
 
-    Its update takes two keywords (`Optimizer.judges_norm`). norm: the global norm of exactly these gradients, if the
-    caller has it; without it it is computed here.  max_norm: clip to it, for a caller that did not clip yet: a norm
-    that was clipped before it is judged has no spikes.
+    The norm that comes with the gradients (`Update`) is judged; without one it is computed here. `opt` clips to the
+    limit, after the norm is judged: a norm that was clipped before has no spikes.
+
+    Args:
+        opt: the optimizer.
+        layouts: of the gradients, as for `global_norm`.
+        axes: Axes(mesh), as for `global_norm`.
+        clip_norm: the gradients are clipped to it, by the same norm (the lower of it and of the step's own clip_norm).
+        spike: skip spikes of the norm too.
+        loss_scale: `build_train_step` multiplies the loss by the state's scale (`Optimizer.loss_scale`) and divides the
+            gradients; here the scale is only moved on.
     """
 
     def init(params: Tree) -> Tree:
@@ -74,34 +79,36 @@ def skip_nonfinite(
         more = {"spike": spike, "loss_scale": loss_scale}
         return state | {name: value.init(like) for name, value in more.items() if value is not None}
 
-    def update(
-        grads: Tree, state: Tree, params: Tree, *, norm: torch.Tensor | None = None, max_norm: float | None = None
-    ) -> tuple[Tree, Tree]:
-        grads, trained = partition(grads, opt.trains)[0], partition(params, opt.trains)[0]
-        if norm is None:
-            norm = global_norm(grads, None if layouts is None else partition(layouts, opt.trains)[0], axes)
-        finite = norm.isfinite()
+    def trained(x: Tree) -> Tree:
+        return tree.partition(x, opt.trains)[0]
+
+    def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+        grads = trained(grads)
+        value, limit = norm or (global_norm(grads, None if layouts is None else trained(layouts), axes), None)
+        limit = min((x for x in (clip_norm, limit) if x is not None), default=None)
+        finite = value.isfinite()
         used, more = finite, {}
         if loss_scale is not None:
             more["loss_scale"] = loss_scale.update(state["loss_scale"], finite)
         if spike is not None:
-            usual, more["spike"] = spike.update(state["spike"], norm)
+            usual, more["spike"] = spike.update(state["spike"], value)
             used = finite & usual
         used = tree.stored(used)[0]
-        if limits := [limit for limit in (clip_norm, max_norm) if limit is not None]:
-            grads = clip(grads, norm, min(limits))
-        new_params, new_opt = opt.update(grads, state["opt"], params)
+        new_params, new_opt = opt.update(grads, state["opt"], params, GradNorm(value, limit))
 
         def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
             return torch.where(used, new, old)
 
-        kept = merge(tree.map(chosen, partition(new_params, opt.trains)[0], trained), params)
+        kept = tree.merge(tree.map(chosen, trained(new_params), trained(params)), params)
         skipped = state["skipped"] + used.logical_not()
         return kept, {
             "opt": tree.map(chosen, new_opt, state["opt"]),
             "skipped": skipped,
-            "norm": norm.to(torch.float64),
+            "norm": value.to(torch.float64),
             **more,
         }
 
-    return Optimizer(init, update, opt.trains, judges_norm=True)
+    def factor(state: Tree) -> torch.Tensor | None:
+        return opt.loss_scale(state["opt"]) if loss_scale is None else state["loss_scale"]["factor"]
+
+    return opt._replace(init=init, update=update, loss_scale=factor)

@@ -5,7 +5,8 @@ import torch
 from fmegatron import tree
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
 from fmegatron.optim.optimizer import Optimizer, optimizer
-from fmegatron.optim.transform import Transform, Tree, Where
+from fmegatron.optim.transform import Transform, Where
+from fmegatron.tree import Tree
 
 
 def lion(
@@ -18,7 +19,17 @@ def lion(
     """Lion with decoupled weight decay: p = p - lr·(sign(b1 m + (1 - b1) g) + weight_decay·p).
 
     Half the state of AdamW; its paper takes a learning rate 3 to 10 times smaller and a decay as much larger.
-    `learning_rate` and `decay` are as in `adamw`. ValueError for values outside of their range.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        b1: weight of the momentum in the direction, in [0, 1).
+        b2: decay rate of the momentum, in [0, 1).
+        weight_decay: λ, 0 or more.
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
+            biases (`tree.neither_norm_nor_bias`).
+
+    Raises:
+        ValueError: values outside of their range.
     """
     return optimizer(
         lion=scale_by_lion(b1, b2),
@@ -32,7 +43,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Transform:
     for name, value in {"b1": b1, "b2": b2}.items():
         if not 0 <= value < 1:
             raise ValueError(
-                f"lion: {name}: got {value}, want 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.99}"
+                f"lion: {name}: got {value}, wanted 0 <= {name} < 1, such as {0.9 if name == 'b1' else 0.99}"
             )
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:

@@ -36,7 +36,7 @@ class LossScale:
             ("least", self.least > 0, "a number above 0, such as 1"),
         ]:
             if not fits:
-                raise ValueError(f"LossScale: {name}: got {getattr(self, name)}, want {wanted}")
+                raise ValueError(f"LossScale: {name}: got {getattr(self, name)}, wanted {wanted}")
 
     def init(self, like: torch.Tensor | tree.ArraySpec) -> dict[str, Any]:
         """{"factor": float32, "finite": int64 steps in a row, "left": int64 of hysteresis}, 0-d; specs for a spec."""
@@ -57,11 +57,6 @@ class LossScale:
         smaller = (scale * self.backoff).clamp(min=self.least)
         scale = torch.where(grows, scale * self.growth, torch.where(finite | (left > 0), scale, smaller))
         return {"factor": scale, "finite": torch.where(grows, 0, streak), "left": left}
-
-
-def loss_scale_of(state: Any) -> torch.Tensor | None:
-    """The 0-d factor for the loss that an optimizer's state asks for (see `skip_nonfinite`), or None."""
-    return state["loss_scale"]["factor"] if isinstance(state, dict) and "loss_scale" in state else None
 
 
 def scalar(like: torch.Tensor | tree.ArraySpec, value: float, dtype: torch.dtype) -> torch.Tensor | tree.ArraySpec:

@@ -17,8 +17,8 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, all_gather_many, all_to_all_many, reshard, shard, whole_parts
 from fmegatron.layout import Layout, Split
+from fmegatron.tree import Tree
 
-Tree = Any
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -110,6 +110,13 @@ def on_whole_matrices(
     return out
 
 
+def in_layout(x: torch.Tensor, src: Layout | None, dst: Layout | None, axes: Axes | None) -> torch.Tensor:
+    """x moved from one layout to another; without axes no leaf is split, so that only its shape changes."""
+    if src is None or dst is None:
+        return x
+    return x.reshape(dst.local_shape(0)) if axes is None else reshard(x, src, dst, axes)
+
+
 def joined(xs: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """The tensors one after another along a dim; a single one is not copied."""
     return torch.cat(xs, dim) if len(xs) > 1 else xs[0]
@@ -132,13 +139,13 @@ def _stacks_of(x, layout, axes, share, sizes):
     if flat and (gathered or x.numel() % (local[-2] * local[-1])):
         gathered, flat = (*gathered, *flat), ()
     if gathered:
-        x = reshard(x, layout, whole, axes)
+        x = in_layout(x, layout, whole, axes)
     leading = tuple(a for dim in range(len(layout.shape) - 2) for a in layout.axes(dim) if layout.mesh[a] > 1)
     shared = tuple(a for a in layout.mesh.names if a in gathered or (a in share and a in layout.replicated))
     stack = _Stack(x.reshape(-1, *local[-2:]), size, (rows, columns), (*leading, *flat), shared)
     shape = local if gathered else tuple(x.shape)
     stacks, back = _split_columns(stack, sizes, layout.mesh.extent(columns.axes), shape)
-    return stacks, (lambda ys: reshard(back(ys), whole, layout, axes)) if gathered else back
+    return stacks, (lambda ys: in_layout(back(ys), whole, layout, axes)) if gathered else back
 
 
 def _cut(layout: Layout, dim: int) -> _Cut:
@@ -155,7 +162,7 @@ def _columns(cut: _Cut, sizes: tuple[int, ...], ways: int) -> list[tuple[int, in
     >>> _columns(_Cut(("tp",), (8, 4, 4)), (8, 4, 4), 2), _columns(_Cut(("tp",), (8, 4)), (2, 2, 2, 2, 4), 2)
     ([(1, 8, True), (1, 4, True), (1, 4, True)], [(2, 2, False), (1, 4, True)])
     """
-    found, sizes = [], list(sizes)
+    found, rest = [], list(sizes)
     if not cut.axes:
         for size in sizes:
             same = found and found[-1][1] == size
@@ -163,8 +170,8 @@ def _columns(cut: _Cut, sizes: tuple[int, ...], ways: int) -> list[tuple[int, in
         return found
     for segment in cut.parts or (sum(sizes),):
         taken = []
-        while sizes and sum(taken) < segment:
-            taken.append(sizes.pop(0))
+        while rest and sum(taken) < segment:
+            taken.append(rest.pop(0))
         if taken == [segment]:
             found.append((1, segment, True))
         elif sum(taken) == segment and len(set(taken)) == 1 and len(taken) % ways == 0:
@@ -180,6 +187,7 @@ def _split_columns(stack: _Stack, sizes, ways: int, shape):
         return [stack], lambda ys: ys[0].reshape(shape)
     k, m, _ = stack.x.shape
     found = _columns(stack.cuts[1], sizes, ways)
+    assert found is not None, "a leaf whose parts cross the border of ranks is gathered before"
 
     def stacked(count: int, split: bool) -> bool:
         return count > 1 or bool(stack.cuts[1].axes and not split)
@@ -299,8 +307,8 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
         def whole(path: str, leaf: Any) -> None:
             if isinstance(leaf, tree.ArraySpec) and leaf.layout.sharded:
                 raise ValueError(
-                    f"{who}: {path}: got {leaf.layout}, which is split, and no layouts; {who} looks at whole matrices:"
-                    " give layouts=tree.layouts(specs) and axes=Axes(mesh)"
+                    f"{who}: {path}: got {leaf.layout}, which is split, and no layouts, wanted those of the parameters,"
+                    f" for {who} needs full matrices; give layouts=tree.layouts(specs) and axes=Axes(mesh)"
                 )
 
         return whole
@@ -310,18 +318,21 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
 
     def layout_of(path: str, leaf: Any) -> Layout:
         if path not in known:
-            raise ValueError(f"{who}: {path}: got no layout for it{tree.did_you_mean(path, list(known))}")
+            near = tree.did_you_mean(path, list(known))
+            raise ValueError(f"{who}: {path}: got no layout for it{near}, wanted those of all parameters")
         layout = known[path]
         if isinstance(leaf, tree.ArraySpec) and split_over(leaf.layout) != split_over(layout):
             raise ValueError(
-                f"{who}: {path}: was made with {layout}, but the state is asked for {leaf.layout}; give it the layouts "
-                "that the optimizer sees: step.placements(layouts, strategy).optim"
+                f"{who}: {path}: got a state in {leaf.layout}, wanted {layout}, for which it was made; give it "
+                "the layouts that the optimizer sees: step.placements(layouts, strategy).optim"
             )
         if layout.unreduced or not layout.is_even:
             what = "a pending sum" if layout.unreduced else "uneven"
-            raise ValueError(f"{who}: {path}: got {layout}, which is {what}; want it reduced and even")
+            raise ValueError(f"{who}: {path}: got {layout}, which is {what}, wanted it reduced and even")
         if layout.sharded and axes is None:
-            raise ValueError(f"{who}: {path}: got {layout}, which is split; give axes=Axes(mesh) too")
+            raise ValueError(
+                f"{who}: {path}: got {layout}, which is split, and no axes, wanted them; give axes=Axes(mesh)"
+            )
         return layout
 
     return layout_of

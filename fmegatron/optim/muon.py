@@ -17,7 +17,8 @@ from fmegatron.optim.adamw import LearningRate, scale_by_adam
 from fmegatron.optim.groups import Group, grouped, whole_segments
 from fmegatron.optim.matrices import layouts_by_path, on_whole_matrices
 from fmegatron.optim.optimizer import Optimizer
-from fmegatron.optim.transform import Transform, Tree, Where, path_predicate
+from fmegatron.optim.transform import Transform, Where, path_predicate
+from fmegatron.tree import Tree
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Rounding of a Gram matrix grows with each step on it: with bf16 three leave the singular values in [0.65, 1.2], five
@@ -44,10 +45,22 @@ def muon(
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for everything else, on any mesh.
 
-    The leaves that `matrices` selects (a function of the path, or a list of regular expressions; by default
-    `is_hidden_matrix`) are updated by `scale_by_muon`, which explains momentum, nesterov, scale, parts, share, layouts
-    and axes. The others go through `adam` (by default `scale_by_adam()`). With scale="rms" one learning rate serves
-    both. `rules` are those of `grouped` (rates, decay, frozen leaves); norms and biases do not decay.
+    With scale="rms" one learning rate serves both. Norms and biases do not decay.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        momentum: decay rate of the momentum, in [0, 1).
+        nesterov: look ahead along the momentum.
+        weight_decay: λ, 0 or more.
+        scale: the size of an update (`scale_by_muon`).
+        parts: leaves whose last dim is made of several matrices (`scale_by_muon`, `fused_parts`).
+        share: further axes over which the matrices are divided (`scale_by_muon`).
+        matrices: the leaves that `scale_by_muon` updates, a function of the path or a list of regular expressions; by
+            default `is_hidden_matrix`.
+        rules: those of `grouped` (rates, decay, frozen leaves).
+        adam: the transform of the other leaves, by default `scale_by_adam()`.
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
     return grouped(
@@ -78,24 +91,33 @@ def scale_by_muon(
 
         m = momentum·m + (1 - momentum)·g;  u = momentum·m + (1 - momentum)·g with Nesterov, else m
 
-    scale, for a weight that is used as x @ w: "original": √max(1, out/in) (Jordan); "rms": 0.2·√max(in, out), which
-    makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
-    parts: rules (pattern over whole segments of the path, sizes of the consecutive parts of the last dim or their
-    number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up by 2.
-    `fused_parts` reads them from layouts.
-    layouts: of the parameters, axes: Axes(mesh); without them every leaf is whole. The momentum lies as the parameter
-    does; matrices are made whole and dealt to ranks by `on_whole_matrices` (share: further axes to deal over).
-    dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64. bf16 also
-    on CPU: 4 times as fast as float32 where it has AVX-512-BF16.
+    The momentum is in the parameter's layout; full matrices are made and divided among ranks by `on_whole_matrices`.
     The iteration costs the same however many tokens a step has: beside the 6 FLOPs of a step for each token and
     parameter it is 2.5 (n = 4 m) to 5 (n = m) times m / tokens, shared by the ranks (measured in experiments/LOG.md).
+
+    Args:
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        momentum: decay rate of the momentum, in [0, 1).
+        nesterov: look ahead along the momentum.
+        scale: for a weight that is used as x @ w: "original": √max(1, out/in) (Jordan); "rms": 0.2·√max(in, out), which
+            makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
+        parts: rules (pattern over full segments of the path, sizes of the consecutive parts of the last dim or their
+            number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up
+            by 2. `fused_parts` reads them from layouts.
+        share: further axes over which the matrices are divided.
+        steps: of the iteration, 1 to 99.
+        coefficients: (a, b, c) of the iteration.
+        eps: the least norm that a matrix is divided by.
+        dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64. bf16
+            also on CPU: 4 times as fast as float32 where it has AVX-512-BF16.
     """
     if not 0 <= momentum < 1:
-        raise ValueError(f"muon: momentum: got {momentum}, want 0 <= momentum < 1, such as 0.95")
+        raise ValueError(f"muon: momentum: got {momentum}, wanted 0 <= momentum < 1, such as 0.95")
     if scale not in _SCALES:
-        raise ValueError(f"muon: scale: got {scale!r}, want one of {', '.join(_SCALES)}")
+        raise ValueError(f"muon: scale: got {scale!r}, wanted one of {', '.join(_SCALES)}")
     if not 1 <= steps < 100:
-        raise ValueError(f"muon: steps: got {steps}, want 1 to 99, such as 5")
+        raise ValueError(f"muon: steps: got {steps}, wanted 1 to 99, such as 5")
     layout_of = layouts_by_path(layouts, axes, "muon")
     table = [(whole_segments(pattern), part) for pattern, part in parts]
 
@@ -106,12 +128,12 @@ def scale_by_muon(
 
     def init(params: Tree) -> Tree:
         def one(path: str, leaf: Any) -> Any:
-            if len(leaf.shape) < 2 and not (layouts is not None and layout_of(path, leaf).flat):
+            layout = layout_of(path, leaf)
+            if len(leaf.shape) < 2 and not (layout is not None and layout.flat):
                 raise ValueError(
-                    f"muon: {path}: got shape {tuple(leaf.shape)}, want matrices [..., in, out]; leave it to AdamW"
+                    f"muon: {path}: got shape {tuple(leaf.shape)}, wanted matrices [..., in, out]; leave it to AdamW"
                     " with `matrices`"
                 )
-            layout_of(path, leaf)
             return tree.zeros_like(leaf)
 
         return tree.map_with_path(one, params)
@@ -182,7 +204,7 @@ def _steps_on_gram(X: torch.Tensor, steps: int, coefficients: tuple[float, float
         if step < steps - 1:
             half = torch.baddbmm(A, Z, A, beta=a)
             A = torch.baddbmm(half, half, Z, beta=a)
-    return torch.baddbmm(X, W, X, beta=q)
+    return X if W is None else torch.baddbmm(X, W, X, beta=q)
 
 
 def is_hidden_matrix(path: str) -> bool:
@@ -194,7 +216,7 @@ def is_hidden_matrix(path: str) -> bool:
     return re.search(r"norm|bias|scale|router|embed|table|(?:^|/)(?:lm_)?head(?:/|$)", path, re.IGNORECASE) is None
 
 
-def fused_parts(layouts: Tree) -> list[tuple[str, Parts]]:
+def fused_parts(layouts: Tree) -> list[tuple[str, tuple[int, ...]]]:
     """The rules `parts` of those leaves whose last dim is interleaved (`Split`): fused QKV, gate and up.
 
     Take layouts on a mesh that has the axis, even with size 1, so that all meshes do the same:
@@ -208,8 +230,8 @@ def fused_parts(layouts: Tree) -> list[tuple[str, Parts]]:
     ]
     if not found:
         raise ValueError(
-            "fused_parts: got layouts without any interleaved dim; take them on a mesh that has the axis which "
-            "interleaves, even with size 1: fused_parts(model.layouts(config, Mesh(tp=1)))"
+            "fused_parts: got layouts without any interleaved dim, wanted some with one; take them on a mesh that has "
+            "the axis which interleaves, even with size 1: fused_parts(model.layouts(config, Mesh(tp=1)))"
         )
     return found
 
@@ -219,8 +241,8 @@ def _sizes(parts: Parts, columns: int, path: str) -> tuple[int, ...]:
     sizes = (columns // parts,) * parts if isinstance(parts, int) else tuple(parts)
     if sum(sizes) != columns:
         raise ValueError(
-            f"muon: {path}: got parts {parts} of a last dim of size {columns}; want sizes that sum to it, or a number"
-            " that divides it"
+            f"muon: {path}: got parts {parts} of a last dim of size {columns}, wanted sizes that sum to it, or a"
+            " number that divides it"
         )
     return sizes
 

@@ -8,9 +8,8 @@ hidden weights shrinks as 1/fan_in, that of the read-out as 1/fan_in². Embeddin
 from typing import Any
 
 from fmegatron import tree
-from fmegatron.optim.adamw import neither_norm_nor_bias
-from fmegatron.optim.transform import Tree, Where, path_predicate
-from fmegatron.tree import ArraySpec, Normal
+from fmegatron.optim.transform import Where, path_predicate
+from fmegatron.tree import ArraySpec, Normal, Tree
 
 
 def mup_multipliers(specs: Tree, base: Tree, matrices: Where | None = None) -> dict[str, float]:
@@ -46,14 +45,14 @@ def mup_init(specs: Tree, base: Tree, matrices: Where | None = None) -> Tree:
 
 def _pairs(specs: Tree, base: Tree, matrices: Where | None) -> dict[str, tuple[Any, Any]]:
     """path -> (leaf, leaf of the base model) of all matrices."""
-    selects = path_predicate(neither_norm_nor_bias if matrices is None else matrices)
+    selects = path_predicate(tree.neither_norm_nor_bias if matrices is None else matrices)
     paths, leaves, _ = tree.flatten(specs)
     twins = tree.leaves(tree.map(lambda leaf, twin: twin, specs, base))
     for path, leaf, twin in zip(paths, leaves, twins, strict=True):
         if len(leaf.shape) != len(twin.shape):
             raise ValueError(
-                f"mup: {path}: got shape {tuple(leaf.shape)} and in the base model {tuple(twin.shape)}; want the same"
-                " number of dims: the models may differ in sizes only"
+                f"mup: {path}: got shape {tuple(leaf.shape)} and in the base model {tuple(twin.shape)}, wanted the"
+                " same number of dims; the models may differ in sizes only"
             )
     found = zip(paths, leaves, twins, strict=True)
     return {path: (leaf, twin) for path, leaf, twin in found if selects(path) and len(leaf.shape) > 1}

@@ -1,16 +1,16 @@
-"""Optimizers: a chain of transforms, one count, and master copies for parameters of low precision."""
+"""Optimizer: (init, update), made of a chain of transforms, one count, and master copies of narrow parameters."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout
-from fmegatron.optim.transform import Transform, chain, fill_absent
-from fmegatron.tree import ArraySpec
+from fmegatron.optim.clip import GradNorm, clip
+from fmegatron.optim.transform import Transform, chain
+from fmegatron.tree import ArraySpec, Tree
 
-Tree = Any
 _RESERVED = ("count", "master")
 
 
@@ -20,29 +20,43 @@ def every_path(path: str) -> bool:
     return True
 
 
+def no_loss_scale(state: Tree) -> None:
+    """None: the loss is not scaled."""
+    del state
+
+
+class Update(Protocol):
+    """The signature of every optimizer's update."""
+
+    def __call__(self, grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+        """(new parameters, new state), both of the structure, shapes and dtypes that came in.
+
+        norm: what the caller knows of the global norm of exactly these gradients, which are not clipped yet, and the
+        limit to which this update has to clip them; None: they are used as they are.
+        """
+        ...
+
+
 class Optimizer(NamedTuple):
-    """Two pure functions; nothing is changed in place, and nothing in the state is a Python number.
+    """Pure functions; nothing is changed in place, and nothing in the state is a Python number.
 
     init(params) -> state for a tree of tensors; for a tree of ArraySpecs, the ArraySpecs of that state: the same
-    structure. update(grads, state, params) -> (new_params, new_state): both of the structure, shapes and dtypes that
-    came in. `params` may be any part of the tree for which the state was made (one layer's shards), because every leaf
-    is updated on its own.
+    structure. update: see `Update`. `params` may be any part of the tree for which the state was made (one layer's
+    shards) where every leaf is updated on its own.
 
-    The state is a dict: "count" (0-d int64, the updates done), one entry for each transform that has state, and
-    "master", the float32 copies of those parameters that are kept in a lower precision (no entry when there is none).
+    trains(path): whether a parameter is updated at all. Frozen ones have no state, need no gradient (None may stand in
+    its place) and come back from `update` as the tensors that they were.
+    loss_scale(state): the 0-d factor by which the loss is to be multiplied before the backward pass, and out of which
+    the gradients are taken before `update`; None for none.
 
-    trains(path) tells which parameters are updated at all: frozen ones have no state, need no gradient (None may stand
-    in its place) and come back from `update` as the tensors that they were.
-
-    judges_norm: whether `update` looks at the global norm of the gradients (`skip_nonfinite`). Such an update takes two
-    keywords more, so that a step that knows the norm need not have it computed twice, and must not clip before it is
-    judged: update(grads, state, params, norm=norm, max_norm=clip_norm) with gradients that are not clipped yet.
+    `optimizer(...)` makes one of transforms. A wrapper replaces what it changes and keeps the rest:
+    `opt._replace(update=...)`.
     """
 
     init: Callable[[Tree], Tree]
-    update: Callable[..., tuple[Tree, Tree]]
+    update: Update
     trains: Callable[[str], bool] = every_path
-    judges_norm: bool = False
+    loss_scale: Callable[[Tree], torch.Tensor | None] = no_loss_scale
 
 
 def optimizer(**transforms: Transform) -> Optimizer:
@@ -54,7 +68,7 @@ def optimizer(**transforms: Transform) -> Optimizer:
     """
     if taken := sorted(set(_RESERVED) & set(transforms)):
         raise ValueError(
-            f"optimizer: a transform is named {taken[0]!r}, which the state uses itself; choose another name"
+            f"optimizer: got a transform named {taken[0]!r}, wanted another name; the state uses this one itself"
         )
     inner = chain(**transforms)
 
@@ -62,7 +76,7 @@ def optimizer(**transforms: Transform) -> Optimizer:
         leaves = tree.leaves(params)
         if not leaves:
             raise ValueError(
-                "optimizer: got parameters without a single tensor or ArraySpec, so there is nothing to update"
+                "optimizer: got parameters without a tensor or ArraySpec, and so nothing to update, wanted one or more"
             )
         for path, leaf in zip(tree.paths(params), leaves, strict=True):
             if leaf.dtype.is_complex:
@@ -71,14 +85,16 @@ def optimizer(**transforms: Transform) -> Optimizer:
                     "decay are defined for real numbers; keep real and imaginary part as a last dim of 2 "
                     "(torch.view_as_real) and join them in the loss (torch.view_as_complex)"
                 )
-        narrow = tree.map(lambda p: None if p.dtype == working_dtype(p.dtype) else p, params)
-        master = tree.copies(narrow, working_dtype)
-        state = {"count": _count_like(leaves[0]), **inner.init(fill_absent(master, params))}
+        narrow = tree.map(lambda p: None if p.dtype == tree.working_dtype(p.dtype) else p, params)
+        master = tree.copies(narrow, tree.working_dtype)
+        state = {"count": _count_like(leaves[0]), **inner.init(tree.merge(master, params))}
         return state | {"master": master} if tree.leaves(master) else state
 
-    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+        if norm is not None and norm.limit is not None:
+            grads = clip(grads, norm.value, norm.limit)
         count, master = state["count"], state.get("master")
-        working = params if master is None else fill_absent(master, params)
+        working = params if master is None else tree.merge(master, params)
         grads = tree.map(lambda w, g: g.to(w.dtype), working, grads)
         updates, new_inner = inner.update(grads, state, working, count)
         working = tree.add(working, updates)
@@ -88,15 +104,6 @@ def optimizer(**transforms: Transform) -> Optimizer:
         return tree.map(lambda p, w: w.to(p.dtype), params, working), new_state
 
     return Optimizer(init, update)
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a parameter is updated: float64 for float64, float32 for float32 and everything narrower.
-
-    >>> working_dtype(torch.bfloat16), working_dtype(torch.float64)
-    (torch.float32, torch.float64)
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _count_like(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:

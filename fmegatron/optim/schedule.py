@@ -39,29 +39,34 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.peak) and self.peak >= 0):
-            raise ValueError(f"schedule: peak: got {self.peak}, want a finite number of 0 or more")
+            raise ValueError(f"schedule: peak: got {self.peak}, wanted a finite number of 0 or more")
         if not (math.isfinite(self.end) and self.end >= 0):
-            raise ValueError(f"schedule: end: got {self.end}, want a finite number of 0 or more")
+            raise ValueError(f"schedule: end: got {self.end}, wanted a finite number of 0 or more")
         if self.warmup < 0:
-            raise ValueError(f"schedule: warmup: got {self.warmup}, want a number of updates, 0 or more")
+            raise ValueError(f"schedule: warmup: got {self.warmup}, wanted a number of updates, 0 or more")
         if self.shape not in _SHAPES:
-            raise ValueError(f"schedule: shape: got {self.shape!r}, want one of {', '.join(_SHAPES)}")
+            raise ValueError(f"schedule: shape: got {self.shape!r}, wanted one of {', '.join(_SHAPES)}")
         if (self.decay_start is None) != (self.total is None):
-            raise ValueError(f"schedule: got decay_start={self.decay_start} and total={self.total}, want both or none")
-        if self.total is not None and not self.warmup <= self.decay_start < self.total:
             raise ValueError(
-                f"schedule: got warmup={self.warmup}, start of the decay={self.decay_start}, total={self.total}; want"
-                " them in this order, and at least one update of decay: make warmup (or the decay of wsd) shorter, or"
-                " total longer"
+                f"schedule: got decay_start={self.decay_start} and total={self.total}, wanted both or none"
+            )
+        if self.total is not None and self.decay_start is not None and not self.warmup <= self.decay_start < self.total:
+            raise ValueError(
+                f"schedule: got warmup={self.warmup}, start of the decay={self.decay_start}, total={self.total},"
+                " wanted them in this order, and at least one update of decay; make warmup (or the decay of wsd)"
+                " shorter, or total longer"
             )
 
     def __call__(self, count: torch.Tensor | int) -> torch.Tensor | float:
         """The learning rate for the update after `count` updates."""
         if isinstance(count, int):
-            return self(torch.tensor(count)).item()
+            return self._at(torch.tensor(count)).item()
+        return self._at(count)
+
+    def _at(self, count: torch.Tensor) -> torch.Tensor:
         count = count.to(torch.float64)
         rate = self.peak + 0 * count
-        if self.total is not None:
+        if self.total is not None and self.decay_start is not None:
             x = ((count - self.decay_start) / (self.total - self.decay_start)).clamp(0, 1)
             left = {"linear": 1 - x, "cosine": (1 + torch.cos(math.pi * x)) / 2, "sqrt": 1 - x.sqrt()}[self.shape]
             rate = self.end + (self.peak - self.end) * left
@@ -88,5 +93,13 @@ def wsd(peak: float, total: int, decay: int, warmup: int = 0, end: float = 0.0, 
     arXiv 2404.06395).
 
     A run can be prolonged from any checkpoint of the plateau, which a cosine cannot.
+
+    Args:
+        peak: the rate of the plateau.
+        total: updates of the run.
+        decay: updates of the decay, the last ones.
+        warmup: updates of linear rise.
+        end: the rate at update `total`.
+        shape: of the decay, "linear", "cosine" or "sqrt" (`Schedule`).
     """
     return Schedule(peak, warmup, total - decay, total, end, shape)

@@ -5,7 +5,8 @@ import torch
 from fmegatron import tree
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
 from fmegatron.optim.optimizer import Optimizer, optimizer
-from fmegatron.optim.transform import Transform, Tree, Where
+from fmegatron.optim.transform import Transform, Where
+from fmegatron.tree import Tree
 
 
 def sgd(
@@ -17,8 +18,18 @@ def sgd(
 ) -> Optimizer:
     """SGD: p = p - lr·u, where u is g + weight_decay·p, or its momentum (see `accumulate_momentum`).
 
-    The decay is an L2 penalty, as in torch.optim.SGD: it goes through the momentum. `learning_rate` and `decay` are as
-    in `adamw`. ValueError for values outside of their range.
+    The decay is an L2 penalty, as in torch.optim.SGD: it goes through the momentum.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        momentum: between 0 and 1; 0 for none.
+        nesterov: look ahead along the momentum.
+        weight_decay: λ, 0 or more.
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
+            biases (`tree.neither_norm_nor_bias`).
+
+    Raises:
+        ValueError: values outside of their range.
     """
     steps = {"decay": add_decayed_weights(weight_decay, decay)}
     if momentum or nesterov:
@@ -29,7 +40,7 @@ def sgd(
 def accumulate_momentum(momentum: float, nesterov: bool = False) -> Transform:
     """m = momentum·m + g; g -> m, or with Nesterov's look-ahead g -> g + momentum·m. The state is the tree of m."""
     if not 0 < momentum < 1:
-        raise ValueError(f"momentum: got {momentum}, want a number between 0 and 1, such as 0.9")
+        raise ValueError(f"momentum: got {momentum}, wanted a number between 0 and 1, such as 0.9")
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
         del params, count

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, reshard
+from fmegatron.collectives import Axes
 from fmegatron.optim.adamw import LearningRate, bias_corrections, checked_betas, scale_by_adam
 from fmegatron.optim.groups import Group, grouped
-from fmegatron.optim.matrices import dealt_layout, layouts_by_path
+from fmegatron.optim.matrices import dealt_layout, in_layout, layouts_by_path
 from fmegatron.optim.muon import is_hidden_matrix
 from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, Tree, Where, path_predicate
-from fmegatron.tree import ArraySpec
+from fmegatron.optim.transform import Transform, Where, path_predicate
+from fmegatron.tree import ArraySpec, Tree
 
 _SIDES = ("left", "right")
 _RIDGE = 1e-6  # of the mean eigenvalue: keeps the basis of what no gradient has reached as it was
@@ -40,9 +40,21 @@ def soap(
 ) -> Optimizer:
     """SOAP for the hidden matrices, AdamW for everything else, on any mesh.
 
-    The leaves that `matrices` selects (a function of the path, or a list of regular expressions; by default
-    `is_hidden_matrix`) are updated by `scale_by_soap`, which explains the other arguments; the others go through `adam`
-    (by default `scale_by_adam(b1, b2, eps)`). `rules` are those of `grouped`; norms and biases do not decay.
+    Norms and biases do not decay.
+
+    Args:
+        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment and of the preconditioners.
+        eps: added to the root of the second moment.
+        max_dim: a longer side of a matrix has no basis (`scale_by_soap`).
+        weight_decay: λ, 0 or more.
+        matrices: the leaves that `scale_by_soap` updates, a function of the path or a list of regular expressions; by
+            default `is_hidden_matrix`.
+        rules: those of `grouped`.
+        adam: the transform of the other leaves, by default `scale_by_adam(b1, b2, eps)`.
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
     return grouped(
@@ -77,9 +89,17 @@ def scale_by_soap(
     ask the host, or compute it and throw it away: so it costs 2(m³ + n³) for the products and about 8/3(m³ + n³) for QR
     (Householder; one LAPACK or cuSOLVER call for a stack), beside 2mn(m + n) for L and R and 6mn(m + n) for the turns.
 
-    layouts: of the parameters, axes: Axes(mesh); without them every leaf is whole. The state lies as `dealt_layout`
-    says: a stack of matrices is dealt to the ranks that hold pieces of them, and only g and the result travel, as one
-    all_to_all each. Where the stack does not divide, ranks have copies and do the same work.
+    The state is in `dealt_layout`: a stack of matrices is assigned to the ranks that hold pieces of them, and only g
+    and the result travel, as one all_to_all each. Where the stack does not divide, ranks have copies and do the same
+    work.
+
+    Args:
+        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
+        axes: Axes(mesh), with layouts.
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment and of L and R, in [0, 1).
+        eps: added to the root of the second moment.
+        max_dim: a longer side has no basis.
     """
     checked_betas("soap", b1, b2, eps)
     layout_of = layouts_by_path(layouts, axes, "soap")
@@ -93,7 +113,7 @@ def scale_by_soap(
             shape = leaf.shape if layout is None else layout.shape
             if len(shape) < 2:
                 raise ValueError(
-                    f"soap: {path}: got shape {tuple(shape)}, want matrices [..., m, n]; leave it to AdamW with"
+                    f"soap: {path}: got shape {tuple(shape)}, wanted matrices [..., m, n]; leave it to AdamW with"
                     " `matrices`"
                 )
             dealt = None if layout is None else dealt_layout(layout)
@@ -123,10 +143,10 @@ def scale_by_soap(
         for path, g in zip(paths, leaves, strict=True):
             layout = layout_of(path, g)
             dealt = None if layout is None else dealt_layout(layout)
-            whole = g if layout is None else reshard(g, layout, dealt, axes)
+            whole = in_layout(g, layout, dealt, axes)
             mine = {name: values[path] for name, values in states.items() if path in values}
             direction, changed = _one(whole, mine, scalars_of[g.dtype], b1, b2, eps)
-            out.append(direction if layout is None else reshard(direction, dealt, layout, axes))
+            out.append(in_layout(direction, dealt, layout, axes))
             for name, value in changed.items():
                 new[name][path] = value
         filled = {

@@ -6,14 +6,13 @@ of it). Leaves of a tree may be absent: None, which optree treats as an empty no
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import optree
 import torch
 
 from fmegatron import tree
+from fmegatron.tree import Tree
 
-Tree = Any
 Where = Callable[[str], bool] | Sequence[str]
 
 
@@ -76,32 +75,9 @@ def masked(transform: Transform, where: Where) -> Transform:
         if not tree.leaves(mine):
             return updates, state
         changed, state = transform.update(mine, state, selected(params), count)
-        return fill_absent(changed, updates), state
+        return tree.merge(changed, updates), state
 
     return Transform(init, update)
-
-
-def fill_absent(partial: Tree, whole: Tree) -> Tree:
-    """The tree `partial` with each absent leaf (None) taken from `whole`."""
-    return tree.map(lambda whole_leaf, leaf: whole_leaf if leaf is None else leaf, whole, partial)
-
-
-def partition(x: Tree, where: Callable[[str], bool]) -> tuple[Tree, Tree]:
-    """(leaves whose path `where` selects, the others): two trees of the same structure with None in place of the rest.
-
-    `merge` puts them together again. So a loss is differentiated by what trains, and by nothing else:
-    `value_and_grad(lambda trained, frozen, batch: loss(merge(trained, frozen), batch))(trained, frozen, batch)`.
-    """
-
-    def chosen(wanted: bool) -> Tree:
-        return tree.map_with_path(lambda path, leaf: leaf if where(path) == wanted else None, x)
-
-    return chosen(True), chosen(False)
-
-
-def merge(a: Tree, b: Tree) -> Tree:
-    """The tree with the leaves of `a`, and where they are absent (None) those of `b`; one of the two must have each."""
-    return optree.tree_map(lambda x, y: y if x is None else x, a, b, none_is_leaf=True)
 
 
 def path_predicate(where: Where) -> Callable[[str], bool]:
@@ -113,6 +89,6 @@ def path_predicate(where: Where) -> Callable[[str], bool]:
     if callable(where):
         return where
     if isinstance(where, str):
-        raise ValueError(f"got the path pattern {where!r}, want a list of patterns: [{where!r}]")
+        raise ValueError(f"where: got the path pattern {where!r}, wanted a list of patterns: [{where!r}]")
     patterns = [re.compile(pattern) for pattern in where]
     return lambda path: any(pattern.search(path) for pattern in patterns)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.step.fresh import barrier
+from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.grad import widened
+from fmegatron.step.graph.nodes import meta_of, storage_of
 from fmegatron.step.jit import jit
-from fmegatron.step.rows import cut_rows
+from fmegatron.step.output_buffers import barrier
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
-from fmegatron.step.trace import meta_of, storage_of, trace
+from fmegatron.step.trace import trace
 
 __all__ = ["accumulate"]
 
@@ -24,28 +25,33 @@ def accumulate(
 ) -> Callable:
     """`f(params, batch, *args)` that runs `grad_fn(params, microbatch, *args) -> ((loss, aux), grads)` n times.
 
-    batch: a tree of tensors; dim 0 of each (this rank's rows) is cut into n equal consecutive parts. Other leaves of
-    the batch, and args, are the same for every microbatch: what must differ between them (the count of `nn.dropout`) is
-    a leaf with rows. Under `DataParallel.batch_layout(..., microbatches=n)` microbatch m is the rows [m·B/n, (m+1)·B/n)
-    of the full batch on every mesh; under another layout it is other rows on every mesh, which a loss that couples the
-    rows of a microbatch shows. check, jit, simulate and `loop.train` refuse such a layout where they know it; local
-    tensors that were split by hand say nothing of it and are taken as they are.
-    each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make each
-    time. dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
+    Args:
+        grad_fn: as `value_and_grad` makes it.
+        n: the number of microbatches. Of a batch, a tree of tensors, dim 0 of each (this rank's rows) is cut into n
+            equal consecutive parts. Other leaves of the batch, and args, are the same for every microbatch: what must
+            differ between them (the count of `nn.dropout`) is a leaf with rows. Under `DataParallel.batch_layout(...,
+            microbatches=n)` microbatch m is the rows [m·B/n, (m+1)·B/n) of the full batch on every mesh; under another
+            layout it is other rows on every mesh, which a loss that couples the rows of a microbatch shows. check, jit,
+            simulate and `loop.train` refuse such a layout where they know it; local tensors that were split by hand are
+            taken as they are.
+        each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make
+            each time.
+        weight: the name of one number in aux, equal on all ranks, by which each microbatch counts. None: "tokens", the
+            number of tokens that bear a loss, if aux has it: the result is the mean over all tokens however unevenly a
+            mask spreads them; without it, microbatches count equally. A microbatch of weight 0 takes no part, whatever
+            its loss is (0/0).
+        dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
 
     The result is that of `grad_fn` on the full batch where loss and metrics are means or counts, each microbatch being
-    normalised on its own:
+    normalized on its own:
 
         loss, gradients, floating-point leaves of aux   averaged by the weights of the microbatches
-        leaves of whole numbers, and the weight itself  counts: summed
+        integer leaves, and the weight itself           counts: summed
         leaves with rows of the batch on dim 0          concatenated
         Python numbers                                  what the full batch gives
 
-    weight: the name of one number in aux, equal on all ranks, by which each microbatch counts. None: "tokens", the
-    number of tokens that bear a loss, if aux has it: the result is the mean over all tokens however unevenly a mask
-    spreads them; without it, microbatches count equally. A microbatch of weight 0 takes no part, whatever its loss is
-    (0/0). Where aux has leaves that are neither 0-d tensors nor text, `grad_fn` is traced once more, with the full
-    batch, to see which they are.
+    Where aux has leaves that are neither 0-d tensors nor text, `grad_fn` is traced once more, with the full batch, to
+    see which they are.
 
     Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
     Raises ValueError when dim 0 does not divide by n; for a batch without tensors or without rows; for a weight that
@@ -53,7 +59,7 @@ def accumulate(
     does: a 0-d bool, a shape that depends on the number of rows in another way, a Python number that depends on data.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"accumulate over n={n!r} microbatches; n must be a whole number, at least 1")
+        raise ValueError(f"accumulate: n: got {n!r}, wanted a whole number of microbatches, 1 or more")
     each = each or (lambda grads: grads)
     if n == 1:
 
@@ -103,7 +109,7 @@ def _require_parts(batch: Any, n: int) -> None:
     for path, x in tensors if n > 1 else ():
         if x.dim() == 0 or x.shape[0] % n:
             raise ValueError(
-                f"batch leaf {path!r} of local shape {tuple(x.shape)} cannot be cut into {n} microbatches on dim 0; "
+                f"batch leaf {path!r}: got local shape {tuple(x.shape)}, wanted a dim 0 that {n} microbatches divide; "
                 + ("pass it as another argument, or expand it to one for each row" if x.dim() == 0 else
                    "choose a number of microbatches that divides this rank's rows")
             )  # fmt: skip
@@ -180,13 +186,13 @@ def _kinds(grad_fn: Callable, args: tuple, metrics: list, weight: str | None, kn
         if other_structure != structure:
             raise ValueError(
                 f"accumulate: got the metrics {', '.join(other) or 'none'} of one microbatch and "
-                f"{', '.join(paths) or 'none'} of another; return the same ones for every batch"
+                f"{', '.join(paths) or 'none'} of another, wanted equal names; return the same ones for every batch"
             )
     for path, *values in zip(paths, *(flat[1] for flat in metrics), strict=True):
         if not isinstance(values[0], torch.Tensor) and len(set(map(repr, values))) > 1:
             raise ValueError(
                 f"metric {path!r}: got {', '.join(dict.fromkeys(map(repr, values)))} of {len(values)} microbatches, "
-                "Python values that depend on data; return a tensor"
+                "wanted one Python value that does not depend on data; return a tensor"
             )
     plain = all(isinstance(x, str) or isinstance(x, torch.Tensor) and not x.dim() for x in leaves)
     full = leaves if plain else _of_full_batch(grad_fn, args, known)
@@ -208,8 +214,8 @@ def _kind(path: str, x: Any, full: Any, n: int, is_weight: bool) -> Any:
         )
     if x.dtype == torch.bool:
         raise ValueError(
-            f"metric {path!r}: got a bool, which may have to hold for one of {n} microbatches or for all; count it "
-            "(x.long() is summed), or return a share (x.float() is averaged)"
+            f"metric {path!r}: got a bool, which may have to hold for one of {n} microbatches or for all, wanted a "
+            "number; count it (x.long() is summed), or return a share (x.float() is averaged)"
         )
     return "mean" if (x.is_floating_point() or x.is_complex()) and not is_weight else "count"
 

@@ -29,7 +29,7 @@ def usable_backend(backend: str, device: torch.device) -> str:
     Raises ValueError for an unknown name.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+        raise ValueError(f"backend: got {backend!r}, wanted one of {', '.join(BACKENDS)}")
     if backend in ("inductor", "compile") and device.type == "cpu" and not has_cpp_compiler():
         warnings.warn(
             "no C++ compiler found: the step runs uncompiled (backend aot_eager). Install the package g++ (or clang), "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fmegatron import optim, tree
+from fmegatron import tree
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.train_step import placements, state_specs
 
@@ -21,7 +21,7 @@ __all__ = ["StateBytes", "Traffic", "least_traffic", "state_bytes"]
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank: parameters at rest, gradients while they are accumulated, the optimizer's whole state."""
+    """Bytes on one rank: parameters at rest, gradients while they are accumulated, the optimizer's full state."""
 
     params: int
     grads: int
@@ -45,17 +45,22 @@ class Traffic:
 def state_bytes(
     param_specs: Any, optimizer: Any, strategy: DataParallel, rank: int = 0, accumulate: torch.dtype = torch.float32
 ) -> StateBytes:
-    """Bytes of each kind of state on a rank, from layouts alone; whole bytes / ranks where everything divides.
+    """Bytes of each kind of state on a rank, from layouts alone; full bytes / ranks where everything divides.
 
-    param_specs: as the model places parameters at rest under `strategy`. accumulate: dtype of gradients between
-    microbatches (wider ones keep theirs); only leaves that the optimizer trains have any.
+    Args:
+        param_specs: as the model places parameters at rest under `strategy`.
+        optimizer: whose state is counted.
+        strategy: how gradients and that state are sharded.
+        rank: whose bytes.
+        accumulate: dtype of gradients between microbatches (wider ones keep theirs); only leaves that the optimizer
+            trains have any.
 
         kind        ZeRO-0   1        2        3        HSDP      hybrid
         params      W        W        W        W/n      W/inner   W/inner
         grads       G        G        G/n      G/n      G/inner   G/inner
         optim       S        S/n      S/n      S/n      S/inner   S/(inner·outer)
 
-    n: extent of the data axes. W, G, S: bytes of the whole arrays (over tp, of this rank's part of them).
+    n: extent of the data axes. W, G, S: bytes of the full arrays (over tp, of this rank's part of them).
     Source: Megatron-FSDP's `--data-parallel-sharding-strategy`.
     """
     state = tree.layouts(state_specs(param_specs, optimizer, strategy))
@@ -77,16 +82,22 @@ def least_traffic(
     gather_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
     reduce_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
     late_dtype: Callable[[Layout], torch.dtype] | None = None,
-    trains: Callable[[str], bool] = optim.every_path,
+    trains: Callable[[str], bool] = lambda path: True,
 ) -> Traffic:
     """The fewest bytes that a rank can send in a step of a strategy: n - 1 of n parts of what each reduction needs.
 
-    gathers: how often a leaf is gathered in a microbatch (2: once forward, once backward; 1: kept between the two).
-    gather_dtype, reduce_dtype: in which a leaf and its gradient travel. late_dtype: in which gradients travel that were
-    accumulated over several microbatches; None: in the wider of reduce_dtype and fp32 (`Precision.reduce`, where a
-    policy names one). trains: as `Optimizer.trains`; the gradients and updates of other leaves do not travel.
+    Args:
+        param_layouts: of the parameters at rest.
+        strategy: how gradients and the optimizer's state are sharded.
+        microbatches: of a step.
+        gathers: how often a leaf is gathered in a microbatch (2: once forward, once backward; 1: kept between the two).
+        gather_dtype: in which a leaf travels.
+        reduce_dtype: in which its gradient travels.
+        late_dtype: in which gradients travel that were accumulated over several microbatches; None: in the wider of
+            reduce_dtype and fp32 (`Precision.reduce`, where a policy names one).
+        trains: as `Optimizer.trains`; the gradients and updates of other leaves do not travel.
 
-    With w elements of a leaf that is whole over the n data ranks, and p, g, o of them that shard parameters, gradients
+    With w elements of a leaf that is full over the n data ranks, and p, g, o of them that shard parameters, gradients
     and optimizer state (p divides g divides o divides n):
 
         gather   each microbatch   w · (1 - 1/p) · gathers

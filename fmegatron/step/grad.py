@@ -47,8 +47,8 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
                 )
             if not leaf.is_floating_point() and not leaf.is_complex():
                 raise ValueError(
-                    f"parameter {path!r} is {leaf.dtype}, which has no gradient; pass it as another argument, not "
-                    "among the parameters"
+                    f"parameter {path!r}: got {leaf.dtype}, which has no gradient, wanted a floating dtype; pass it as "
+                    "another argument, not among the parameters"
                 )
         leaves = [(leaf if dtype is None else widened(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
@@ -116,10 +116,15 @@ def reduce_gradients(
 ) -> Any:
     """Sum the gradients of replicas over `axes.data`: from `raw_gradient_layout` to the layout of the parameter.
 
-    to: a tree of other layouts to bring them to (`Placed.grads`, `Placed.optim`): where one of them is sharded by an
-    axis over which the gradient is a pending sum, the sum is a reduce-scatter; where it is still pending, nothing.
-    wire, together: in which dtype sums are made and arrive (a `Wire`, or a tree of them: `Precision.wires`), and up to
-    which size leaves share a collective (`reshard_many`); 0 bytes: each leaf travels alone.
+    Args:
+        grads: the tree of gradients, as autograd leaves them.
+        layouts: of the parameters.
+        axes: of their mesh.
+        to: a tree of other layouts to bring them to (`Placed.grads`, `Placed.optim`): where one of them is sharded by
+            an axis over which the gradient is a pending sum, the sum is a reduce-scatter; where it is still pending,
+            nothing. None: the parameters' own.
+        wire: in which dtype sums are made and arrive (a `Wire`, or a tree of them: `Precision.wires`).
+        together: up to how many bytes leaves share a collective (`reshard_many`); 0: each leaf travels alone.
     """
     axes.require(layouts, "reduce_gradients: layouts")
     _, leaves, spec = tree.flatten(grads)

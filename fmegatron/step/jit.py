@@ -1,10 +1,12 @@
-"""jit: a pure function over trees becomes one compiled graph. Trace, lower, overlap, donate, exchange, compile."""
+"""jit: a pure function over trees becomes one compiled graph: traced, checked, passed through `PASSES`, compiled."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -13,43 +15,37 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.step.check import Declared, check_call, declared_by
-from fmegatron.step.compile import IN_ORDER, compile_graph, usable_backend
-from fmegatron.step.donated import Donation, Leaf, require_own_memory
-from fmegatron.step.exchange import exchanged
-from fmegatron.step.lower import lower
-from fmegatron.step.opaque import Entry, bind_inner, opaque_entries
-from fmegatron.step.overlap import Overlap, overlapped
+from fmegatron.step.compile import usable_backend
+from fmegatron.step.donation import Donation, Leaf, require_own_memory
+from fmegatron.step.opaque import Entry
+from fmegatron.step.overlap import Overlap
+from fmegatron.step.passes import Program, Target
 from fmegatron.step.signature import differences, require_constants, signature_of
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
 from fmegatron.step.trace import Traced, described, trace
-from fmegatron.step.write_back import donated_leaves, write_back, writes_last
+from fmegatron.step.write_back import donated_leaves
 
 __all__ = ["Compiled", "Jitted", "jit"]
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
 
 class Compiled:
-    """One entry of a jit's cache: a function compiled for given shapes, strides, dtypes, devices and static values.
+    """One signature of a jit: a function compiled for given shapes, strides, dtypes, devices and static values.
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
     stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
     """
 
-    def __init__(self, fn, args, donate, world, backend, patches, options, check=None, overlap=None):
+    def __init__(self, fn, args, donate, target: Target, check=None, options: Mapping[str, Any] = _NONE):
         self.traced: Traced = trace(fn, args)
-        self.report = check(self.traced) if check is not None and world is not None else None
-        self.donated = donated_leaves(self.traced, args, donate)
-        self.backend, self.patches = backend, patches
-        self.options = {**(overlap.options if overlap else {}), **options}
-        bound = bind_inner(self.traced.graph_module, world, backend, patches, overlap)
-        lowered, self.fakes, self.rank_inputs = lower(bound, self.traced.fakes, world, self.traced.fake_mode)
-        self.stages = {"trace": self.traced.graph_module, "lower": lowered}
-        self.stages["overlap"] = overlapped(lowered, overlap, world)
-        self.in_order = backend in IN_ORDER
-        self.stages["donate"] = write_back(self.stages["overlap"], self.donated, self.in_order)
-        self.stages["exchange"] = exchanged(self.stages["donate"], world)
+        self.report = check(self.traced) if check is not None and target.world is not None else None
+        self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
+        self.program = Program(traced.graph_module, traced.fakes, traced.fake_mode, target, self.donated)
+        self.stages, self.options = self.program.stages, options
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
-        self.run = self.artifact = self.donation = None
+        self.run = self.donation = None
         if self.donated:
             self.donation = self._donation(_name(fn))
 
@@ -60,14 +56,9 @@ class Compiled:
 
     def compile(self) -> None:
         """Compile the layers inside, then the graph around them."""
-        for entry in opaque_entries(self.stages["exchange"].graph):
-            entry.compile()
-        graph_module = self.stages["exchange"]
-        if self.in_order and self.donated:
-            graph_module, self.donation.written, self.donation.harmless = writes_last(graph_module)
-        self.artifact = compile_graph(graph_module, self.fakes, self.backend, {**self.patches, **self.options})
-        rank_inputs = tuple(self.rank_inputs.tensors)
-        self.run = (lambda *t: self.artifact(*t, *rank_inputs)) if rank_inputs else self.artifact
+        self.run = self.program.compile(self.options)
+        if self.donation is not None:
+            self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
 
     def __call__(self, tensors: list) -> Any:
         """The result of the step for the tensors among its arguments."""
@@ -90,11 +81,10 @@ class Compiled:
 class Jitted:
     """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
 
-    def __init__(self, fn, donate, world, backend, patches, options, check, allow, overlap=None):
+    def __init__(self, fn, donate, target: Target, options, check, allow):
         self.declared = declared_by(fn) if check is None else check or None
-        self.allow, self.overlap = allow, overlap
-        self.fn, self.donate, self.world, self.backend = fn, donate, world, backend
-        self.patches, self.options, self.cache, self._last = patches, options, {}, None
+        self.allow, self.fn, self.donate, self.target, self.options = allow, fn, donate, target, options
+        self.world, self.cache, self._last = target.world, {}, None
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
@@ -123,14 +113,12 @@ class Jitted:
         """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
         if len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
             changed = differences((self._last[1], self._last[0]), (spec, signature))
-            warnings.warn(f"{self.name} is compiled again (said once): {changed}", stacklevel=3)
+            warnings.warn(f"{self.name} is compiled again (reported once): {changed}", stacklevel=3)
 
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        backend = usable_backend(self.backend, device)
-        compiled = Compiled(
-            self.fn, args, self.donate, self.world, backend, self.patches, self.options, self._check, self.overlap
-        )
+        target = replace(self.target, backend=usable_backend(self.target.backend, device))
+        compiled = Compiled(self.fn, args, self.donate, target, self._check, self.options)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         require_own_memory(tensors, compiled.traced.in_paths, compiled.donated.values())
         if self.world is None:
@@ -149,12 +137,13 @@ class Jitted:
         """Called while another function is traced: one opaque node, compiled once."""
         if self.donate:
             raise ValueError(
-                f"{self.name} donates an argument and is called inside another jit; only the outermost may"
+                f"{self.name}: got donate={self.donate} inside another jit, wanted donation by the outermost jit "
+                "alone; leave it out here"
             )
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             raise ValueError(
-                f"{self.name} is a jit inside of a gradient, and a jit is one node without a gradient; differentiate "
-                "inside of it, call the plain function (.fn), or make it a compiled_layer"
+                f"{self.name}: got a tensor that needs a gradient, wanted none, as a jit is one node without a "
+                "gradient; differentiate inside of it, call the plain function (.fn), or make it a compiled_layer"
             )
         if not _known(key, self._inside, args):
             with outside_of_tracing():
@@ -162,7 +151,8 @@ class Jitted:
             if any(traced.aliased):
                 path = traced.out_paths[traced.aliased.index(True)]
                 raise ValueError(
-                    f"output {path!r} of {self.name} is one of its inputs or a view of one; return a new tensor"
+                    f"{self.name}: output {path!r}: got one of its inputs or a view of one, wanted a new tensor; "
+                    "return a copy"
                 )
             entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
             self._inside[key] = (traced, entry)
@@ -171,12 +161,12 @@ class Jitted:
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
         """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
-        entries = list(self.cache.values())
-        if not entries:
-            raise ValueError("nothing is compiled yet; call the function once")
-        stages = entries[call].stages
+        compiled = list(self.cache.values())
+        if not compiled:
+            raise ValueError(f"{self.name}: got a jit that has compiled nothing, wanted its graph; call it once before")
+        stages = compiled[call].stages
         if stage not in stages:
-            raise ValueError(f"unknown stage {stage!r}; choose one of {', '.join(stages)}")
+            raise ValueError(f"stage: got {stage!r}, wanted one of {', '.join(stages)}")
         return stages[stage].graph
 
 
@@ -193,25 +183,31 @@ def jit(
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
-    fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in the
-    arguments is a constant that belongs to the signature, with all that it holds (keep step counts and learning rates
-    in 0-d tensors). A second signature is compiled too, with one warning that says what differs.
-    donate: position (or positions) of arguments whose memory the result may take. Each must come back in the result, in
-    the same place of the result when the result is a tuple (argument 0 as result 0), with the same structure, shapes
-    and dtypes. The given tree is dead after the call: reading one of its leaves, or passing it again, is a ValueError
-    (keep a copy, tree.map(torch.clone, state), of what you need later; memory that a leaf shares with a view of yours
-    or an array of numpy is left to you). Without donate no argument changes.
-    world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
-    backend: see `compile_graph`. patches: Inductor settings for all graphs; options: for the outer graph alone.
+    A second signature is compiled too, with one warning that names what differs. A jitted function that is called while
+    another one is traced becomes one opaque node, compiled once.
 
-    check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a finding
-    is a ValueError that lists all of them with their lines. Outputs that the check cannot prove refuse nothing: rank 0
-    warns, once, which they are, because of which line, and how to go on. None: what the step declares of itself (those
-    of `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of your own; False: no check.
-    allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
-    overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
+    Args:
+        fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in
+            the arguments is a constant that belongs to the signature, with all that it holds (keep step counts and
+            learning rates in 0-d tensors).
+        donate: position (or positions) of arguments whose memory the result may take. Each must come back in the
+            result, in the same place of the result when the result is a tuple (argument 0 as result 0), with the same
+            structure, shapes and dtypes. The given tree is dead after the call: reading one of its leaves, or passing
+            it again, is a ValueError (keep a copy, tree.map(torch.clone, state), of what you need later; memory that a
+            leaf shares with a view of yours or an array of numpy is left to you). Without donate no argument changes.
+        world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
+        backend: "inductor", "compile", "aot_eager" or "eager", see `step.compile.compile_graph`.
+        patches: Inductor's settings for all graphs.
+        options: Inductor's settings for the outer graph alone.
+        check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a
+            finding is a ValueError that lists all of them with their lines. Outputs that the check cannot prove refuse
+            nothing: rank 0 warns, once, which they are, because of which line, and how to go on. None: what the step
+            declares of itself (those of `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of
+            your own; False: no check.
+        allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
+        overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
 
-    A jitted function that is called while another one is traced becomes one opaque node, compiled once.
+    Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
     """
     if not callable(fn) or isinstance(fn, torch.nn.Module) and fn.state_dict():
         raise ValueError(
@@ -223,8 +219,8 @@ def jit(
     positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)
     if any(isinstance(at, bool) or not isinstance(at, int) for at in positions):
         raise ValueError(f"jit: got donate={donate!r}, wanted the position of an argument, such as 0, or several")
-    settings = dict(patches or {}), dict(options or {}), check, dict(allow or {}), overlap
-    return Jitted(fn, positions, world, backend, *settings)
+    target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap)
+    return Jitted(fn, positions, target, dict(options or {}), check, dict(allow or {}))
 
 
 def _name(fn: Callable) -> str:
@@ -232,7 +228,7 @@ def _name(fn: Callable) -> str:
 
 
 def _known(key, cache: dict, args) -> bool:
-    """Whether a signature is in a cache. ValueError for a leaf that cannot be part of one (a numpy array, say)."""
+    """Whether a signature is in a cache. ValueError for a leaf that cannot be part of one (such as a numpy array)."""
     try:
         return key in cache
     except TypeError:

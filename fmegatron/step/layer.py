@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.step.cut import Cut, Policy, cut_joint, joint_graph, require_policy
-from fmegatron.step.host import from_host, is_worth_moving, to_host
+from fmegatron.step.graph.nodes import meta_of
+from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
+from fmegatron.step.partition import Partition, Policy, joint_graph, partition, require_policy
 from fmegatron.step.torch_private import outside_of_tracing
-from fmegatron.step.trace import described, meta_of
+from fmegatron.step.trace import described
 
 __all__ = ["compiled_layer", "remat"]
 
@@ -27,7 +28,7 @@ __all__ = ["compiled_layer", "remat"]
 class _Halves:
     """The two entries of a layer at given shapes, and how the caller's tensors go in."""
 
-    cut: Cut
+    parts: Partition
     forward: Entry
     backward: Entry
 
@@ -45,12 +46,12 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
 
     save: what the forward keeps for the backward.
       "mincut"    what AOTAutograd's min-cut partitioner chooses, as torch.compile would
-      "inputs"    only inputs: everything is computed again (rematerialisation)
+      "inputs"    only inputs: everything is computed again (rematerialization)
       "all"       every value that the backward reads
       0.0 to 1.0  min-cut under that share of the activation memory
       callable    node -> bool, picks among "all"
     offload: what is kept besides weights goes to host memory and comes back for the backward, each value of at least
-    so many bytes (`step.host`); 0: all, so that a layer keeps nothing on its device. None: nothing is moved.
+    so many bytes (`step.offload`); 0: all, so that a layer keeps nothing on its device. None: nothing is moved.
     Equal layers share one compiled pair, however many there are.
     """
 
@@ -80,10 +81,10 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
             with outside_of_tracing():
                 differentiable = [i < count and _has_gradient(t) for i, t in enumerate(tensors)]
                 joint = joint_graph(flat, tensors, differentiable, words, paths)
-                cut = cut_joint(joint, save)
-            forward = Entry.make(f"{name}_fwd", cut.forward, cut.forward_fakes, joint.fake_mode)
-            backward = Entry.make(f"{name}_bwd", cut.backward, cut.backward_fakes, joint.fake_mode)
-            return _Halves(cut, forward, backward)
+                parts = partition(joint, save)
+            forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
+            backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
+            return _Halves(parts, forward, backward)
 
         def halves_for(x, weights, rest) -> _Halves:
             leaves, spec = tree.leaves((x, weights, rest)), tree.flatten((x, weights, rest))[2]
@@ -101,11 +102,11 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                     weights = shards if prepare is None else prepare(shards)
                 pair = halves_for(x, weights, rest)
                 y, *residuals = pair.forward.op([x, *tree.leaves(weights), *leaves[n:]])
-                ctx.pair, ctx.specs, ctx.needs_x = pair, specs, 0 in pair.cut.kept_inputs
+                ctx.pair, ctx.specs, ctx.needs_x = pair, specs, 0 in pair.parts.kept_inputs
                 kept = [x, *residuals] if ctx.needs_x else residuals
                 ctx.moved = [offload is not None and is_worth_moving(t, offload) for t in kept]
                 there, y = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], y)
-                if not pair.cut.differentiable:
+                if not pair.parts.differentiable:
                     y = y.detach()  # prims.convert_element_type gives a leaf that needs a gradient, also under no_grad
                     ctx.mark_non_differentiable(y)
                 there = iter(there)
@@ -126,10 +127,10 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
                     shards = tree.unflatten(shard_spec, shard_leaves)
                     weights = tree.leaves(shards if prepare is None else prepare(shards))
                 inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
-                kept = [inputs[i] for i in ctx.pair.cut.kept_inputs]
+                kept = [inputs[i] for i in ctx.pair.parts.kept_inputs]
                 grads = dict(
                     zip(
-                        ctx.pair.cut.differentiable,
+                        ctx.pair.parts.differentiable,
                         ctx.pair.backward.op([*residuals, *kept, g.contiguous()]),
                         strict=True,
                     )
@@ -197,5 +198,5 @@ class _NotTwice(torch.autograd.Function):
 
 
 def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs") -> Callable:
-    """`fn(x, weights, *rest) -> y` that keeps only what `save` says and computes the rest again in the backward."""
+    """`fn(x, weights, *rest) -> y` that keeps only what `save` states and computes the rest again in the backward."""
     return compiled_layer(save)(fn, prepare)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.collectives import World, is_symbolic, real, real_coalesced, require_mesh_of_graph
+from fmegatron.collectives import AXIS_INDEX, REDUCE_SCATTER, Group, World, collective_of, require_mesh_of_graph
+from fmegatron.step.graph.nodes import meta_of, symbolic_nodes
 from fmegatron.step.torch_private import graph_module_of, make_fx, outside_of_tracing
-from fmegatron.step.trace import meta_of, symbolic_nodes
 
 __all__ = ["RankInputs", "copy_module", "lower"]
 
@@ -29,16 +29,16 @@ def copy_module(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, fake_mode) -> tuple:
     """(new graph module, fakes, RankInputs) with every symbolic collective replaced by real ones of `world`.
 
-    `declare` disappears; `axis_index` becomes a placeholder after the others, so the graph is the same on all ranks.
+    `axis_index` becomes a placeholder after the others, so the graph is the same on all ranks.
     Raises ValueError when the graph communicates and there is no world, or a world of another mesh.
     """
     found = symbolic_nodes(graph_module.graph)
     if found and world is None:
         first = found[0]
         raise ValueError(
-            f"{is_symbolic(first.target)} over {'+'.join(_axes(first))} at {first.meta.get('at', '?')}: the step "
-            f"communicates, and jit got no world. Give jit(..., world=connect(mesh)), or look at the step with "
-            "fmegatron.testing.simulate"
+            f"{collective_of(first.target).name} over {'+'.join(_axes(first))} at {first.meta.get('at', '?')}: got no "
+            "world, wanted one, since the step communicates; give jit(..., world=connect(mesh)), or look at the step "
+            "with fmegatron.testing.simulate"
         )
     if found:
         require_mesh_of_graph(graph_module.graph, world.mesh, "jit", "the world")
@@ -47,17 +47,18 @@ def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, 
     snippets, index_inputs = {}, {}
     last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node in symbolic_nodes(graph):
-        name, axes = is_symbolic(node.target), _axes(node)
-        if name == "declare":
-            node.replace_all_uses_with(node.args[0])
-        elif name == "axis_index":
+        axes = _axes(node)
+        if collective_of(node.target) is AXIS_INDEX:
             if axes not in index_inputs:
                 with graph.inserting_after(last_placeholder):
                     index_inputs[axes] = last_placeholder = graph.placeholder("index_" + "_".join(axes))
-                last_placeholder.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(index_inputs[axes])
+                last_placeholder.meta["val"] = node.meta["val"][0]
+            results = [index_inputs[axes]] * len(node.args[0])
         else:
-            _inline(graph, node, name, axes, world, fake_mode, snippets)
+            results = _inline(graph, node, axes, world, fake_mode, snippets)
+        for item in list(node.users):  # operator.getitem, and nothing else takes a list apart
+            item.replace_all_uses_with(results[item.args[1]])
+            graph.erase_node(item)
         graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
@@ -71,18 +72,16 @@ def _axes(node) -> tuple[str, ...]:
     return tuple(node.args[1])
 
 
-def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
-    """Replace one node by the nodes that the real binding makes for it; made once per kind of call."""
-    many = isinstance(node.args[0], (list, tuple))
-    given = list(node.args[0]) if many else [node.args[0]]
-    rest = node.args[2:]
-    key = (name, axes, repr(rest), tuple(meta_of(x.meta["val"]) for x in given))
+def _inline(graph, node, axes, world, fake_mode, snippets) -> list[torch.fx.Node]:
+    """Put the nodes that the real binding makes for one before it -> the results; made once per kind of call."""
+    collective, given = collective_of(node.target), node.args[0]
+    key = (collective, axes, repr(node.args[3:]), tuple(meta_of(x.meta["val"]) for x in given))
     if key not in snippets:
-        world.group_name(axes)  # real groups, so they are made before fake tensors rule
-        emit = real_coalesced.emit if many else real.emit
+        group, arguments = Group(world, axes), collective.read(node.args[3:])
+        group.name  # noqa: B018  a real group, so it is made before fake tensors rule
         with outside_of_tracing(), torch.no_grad(), fake_mode:
             fakes = [torch.empty_strided(*meta[:2], dtype=meta[2], device=meta[3]) for meta in key[-1]]
-            snippets[key] = make_fx(lambda *ts: emit(name, list(ts) if many else ts[0], world, axes, *rest))(*fakes)
+            snippets[key] = make_fx(lambda *ts: list(collective.real(list(ts), group, *arguments)))(*fakes)
     snippet = snippets[key].graph
     mapped = dict(zip(snippet.find_nodes(op="placeholder"), given, strict=True))
     with graph.inserting_before(node):
@@ -91,12 +90,7 @@ def _inline(graph, node, name, axes, world, fake_mode, snippets) -> None:
                 continue
             copy = graph.node_copy(inner, lambda n: mapped[n])
             copy.meta["at"] = node.meta.get("at", "?")
-            copy.meta["symbolic"] = name if name == "reduce_scatter_many" else None  # what it is a part of
+            copy.meta["symbolic"] = collective.name if collective is REDUCE_SCATTER else None  # what it is a part of
+            copy.meta["collective"] = collective
             mapped[inner] = copy
-    result = snippet.output_node().args[0]
-    if not many:
-        node.replace_all_uses_with(mapped[result])
-        return
-    for user in list(node.users):  # operator.getitem, and nothing else takes a list apart
-        user.replace_all_uses_with(mapped[result[user.args[1]]])
-        graph.erase_node(user)
+    return [mapped[result] for result in snippet.output_node().args[0]]

@@ -2,26 +2,29 @@
 
 Each entry is an operator of its own in torch's dispatcher, named after the function and a digest of its graph, so equal
 graphs share one operator, names agree across ranks and processes (the compile cache can be shared), and the operator
-itself leads back to the graph inside it (`node.target.entry`), for whoever checks, simulates or counts.
+itself leads back to the graph inside it (`node.target.entry`), for what checks, simulates or counts it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import re
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import fx
 
-from fmegatron.collectives import World
-from fmegatron.step.compile import IN_ORDER, compile_graph
-from fmegatron.step.exchange import exchanged
-from fmegatron.step.fresh import with_fresh_outputs
-from fmegatron.step.lower import copy_module, lower
-from fmegatron.step.overlap import overlapped
+from fmegatron.layout import Mesh
+from fmegatron.step.graph.nodes import entry_of, meta_of, opaque_entries, user_line
+from fmegatron.step.output_buffers import with_own_outputs
+from fmegatron.step.passes import Program, Target
 from fmegatron.step.torch_private import Op, below_autograd, outside_of_tracing
-from fmegatron.step.trace import line_here, meta_of
+from fmegatron.step.trace import line_here
 
-__all__ = ["Entry", "entry_of", "opaque_entries"]
+__all__ = ["Entry", "inline_layers"]
 
 _SYMBOLIC, _COMPILED = "fmegatron_layer", "fmegatron_compiled"
 
@@ -66,7 +69,7 @@ class Entry:
     @classmethod
     def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Entry:
         """Entry for a graph; `label` only makes the name readable. No output shares memory with an input or another."""
-        with_fresh_outputs(graph_module)
+        with_own_outputs(graph_module)
         outs = [meta_of(n.meta["val"]) for n in graph_module.graph.output_node().args[0]]
         text = "\n".join([graph_module.code, *_constants(graph_module), repr([meta_of(f) for f in fakes]), repr(outs)])
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -74,24 +77,28 @@ class Entry:
         known = _existing(_SYMBOLIC, name)
         return known.entry if known is not None else cls(name, graph_module, fakes, fake_mode)
 
-    def bind(self, world: World | None, backend: str, patches: dict, overlap=None) -> Op:
-        """The operator that runs the compiled graph with the collectives of `world`; lowered here, compiled later.
+    def bind(self, target: Target) -> Op:
+        """The operator that runs the graph compiled for a target; it goes through the passes here, compiled later.
 
-        overlap: how they are ordered if layers are called inside (`step.Overlap`); in a layer they keep their order.
+        In a layer collectives keep their order unless layers are called inside.
         """
-        overlap = overlap if opaque_entries(self.graph_module.graph) else None
-        key = (world, backend, tuple(sorted(patches.items())), overlap)
-        if key not in self.bound:
+        if not opaque_entries(self.graph_module.graph):
+            target = replace(target, overlap=None)
+        if target not in self.bound:
             # The ranks of a mesh have bound it as often for this mesh, but not all of them for smaller ones.
-            mesh = None if world is None else world.mesh
-            before = sum((None if known is None else known.mesh) == mesh for known, *_ in self.bound)
+            mesh = _mesh_of(target)
+            before = sum(_mesh_of(known) == mesh for known in self.bound)
             where = "" if mesh is None else "_" + re.sub(r"[^0-9a-zA-Z]+", "_", str(mesh))
-            self.bound[key] = Bound(self, world, backend, patches, f"{self.name}{where}_{before}", overlap)
-        return self.bound[key].op
+            self.bound[target] = Bound(self, target, f"{self.name}{where}_{before}")
+        return self.bound[target].op
+
+
+def _mesh_of(target: Target) -> Mesh | None:
+    return None if target.world is None else target.world.mesh
 
 
 def _constants(graph_module) -> list[str]:
-    """The constant tensors of a graph with their bytes: its code has only their names, alike in every graph."""
+    """The constant tensors of a graph with their bytes: its code has their names alone, the same in every graph."""
     constants = [getattr(graph_module, n.target) for n in graph_module.graph.find_nodes(op="get_attr")]
     with outside_of_tracing():
         return [
@@ -102,48 +109,88 @@ def _constants(graph_module) -> list[str]:
 
 
 class Bound:
-    """An entry lowered to one world and backend, with the operator that calls the compiled code."""
+    """An entry after the passes for one target, with the operator that calls the compiled code."""
 
-    def __init__(self, entry: Entry, world, backend, patches, name, overlap=None):
-        self.entry, self.backend, self.run = entry, backend, None
-        inner = bind_inner(entry.graph_module, world, backend, patches, overlap)
-        lowered, self.fakes, self.rank_inputs = lower(inner, entry.fakes, world, entry.fake_mode)
-        self.graph_module = copy_module(exchanged(overlapped(lowered, overlap, world), world))
-        with_fresh_outputs(self.graph_module, in_order=backend in IN_ORDER)
-        self.patches = {**patches, **(overlap.options if overlap else {})}
+    def __init__(self, entry: Entry, target: Target, name: str):
+        self.program, self.run = Program(entry.graph_module, entry.fakes, entry.fake_mode, target), None
+        self.graph_module = self.program.graph_module
         self.op = _define(_COMPILED, name, self._call, entry.out_meta, self)
 
     def compile(self) -> None:
         """Compile if that is not done yet."""
         if self.run is None:
-            for inner in opaque_entries(self.graph_module.graph):
-                inner.compile()
-            run = compile_graph(self.graph_module, self.fakes, self.backend, self.patches)
-            self.run = run if self.backend == "inductor" else below_autograd(run)
+            run = self.program.compile()
+            self.run = run if self.program.target.backend == "inductor" else below_autograd(run)
 
     def _call(self, *args):
         if self.run is None:
             self.compile()
-        return list(self.run(*args, *self.rank_inputs.tensors))
+        return list(self.run(*args))
 
 
-def entry_of(node: torch.fx.Node) -> Entry | Bound | None:
-    """The entry behind a node, or None."""
-    return getattr(node.target, "entry", None) if node.op == "call_function" else None
+# ---- inlining --------------------------------------------------------------------------------------------------------
+def inline_layers(graph: fx.Graph) -> fx.Graph:
+    """A copy of a traced graph with the nodes of its own symbolic graph in place of each opaque compiled layer.
+
+    Equal layers are one entry, whose nodes have the line that called it when it was traced, perhaps in another program:
+    they get the line of its first call in this one.
+    """
+    flat = fx.Graph()
+    out = _copy_into(flat, graph, None, {})
+    flat.output(out)
+    return flat
 
 
-def opaque_entries(graph: torch.fx.Graph) -> list:
-    """The distinct entries that a graph calls, in order of first use."""
-    return list(dict.fromkeys(e for e in map(entry_of, graph.nodes) if e is not None))
+def _copy_into(flat, graph, arguments, lines):
+    """Copy nodes; `arguments` stand for the placeholders (None: copy these too). -> what the graph returns.
+
+    lines: the user's lines that are replaced, and by which.
+    """
+    copied: dict[fx.Node, Any] = {}
+    arguments, inner = iter(arguments) if arguments is not None else None, _lines_of_layers(graph, lines)
+
+    def lookup(value):
+        return fx.map_arg(value, lambda n: copied[n])
+
+    for node in graph.nodes:
+        entry = entry_of(node)
+        if node.op == "output":
+            return lookup(node.args[0])
+        if node.op == "placeholder" and arguments is not None:
+            copied[node] = next(arguments)
+        elif node.op == "get_attr":
+            constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
+            copied[node] = flat.call_function(_constant_function(constant))
+        elif entry is not None:
+            copied[node] = tuple(_copy_into(flat, entry.graph_module.graph, lookup(node.args[0]), inner))
+        elif node.target is operator.getitem and isinstance(copied[node.args[0]], tuple):
+            copied[node] = copied[node.args[0]][node.args[1]]
+        else:
+            copied[node] = flat.node_copy(node, lambda n: copied[n])
+            copied[node].meta["at"] = _relined(node, lines)
+    raise AssertionError("graph: no output node")
 
 
-def bind_inner(graph_module, world, backend, patches, overlap=None) -> torch.fx.GraphModule:
-    """A copy of the graph in which every opaque node calls the compiled form of its entry."""
-    if not opaque_entries(graph_module.graph):
-        return graph_module
-    copy = copy_module(graph_module)
-    for node in copy.graph.nodes:
-        if entry_of(node) is not None:
-            node.target = entry_of(node).bind(world, backend, patches, overlap)
-    copy.recompile()
-    return copy
+def _lines_of_layers(graph, lines) -> dict[str, str]:
+    """`lines`, and for each line that called a layer of this graph when it was traced that of its first call here. Of
+    backward calls the line is that of what their gradient came from, and is not informative."""
+    found = dict(lines)
+    for node in graph.nodes:
+        entry = entry_of(node)
+        if entry is not None and "(backward)" not in (at := _relined(node, lines)):
+            found.setdefault(user_line(entry.called_at), user_line(at))
+    return found
+
+
+def _relined(node, lines) -> str:
+    """The line of a node, with the user's part replaced."""
+    at = node.meta.get("at", "?")
+    user = user_line(at)
+    return lines.get(user, user) + at.removeprefix(user)
+
+
+def _constant_function(value):
+    def constant():
+        return value
+
+    return constant

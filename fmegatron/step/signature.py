@@ -13,7 +13,7 @@ import optree
 import torch
 
 from fmegatron import tree
-from fmegatron.step.trace import meta_text
+from fmegatron.step.graph.nodes import meta_text
 
 __all__ = ["differences", "require_constants", "signature_of"]
 
@@ -25,7 +25,7 @@ _SHOWN = 3
 
 
 def signature_of(leaves: list) -> list[tuple]:
-    """One entry per leaf; calls with equal lists (and tree structures) run the same graph."""
+    """One key per leaf; calls with equal lists (and tree structures) run the same graph."""
     return [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves]
 
 
@@ -68,24 +68,24 @@ def _held(x: Any, above: tuple) -> Any:
 
 
 def require_constants(args: tuple) -> None:
-    """ValueError for a leaf that is neither a tensor nor can be part of a signature (a numpy array, say)."""
+    """ValueError for a leaf that is neither a tensor nor can be part of a signature (such as a numpy array)."""
     paths, leaves, _ = tree.flatten(args)
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, torch.Tensor) and type(x).__hash__ is None:
             raise ValueError(
-                f"argument leaf {path!r} is a {type(x).__name__}; jit takes tensors (make it one: torch.as_tensor) "
-                "and hashable constants"
+                f"argument leaf {path!r}: got a {type(x).__name__}, wanted a tensor or a hashable constant; make it "
+                "one: torch.as_tensor"
             )
 
 
 def differences(before: tuple, now: tuple) -> str:
-    """What differs between two signatures, each (optree structure, list of entries): "'1/x' is ..., was ..."."""
-    old, new = (dict(zip(_paths(spec), entries, strict=True)) for spec, entries in (before, now))
+    """What differs between two signatures, each (optree structure, list of keys): "'1/x' is ..., was ..."."""
+    old, new = (dict(zip(_paths(spec), keys, strict=True)) for spec, keys in (before, now))
     found = [f"{path!r} is new" for path in new if path not in old]
     found += [f"{path!r} is missing" for path in old if path not in new]
-    for path, entry in new.items():
-        if path in old and entry != old[path]:
-            found.append(_change(path, old[path], entry))
+    for path, key in new.items():
+        if path in old and key != old[path]:
+            found.append(_change(path, old[path], key))
     if not found:
         found = ["the containers of the tree are of other types"]
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -106,21 +106,21 @@ def _change(path: str, old: tuple, new: tuple) -> str:
     return f"{path!r} is {becomes}, was {was}{advice if _is_number(new) and _is_number(old) else ''}"
 
 
-def _is_tensor(entry: tuple) -> bool:
-    return isinstance(entry[0], torch.Size)
+def _is_tensor(key: tuple) -> bool:
+    return isinstance(key[0], torch.Size)
 
 
-def _is_number(entry: tuple) -> bool:
-    kind = entry[0][0] if isinstance(entry[0], tuple) and not _is_tensor(entry) else entry[0]
+def _is_number(key: tuple) -> bool:
+    kind = key[0][0] if isinstance(key[0], tuple) and not _is_tensor(key) else key[0]
     return isinstance(kind, type) and issubclass(kind, (int, float, complex, np.number))
 
 
-def _words(entry: tuple) -> str:
-    """A leaf in words."""
-    if _is_tensor(entry):
-        return meta_text(entry)
-    if isinstance(entry[0], tuple):  # by value
-        kind, *rest = entry[0]
+def _words(key: tuple) -> str:
+    """A leaf as text."""
+    if _is_tensor(key):
+        return meta_text(key)
+    if isinstance(key[0], tuple):  # by value
+        kind, *rest = key[0]
         return repr(float.fromhex(rest[0])) if issubclass(kind, float) and isinstance(rest[0], str) else kind.__name__
-    text = repr(entry[1])
-    return text if len(text) <= 60 else f"a {entry[0].__name__}"
+    text = repr(key[1])
+    return text if len(text) <= 60 else f"a {key[0].__name__}"

@@ -17,10 +17,7 @@ import torch._decomp
 import torch._inductor
 from torch._functorch import config as _functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
-from torch._functorch.partitioners import (
-    _extract_graph_with_inputs_outputs,
-    min_cut_rematerialization_partition,
-)
+from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import (
@@ -103,7 +100,7 @@ def version_of(t: torch.Tensor) -> int:
 
 def graph_module_of(root, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A module of this graph. It writes its Python code when it is first called or asked for it: most are changed by
-    the next pass before, and code that nobody runs is a fifth of the time of a trace."""
+    the next pass before, and code that is never run is a fifth of the time of a trace."""
     return _LazyGraphModule(root, graph)
 
 
@@ -216,13 +213,13 @@ def compile_flat_graph(graph_module, fakes, config_patches: dict):
 
 @functools.cache
 def lower_own() -> None:
-    """Teach Inductor the operator `fmegatron_step::own` (`step.fresh`), once, before it compiles a graph with it."""
+    """Teach Inductor the operator `fmegatron_step::own` (`step.output_buffers`), before it compiles one."""
     # Loaded when something is compiled: it takes a second, which processes that compile nothing need not wait.
     lowering = importlib.import_module("torch._inductor.lowering")
     ir, virtualized = lowering.ir, lowering.V
 
     def place_of(x):
-        """(the box in which the memory of x lies, what is in it): a buffer, or what is to be computed into one."""
+        """(the box that has the memory of x, what is in it): a buffer, or what is to be computed into one."""
         box = None
         while isinstance(x, (ir.MutableBox, ir.BaseView)):
             box, x = (x if isinstance(x, ir.StorageBox) else box), x.data
@@ -249,7 +246,7 @@ def lower_own() -> None:
         for i, x in enumerate(xs):
             box, inner = place_of(x)
             name = inner.get_name() if isinstance(inner, ir.Buffer) else None
-            in_place = i in target and x.data is box and name == target[i]  # a new value that lies there already
+            in_place = i in target and x.data is box and name == target[i]  # a new value that is there already
             shared = i not in target and (name or id(box)) in taken
             if shared or not (in_place or is_own(inner)):
                 x = lowering.clone(x)

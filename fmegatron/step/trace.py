@@ -11,19 +11,25 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fmegatron import collectives, tree
-from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import dtype_name
+from fmegatron.step.graph.nodes import meta_of, storage_of
+from fmegatron.step.purity import (
+    generators_kept,
+    require_keyed,
+    require_no_generator,
+    require_no_hidden_tensors,
+    require_pure,
+)
 from fmegatron.step.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     forget_constant,
@@ -31,15 +37,9 @@ from fmegatron.step.torch_private import (
     make_fx,
     outside_of_tracing,
     quiet_about_shapes,
-    storage_number,
 )
-from fmegatron.step.unkeyed import generators_kept, require_keyed, require_no_generator
 
-__all__ = [
-    *("Traced", "described", "line_here", "make_fakes", "meta_of", "meta_text", "record", "require_pure"),
-    *("storage_of", "user_line"),
-    *("symbolic_nodes", "trace", "tried", "written_by"),
-]
+__all__ = ["Traced", "described", "line_here", "make_fakes", "record", "trace", "tried"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -84,27 +84,6 @@ class Traced:
         return tree.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
 
 
-def meta_of(t: torch.Tensor) -> tuple:
-    """What a graph is specialised to: shape, stride, dtype, device."""
-    return t.shape, t.stride(), t.dtype, t.device
-
-
-def meta_text(meta: tuple) -> str:
-    """What `meta_of` gave, in words, without the stride: "float32[2, 4] on cpu"."""
-    shape, _, dtype, device = meta
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
-
-
-def storage_of(t: torch.Tensor) -> int:
-    """A number that is equal for tensors that share their memory, fake ones too."""
-    return storage_number(t.untyped_storage())
-
-
-def symbolic_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The symbolic collectives of a graph, in order."""
-    return [n for n in graph.nodes if n.op == "call_function" and collectives.is_symbolic(n.target)]
-
-
 def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     """Run `fn(*args)` once on fake tensors and return its flat graph.
 
@@ -112,7 +91,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
-    uses a tensor that is not an argument, draws random numbers from a generator (`step.unkeyed`), or returns tensors in
+    uses a tensor that is not an argument, draws random numbers from a generator (`step.purity`), or returns tensors in
     what is no tree (a set, a dataclass, a generator). Numbers of Python's and numpy's generators are constants of the
     graph, as all Python numbers are.
     """
@@ -128,7 +107,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
         filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
         out = fn(*tree.unflatten(spec, filled))
         out_paths, outs, seen["tree"] = tree.flatten(out)
-        _require_no_hidden_tensors(out_paths, outs, name)
+        require_no_hidden_tensors(out_paths, outs, name)
         seen["static"] = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
         seen["paths"] = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
         outs = [o for o in outs if isinstance(o, torch.Tensor)]
@@ -152,7 +131,7 @@ def make_fakes(tensors, mode) -> list:
 
 def tried(flat: Callable, fakes: list, mode, name: str) -> Any:
     """`flat(*fakes)` without recording it, for what must be known of its result before."""
-    with explained(name), quiet_about_shapes(), generators_kept(name), torch.enable_grad(), mode, _Lines():
+    with _explained(name), quiet_about_shapes(), generators_kept(name), torch.enable_grad(), mode, _Lines():
         return flat(*fakes)
 
 
@@ -164,7 +143,7 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
             return flat(*tensors)
 
     with (
-        explained(name),
+        _explained(name),
         quiet_about_shapes(),
         generators_kept(name),
         outside_of_tracing(),
@@ -174,39 +153,43 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
         fx_traceback.preserve_node_meta(),
     ):
         graph_module = make_fx(lined)(*fakes)
-    _place_lines(graph_module)
+    _set_lines(graph_module)
     require_keyed(graph_module, name)
     return graph_module
 
 
 @contextlib.contextmanager
-def explained(name: str):
-    """What torch refuses to trace, as a ValueError that names the line and says what to do."""
+def _explained(name: str):
+    """What torch refuses to trace, as a ValueError that names the line and the fix."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         raise _refused(
             e,
-            f"{name} reads the value of a tensor at {_raised_at(e)} ({e}): its graph would depend on data. Keep it "
-            "in tensors (torch.where instead of if, no .item(), no nonzero or boolean index)",
+            f"{name}: at {_raised_at(e)}: got a read of the value of a tensor ({e}), wanted a graph that does not "
+            "depend on data; keep it in tensors (torch.where instead of if, no .item(), no nonzero or boolean index)",
         ) from None
     except AssertionError as e:
         if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
             raise
         raise _refused(
             e,
-            f"{name} uses a tensor at {_raised_at(e)} that is not among its arguments (from a closure or a global). "
-            f"Pass it as an argument, or make it inside the function from Python numbers. ({e})",
+            f"{name}: at {_raised_at(e)}: got a tensor from a closure or a global, wanted tensors among its arguments; "
+            f"pass it as an argument, or make it inside the function from Python numbers ({e})",
         ) from None
     except Exception as e:
         at, text = _raised_at(e), str(e)
         op = next((note for note in getattr(e, "__notes__", ()) if note.startswith(_FAILED)), None)
         if "leaf Variable that requires grad" in text:
-            what = f"{name} changes an argument in place at {at}; a step is pure: return the new value instead"
+            what = (
+                f"{name}: at {at}: got an argument that is changed in place, wanted it unchanged, as a step is pure; "
+                "return the new value instead"
+            )
         elif isinstance(e, RuntimeError) and any(words in text for words in _READS_MEMORY):
             what = (
-                f"{name} reads the values of a tensor at {at} (.numpy() or its memory): while a step is traced a "
-                "tensor has a shape and no values. Keep it in tensors, or do this before or after the step"
+                f"{name}: at {at}: got a read of the values of a tensor (.numpy() or its memory), wanted none, as "
+                "while a step is traced a tensor has a shape and no values; keep it in tensors, or do this before or "
+                "after the step"
             )
         elif op is not None:
             what = (
@@ -218,7 +201,7 @@ def explained(name: str):
         raise _refused(e, what) from None
 
 
-_FAILED = "in a step that is traced: "  # how the note begins that says with what an op failed
+_FAILED = "in a step that is traced: "  # how the note begins that names what an op failed with
 _READS_MEMORY = (".numpy() is not supported", "numpy() on Tensor that requires grad", "data pointer of Tensor")
 
 
@@ -244,7 +227,7 @@ class _Lines(TorchDispatchMode):
         else:
             line = _line(_frames(sys._getframe(1)))
             fx_traceback.set_stack_trace([line] if line else [])
-        if collectives.is_symbolic(func):
+        if collectives.collective_of(func):
             for x in tree.leaves(args[0]):
                 forget_constant(x)
         try:
@@ -268,11 +251,6 @@ def _frames(frame) -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
-def user_line(at: str) -> str:
-    """The user's part of a node's line "exp.py:21 (in fmegatron/nn/norm.py:19) (backward)"."""
-    return at.partition(" (")[0]
-
-
 def line_here() -> str:
     """The line of the user's code that is running now, and behind it the library's: as on the nodes of a trace."""
     return _line(_frames(sys._getframe(1)))
@@ -286,36 +264,15 @@ def _line(frames: Iterable[tuple[str, int]]) -> str:
         if file.startswith(_MACHINERY):
             continue
         if not file.startswith(_PACKAGE):
-            return f"{_place(file, number)}{library and f' (in {library})'}"
+            return f"{_file_line(file, number)}{library and f' (in {library})'}"
         library = library or f"{file.removeprefix(_ROOT).replace(os.sep, '/')}:{number}"
     return library
 
 
-def _place(path: str, line: int) -> str:
+def _file_line(path: str, line: int) -> str:
     """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
     folder, name = os.path.split(path)
     return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"
-
-
-def _require_no_hidden_tensors(paths: list[str], leaves: list, name: str) -> None:
-    """ValueError, naming the leaf, for what a step returns that is no tree and holds tensors: after the trace they are
-    fakes, and no call would fill them in."""
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor) and _hides_tensors(leaf):
-            raise ValueError(
-                f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(leaf)}, wanted tensors in "
-                "dicts, lists, tuples or NamedTuples; return those, and make sets, objects or iterators of them outside"
-            )
-
-
-def _hides_tensors(x: Any, depth: int = 4) -> bool:
-    """Whether a leaf makes tensors when it is read (an iterator, a coroutine) or holds some."""
-    if isinstance(x, FakeTensor | Iterator | Awaitable):
-        return True
-    if depth == 0 or isinstance(x, type | torch.Tensor):
-        return False
-    held = x if isinstance(x, Set) else list(getattr(x, "__dict__", {}).values())
-    return any(_hides_tensors(leaf, depth - 1) for leaf in tree.leaves(list(held)))
 
 
 def described(fn: Callable) -> str:
@@ -324,7 +281,7 @@ def described(fn: Callable) -> str:
         fn = inner
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     name = getattr(fn, "__name__", type(fn).__name__)
-    return name if code is None else f"{name} ({_place(code.co_filename, code.co_firstlineno)})"
+    return name if code is None else f"{name} ({_file_line(code.co_filename, code.co_firstlineno)})"
 
 
 def _raised_at(e: BaseException) -> str:
@@ -333,7 +290,7 @@ def _raised_at(e: BaseException) -> str:
     return _line(reversed(frames)) or "?"
 
 
-def _place_lines(graph_module) -> None:
+def _set_lines(graph_module) -> None:
     """meta["at"]: the line of each node; for a node of the backward the line of its forward, marked "(backward)"."""
     forward_line = {}
     for node in graph_module.graph.nodes:
@@ -353,33 +310,3 @@ def _place_lines(graph_module) -> None:
             forward_line.setdefault(
                 node.meta.get("seq_nr"), trace_text
             )  # later ops without gradient have the same number
-
-
-# ---- purity ----------------------------------------------------------------------------------------------------------
-def require_pure(graph_module, in_paths) -> None:
-    """A step may write into its own temporaries, never into an argument: ValueError naming leaf and line."""
-    owner = {}
-    for node, path in zip(graph_module.graph.find_nodes(op="placeholder"), in_paths, strict=True):
-        owner[storage_of(node.meta["val"])] = path
-    for node in graph_module.graph.nodes:
-        for source in written_by(node):
-            value = source.meta.get("val")
-            if isinstance(value, FakeTensor) and storage_of(value) in owner:
-                raise ValueError(
-                    f"argument {owner[storage_of(value)]!r} is changed in place by {node.target} at "
-                    f"{node.meta.get('at', '?')}; a step is pure: return the new value instead "
-                    "(jit(..., donate=...) reuses the memory)"
-                )
-
-
-def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The nodes into whose memory a node writes, given by position or by name, alone or in lists (`_foreach_add_`)."""
-    schema = schema_of(node.target)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return []
-    by_name = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
-    found = []
-    for argument, given in [*zip(schema.arguments, node.args, strict=False), *by_name]:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += given if isinstance(given, (list, tuple)) else [given]
-    return [source for source in found if isinstance(source, torch.fx.Node)]

@@ -10,35 +10,25 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from fmegatron.collectives import is_symbolic, require_mesh_of_graph
+from fmegatron.collectives import COLLECTIVES, PSUM, Collective, World, collective_of, require_mesh_of_graph
+from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
-from fmegatron.step.opaque import entry_of
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.torch_private import opname
 
-__all__ = ["Collective", "bytes_sent", "collectives_of"]
+__all__ = ["Transfer", "bytes_sent", "collectives_of"]
 
-# real op (without the endings of its variants) -> (name of the symbolic op, position of the group's name)
-_REAL = MappingProxyType(
-    {
-        "all_gather_into_tensor": ("all_gather", 2),
-        "reduce_scatter_tensor": ("reduce_scatter", 3),
-        "all_reduce": ("psum", 2),
-        "all_to_all_single": ("all_to_all", 3),
-        "ppermute": ("ppermute", 1),
-    }
-)
-_ENDINGS = ("_out", "_coalesced", "_")
-_LOCAL = ("axis_index", "declare")  # symbolic ops that send nothing
+_FUNCTIONAL = MappingProxyType({one.functional: one for one in COLLECTIVES if one.functional})
+_ENDINGS = ("_out", "_coalesced", "_")  # of the variants of a functional collective
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective of a graph, as one rank sees it.
+class Transfer:
+    """What one collective of a graph sends, as one rank sees it.
 
-    op: "all_gather", "reduce_scatter", "psum", "pmax", "all_to_all" or "ppermute"; of a symbolic graph also their
-    "..._many" forms. axes: mesh axes of size > 1 of its group; size: ranks in it. dtype, elements: of the local
-    argument; uint8 and bytes where several dtypes travel in one buffer. sent: bytes that a rank sends, at least: what
-    ring algorithms send, n - 1 of n parts of the whole array (twice for psum and pmax). at: line of the step.
+    op: its name ("all_gather", "psum", "pmax"). axes: mesh axes of size > 1 of its group; size: ranks in it. dtype,
+    elements: of the local argument; uint8 and bytes where several dtypes travel in one buffer. sent: bytes that a rank
+    sends, at least (`Collective.sent`). at: line of the step.
     """
 
     op: str
@@ -59,7 +49,7 @@ class Collective:
         return f"{self.op} over {'+'.join(self.axes)}: {dtype}[{self.elements}], sends {self.sent} B ({self.at})"
 
 
-def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
+def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Transfer]:
     """All collectives of a graph in its order, those inside of opaque layers once for each call.
 
     graph: as traced (`Jitted.graph("trace")`, `trace(...).graph_module.graph`) or lowered (`Jitted.graph("lower")` and
@@ -68,18 +58,13 @@ def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
     require_mesh_of_graph(graph, mesh, "collectives_of", "the argument")
     found = []
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        entry, symbolic = entry_of(node), is_symbolic(node.target)
+        entry, symbolic = entry_of(node), collective_of(node.target)
         if entry is not None:
             found += collectives_of(entry.graph_module.graph, mesh)
-        elif symbolic and symbolic not in _LOCAL:
-            found.append(_collective(node, symbolic, tuple(node.args[1]), mesh))
-        elif (real := _real_name(node)) is not None:
-            op, group_at = _REAL[real]
-            if op == "psum" and node.args[1] == "max":
-                op = "pmax"
-            found.append(_collective(node, op, _axes_of(node.args[group_at]), mesh))
+        elif symbolic is not None and symbolic.sent is not None:
+            found.append(_transfer(node, symbolic, symbolic.name, tuple(node.args[1]), mesh))
+        elif (group := _group_of(node)) is not None:
+            found.append(_transfer(node, *_real(node), World.axes_of(group), mesh))
     return found
 
 
@@ -92,35 +77,34 @@ def bytes_sent(collectives: Iterable[Collective]) -> dict[str, int]:
     return total
 
 
-def _collective(node: fx.Node, op: str, axes: tuple[str, ...], mesh: Mesh) -> Collective:
+def _transfer(node: fx.Node, collective: Collective, op: str, axes: tuple[str, ...], mesh: Mesh) -> Transfer:
     axes = tuple(name for name in axes if mesh[name] > 1)
     size, given = mesh.extent(axes), node.args[0]
     tensors = [n.meta["val"] for n in (given if isinstance(given, (list, tuple)) else [given])]
     dtypes = {t.dtype for t in tensors}
     nbytes = sum(t.numel() * t.dtype.itemsize for t in tensors)
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-    sent = _sent(op.removesuffix("_many"), nbytes, size)
-    return Collective(op, axes, size, dtype, nbytes // dtype.itemsize, sent, node.meta.get("at", "?"))
+    sent = math.ceil(collective.sent(nbytes, size))
+    return Transfer(op, axes, size, dtype, nbytes // dtype.itemsize, sent, node.meta.get("at", "?"))
 
 
-def _sent(op: str, nbytes: int, n: int) -> int:
-    if op == "all_gather":
-        return (n - 1) * nbytes
-    if op == "ppermute":
-        return nbytes
-    return math.ceil((2 if op in ("psum", "pmax") else 1) * (n - 1) * nbytes / n)
-
-
-def _real_name(node: fx.Node) -> str | None:
-    """The key of _REAL for a functional collective on a process group, else None."""
+def _group_of(node: fx.Node) -> str | None:
+    """The name of the process group that a node of a lowered graph communicates over, else None."""
     if getattr(node.target, "namespace", "") not in ("_c10d_functional", "fmegatron_real"):
         return None
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    found = [node.args[names.index(name)] for name in ("group_name", "group") if name in names]
+    return found[0] if found else None
+
+
+def _real(node: fx.Node) -> tuple[Collective, str]:
+    """The collective that counts the bytes of a lowered node, and its name.
+
+    That is what torch's op does, whatever it was made for (an exact reduce_scatter is an all_to_all); of an op that is
+    that of no entry, the one that it was lowered from.
+    """
     name = opname(node.target)
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
-    return name if name in _REAL else None
-
-
-def _axes_of(group: str) -> tuple[str, ...]:
-    """The axes in the name of a group (`World.group_name`); what follows a "#" tells groups of the same axes apart."""
-    return tuple(group.removeprefix("fmegatron:").split("#")[0].split("+"))
+    found = _FUNCTIONAL.get(name) or node.meta["collective"]
+    return found, f"p{node.args[1]}" if found is PSUM else found.name  # an all_reduce has the reduction as an argument

@@ -13,9 +13,9 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, Wire, positions, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.accumulate import accumulate
+from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.check import Declared
 from fmegatron.step.grad import loss_and_aux, reduce_gradients, value_and_grad
-from fmegatron.step.rows import rows_in_order
 from fmegatron.step.trace import described
 
 __all__ = ["State", "build_train_step", "placements", "state_specs"]
@@ -39,7 +39,7 @@ def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
 
 
 def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
-    """Specs of the whole state, given those of the parameters: one definition for memory, layouts and checkpoint.
+    """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
     `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is
@@ -61,7 +61,7 @@ def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
 
 def build_train_step(
     loss_fn: Callable,
-    optimizer: Any,
+    optimizer: optim.Optimizer,
     layouts: Any,
     axes: Axes,
     *,
@@ -75,24 +75,31 @@ def build_train_step(
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
-    loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the data axes is
-    the loss; metrics are 0-d tensors that are equal on all ranks. layouts: of the parameters at rest. clip_norm: the
-    largest global gradient norm, None for no clipping. The metrics gain "grad_norm" (before clipping).
-    strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the state's
-    specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`. None: exactly as
-    the parameters are.
-    precision: in which dtypes gradients are reduced and added up (the model's own policy says how weights are
-    gathered); None: as the backward makes them, and microbatches in fp32.
-    microbatches, weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens". The batch
-    is assigned by `strategy.batch_layout(shape, dtype, mesh, microbatches)`, so that microbatch m is the same rows on
-    every mesh (`data.Batches.for_rank` does that, and `loop.train` refuses another layout of its; a tensor does not
-    say which rows it has, so what was split by hand is taken as it is).
-    numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows of
-    the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any microbatches.
-    together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
+    Args:
+        loss_fn: loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the
+            data axes is the loss; metrics are 0-d tensors that are equal on all ranks, and gain "grad_norm" (before
+            clipping).
+        optimizer: a pair of pure functions (`optim`).
+        layouts: of the parameters at rest.
+        axes: of the mesh of the layouts, with the data axes of the strategy.
+        strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the
+            state's specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`.
+            None: exactly as the parameters are.
+        precision: in which dtypes gradients are reduced and added up (the model's own policy states how weights are
+            gathered); None: as the backward makes them, and microbatches in fp32.
+        microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
+            microbatches)`, so that microbatch m is the same rows on every mesh (`data.Batches.for_rank` does that, and
+            `loop.train` refuses another layout of its; a tensor does not state which rows it has, so what was split by
+            hand is taken as it is).
+        weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
+        numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows
+            of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any
+            microbatches.
+        clip_norm: the largest global gradient norm, None for no clipping.
+        together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
-    not what `layouts` and `strategy` say (structure, local shape, dtype). ValueError at once for layouts of another
+    not what `layouts` and `strategy` state (structure, local shape, dtype). ValueError at once for layouts of another
     mesh than that of `axes`, for a mesh with an axis that neither the strategy nor any layout knows, and for a strategy
     over other axes than `axes.data`, over which the loss is summed.
 
@@ -104,7 +111,7 @@ def build_train_step(
     @functools.wraps(loss_fn)
     def scaled_loss(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
         given = (batch["batch"], batch["samples"]) if numbered else (batch,)
-        loss, metrics = loss_and_aux(loss_fn, loss_fn(optim.merge(trained, frozen), *given))
+        loss, metrics = loss_and_aux(loss_fn, loss_fn(tree.merge(trained, frozen), *given))
         if not isinstance(metrics, dict):
             raise ValueError(
                 f"{described(loss_fn)}: its metrics: got {tree.in_words(metrics)}, wanted a dict of 0-d tensors; "
@@ -115,8 +122,7 @@ def build_train_step(
     _require_arguments(optimizer, layouts, axes)
     strategy = strategy or DataParallel(axes.data)
     _require_known_axes(axes, strategy, layouts)
-    trains = getattr(optimizer, "trains", optim.every_path)
-    trained_at = placements(optim.partition(layouts, trains)[0], strategy)
+    trained_at = placements(tree.partition(layouts, optimizer.trains)[0], strategy)
 
     def reduce_each(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
@@ -134,15 +140,15 @@ def build_train_step(
         # While tracing; inside a step all ranks have the same shapes.
         tree.check(state.params, layouts, 0, "state.params", "the layouts of build_train_step")
         tree.check(state.opt, opt_layouts, 0, "state.opt", "what the optimizer makes of the layouts")
-        trained, frozen = optim.partition(state.params, trains)
-        scale = optim.loss_scale_of(state.opt)
+        trained, frozen = tree.partition(state.params, optimizer.trains)
+        scale = optimizer.loss_scale(state.opt)
         if numbered:
             batch = _with_samples(batch, state.step, strategy, axes, microbatches)
         (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
         if "grad_norm" in metrics:
             raise ValueError(
-                "metric 'grad_norm': got one of loss_fn, and the step reports the norm of all gradients under this "
-                "name; rename yours, such as 'own_grad_norm'"
+                "metric 'grad_norm': got one of loss_fn, wanted another name, as the step reports the norm of all "
+                "gradients under this one; rename yours, such as 'own_grad_norm'"
             )
         if microbatches > 1:
             grads = _moved(grads, trained_at.grads, trained_at.optim, axes, wire, together)
@@ -151,14 +157,10 @@ def build_train_step(
         norm = optim.global_norm(grads, trained_at.optim, axes)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
         whole = _moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
-        params = optim.merge(whole, frozen)
-        if getattr(optimizer, "judges_norm", False):  # a norm that was clipped before it is judged has no spikes
-            params, opt = optimizer.update(grads, state.opt, params, norm=norm, max_norm=clip_norm)
-        else:
-            grads = grads if clip_norm is None else optim.clip(grads, norm, clip_norm)
-            params, opt = optimizer.update(grads, state.opt, params)
-        params, _ = optim.partition(params, trains)
-        params = optim.merge(_moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
+        params = tree.merge(whole, frozen)
+        params, opt = optimizer.update(grads, state.opt, params, optim.GradNorm(norm, clip_norm))
+        params, _ = tree.partition(params, optimizer.trains)
+        params = tree.merge(_moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
@@ -192,10 +194,10 @@ def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
     """ValueError for what is none of these, and for layouts of another mesh than that of the axes."""
     if not isinstance(axes, Axes):
         raise ValueError(f"build_train_step: axes: got {tree.in_words(axes)}, wanted Axes(mesh)")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    if not isinstance(optimizer, optim.Optimizer):
         raise ValueError(
-            f"build_train_step: optimizer: got {tree.in_words(optimizer)}, wanted a pair of functions init and update, "
-            "such as optim.adamw(1e-3)"
+            f"build_train_step: optimizer: got {tree.in_words(optimizer)}, wanted an optim.Optimizer, such as "
+            "optim.adamw(1e-3); Optimizer(init, update) makes one of two functions of your own"
         )
     for path, leaf in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
         if not isinstance(leaf, Layout):
@@ -213,8 +215,9 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
     for name in mesh.names:
         if mesh[name] > 1 and name not in used:
             raise ValueError(
-                f"mesh {mesh}: the axis {name!r} is none of the strategy's axes {strategy.axes} and shards no "
-                f"parameter; give a strategy over it, DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
+                f"build_train_step: mesh {mesh}: got the axis {name!r}, which is none of the strategy's axes "
+                f"{strategy.axes} and shards no parameter, wanted a use of each axis; give a strategy over it, "
+                f"DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
     if set(axes[axes.data].names) != {name for name in strategy.axes if name in axes.mesh and axes.mesh[name] > 1}:
         raise ValueError(
@@ -248,5 +251,5 @@ def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, toget
 
 def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """g / scale in fp32 or wider, where it cannot underflow."""
-    dtype = optim.working_dtype(g.dtype)
+    dtype = tree.working_dtype(g.dtype)
     return g.to(dtype) / scale.to(dtype)

@@ -1,6 +1,6 @@
 """Simulated ranks, a pool of real ranks, parity, blame, purity, measurements: for our tests and for users'."""
 
-from fmegatron.step import inline_layers
+from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.align import align
 from fmegatron.testing.blame import Finding, blame
 from fmegatron.testing.forkserver import Fork, Forkserver

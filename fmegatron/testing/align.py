@@ -7,7 +7,7 @@ import operator
 
 from torch import fx
 
-from fmegatron.collectives import is_symbolic
+from fmegatron.collectives import AXIS_INDEX, collective_of
 
 __all__ = ["LOOKS", "align", "call_of", "is_shard_end", "name_of", "seen_through", "sources_of", "token_of"]
 
@@ -21,17 +21,17 @@ _KEEPS = LOOKS | {"_to_copy", "index_select"}
 
 
 def _is_item(node):
-    """Whether a node is one of the results of a coalesced collective."""
-    return node.target is operator.getitem and is_symbolic(node.args[0].target) is not None
+    """Whether a node is one of the results of a collective, which is a list."""
+    return node.target is operator.getitem and collective_of(node.args[0].target) is not None
 
 
 def sources_of(node):
-    """The inputs of a node; of a result of a coalesced collective just the tensor that became it."""
+    """The inputs of a node; of a result of a collective just the tensor that became it."""
     return [node.args[0].args[0][node.args[1]]] if _is_item(node) else node.all_input_nodes
 
 
 def call_of(node):
-    """The node that says what is done: for a result of a coalesced collective, that collective."""
+    """The node of the operation: for a result of a collective, that collective."""
     return node.args[0] if _is_item(node) else node
 
 
@@ -60,19 +60,19 @@ def is_shard_end(node):
 
 
 def _is_index(node):
-    while is_symbolic(node.target) is None and len(node.all_input_nodes) == 1:
+    while collective_of(node.target) is None and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return is_symbolic(node.target) == "axis_index"
+    return collective_of(node.target) is AXIS_INDEX
 
 
 def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node of the graph over many ranks, the nodes of the graph of one rank that may be its twin, best first.
 
     The graphs differ: over axes of size 1 collectives leave no node, and torch elides ops on dims of size 1. Nodes are
-    paired in order by (line, op); what lies on the same line with the same op is the second guess. A collective, and an
-    op that only one graph has and that keeps values, stands for the twin of its input.
+    paired in order by (line, op); what is on the same line with the same op is the second guess. A collective, and an
+    op that only one graph has and that keeps values, has the twin of its input.
     """
-    calls = [n for n in many.nodes if n.op == "call_function" and not is_symbolic(n.target)]
+    calls = [n for n in many.nodes if n.op == "call_function" and not (collective_of(n.target) or _is_item(n))]
     others = [n for n in one.nodes if n.op == "call_function"]
     first_guess = {}
     matcher = difflib.SequenceMatcher(None, [token_of(n) for n in calls], [token_of(n) for n in others], autojunk=False)
@@ -86,14 +86,14 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in many.nodes:
         if node.op != "call_function":
             continue
-        if _is_item(node):  # of a coalesced collective: it stands for the tensor that went in
-            twins[node] = twins.get(sources_of(node)[0], [])
+        if _is_item(node):  # its twin is that of the tensor that went in
+            twins[node] = [] if collective_of(node.args[0].target) is AXIS_INDEX else twins.get(sources_of(node)[0], [])
             continue
-        collective = is_symbolic(node.target)
+        if collective_of(node.target):  # a list, and no value to compare
+            continue
         guesses = [first_guess[node]] if node in first_guess else []
-        if not collective:
-            guesses += [n for n in same_line.get(token_of(node), ()) if n not in guesses]
-        if not guesses and collective != "axis_index" and (collective or name_of(node) in _KEEPS):
+        guesses += [n for n in same_line.get(token_of(node), ()) if n not in guesses]
+        if not guesses and name_of(node) in _KEEPS:
             guesses = twins.get(node.all_input_nodes[0], [])
         twins[node] = guesses
     return twins

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fmegatron.collectives import is_symbolic
+from fmegatron.collectives import AXIS_INDEX, DECLARE, PSUM, REDUCE_SCATTER, collective_of
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step.trace import user_line
+from fmegatron.step.graph.nodes import user_line
 from fmegatron.testing.align import LOOKS, align, call_of, is_shard_end, name_of, seen_through, sources_of, token_of
 from fmegatron.testing.relate import relate, relates
 
@@ -23,7 +23,7 @@ __all__ = ["Finding", "blame"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the user's code where meaning is lost. at: "file.py:12", op: the graph's op, what: in words."""
+    """A line of the user's code where meaning is lost. at: "file.py:12", op: the graph's op, what: the message."""
 
     at: str
     op: str
@@ -62,10 +62,18 @@ def blame(
 ) -> list[Finding]:
     """The nodes at which meaning is lost on the way to the `wrong` outputs, in the order of the graph.
 
-    many, one: the graphs over the mesh and over one rank (`inline_layers`), values and reference: what `interpret`
-    kept. wrong: outputs that differ, and the layout that each is said to have: one whose value relates to one rank in
-    another way is itself a finding. parts, tolerance: see `relate`. called_at: `Traced.called_at`, a line that is none
-    of the step's; what stands there is named by the last line of the step on the way to it.
+    Args:
+        many: the graph over the mesh (`inline_layers`).
+        values: what `interpret` kept of it.
+        one: the graph over one rank.
+        reference: what `interpret` kept of that.
+        mesh: of the ranks.
+        wrong: outputs that differ, with their layouts; one whose value relates to one rank in another way is itself a
+            finding.
+        parts: as of `relate`.
+        tolerance: as of `relate`.
+        called_at: `Traced.called_at`, a line that is none of the step's; what is there is named by the last line of the
+            step on the way to it.
     """
     judging = _Judging(many, values, reference, mesh, parts, align(many, one), tolerance, called_at)
     return judging.findings(wrong, strict=True) or judging.findings(wrong, strict=False)
@@ -100,8 +108,8 @@ class _Judging:
     def _judge(self, node, strict) -> _Judged:
         candidates = [t for t in self.twins.get(node, ()) if isinstance(self.reference[t][0], torch.Tensor)]
         before = {self.judged[n].state for n in sources_of(node)}
-        collective = is_symbolic(call_of(node).target) if node.op == "call_function" else None
-        if collective == "axis_index":
+        collective = collective_of(call_of(node).target)
+        if collective is AXIS_INDEX:
             return _Judged("index")
         how, twin = None, None
         if isinstance(self.values[node][0], torch.Tensor):
@@ -150,14 +158,14 @@ class _Judging:
     # ---- findings ----------------------------------------------------------------------------------------------------
     def _lost(self, node) -> Finding:
         made = self._region(node, "plain")
-        suspects = [n for n in made if is_symbolic(n.target) if n.op == "call_function"]
+        suspects = list({call_of(n): n for n in made if collective_of(call_of(n).target)}.values())
         entries = self._entries([node])
         if suspects:  # collectives that the graph of one rank does not have: all that is known is what is made of them
             also = "".join(f", or {name_of(n)} at {self._at(n)}" for n in suspects[1:])
             what = f"what {name_of(node)} at {self._at(node)} makes of it is not the value of a single rank{also}"
             return Finding(self._at(suspects[0]), name_of(suspects[0]), what)
-        collective = (is_symbolic(call_of(node).target) or "").removesuffix("_many")
-        if entries and collective != "declare" and not is_shard_end(node):
+        collective = collective_of(call_of(node).target)
+        if entries and collective is not DECLARE and not is_shard_end(node):
             return self._index_entered(
                 entries[0], f"{name_of(node)} at {self._at(node)} makes no value of a single rank of it"
             )
@@ -171,7 +179,7 @@ class _Judging:
         return Finding(self._at(node), name_of(node), what)
 
     def _contradicts(self, node, layout) -> bool:
-        """Whether a value that relates does so in another way than its layout says; else it differs by rounding."""
+        """Whether a value that relates does so in another way than its layout; else it differs by rounding."""
         for name, how in (self.judged[node].how or {}).items():
             wanted = "sum" if name in layout.unreduced else "concat" if name in layout.sharded else "equal"
             if wanted != (how if isinstance(how, str) else how[0]):
@@ -186,7 +194,8 @@ class _Judging:
         return list({finding.what: finding for finding in reversed(found)}.values())[::-1]  # the first of each index
 
     def _index_entered(self, node, so) -> Finding:
-        indices = [n for n in [node, *self._region(node, "index")] if is_symbolic(n.target) == "axis_index"]
+        near = [call_of(n) for n in [node, *self._region(node, "index")]]
+        indices = [n for n in near if collective_of(n.target) is AXIS_INDEX]
         of = f" of {'+'.join(indices[0].args[1])} at {self._at(indices[0])}" if indices else ""
         what = f"depends on the rank's index{of}, and {so}; end it by shard, psum or declare, or leave it out"
         return Finding(self._at(node), name_of(node), what)
@@ -198,7 +207,6 @@ class _Judging:
             n = todo.pop()
             if n not in found and self.judged[n].state == state:
                 found.add(n)
-                todo += [call_of(n)] if call_of(n) is not n else []
                 todo += sources_of(n)
         return [n for n in self.many.nodes if n in found]
 
@@ -217,7 +225,7 @@ class _Judging:
         return self._in_step(node).meta.get("at", "?")
 
     def _in_step(self, node):
-        """The node, or the last one before it that stands on a line of the step."""
+        """The node, or the last one before it that is on a line of the step."""
         last = node
         while last.op == "call_function" and user_line(last.meta.get("at", "?")) == self.called_at:
             sources = sources_of(last)
@@ -258,8 +266,8 @@ class _Judging:
         where = {n: f" at {at}" for n, at in lines.items() if at != there}
         inputs = "; ".join(f"{name_of(n)}{where.get(n, '')} is {self._say(n)}" for n in sources_of(node))
         node, sources = call_of(node), sources_of(node)
-        if collective == "declare":
-            kind = f"sharded on dim {node.args[3]}" if node.args[2] == "sharded" else node.args[2]
+        if collective is DECLARE:
+            kind = f"sharded on dim {node.args[4]}" if node.args[3] == "sharded" else node.args[3]
             since = f"; the rank's index enters at {self._at(entries[0])}" if entries else ""
             return (
                 f"declared {kind} over {'+'.join(node.args[1])}, but the ranks' values do not make that up "
@@ -267,7 +275,7 @@ class _Judging:
             )
         over = f" over {'+'.join(node.args[1])}" if collective else ""
         advice = ""
-        if collective in ("psum", "reduce_scatter"):
+        if collective in (PSUM, REDUCE_SCATTER):
             how = self.judged[sources[0]].how or {}
             if all(how.get(name) == "equal" for name in node.args[1]):
                 advice = "; its input is the same on all these ranks already, the sum is too large"

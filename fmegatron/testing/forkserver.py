@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["Fork", "Forkserver", "answer", "serve"]
 
 _ANSWER_S = 300
-_NUMBER = 8  # bytes of a whole number on the wire
+_NUMBER = 8  # bytes of an integer on the wire
 
 
 class Fork:
@@ -41,7 +41,7 @@ class Fork:
             end = select.poll()
             end.register(self._end, select.POLLIN)
             if not end.poll(None if timeout is None else 1000 * timeout):
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+                raise subprocess.TimeoutExpired(f"fork server: process {self.pid}", timeout)
             self.returncode = os.waitstatus_to_exitcode(self._server._reap(self.pid))
             os.close(self._end)
         return self.returncode
@@ -128,7 +128,7 @@ class Forkserver:
 
 def _ask(connection: socket.socket, request: tuple, files: Sequence[int] = ()) -> int:
     data = pickle.dumps((*request, len(files)))
-    with contextlib.suppress(OSError):  # of a process that is gone: `_answer` says so
+    with contextlib.suppress(OSError):  # of a process that is gone: `_answer` reports it
         connection.sendall(len(data).to_bytes(_NUMBER, "little") + data)
         if files:
             socket.send_fds(connection, [b"f"], files)
@@ -136,16 +136,16 @@ def _ask(connection: socket.socket, request: tuple, files: Sequence[int] = ()) -
 
 
 def answer(connection: socket.socket) -> int:
-    """The next number that a server tells: of its threads when it begins, then what each request asks for."""
+    """The next number that a server sends: of its threads when it begins, then what each request asks for."""
     data = b""
     try:
         data = _exactly(connection, _NUMBER)
     except TimeoutError:
-        raise TimeoutError(f"a process that starts others did not answer within {_ANSWER_S} s") from None
+        raise TimeoutError(f"fork server: the process did not answer within {_ANSWER_S} s") from None
     except OSError:
         pass
     if len(data) < _NUMBER:
-        raise RuntimeError("a process that starts others has ended; why stands on stderr")
+        raise RuntimeError("fork server: the process has ended; stderr has the reason")
     return int.from_bytes(data, "little")
 
 

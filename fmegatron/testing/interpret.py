@@ -1,94 +1,45 @@
-"""Run one traced graph for all ranks in this process: a list of per-rank values per node.
+"""Interpreter of one traced graph for all ranks in this process: a list of per-rank values per node.
 
-A collective is an operation on such a list. Ranks that hold the very same tensors compute once.
+A collective is an operation on such a list (`Collective.simulated`). Ranks that hold the very
+same tensors compute once.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 
 import torch
 from torch import fx
 
-from fmegatron.collectives import Place, is_symbolic, require_mesh_of_graph
+from fmegatron.collectives import DECLARE, Collective, collective_of, require_mesh_of_graph
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.collectives.wire import wide
 from fmegatron.layout import Mesh
 from fmegatron.step.torch_private import UNSAFE_VIEW
 
 __all__ = ["interpret"]
 
 
-# ---- collectives on the list of one group's tensors ------------------------------------------------------------------
-def _sum(xs):
-    return functools.reduce(torch.add, xs)
-
-
-def _on_a_group(name: str, xs: list[torch.Tensor], n: int = 1, dim=0, split_dim=0, concat_dim=0, shift=0) -> list:
-    match name:
-        case "psum":
-            return [_sum(xs)] * len(xs)
-        case "pmax":
-            return [functools.reduce(torch.maximum, xs)] * len(xs)
-        case "all_gather":
-            return [torch.cat(xs, dim)] * n
-        case "reduce_scatter":
-            return [part.contiguous() for part in _sum(xs).chunk(n, dim)]
-        case "all_to_all":
-            sent = [x.chunk(n, split_dim) for x in xs]
-            return [torch.cat([sent[source][i] for source in range(n)], concat_dim) for i in range(n)]
-        case "ppermute":
-            return [xs[(i - shift) % n] for i in range(n)]
-    raise AssertionError(f"no simulation of {name}")
-
-
-def _on_a_group_of_lists(
-    name: str, xs: list[list], sizes=(), places=(), exact=False, n=1, split_dims=(), concat_dims=()
-) -> list[list]:
-    """The coalesced collectives: tensor by tensor, what a list changes is not what is computed."""
-    out = []
-    for i, column in enumerate(zip(*xs, strict=True)):
-        column = [x.to(wide(x.dtype)) for x in column] if exact else list(column)
-        place = Place.parse(places[i]) if places else None
-        match name:
-            case "psum_many":
-                out.append([_sum(column)] * len(column))
-            case "all_gather_many":
-                out.append([place.whole(torch.stack(column), sizes).contiguous()] * len(column))
-            case "reduce_scatter_many":
-                out.append([piece.clone() for piece in place.pieces(_sum(column), sizes).unbind(0)])
-            case "all_to_all_many":
-                out.append(_on_a_group("all_to_all", column, n, split_dim=split_dims[i], concat_dim=concat_dims[i]))
-            case _:
-                raise AssertionError(f"no simulation of {name}")
-    return [list(row) for row in zip(*out, strict=True)]
-
-
-def _communicate(name: str, node: fx.Node, values: list, mesh: Mesh) -> list:
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    given = dict(zip(names[1:], node.args[1:], strict=False)) | node.kwargs
-    axes = tuple(given.pop("axes"))
-    del given["mesh"]
-    if name == "declare":
-        return values
-    if name == "axis_index":
-        indices = [torch.tensor(i, device=values[0].device) for i in range(mesh.extent(axes))]
-        return [indices[mesh.index(rank, axes)] for rank in range(mesh.size)]
-    out = list(values)
-    done = {}  # groups that hold the same tensors compute once
-    for ranks in mesh.groups(axes):
-        many = isinstance(values[0], list)
-        key = tuple(id(x) for r in ranks for x in (values[r] if many else [values[r]]))
-        if key not in done:
-            done[key] = (_on_a_group_of_lists if many else _on_a_group)(name, [values[r] for r in ranks], **given)
-        for rank, y in zip(ranks, done[key], strict=True):
-            out[rank] = y
+# ---- collectives -----------------------------------------------------------------------------------------------------
+def _communicate(collective: Collective, node: fx.Node, columns: list[list], mesh: Mesh) -> list[list]:
+    """columns: for each tensor of the collective's list its values, one per rank -> the results, per rank a list."""
+    axes, sizes = tuple(node.args[1]), node.args[2]
+    out = [[] for _ in range(mesh.size)]
+    for column, own in zip(columns, collective.each(node.args[3:], len(columns)), strict=True):
+        done = {}  # groups that hold the same tensors compute once
+        found = [None] * mesh.size
+        for ranks in mesh.groups(axes):
+            key = tuple(id(column[r]) for r in ranks)
+            if key not in done:
+                done[key] = collective.simulated([column[r] for r in ranks], sizes, *own)
+            for rank, y in zip(ranks, done[key], strict=True):
+                found[rank] = y
+        for row, y in zip(out, found, strict=True):
+            row.append(y)
     return out
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
-_VIEWS_BY_NATURE = frozenset({UNSAFE_VIEW, torch.ops.fmegatron.declare.default, operator.getitem})
+_VIEWS_BY_NATURE = frozenset({UNSAFE_VIEW, operator.getitem})
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -104,6 +55,9 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if node.target in _VIEWS_BY_NATURE:
             parent[root(node)] = root(node.args[0])
+        if node.target is DECLARE.op:
+            for source in node.args[0]:
+                parent[root(node)] = root(source)
         schema = schema_of(node.target)
         if schema is None:
             continue
@@ -142,26 +96,21 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
         for node in graph.nodes:
             if node.op == "output":
                 return [values[n] for n in node.args[0]], (values if keep else {})
-            collective = is_symbolic(node.target) if node.op == "call_function" else None
+            collective = collective_of(node.target)
             if node.op == "placeholder":
                 out = next(given)
             elif collective:
-                given_to = node.args[0]
-                if isinstance(given_to, (list, tuple)):  # per rank a list
-                    column = [[values[n][rank] for n in given_to] for rank in range(mesh.size)]
-                else:
-                    column = values[given_to]
-                out = _communicate(collective, node, column, mesh)
+                out = _communicate(collective, node, [values[n] for n in node.args[0]], mesh)
             else:
                 out = _compute(node, values, mesh.size, share=node not in written)
-            if node in written and (node.op == "placeholder" or collective and collective != "declare"):
+            if node in written and (node.op == "placeholder" or collective not in (None, DECLARE)):
                 out = [_own(v) for v in out]  # what is written in place belongs to one rank alone
             values[node] = out
             if not keep:
                 for source in node.all_input_nodes:
                     if last_use[source] is node:
                         del values[source]
-    raise AssertionError("graph without an output node")
+    raise AssertionError("interpret: the graph has no output node")
 
 
 def _compute(node, values, world, share):

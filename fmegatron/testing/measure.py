@@ -66,7 +66,14 @@ def report(
 ) -> float:
     """Print one measurement: a JSON line on stdout, a line for people on stderr; returns the median of `values`.
 
-    bar: what was asked for, e.g. "<= 1.05", ">= 0.9", "< 1", or None.  note: for the people.
+    Args:
+        metric: its name.
+        values: measured, one per repetition.
+        unit: of the values.
+        where: machine, ranks, versions.
+        against: what a ratio compares with.
+        bar: what was asked for, e.g. "<= 1.05", ">= 0.9", "< 1", or None.
+        note: for the line on stderr.
 
     >>> report("save_vs_plain", [0.9, 1.1, 1.0], unit="ratio", where="here", bar=">= 0.9")
     {"metric": "save_vs_plain", "value": 1.0, "unit": "ratio", "against": null, "bar": ">= 0.9", "holds": true, "n": 3, "spread": [0.9, 1.1], "where": "here"}

@@ -93,7 +93,7 @@ def _cut(node: fx.Node, dim: int, size: int) -> tuple[int, str] | None:
     return None
 
 
-# Ops that take parts of a dim, and where the dim stands among their arguments
+# Ops that take parts of a dim, and where the dim is among their arguments
 _CUTS = MappingProxyType({"split": 2, "split_with_sizes": 2, "unbind": 1, "select": 1, "slice": 1})
 
 
@@ -102,7 +102,7 @@ def _argument(args, position, default):
 
 
 def _order(layout: Layout, dim: int, n: int) -> torch.Tensor | None:
-    """Which rows the microbatches hold, one after the other; None for parts that are no whole rows."""
+    """Which rows the microbatches hold, one after the other; None for parts that are no full rows."""
     rows = torch.arange(layout.shape[dim])
     alone = Layout((layout.shape[dim],), torch.int64, layout.mesh, (layout.spec[dim],))
     shards = {}  # by what they hold; in the order of ranks

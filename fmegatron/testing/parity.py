@@ -11,7 +11,7 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
-from fmegatron.step import inline_layers
+from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.blame import Finding, blame
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.microbatches import cuts_of, finding_of_cut
@@ -96,10 +96,16 @@ def parity(
 ) -> Parity:
     """Run the step of `mesh` on simulated ranks and the step of a mesh of ones, and compare every output.
 
-    make_step: mesh -> step; it is called for both meshes, so it must take axes and layouts from the mesh that it is
-    given. args: trees of global arrays (use fp64); layouts, out_layouts: on `mesh`, as for `simulate`. steps: how
-    often; then the first item of the result is the first argument of the next call, and any other argument may be a
-    function of the number of the step. tolerance, floor: see `relative_error`.
+    Args:
+        make_step: mesh -> step; called for both meshes, so it must take axes and layouts from its argument.
+        mesh: of the ranks.
+        args: trees of global arrays (use fp64).
+        layouts: of the arguments on `mesh`, as for `simulate`.
+        out_layouts: of the result on `mesh`, as for `simulate`.
+        steps: how often; then the first item of the result is the first argument of the next call, and any other
+            argument may be a function of the number of the step.
+        tolerance: of `relative_error`.
+        floor: of `relative_error`.
     """
     one = Mesh(**dict.fromkeys(mesh.names, 1))
     layouts = (None,) * len(args) if layouts is None else tuple(layouts)
@@ -143,8 +149,8 @@ def _compare(sharded: Simulation, single: Simulation, floor):
     if sharded.paths != single.paths:
         missing = sorted(set(sharded.paths) ^ set(single.paths))
         raise ValueError(
-            f"parity: got results without the same leaves from the steps of {sharded.mesh} and of one rank: {missing} "
-            "come from one of them; wanted steps that differ in their mesh only"
+            f"parity: got results without the same leaves from the steps of {sharded.mesh} and of one rank, {missing} "
+            "from one of them only, wanted steps that differ in their mesh only"
         )
     return [(path, _error(sharded, path, single.gather(path), floor)) for path in sharded.paths]
 
@@ -152,7 +158,7 @@ def _compare(sharded: Simulation, single: Simulation, floor):
 def _error(sharded: Simulation, path: str, wanted: torch.Tensor, floor: float) -> float:
     try:
         return relative_error(sharded.gather(path), wanted, floor)
-    except ValueError:  # replicas differ, or a local shape is not what the layout says
+    except ValueError:  # replicas differ, or a local shape is not that of the layout
         return float("inf")
 
 

@@ -51,7 +51,7 @@ class RankPool:
 
     def __init__(self, size: int, timeout_s: float = 60.0, server: Forkserver | None = None):
         if size < 1:
-            raise ValueError(f"a pool of {size} ranks; give at least 1")
+            raise ValueError(f"RankPool: got {size} ranks, wanted at least 1")
         self.size, self.timeout_s, self._server, self._given = size, timeout_s, server, server is not None
         self._workers: list[_Worker | None] = [None] * size
         self._store, self._calls = None, 0
@@ -75,7 +75,7 @@ class RankPool:
         """
         ranks = self.size if ranks is None else ranks
         if not 1 <= ranks <= self.size:
-            raise ValueError(f"{ranks} ranks asked of a pool of {self.size}; start a larger RankPool")
+            raise ValueError(f"RankPool.run: got ranks={ranks}, wanted 1 to {self.size}; start a larger RankPool")
         self.start()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._calls += 1
@@ -107,8 +107,8 @@ class RankPool:
             for rank in waiting.values():  # what they would answer later belongs to no call
                 self._stop_worker(rank)
         if failures:
-            rank = min(failures)[1]  # later ones mostly say that a connection was closed
-            raise RankError(f"{name} failed on rank {rank} of {ranks}:\n{results[rank]}", rank)
+            rank = min(failures)[1]  # later ones mostly report that a connection was closed
+            raise RankError(f"{name}: failed on rank {rank} of {ranks}:\n{results[rank]}", rank)
         if waiting:
             silent = ", ".join(str(rank) for rank in sorted(waiting.values()))
             raise TimeoutError(f"{name}: no answer from rank {silent} of {ranks} in time; those processes were ended")

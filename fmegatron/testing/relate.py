@@ -21,9 +21,15 @@ def relate(
     """How one value per rank makes up `reference`, or None if it does not.
 
     -> per axis "equal", "sum", "max", ("concat", dim, stride) or ("concat", dim, sizes of interleaved parts). A stride
-    s > 1 joins each of s consecutive pieces of the dim on its own: a view that merges a whole dim with a split one
-    makes such shards. parts: sizes of the interleaved parts of global dims that are worth trying. tolerance: relative
-    to the element and to the typical element.
+    s > 1 joins each of s consecutive pieces of the dim on its own: a view that merges a full dim with a split one
+    makes such shards.
+
+    Args:
+        values: one per rank of the mesh.
+        reference: the value of one rank.
+        mesh: of the ranks.
+        parts: sizes of the interleaved parts of global dims that are worth trying.
+        tolerance: relative to the element and to the typical element.
     """
     for kind in ("sum", "max"):
         found = _Search(reference, mesh, parts, tolerance, kind)(values)

@@ -18,7 +18,9 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Traced, inline_layers, require_rows, trace
+from fmegatron.step import Traced, trace
+from fmegatron.step.batch_rows import require_rows
+from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.interpret import interpret
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
@@ -32,7 +34,7 @@ class Ranks(list):
 def split(values: Any, layouts: Any, mesh: Mesh | None = None) -> Ranks:
     """Cut a tree of global arrays into each rank's local tensors.
 
-    layouts: the twin tree of Layouts (or of ArraySpecs); None for values that every rank of `mesh` holds whole. Ranks
+    layouts: the twin tree of Layouts (or of ArraySpecs); None for values that every rank of `mesh` holds in full. Ranks
     that hold the same boxes share one tensor. A pending sum is cut into unequal terms that add up to the value.
     Raises ValueError naming the path where the structures or shapes disagree.
     """
@@ -60,7 +62,7 @@ def join(ranks: list, layouts: Any, mesh: Mesh | None = None, *, tolerance: floa
 
     layouts: as for `split`; None where all ranks must hold the same. Pending sums are added up. Raises ValueError
     naming path and ranks where two replicas of a box differ by more than `tolerance` relative to the larger magnitude
-    (default: by a single bit), or a local shape is not what the layout says.
+    (default: by a single bit), or a local shape is not that of the layout.
     """
     flat = [tree.flatten(local) for local in ranks]
     paths, leaves, spec = flat[0]
@@ -80,8 +82,8 @@ def _layouts_of(paths, leaves, layouts, mesh, name, local=None):
     if got_paths != paths:
         difference = tree.structure_difference(dict.fromkeys(paths, 0), dict.fromkeys(got_paths, 0))
         raise ValueError(
-            f"{name} does not have the structure of its layouts:\n{difference}\ngive one layout per array, and None in "
-            "place of a tree that all ranks hold"
+            f"{name}: got another structure than that of its layouts, wanted the same; give one layout per array, and "
+            f"None in place of a tree that all ranks hold:\n{difference}"
         )
     return [getattr(item, "layout", item) for item in got]
 
@@ -89,7 +91,7 @@ def _layouts_of(paths, leaves, layouts, mesh, name, local=None):
 def _split_leaf(path, x, layout):
     if tuple(x.shape) != tuple(layout.shape):
         raise ValueError(
-            f"{path}: got global shape {tuple(x.shape)}, wanted {tuple(layout.shape)} of {layout}; pass the whole "
+            f"{path}: got global shape {tuple(x.shape)}, wanted {tuple(layout.shape)} of {layout}; pass the full "
             "array, or per-rank trees as testing.Ranks"
         )
     weights, made, out = _terms(layout, x), {}, []
@@ -112,7 +114,7 @@ def _local(x, layout, rank, boxes):
 
 
 def _terms(layout, x):
-    """Per position along the pending axes, what share of the value lies there; the shares are exact and unequal."""
+    """Per position along the pending axes, what share of the value is there; the shares are exact and unequal."""
     n = 1
     for axis in layout.unreduced:
         n *= layout.mesh[axis]
@@ -131,16 +133,17 @@ def _join_leaf(path, locals_, layout, tolerance):
     for rank, local in enumerate(locals_):
         if tuple(local.shape) != tuple(layout.local_shape(rank)):
             raise ValueError(
-                f"{path}: rank {rank} has local shape {tuple(local.shape)}, its layout {layout} says "
-                f"{tuple(layout.local_shape(rank))}"
+                f"{path}: got local shape {tuple(local.shape)} on rank {rank}, wanted "
+                f"{tuple(layout.local_shape(rank))}, that of its layout {layout}"
             )
         boxes = layout.boxes(rank)
         part = layout.mesh.index(rank, layout.unreduced) if layout.unreduced else 0
         other, theirs = held.setdefault((boxes, part), (rank, local))
         if theirs is not local and (worst := _disagreement(theirs, local)) > tolerance:
             raise ValueError(
-                f"{path}: ranks {other} and {rank} should hold the same values of {layout}, but differ by {worst:.1e} "
-                f"relative: a sum over {_between(layout.mesh, other, rank)} is missing, or one rank did other work"
+                f"{path}: got values of {layout} on ranks {other} and {rank} that differ by {worst:.1e} relative, "
+                f"wanted the same; a sum over {_between(layout.mesh, other, rank)} is missing, or one rank did other "
+                "work"
             )
     for (boxes, _), (_, local) in held.items():
         local = local.contiguous()
@@ -199,7 +202,7 @@ class Simulation:
         return _join_leaf(path, [_tensors(local)[i] for local in self.outputs], self.layouts[i], 0.0)
 
     def globals(self) -> Any:
-        """The whole result with global arrays in place of the ranks' parts; replicas are compared."""
+        """The full result with global arrays in place of the ranks' parts; replicas are compared."""
         return self.traced.result([self.gather(path) for path in self.paths])
 
     @property
@@ -239,12 +242,16 @@ def simulate(
 ) -> Simulation:
     """Run `step(*args)` on every rank of `mesh`, in this process, and return a `Simulation`.
 
-    step: a pure function whose collectives work over symbolic axes (`Axes(mesh)`); it is traced once, on rank 0's local
-    shapes. args: one tree each, of global arrays (which are cut by `layouts`) or `Ranks` of local trees.
-    layouts: per argument the tree of its Layouts, or None for an argument that every rank holds whole.
-    out_layouts: the layouts of the result, same structure, None for replicated parts. Left out: an item of the result
-    (or the result itself) that has the structure and local shapes of an argument has that argument's layouts,
-    everything else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
+    Args:
+        step: a pure function whose collectives work over symbolic axes (`Axes(mesh)`); it is traced once, on rank 0's
+            local shapes.
+        mesh: of the ranks.
+        args: one tree each, of global arrays (which are split by `layouts`) or `Ranks` of local trees.
+        layouts: per argument the tree of its Layouts, or None for an argument that every rank holds in full.
+        out_layouts: the layouts of the result, same structure, None for replicated parts. Left out: an item of the
+            result (or the result itself) that has the structure and local shapes of an argument has that argument's
+            layouts, everything else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
+
     Raises ValueError where trees, layouts and mesh do not fit, or ranks have different local shapes; and for a batch
     that a step cuts into microbatches, where the layout assigns its rows in another way than
     `DataParallel.batch_layout(..., microbatches)` (`Ranks` without a layout are taken as they are).

@@ -1,10 +1,11 @@
 """Nested dicts of arrays over optree: map, paths, check, arithmetic, keys of randomness, init from specs."""
 
-from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, stored, subtract
+from fmegatron.tree.arithmetic import add, cast, count, dot, scale, squared_norm, stored, subtract, working_dtype
 from fmegatron.tree.check import check, require_mesh
 from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
+from fmegatron.tree.shapes import local, specs
 from fmegatron.tree.spec import (
     ArraySpec,
     Constant,
@@ -19,13 +20,16 @@ from fmegatron.tree.spec import (
     zeros_like,
 )
 from fmegatron.tree.structure import (
+    Tree,
     did_you_mean,
     flatten,
     in_words,
     leaves,
     map,
     map_with_path,
+    merge,
     neither_norm_nor_bias,
+    partition,
     paths,
     structure_difference,
     unflatten,
@@ -36,6 +40,7 @@ __all__ = [
     "Constant",
     "Init",
     "Normal",
+    "Tree",
     "Uniform",
     "add",
     "cast",
@@ -51,19 +56,24 @@ __all__ = [
     "init",
     "layouts",
     "leaves",
+    "local",
     "map",
     "map_with_path",
+    "merge",
     "named",
     "neither_norm_nor_bias",
     "ones",
+    "partition",
     "paths",
     "require_mesh",
     "scale",
+    "specs",
     "squared_norm",
     "stored",
     "structure_difference",
     "subtract",
     "unflatten",
+    "working_dtype",
     "zeros",
     "zeros_like",
 ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from fmegatron.tree.structure import leaves
+from fmegatron.tree.structure import Tree, leaves
 from fmegatron.tree.structure import map as tree_map
 
 # Inductor inlines 0-d arithmetic into every kernel that reads it, and so repeats a pow or cos for each element of each
@@ -16,27 +15,36 @@ from fmegatron.tree.structure import map as tree_map
 _INPUTS_OF_A_CONCATENATION_THAT_IS_STORED = 9
 
 
-def add(a: Any, b: Any) -> Any:
+def add(a: Tree, b: Tree) -> Tree:
     """a + b, leaf by leaf."""
     return tree_map(torch.add, a, b)
 
 
-def subtract(a: Any, b: Any) -> Any:
+def subtract(a: Tree, b: Tree) -> Tree:
     """a - b, leaf by leaf."""
     return tree_map(torch.sub, a, b)
 
 
-def scale(a: Any, factor: float | torch.Tensor) -> Any:
+def scale(a: Tree, factor: float | torch.Tensor) -> Tree:
     """a · factor, leaf by leaf; every leaf keeps its dtype.  factor: a number or a 0-d tensor."""
     return tree_map(lambda x: (x * factor).to(x.dtype), a)
 
 
-def cast(a: Any, dtype: torch.dtype) -> Any:
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums and updates are computed: float64 for float64, float32 for everything else.
+
+    >>> working_dtype(torch.bfloat16), working_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cast(a: Tree, dtype: torch.dtype) -> Tree:
     """Every floating-point leaf in another dtype; the others as they are."""
     return tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, a)
 
 
-def dot(a: Any, b: Any) -> torch.Tensor:
+def dot(a: Tree, b: Tree) -> torch.Tensor:
     """Sum over all leaves of Σ a·b, a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only.
 
     Complex leaves count as their real and imaginary parts: Re Σ a·conj(b).
@@ -44,12 +52,12 @@ def dot(a: Any, b: Any) -> torch.Tensor:
     return _total([(_wide(x) * _wide(y)).sum() for x, y in zip(leaves(a), leaves(b), strict=True)])
 
 
-def squared_norm(a: Any) -> torch.Tensor:
+def squared_norm(a: Tree) -> torch.Tensor:
     """Sum over all leaves of Σ |a|², a 0-d tensor in fp32 (fp64 where a leaf is fp64). Of this rank's elements only."""
     return _total([_wide(x).square().sum() for x in leaves(a)])
 
 
-def count(a: Any) -> int:
+def count(a: Tree) -> int:
     """Number of elements: of local tensors in a tree of tensors, of global arrays in one of specs or layouts."""
     return sum(math.prod(x.shape) for x in leaves(a))
 
@@ -62,7 +70,7 @@ def stored(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
-    return x if x.dtype is torch.float64 else x.to(torch.float32)
+    return x.to(working_dtype(x.dtype))
 
 
 def _total(terms: list[torch.Tensor]) -> torch.Tensor:

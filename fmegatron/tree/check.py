@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fmegatron.layout import Layout, Mesh, dtype_name
-from fmegatron.tree.structure import flatten, in_words, structure_difference
+from fmegatron.tree.structure import Tree, flatten, in_words, structure_difference
 
 
-def check(params: Any, layouts: Any, rank: int, name: str = "the tree", of: str = "its layouts") -> None:
+def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: str = "its layouts") -> None:
     """Raise ValueError, naming path, got, wanted and fix, unless every leaf of `params` is what its layout says.
 
-    params: tree of this rank's local tensors.  layouts: tree of the same structure, of Layouts or ArraySpecs. Compares
-    structure, shape and dtype. It cannot see a wrong `unreduced` mark: parity tests do.
-    name, of: what the error calls the two, such as "state.params" and "the layouts of build_train_step".
+    Compares structure, shape and dtype. It cannot see a wrong `unreduced` mark: parity tests do.
+
+    Args:
+        params: tree of this rank's local tensors.
+        layouts: tree of the same structure, of Layouts or ArraySpecs.
+        rank: this rank on the layouts' mesh.
+        name: what the error calls the tensors, such as "state.params".
+        of: what it calls the layouts, such as "the layouts of build_train_step".
     """
     paths, wanted, spec = flatten(layouts)
     _, got, got_spec = flatten(params)
@@ -23,8 +26,8 @@ def check(params: Any, layouts: Any, rank: int, name: str = "the tree", of: str 
         lines = structure_difference(params, layouts).splitlines() or [f"  got {got_spec}, wanted {spec}"]
         more = [f"  ... and {len(lines) - 10} more"] if len(lines) > 10 else []
         raise ValueError(
-            "\n".join([f"{name} does not have the structure of {of}:", *lines[:10], *more])
-            + "\ngive both the same names and containers"
+            f"{name}: got another structure than {of}, wanted the same names and containers:\n"
+            + "\n".join([*lines[:10], *more])
         )
     problems = []
     for path, x, item in zip(paths, got, wanted, strict=True):
@@ -54,7 +57,9 @@ def check(params: Any, layouts: Any, rank: int, name: str = "the tree", of: str 
     if problems:
         more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError(
-            f"{len(problems)} of {len(paths)} leaves of {name} disagree with {of}:\n" + "\n".join(problems[:10]) + more
+            f"{name}: got {len(problems)} of {len(paths)} leaves that disagree with {of}, wanted none:\n"
+            + "\n".join(problems[:10])
+            + more
         )
 
 
@@ -66,7 +71,7 @@ def _fix(got: tuple[int, ...], wanted: tuple[int, ...], layout: Layout) -> str:
     return "make it with this layout (tree.init, checkpoint.restore), or give the layout the array's global shape"
 
 
-def require_mesh(layouts: Any, mesh: Mesh, who: str, whose: str) -> None:
+def require_mesh(layouts: Tree, mesh: Mesh, who: str, whose: str) -> None:
     """ValueError, naming the leaf, unless all layouts of a tree are on a mesh that gives every rank the same place.
 
     layouts: a tree of Layouts or ArraySpecs.  who: what was called; whose: what else was given, with the mesh `mesh`.

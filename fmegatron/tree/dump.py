@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Any
 
 from fmegatron.layout import Layout
 from fmegatron.tree.spec import ArraySpec
-from fmegatron.tree.structure import flatten
+from fmegatron.tree.structure import Tree, flatten
 
 
-def dump(layouts: Any) -> str:
+def dump(layouts: Tree) -> str:
     """One line for each leaf: path, layout, local shapes (with the number of ranks that have each), replicas, init.
 
     layouts: tree of Layouts or ArraySpecs. The last line has the totals. Compare it with a file to guard a layout.

@@ -14,21 +14,30 @@ from fmegatron.tree.check import check
 from fmegatron.tree.keys import fold_in
 from fmegatron.tree.random import Scratch, normal_values, pair_words, round_keys, scratch, uniform_values
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform
-from fmegatron.tree.structure import did_you_mean, flatten, unflatten
+from fmegatron.tree.structure import Tree, did_you_mean, flatten, in_words, unflatten
 
 
-def init(specs: Any, key: int, rank: int, device: torch.device | str | None = None, given: Any | None = None) -> Any:
+def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = None, given: Tree | None = None) -> Tree:
     """The tree of this rank's local tensors of a tree of ArraySpecs, drawn straight into their shards.
 
     The value of an element depends on the key, the name of its leaf (`ArraySpec.drawn_as`, else its path) and its
     global index only, so every mesh gives the same global arrays bit for bit, a leaf keeps its values when others come
     or go, and copies of a leaf (master weights, averages) equal it. Values are drawn in float32 and rounded to the
-    leaf's dtype.  key: see `fold_in`.  device: where the tensors end; random values are drawn on the CPU.
-    given: a tree of local tensors that are known already (weights from elsewhere), under the names of their leaves:
-    they are taken as they are, and copies are made of them. For a state of `step.state_specs`: parameters, or some.
-    Raises ValueError for a spec that cannot be drawn; for leaves of one name that are not one array (other shapes or
-    initial values); for a copy whose original was not named before the tree was put together (`tree.named`); and for
-    given tensors that no leaf takes, or that are not what their leaf's layout says.
+    leaf's dtype.
+
+    Args:
+        specs: tree of ArraySpecs.
+        key: see `fold_in`.
+        rank: this rank on the mesh of the specs.
+        device: where the tensors end; random values are drawn on the CPU.
+        given: a tree of local tensors that are known already (weights from elsewhere), under the names of their leaves:
+            they are taken as they are, and copies are made of them. For a state of `step.state_specs`: parameters, or
+            some.
+
+    Raises:
+        ValueError: a spec that cannot be drawn; leaves of one name that are not one array (other shapes or initial
+            values); a copy whose original was not named before the tree was put together (`tree.named`); given tensors
+            that no leaf takes, or that are not what their leaf's layout says.
     """
     paths, leaves, spec = flatten(specs)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -68,7 +77,8 @@ def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scrat
 
 def _require_spec(path: str, spec: Any) -> None:
     if not isinstance(spec, ArraySpec):
-        raise ValueError(f"{path}: got {type(spec).__name__}, wanted an ArraySpec(layout, init)")
+        fix = "; tree.specs(shapes, mesh, ...) makes specs of shapes" if isinstance(spec, int) else ""
+        raise ValueError(f"{path}: got {in_words(spec)}, wanted an ArraySpec(layout, init){fix}")
     if spec.layout.unreduced:
         raise ValueError(f"{path}: got {spec.layout}, wanted no unreduced axes: a pending sum has no initial value")
 
@@ -93,14 +103,14 @@ def _originals(paths: list[str], specs: list[ArraySpec]) -> dict[str, tuple[str,
             same = [at for at, other in found.values() if (other.shape, other.init) == (spec.shape, spec.init)]
             if near := [at for at in same if at.endswith("/" + name)]:
                 raise ValueError(
-                    f"{path}: got a copy of {name!r}, which is not in this tree; {near[0]!r} is drawn under another "
-                    "name, so the copy would begin as other numbers. Name the specs first (specs = tree.named(specs)), "
-                    "then make copies and optimizer states of them, then put the tree together"
+                    f"{path}: got a copy of {name!r}, which is not in this tree, wanted one of {near[0]!r}, which is "
+                    "drawn under another name, so the copy would begin as other numbers; name the specs first (specs "
+                    "= tree.named(specs)), then make copies and optimizer states of them, then put the tree together"
                 )
     return found
 
 
-def _known(given: Any, originals: dict[str, tuple[str, ArraySpec]], rank: int) -> dict[str, torch.Tensor]:
+def _known(given: Tree, originals: dict[str, tuple[str, ArraySpec]], rank: int) -> dict[str, torch.Tensor]:
     """Name -> tensor of what is given, each checked against the layout of the leaf that takes it."""
     if given is None:
         return {}
@@ -108,8 +118,8 @@ def _known(given: Any, originals: dict[str, tuple[str, ArraySpec]], rank: int) -
     for path, x in zip(paths, tensors, strict=True):
         if path not in originals:
             raise ValueError(
-                f"given {path!r}: got a tensor that no leaf takes{did_you_mean(path, list(originals))}; name it as the "
-                "parameters are named in their own tree"
+                f"given: {path}: got a tensor that no leaf takes{did_you_mean(path, list(originals))}, wanted it under "
+                "the name that the parameters have in their own tree"
             )
         check({path: x}, {path: originals[path][1]}, rank)
     return dict(zip(paths, tensors, strict=True))
@@ -133,13 +143,13 @@ def _copied(path: str, spec: ArraySpec, original: ArraySpec, source: torch.Tenso
     for box in spec.layout.boxes(rank):
         for held in original.layout.boxes(rank):
             inside = held.intersect(box.start, box.stop)
-            if inside is not None:
-                box.intersect(inside.start, inside.stop).view(local).copy_(inside.view(source.contiguous()))
+            if inside is not None and (own := box.intersect(inside.start, inside.stop)) is not None:
+                own.view(local).copy_(inside.view(source.contiguous()))
                 missing -= inside.size
     if missing:
         raise ValueError(
-            f"{path}: got given values laid out as {original.layout}, of which rank {rank} lacks {missing} elements of "
-            f"{spec.layout}; give parameters of a layout that holds them"
+            f"{path}: got given values in {original.layout}, which leave out {missing} elements of rank {rank}, wanted "
+            f"all of {spec.layout}; give parameters of a layout that holds them"
         )
     return _rounded(local, spec)
 

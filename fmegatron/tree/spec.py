@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fmegatron.layout import Layout, Mesh
+from fmegatron.tree.structure import Tree, in_words, map_with_path
 from fmegatron.tree.structure import map as tree_map
-from fmegatron.tree.structure import map_with_path
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,21 @@ class ArraySpec:
         return bool(self.rounded_to)
 
 
-def layouts(specs: Any) -> Any:
-    """The tree of layouts of a tree of ArraySpecs (Layouts stay as they are)."""
-    return tree_map(lambda leaf: leaf if isinstance(leaf, Layout) else leaf.layout, specs)
+def layouts(specs: Tree) -> Tree:
+    """The tree of layouts of a tree of ArraySpecs (Layouts stay as they are). Raises ValueError for another leaf."""
+    return map_with_path(_layout, specs)
 
 
-def named(specs: Any) -> Any:
+def _layout(path: str, leaf: Any) -> Layout:
+    if isinstance(leaf, Layout):
+        return leaf
+    if isinstance(leaf, ArraySpec):
+        return leaf.layout
+    fix = "; tree.specs(shapes, mesh, ...) makes specs of shapes" if isinstance(leaf, int) else ""
+    raise ValueError(f"{path}: got {in_words(leaf)}, wanted an ArraySpec or a Layout{fix}")
+
+
+def named(specs: Tree) -> Tree:
     """The specs of a tree, each drawn under its path in this tree (`drawn_as`), unless it has a name already.
 
     Specs that are named keep their values wherever the tree is put: `init({"params": named(specs)}, key, rank)` draws
@@ -101,7 +110,7 @@ def named(specs: Any) -> Any:
     return map_with_path(lambda path, spec: replace(spec, drawn_as=path) if spec.drawn_as is None else spec, specs)
 
 
-def copies(x: Any, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | None = None) -> Any:
+def copies(x: Tree, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | None = None) -> Tree:
     """Copies of every leaf of a tree, in memory of their own: tensors of tensors, ArraySpecs of ArraySpecs.
 
     The copy of a spec is drawn as its original is (by name: the path in this tree, if it has none), so that master
@@ -128,7 +137,7 @@ def copies(x: Any, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | N
     return map_with_path(one, x)
 
 
-def zeros_like(x: Any, dtype: torch.dtype | None = None) -> Any:
+def zeros_like(x: Tree, dtype: torch.dtype | None = None) -> Tree:
     """Zeros of the same kind, for every leaf of a tree: tensors for tensors, ArraySpecs of zeros for ArraySpecs.
 
     So `opt.init(specs)` runs the same code as `opt.init(params)` and gives the specs of the state.  dtype: another

@@ -8,30 +8,33 @@ from __future__ import annotations
 import difflib
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import optree
 
+# Nested containers of leaves, or one leaf; Python has no type for it.
+Tree = Any
 
-def flatten(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+
+def flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """(paths, leaves, spec) of a tree; `unflatten(spec, leaves)` is the inverse."""
     leaves, spec = optree.tree_flatten(tree)
     return list(_paths(spec)), leaves, spec
 
 
-def unflatten(spec: optree.PyTreeSpec, leaves: Any) -> Any:
+def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> Tree:
     """The tree of this spec with these leaves, in the order of `flatten`."""
     return optree.tree_unflatten(spec, leaves)
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: Tree) -> list[Any]:
     """The leaves, in the order of `paths`."""
     return optree.tree_leaves(tree)
 
 
-def paths(tree: Any) -> list[str]:
+def paths(tree: Tree) -> list[str]:
     """The path of every leaf: dict keys, NamedTuple field names and positions, joined by '/'.
 
     >>> paths({"blocks": {"wo": 1.0}, "scales": [2.0, 3.0]})
@@ -40,34 +43,66 @@ def paths(tree: Any) -> list[str]:
     return list(_paths(optree.tree_structure(tree)))
 
 
-def map(f: Callable, *trees: Any) -> Any:  # noqa: A001  `tree.map` is its name
+def map(f: Callable, *trees: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:  # noqa: A001
     """f over the leaves of the first tree and what stands there in the others; a new tree of the results.
 
+    is_leaf: nodes of the first tree for which it is true are leaves, whatever they contain.
     Raises ValueError, naming paths, when another tree does not have the structure of the first.
+
+    >>> map(len, {"b": (3,), "w": (2, 3)}, is_leaf=lambda x: isinstance(x, tuple))
+    {'b': 1, 'w': 2}
     """
-    return _mapped(f, trees, None)
+    return _mapped(f, trees, False, is_leaf)
 
 
-def map_with_path(f: Callable, *trees: Any) -> Any:
+def map_with_path(f: Callable, *trees: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """As `map`, with the path of the leaf as the first argument of f."""
-    return _mapped(f, trees, True)
+    return _mapped(f, trees, True, is_leaf)
 
 
-def _mapped(f: Callable, trees: tuple, with_path: bool | None) -> Any:
-    first, spec = optree.tree_flatten(trees[0])
+def _mapped(f: Callable, trees: tuple, with_path: bool, is_leaf: Callable[[Any], bool] | None) -> Any:
+    first, spec = optree.tree_flatten(trees[0], is_leaf=is_leaf)
     columns = [first]
     for i, other in enumerate(trees[1:], 2):
         try:
             columns.append(spec.flatten_up_to(other))
         except (ValueError, TypeError) as error:
             difference = structure_difference(other, trees[0]) or f"  {error}"
-            raise ValueError(f"tree.map: tree {i} does not have the structure of tree 1:\n{difference}") from None
+            raise ValueError(
+                f"tree.map: tree {i}: got another structure than tree 1, wanted the same:\n{difference}"
+            ) from None
     if with_path:
         columns.insert(0, list(_paths(spec)))
     return optree.tree_unflatten(spec, [f(*column) for column in zip(*columns, strict=True)])
 
 
-def structure_difference(got: Any, wanted: Any) -> str:
+def partition(tree: Tree, where: Callable[[str], bool]) -> tuple[Tree, Tree]:
+    """(the leaves whose path `where` selects, the others): two trees of one structure, with None in place of the rest.
+
+    `merge` puts them together again. So a loss is differentiated by what trains, and by nothing else:
+    `value_and_grad(lambda trained, frozen, batch: loss(merge(trained, frozen), batch))(trained, frozen, batch)`.
+    """
+
+    def chosen(wanted: bool) -> Tree:
+        return map_with_path(lambda path, leaf: leaf if where(path) == wanted else None, tree)
+
+    return chosen(True), chosen(False)
+
+
+def merge(a: Tree, b: Tree) -> Tree:
+    """The leaves of `a`, and where they are absent (None) those of `b`.
+
+    Raises ValueError, naming paths, when the two trees differ in structure.
+    """
+    try:
+        return optree.tree_map(lambda x, y: y if x is None else x, a, b, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        filled = [optree.tree_map(lambda x: 0, x, none_is_leaf=True) for x in (b, a)]
+        difference = structure_difference(*filled) or f"  {error}"
+        raise ValueError(f"tree.merge: got trees of two structures, wanted one:\n{difference}") from None
+
+
+def structure_difference(got: Tree, wanted: Tree) -> str:
     """Where two trees differ in names or containers, the first place first, one line each; empty when they agree.
 
     >>> print(structure_difference({"a": 1, "b": [2, 3]}, {"a": 1, "b": {"x": 2}, "c": 3}))

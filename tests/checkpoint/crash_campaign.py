@@ -50,8 +50,8 @@ def state(version):
     )
 
 
-def manager(directory, kind):
-    return checkpoint.Manager(directory, keep=1 if kind == "retention" else None)
+def manager(directory, kind, world):
+    return checkpoint.Manager(directory, keep=1 if kind == "retention" else None, world=world)
 
 
 def save(directory, kind, step, version, ranks, exchange=True, kill=None, watch=None):
@@ -65,11 +65,11 @@ def save(directory, kind, step, version, ranks, exchange=True, kill=None, watch=
         if not exchange:
             commit._exchange = lambda a, b: False  # this process ends soon
         try:
-            with manager(directory, kind) as of, warnings.catch_warnings():
+            with manager(directory, kind, world) as of, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is set aside is said
                 if kind == "rewind":
-                    of.rewind(1, world)
-                of.save(step, local[world.rank], layouts_on(ranks), world, {"version": version})
+                    of.rewind(1)
+                of.save(step, local[world.rank], layouts_on(ranks), {"version": version})
         except RuntimeError as error:  # another rank is gone
             return f"{error}"[:300]
 

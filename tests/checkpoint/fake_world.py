@@ -17,6 +17,8 @@ from fmegatron.checkpoint.writing import plan
 class FakeWorld:
     """One rank of `run`; has what `checkpoint` needs of a World. `exchanged`: bytes that it received from others."""
 
+    device = torch.device("cpu")
+
     def __init__(self, rank, size, barrier, board, mail):
         self.rank, self.size, self._barrier, self._board, self._mail = rank, size, barrier, board, mail
         self.exchanged = 0

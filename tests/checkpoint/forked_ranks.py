@@ -19,6 +19,8 @@ import torch
 class SocketWorld:
     """What `checkpoint` needs of a World, over one socket for each pair of ranks. A peer that is gone is an error."""
 
+    device = torch.device("cpu")
+
     def __init__(self, rank, size, peers):
         self.rank, self.size, self._peers = rank, size, peers  # rank -> file object of a socket
 

@@ -285,7 +285,7 @@ def test_a_full_and_a_read_only_disk(tmp_path):
 
         def save(step):
             local = cut_tree(w(step), layout)
-            return run(4, lambda world: manager.save(step, local[world.rank], layout, world))
+            return run(4, lambda world: checkpoint.Manager(run_dir, world=world).save(step, local[world.rank], layout))
 
         for step in (1, 2):
             assert all(isinstance(got, checkpoint.Report) for got in save(step))

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -45,9 +46,9 @@ def test_what_a_save_says_is_stored(tmp_path, saver, finite):
 
 @pytest.mark.parametrize("said, stored", [((True, False), False), ((None, True), None), ((True, True), True)])
 def test_one_rank_speaks_for_all(tmp_path, said, stored):
-    parts, manager = cut_tree(state(1), TWO), Manager(tmp_path)
-    run(2, lambda world: manager.save(1, parts[world.rank], TWO, world, finite=said[world.rank]))
-    assert checkpoint.describe(manager.path(1)).finite is stored
+    parts = cut_tree(state(1), TWO)
+    run(2, lambda world: Manager(tmp_path, world=world).save(1, parts[world.rank], TWO, finite=said[world.rank]))
+    assert checkpoint.describe(Manager(tmp_path).path(1)).finite is stored
 
 
 @pytest.mark.parametrize("finite", [1, "yes", torch.tensor(True), 0.0])
@@ -111,7 +112,8 @@ def test_a_bad_one_does_not_replace_a_good_one(tmp_path, saver, before, wait):
 
 def test_one_rank_speaks_for_all_there_too(tmp_path):
     parts, manager = cut_tree(state(1), TWO), filled(tmp_path, [True])
-    got = run(2, lambda world: manager.save(1, parts[world.rank], TWO, world, finite=world.rank == 0))
+    mine = partial(Manager, tmp_path)
+    got = run(2, lambda world: mine(world=world).save(1, parts[world.rank], TWO, finite=world.rank == 0))
     assert isinstance(got[0], ValueError) and isinstance(got[1], RuntimeError)
     assert all("Manager.delete(1) first" in str(error) for error in got) and manager.finite(1) is True
 
@@ -200,7 +202,7 @@ def test_all_ranks_prefer_alike(tmp_path):
     filled(tmp_path, [True, False])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = run(2, lambda world: Manager(tmp_path).restore_latest(TWO, world=world)[0])
+        got = run(2, lambda world: Manager(tmp_path, world=world).restore_latest(TWO)[0])
     assert got == [1, 1]
 
 

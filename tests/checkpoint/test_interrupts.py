@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint.calls.ranks import Alone
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.collectives import held_interrupt
+from fmegatron.collectives import World, held_interrupt
 from fmegatron.layout import Layout, Mesh
 
 LAYOUTS = {"w": Layout((64, 48), torch.float32, Mesh())}
@@ -29,10 +28,11 @@ def press():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class Pressed(Alone):
+class Pressed(World):
     """A world in which Ctrl-C comes when the ranks have just agreed by the method `at`, once `armed`."""
 
     def __init__(self, at, armed=False):
+        super().__init__(Mesh(), 0, torch.device("cpu"))
         self.at, self.armed = at, armed
 
     def _done(self, method, result=None):
@@ -138,9 +138,11 @@ def test_waiting_for_room_can_be_interrupted(tmp_path):
 
 def test_a_manager_knows_of_the_save(tmp_path, saver):
     """Its saver has the save pending, so its `poll` must not think that nothing is: the other ranks poll."""
-    with checkpoint.Manager(tmp_path, saver=saver) as manager:
+    world = Pressed("broadcast_text")
+    with checkpoint.Manager(tmp_path, saver=saver, world=world) as manager:
         with pytest.raises(KeyboardInterrupt):
-            manager.save(1, state(1), LAYOUTS, Pressed("broadcast_text", True), wait=False)
+            world.armed = True
+            manager.save(1, state(1), LAYOUTS, wait=False)
         with pytest.warns(RuntimeWarning, match="KeyboardInterrupt while it was staged"):
             (report,) = manager.poll()
         assert "KeyboardInterrupt" in report.error and saver.pending == ()

@@ -82,7 +82,7 @@ def test_a_step_below_the_newest_is_refused(tmp_path, saver, wait):
     with Manager(tmp_path, keep=1, saver=saver) as manager:
         for step in (299, 100, 1):
             with pytest.raises(
-                ValueError, match=rf"got step {step} to save, but it holds newer ones \((100, )?300|rewind"
+                ValueError, match=r"wanted one above the newest: it holds newer ones \((100, )?300|rewind"
             ):
                 manager.save(step, state(step), ONE, wait=wait)
         assert sorted(os.listdir(tmp_path)) == before
@@ -95,7 +95,9 @@ def test_a_temporary_step_counts_too(tmp_path):
     filled(tmp_path, 100)
     with Manager(tmp_path) as manager:
         manager.save(150, state(150), ONE, temporary=True)
-        with pytest.raises(ValueError, match=r"got step 120 to save, but it holds newer ones \(150\)"):
+        with pytest.raises(
+            ValueError, match=r"got step 120 to save, wanted one above the newest: it holds newer ones \(150\)"
+        ):
             manager.save(120, state(120), ONE)
         manager.rewind(100)
         with pytest.warns(RuntimeWarning, match="steps 150 were set aside"):
@@ -106,17 +108,17 @@ def test_a_temporary_step_counts_too(tmp_path):
 
 def test_all_ranks_hear_of_it(tmp_path):
     filled(tmp_path, 100)
-    parts, manager = cut_tree(state(50), TWO), Manager(tmp_path)
-    got = run(2, lambda world: manager.save(50, parts[world.rank], TWO, world))
+    parts = cut_tree(state(50), TWO)
+    got = run(2, lambda world: Manager(tmp_path, world=world).save(50, parts[world.rank], TWO))
     assert isinstance(got[0], ValueError) and isinstance(got[1], RuntimeError)
     assert all("holds newer ones (100)" in str(error) for error in got)
 
     def back(world):
-        mine = Manager(tmp_path)
-        mine.rewind(0, world)
+        mine = Manager(tmp_path, world=world)
+        mine.rewind(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return mine.save(50, parts[world.rank], TWO, world).step
+            return mine.save(50, parts[world.rank], TWO).step
 
     assert run(2, back) == [50, 50] and Manager(tmp_path).steps() == [50]
 
@@ -210,7 +212,9 @@ def test_back_while_a_save_is_pending(tmp_path, saver):
 def test_a_pending_save_is_the_newest(tmp_path, saver):
     with Manager(tmp_path, saver=saver) as manager:
         manager.save(300, state(300), ONE, wait=False)
-        with pytest.raises(ValueError, match=r"got step 250 to save, but it holds newer ones \(300\)"):
+        with pytest.raises(
+            ValueError, match=r"got step 250 to save, wanted one above the newest: it holds newer ones \(300\)"
+        ):
             manager.save(250, state(250), ONE, wait=False)
         manager.save(310, state(310), ONE, wait=False)
     assert manager.steps() == [300, 310]
@@ -237,7 +241,9 @@ def test_a_step_that_is_read_is_waited_for(tmp_path, monkeypatch):
     with Manager(tmp_path) as manager:
         manager.rewind(100)
         with leases.reading(Notes(tmp_path), "step_00000200"):
-            with pytest.raises(ValueError, match=rf"cannot be set aside: process {os.getpid()} on .* reads it"):
+            with pytest.raises(
+                ValueError, match=rf"in use \(process {os.getpid()} on .* reads it\), wanted one to set aside"
+            ):
                 manager.save(150, state(150), ONE)
             assert manager.steps() == [100, 200]
             monkeypatch.setattr(line, "_READERS_S", 60.0)
@@ -289,7 +295,7 @@ def test_delete(place):
     manager = filled(place, 100, 200, 300)
     manager.pin(100)
     for step, words in (
-        (100, "it is pinned; unpin it"),
+        (100, "it is pinned.*wait, or unpin it"),
         (150, r"wanted one of \[100, 200, 300\]"),
         (-1, "step: got -1"),
     ):
@@ -329,7 +335,7 @@ def test_a_step_that_is_being_saved_is_not_deleted(tmp_path, saver):
     with Manager(tmp_path, saver=saver) as manager:
         manager.save(100, state(100), ONE)
         manager.save(100, state(101), ONE, wait=False)
-        with pytest.raises(ValueError, match="which is being saved"):
+        with pytest.raises(ValueError, match="it is being saved"):
             manager.delete(100)
 
 
@@ -375,7 +381,7 @@ def test_a_step_by_its_number_goes_past_what_cannot_be_seen(tmp_path, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(os, real.__name__, refuse)
             assert_same_bits(manager.restore(1, ONE)[0], state(1))
-        unseen = rf"\(2; when step 1 was restored they could not be seen: .*Permission denied: '{hidden}'\); steps only"
+        unseen = rf"\(2; when step 1 was restored they could not be seen: .*Permission denied: '{hidden}'\); to go on"
         with pytest.raises(ValueError, match=unseen):
             manager.save(1, state(7), ONE)
     manager.rewind(1)

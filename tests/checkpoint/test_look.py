@@ -179,8 +179,8 @@ def test_all_ranks_hear_of_it(steps, monkeypatch):
     """Also of what only rank 0 looks at: none waits for it for ever."""
     with monkeypatch.context() as patch:
         Trouble(patch, steps / "step_00000002", errno.EACCES)
-        for call in (lambda m, world: m.latest(world), lambda m, world: m.restore_latest(TWO, world=world)):
-            got = run(2, lambda world: call(Manager(steps), world))  # noqa: B023
+        for call in (lambda m: m.latest(), lambda m: m.restore_latest(TWO)):
+            got = run(2, lambda world: call(Manager(steps, world=world)))  # noqa: B023
             assert all(isinstance(e, RuntimeError) and "Permission denied" in str(e) for e in got), got
 
 
@@ -339,7 +339,7 @@ def test_a_replica_in_use_that_cannot_be_looked_at_is_not_removed(tmp_path, monk
     layouts = {"w": Layout((4,), torch.float32, Mesh())}
     local = LocalReplicas(tmp_path, "run", copies=1)
     local.save(1, {"w": torch.ones(4)}, layouts)
-    hidden = tmp_path / "run/.0-step_00000002.rank_00000"
+    hidden = tmp_path / "run/.step_00000002.rank_00000.saving-0123456789ab"
     hidden.write_text("of another process")
     Trouble(monkeypatch, hidden, errno.EACCES)
     with pytest.raises(RuntimeError, match="Permission denied"):

@@ -148,11 +148,11 @@ def test_ranks_walk_back_together(tmp_path):
     manager = Manager(tmp_path, keep=2)
     for step in (1, 2):
         parts = cut_tree(state(step), TWO)
-        run(2, lambda world: manager.save(step, parts[world.rank], TWO, world))  # noqa: B023
+        run(2, lambda world: Manager(tmp_path, keep=2, world=world).save(step, parts[world.rank], TWO))  # noqa: B023
     spoil(manager, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = run(2, lambda world: manager.restore_latest(TWO, world=world))
+        got = run(2, lambda world: Manager(tmp_path, world=world).restore_latest(TWO))
     for rank, (step, local, _) in enumerate(got):
         assert step == 1
         assert_same_bits(local, cut_tree(state(1), TWO)[rank])
@@ -160,8 +160,8 @@ def test_ranks_walk_back_together(tmp_path):
 
 def test_all_ranks_go_by_what_rank_0_sees(tmp_path, monkeypatch):
     """A rank whose view of the directory is late must not restore another step than the others."""
-    manager = filled(tmp_path, 1, 2)
+    filled(tmp_path, 1, 2)
     seen = iter(([2, 1], [1]))
     monkeypatch.setattr(Manager, "steps", lambda self: next(seen, [1]))
-    got = run(2, lambda world: manager.restore_latest(TWO, world=world)[0])
+    got = run(2, lambda world: Manager(tmp_path, world=world).restore_latest(TWO)[0])
     assert got in ([2, 2], [1, 1])

@@ -241,8 +241,8 @@ def test_two_ranks(tmp_path, monkeypatch):
 
     def train(world):
         said = []
-        with Manager(tmp_path, keep=1) as manager:
-            manager.save(1, parts[1][world.rank], TWO, world, wait=False)
+        with Manager(tmp_path, keep=1, world=world) as manager:
+            manager.save(1, parts[1][world.rank], TWO, wait=False)
             for _ in range(600):
                 said.append([(r.step, r.durable, r.error) for r in manager.poll()])
                 if said[-1]:
@@ -251,7 +251,7 @@ def test_two_ranks(tmp_path, monkeypatch):
             writer = manager._background._saver.writer_pid
             if world.rank == 1:
                 os.kill(writer, signal.SIGSTOP)  # so that it cannot be through before it is killed
-            manager.save(2, parts[2][world.rank], TWO, world, wait=False)
+            manager.save(2, parts[2][world.rank], TWO, wait=False)
             if world.rank == 1:
                 os.kill(writer, signal.SIGKILL)
             for _ in range(600):
@@ -259,7 +259,7 @@ def test_two_ranks(tmp_path, monkeypatch):
                 if said[-1]:
                     break
                 time.sleep(0.1)
-            manager.save(3, parts[3][world.rank], TWO, world, wait=False)
+            manager.save(3, parts[3][world.rank], TWO, wait=False)
         return said + [[(r.step, r.durable, r.error) for r in manager.poll()]]
 
     with warnings.catch_warnings(record=True) as caught:
@@ -281,10 +281,10 @@ def test_a_wrong_request_of_one_rank_is_an_error_on_all(tmp_path):
     parts = cut_tree(state(1), TWO)
 
     def save(world):
-        manager = Manager(tmp_path)
+        manager = Manager(tmp_path, world=world)
         try:
             mine = {**parts[world.rank], "w": torch.zeros(3)} if world.rank else parts[world.rank]
-            manager.save(1, mine, TWO, world, wait=False)
+            manager.save(1, mine, TWO, wait=False)
         finally:
             manager.close(wait=False)
 

@@ -199,12 +199,12 @@ def test_all_ranks_restore_one_step(tmp_path):
         manager.save(1, state(1), ONE, metadata={"note": "one rank"})
         manager.save(2, state(2), ONE)
     parts = cut_tree(state(1), TWO)
-    for rank, (got, metadata) in enumerate(run(2, lambda world: manager.restore(1, TWO, world=world))):
+    for rank, (got, metadata) in enumerate(run(2, lambda world: Manager(tmp_path, world=world).restore(1, TWO))):
         assert_same_bits(got, parts[rank])
         assert metadata == {"note": "one rank"}
     assert_same_bits(manager.restore(1, TWO, rank=1)[0], parts[1])
     spoil(manager, 1)
-    errors = run(2, lambda world: manager.restore(1, TWO, world=world))
+    errors = run(2, lambda world: Manager(tmp_path, world=world).restore(1, TWO))
     assert all(isinstance(e, CheckpointError) and "w: its chunk file" in str(e) for e in errors)
 
 
@@ -213,7 +213,7 @@ def test_one_rank_with_another_request_ends_all(tmp_path):
     with Manager(tmp_path) as manager:
         manager.save(1, state(1), ONE)
     wrong = {**TWO, "w": TWO["w"].replace(shape=(64, 1022))}
-    got = run(2, lambda world: manager.restore_latest(wrong if world.rank else TWO, world=world))
+    got = run(2, lambda world: Manager(tmp_path, world=world).restore_latest(wrong if world.rank else TWO))
     assert type(got[1]) is ValueError and "stored with global shape" in str(got[1])
     assert type(got[0]) is RuntimeError and "stored with global shape" in str(got[0])
 
@@ -259,10 +259,14 @@ def test_what_a_manager_tells_the_loggers(tmp_path):
 def test_a_full_disk_on_one_rank(tmp_path, monkeypatch, broken):
     """An error on all ranks, the steps before intact and the tracker too; the next save works, and old steps go."""
     parts = {step: cut_tree(state(step), TWO) for step in (1, 2, 3)}
-    manager = Manager(tmp_path, keep=1)
+    manager = Manager(tmp_path)
 
     def save(step):
-        return run(2, lambda world: manager.save(step, parts[step][world.rank], TWO, world))
+        def work(world):
+            with Manager(tmp_path, keep=1, world=world) as mine:
+                return mine.save(step, parts[step][world.rank], TWO)
+
+        return run(2, work)
 
     assert all(report.durable for report in save(1))
     write = ZarrArray.write
@@ -279,5 +283,4 @@ def test_a_full_disk_on_one_rank(tmp_path, monkeypatch, broken):
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"] and manager.latest() == 1
     assert_same_bits(manager.restore_latest(ONE)[1], state(1))
     assert all(report.durable for report in save(3))
-    manager.close()
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000003"]

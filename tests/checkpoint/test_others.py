@@ -80,7 +80,7 @@ def test_what_lies_there_is_named_once(tmp_path, name):
 def test_rank_0_warns(tmp_path):
     without_marker(tmp_path)
     with pytest.warns(RuntimeWarning) as caught:
-        assert run(2, lambda world: Manager(tmp_path).latest(world)) == [None] * 2
+        assert run(2, lambda world: Manager(tmp_path, world=world).latest()) == [None] * 2
     assert len(caught) == 1
 
 

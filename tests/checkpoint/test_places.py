@@ -84,7 +84,9 @@ def test_a_tilde(path, tmp_path, monkeypatch):
         lambda: checkpoint.open_store(path),
         lambda: LocalReplicas(path, "run"),
     ):
-        with pytest.raises(ValueError, match=r"path: got '~.*only a shell replaces the '~'; pass os.path.expanduser"):
+        with pytest.raises(
+            ValueError, match=r"path: got '~.*wanted no '~', which only a shell replaces; pass os.path.expanduser"
+        ):
             call()
     assert os.listdir(tmp_path) == []
     for good in ("./~", "a~", "~no-such-user-here"):

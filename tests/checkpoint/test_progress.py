@@ -132,9 +132,13 @@ def test_a_manager_shows_one_bar_on_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(walk, "progress", noted)
     mesh = Mesh(fsdp=2)
     layouts = {"w": Layout((64, 1024), torch.float32, mesh, ("fsdp",))}
-    parts, manager = cut_tree(STATE, layouts), Manager(tmp_path, show_progress=True)
-    run(2, lambda world: manager.save(7, parts[world.rank], layouts, world))
-    run(2, lambda world: manager.restore_latest(layouts, world=world))
+    parts = cut_tree(STATE, layouts)
+
+    def of(world):
+        return Manager(tmp_path, world=world, show_progress=True)
+
+    run(2, lambda world: of(world).save(7, parts[world.rank], layouts))
+    run(2, lambda world: of(world).restore_latest(layouts))
     assert sorted(calls) == sorted(
         [("saving step 7", BYTES, True), ("saving step 7", BYTES, False)]
         + [("restoring step 7", BYTES // 2, True), ("restoring step 7", BYTES // 2, False)]

@@ -160,7 +160,7 @@ def test_a_manager_on_ranks_that_see_two_saves(two, tmp_path, monkeypatch):
 
     def work(world):
         threading.current_thread().name = f"rank {world.rank}"
-        return Manager(tmp_path / "run").restore_latest(TWO, world=world)
+        return Manager(tmp_path / "run", world=world).restore_latest(TWO)
 
     for error in run(2, work):
         assert type(error) is RuntimeError and "the ranks see different saves" in str(error), error

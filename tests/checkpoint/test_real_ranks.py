@@ -27,14 +27,14 @@ def local(layout, rank):
 def save_part(rank, path, broken_rank):
     mesh = Mesh(fsdp=2, tp=2)
     layouts = layout_on(mesh)
-    manager = checkpoint.Manager(path, keep=1)
     with connect(mesh, device="cpu") as world:
+        manager = checkpoint.Manager(path, keep=1, world=world)
         state = {"w": local(layouts["w"], rank), "n": torch.tensor(5)}
-        manager.save(1, state, layouts, world, {"note": "four ranks"})
+        manager.save(1, state, layouts, {"note": "four ranks"})
         if rank == broken_rank:
             state["w"] = state["w"].double()
         try:
-            manager.save(2, state, layouts, world)
+            manager.save(2, state, layouts)
         except (RuntimeError, ValueError) as error:
             return type(error).__name__, str(error)
 
@@ -43,7 +43,7 @@ def restore_part(rank, path):
     mesh = Mesh(fsdp=1, tp=2)
     layouts = layout_on(mesh)
     with connect(mesh, device="cpu") as world:
-        step, state, metadata = checkpoint.Manager(path).restore_latest(layouts, world=world)
+        step, state, metadata = checkpoint.Manager(path, world=world).restore_latest(layouts)
         return step, metadata, torch.equal(state["w"], local(layouts["w"], rank)), int(state["n"])
 
 

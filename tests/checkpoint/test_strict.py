@@ -139,7 +139,9 @@ def test_a_tuple_of_dicts_keeps_its_type(tmp_path):
 
 
 def test_initial_is_checked(saved):
-    with pytest.raises(ValueError, match="(?s)initial does not have the structure of the target layouts.*params/wx"):
+    with pytest.raises(
+        ValueError, match="(?s)initial: got another structure than the target layouts, wanted.*params/wx"
+    ):
         restore(saved, target(False, True), strict="ignore_all", initial=STORED)
 
 

@@ -129,7 +129,7 @@ def test_a_resave_killed_between_its_renames(run, new):
     holder = f".step_00000004.{'tmp' if new else 'old'}-0f"
     found = listing(run)
     assert [x.name for x in found.leftovers if x.holds] == [holder] and len(found.checkpoints) == 4
-    assert call("ls", run)[1].count(f"lies in {holder}") == (0 if new else 1)
+    assert call("ls", run)[1].count(f"is in {holder}") == (0 if new else 1)
     collect(run)
     assert holder in os.listdir(run) and not step_path(run, 4).exists()
     for name in os.listdir(run):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fmegatron import collectives as c
-from fmegatron.collectives import FLAT, Axes, Place, Wire, connect, real_coalesced
+from fmegatron.collectives import FLAT, Axes, Place, Wire, connect, real
 from fmegatron.layout import Layout, Mesh, dtype_name
 from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
@@ -87,7 +87,7 @@ def test_one_node_each(mesh, group):
     problem = Problem(mesh, group)
     axis = problem.axis()
     graph = trace(gather_step(problem, axis), (problem.shards[0], problem.terms[0])).graph_module.graph
-    assert [one.op for one in collectives_of(graph, mesh)] == ["all_gather_many", "reduce_scatter_many"]
+    assert [one.op for one in collectives_of(graph, mesh)] == ["all_gather", "reduce_scatter"]
     gathered, reduced = collectives_of(graph, mesh)
     elements = [math.prod(layout.local_shape(0)) for layout in problem.layouts]
     own = [layout.dtype.itemsize for layout in problem.layouts]
@@ -100,7 +100,7 @@ def on_rank(rank, mesh, group, little=None):
     """little: bytes from which a tensor has a buffer of its own; None: as it is, far above these tensors."""
     with connect(mesh) as world, pytest.MonkeyPatch.context() as patched:
         if little is not None:
-            patched.setattr(real_coalesced, "_LITTLE", little)
+            patched.setattr(real, "_LITTLE", little)
         problem = Problem(mesh, group)
         found = all_of(problem, problem.axis(world))(problem.shards[rank], problem.terms[rank])
         return {name: [(x.double(), x.dtype) for x in xs] for name, xs in found.items()}  # fp8 cannot be pickled
@@ -130,7 +130,7 @@ def jitted_on_rank(rank, mesh, group, little=None, backend="eager"):
     """(results, collectives of the lowered graph, calls that copy) of a jitted gather with its transpose."""
     with connect(mesh) as world, pytest.MonkeyPatch.context() as patched:
         if little is not None:
-            patched.setattr(real_coalesced, "_LITTLE", little)
+            patched.setattr(real, "_LITTLE", little)
         problem = Problem(mesh, group)
         step = jit(gather_step(problem, problem.axis()), world=world, backend=backend, check=False)
         wholes, grads = step(problem.shards[rank], problem.terms[rank])
@@ -185,8 +185,11 @@ def test_compiled(ranks, group, little):
         (lambda x, a: c.all_gather_many([x], a, [Place((0, 1))]), "the place 0,1 for 2 axes"),
         (lambda x, a: c.all_gather_many([x], a, [Place((1,), 1, (1, 1))]), r"parts \(1, 1\) of dim 1, which is 3 long"),
         (lambda x, a: c.all_gather_many([x], a, [Place((FLAT,))]), "give that with FLAT axes"),
-        (lambda x, a: c.reduce_scatter_many([x], a, [1]), "dim 1 of shape .2, 3. is not divisible by 2"),
-        (lambda x, a: c.reduce_scatter_many([x[:, 0].to(torch.float8_e5m2)], a, [0]), "float8_e5m2 has no sums"),
+        (
+            lambda x, a: c.reduce_scatter_many([x], a, [1]),
+            "dim 1 of a tensor with shape .2, 3., which is not divisible by 2",
+        ),
+        (lambda x, a: c.reduce_scatter_many([x[:, 0].to(torch.float8_e5m2)], a, [0]), "float8_e5m2, which has no sums"),
         (lambda x, a: c.psum_many([x.to(torch.float8_e5m2)], a), "has no sums"),
         (lambda x, a: Wire(reduce=torch.float8_e4m3fn), "add exact=True"),
         (lambda x, a: Wire(gather=torch.int8), "wanted a floating dtype"),

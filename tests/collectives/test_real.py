@@ -70,7 +70,7 @@ def wrong_mesh(rank):
 
 
 def test_mesh_of_another_size(ranks):
-    with pytest.raises(RuntimeError, match="3 ranks, but 2 processes"):
+    with pytest.raises(RuntimeError, match="3 ranks, wanted 2, since 2 processes"):
         ranks.run(wrong_mesh, ranks=2)
 
 

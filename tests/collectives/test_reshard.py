@@ -119,7 +119,7 @@ def test_small_values_share_a_collective():
     sim = simulate(lambda xs: step(xs, Wire(exact=True)), mesh, Ranks(terms))
     found = collectives_of(sim.traced.graph_module.graph, mesh)
     assert [(one.op, one.elements) for one in found] == [
-        ("reduce_scatter_many", 8192), ("reduce_scatter_many", 192), ("psum_many", 64),
+        ("reduce_scatter", 8192), ("reduce_scatter", 192), ("psum", 64),
     ]  # fmt: skip
     assert all(x.dtype == torch.float32 and bool((x == 259).all()) for local in sim.outputs for x in local)
     sim = simulate(lambda xs: step(xs, Wire(reduce=torch.float32)), mesh, Ranks(terms))

@@ -85,7 +85,7 @@ def test_positions_before_the_data():
     batches = Batches(COUNTING, 10, 8, 0).after(samples=12, step=3)  # before that it read batches of 4
     assert batches.at(3)["tokens"].shape == (10, 8) and batches.samples(4) == 22
     assert batches.after(None, 3).samples(3) == 30
-    with pytest.raises(ValueError, match="got step 1, want 0 or more, from 2 on"):
+    with pytest.raises(ValueError, match="got step 1, wanted 0 or more, from 2 on"):
         batches.at(1)
     with pytest.raises(ValueError, match="got -1 samples and 3 steps"):
         Batches(COUNTING, 10, 8, 0).after(-1, 3)
@@ -279,16 +279,19 @@ ROWS_OF_8 = Layout((8, 8), torch.int64, Mesh(dp=3), ("dp",))
     [
         (lambda: Batches(COUNTING, 0, 8, 0), "batch_size 0"),
         (lambda: Batches(COUNTING, 4, 0, 0), "seq_len 0"),
-        (lambda: Batches(COUNTING, 4.0, 8, 0), r"batch_size: got 4.0 \(float\), want a whole number; pass int"),
+        (lambda: Batches(COUNTING, 4.0, 8, 0), r"batch_size: got 4.0 \(float\), wanted a whole number; pass int"),
         (lambda: Batches(COUNTING, True, 8, 0), r"batch_size: got True \(bool\)"),
         (lambda: EvaluationBatches(COUNTING, 4, "8"), r"EvaluationBatches: seq_len: got '8' \(str\)"),
         (lambda: Batches(COUNTING, 4, 8, 0).after(12.5, 3), r"after: samples: got 12.5 \(float\)"),
         (lambda: Batches(COUNTING, 4, 8, 0).after(None, 3.0), r"after: step: got 3.0 \(float\)"),
-        (lambda: Batches(COUNTING[:8], 4, 8, 0), "fewer than one window"),
+        (lambda: Batches(COUNTING[:8], 4, 8, 0), "got 8 tokens, wanted one window"),
         (lambda: Batches(COUNTING, 4, 8, 0, split=(0, 20_000)), "10,000 tokens"),
         (lambda: Batches(COUNTING, 4, 8, 0).at(-1), "step -1"),
-        (lambda: Batches(COUNTING, 10, 8, 0).layout(Mesh(dp=4)), "got 10 rows, which 4 data-parallel .* use 8 or 12"),
-        (lambda: Batches(COUNTING, 2, 8, 0).layout(Mesh(dp=4)), "use 4, or a mesh"),
+        (
+            lambda: Batches(COUNTING, 10, 8, 0).layout(Mesh(dp=4)),
+            "got 10 rows, which 4 data-parallel .* wanted 8 or 12",
+        ),
+        (lambda: Batches(COUNTING, 2, 8, 0).layout(Mesh(dp=4)), "wanted 4; or use a mesh"),
         (lambda: Batches(COUNTING, 4, 8, 0).for_rank(Layout((4, 8), torch.int64, Mesh(dp=2)), 2), "got rank 2"),
         (lambda: Batches(COUNTING, 4, 8, 0).for_rank(ROWS_OF_8, 0), r"wanted one of shape \(4, 8\)"),
         (lambda: EvaluationBatches(COUNTING, 8, 8).for_rank(ROWS_OF_8, 0), "with equal parts"),

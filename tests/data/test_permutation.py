@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.data import permuted
+from fmegatron.data.permutation import permuted
 
 
 @settings(max_examples=100, deadline=None)

@@ -42,9 +42,9 @@ def main(config):
         return torch.randn(config.width, 4, generator=torch.Generator().manual_seed(position))[rows]
 
     settings = loop.Settings(config, allow=config.allow, data="noise")
-    manager, result = checkpoint.Manager(run / "checkpoints", keep=2), None
+    manager, result = checkpoint.Manager(run / "checkpoints", keep=2, world=world), None
     with checkpoint.claim(run, world=world) as claim:
-        begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank), world)
+        begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank))
         records = loop.JsonLines(run / "metrics.jsonl", after=begun.step)
         with loop.Log(records, active=world.rank == 0) as log, loop.catch() as stop, manager:
             where = {"steps": config.steps, "start": begun.step, "log_every": config.log_every}
@@ -56,7 +56,7 @@ def main(config):
                     claim.check()
                     known = settings.metadata(config.width * info.step)
                     how = {"finite": info.finite(), "wait": info.last or not config.async_save}
-                    manager.save(info.step, info.state, specs, world, known, **how)
+                    manager.save(info.step, info.state, specs, known, **how)
                 manager.poll()
                 if info.stopping:
                     print(f"stopped after step {info.step}")

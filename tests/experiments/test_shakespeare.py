@@ -181,13 +181,19 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
         # What only the text, the model or the number of ranks can show:
         (
             {"run": "~/x"},
-            "path: got '~/x/checkpoints', in which only a shell replaces the '~'; pass os.path.expanduser",
+            "path: got '~/x/checkpoints', wanted no '~', which only a shell replaces; pass os.path.expanduser",
         ),
-        ({"mesh": "tp=2"}, "mesh tp2 has 2 ranks, but 1 process run; start 2 processes (torchrun --nproc-per-node=2"),
-        ({"microbatches": 3}, "got 4 rows, which 1 data-parallel ranks and 3 microbatches cannot share evenly; use 3"),
-        ({"eval_windows": 10**6}, "EvaluationBatches: got windows=1000000, the range has 1 to"),
-        ({"seq_len": 2_000_000}, "tokens are fewer than one window of seq_len + 1 = 2,000,001; give a longer text"),
-        ({"prompts": "R0MEO:"}, "characters are not among the 65 of the vocabulary: '0'"),
+        (
+            {"mesh": "tp=2"},
+            "which has 2 ranks, wanted 1, since 1 process run; start 2 processes (torchrun --nproc-per-node=2",
+        ),
+        (
+            {"microbatches": 3},
+            "got 4 rows, which 1 data-parallel ranks and 3 microbatches cannot share evenly, wanted 3",
+        ),
+        ({"eval_windows": 10**6}, "EvaluationBatches: got windows=1000000, wanted 1 to"),
+        ({"seq_len": 2_000_000}, "wanted one window of seq_len + 1 = 2,000,001 or more; give a longer text"),
+        ({"prompts": "R0MEO:"}, "1 of 6 characters that are not among the 65 of the vocabulary: '0'"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_nothing_is_written(tmp_path, changes, words, capsys, monkeypatch):

@@ -77,7 +77,7 @@ def test_objects_that_are_no_data(tmp_path, capsys):
     write(tmp_path / "dcp", {"w": (torch.ones(3), [((0,), (3,))])}, {"odd": torch.nn.ReLU(), "fine": [1, {"x": 2}]})
     source, target = str(tmp_path / "dcp"), str(tmp_path / "ours")
     assert main(["dcp-to-fmegatron", source, target]) == 1
-    assert "odd: cannot be converted" in (text := capsys.readouterr().err) and "torch.nn.modules" in text
+    assert "odd: got what cannot be converted" in (text := capsys.readouterr().err) and "torch.nn.modules" in text
     assert not (tmp_path / "ours").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["dcp"]
     assert main(["dcp-to-fmegatron", source, target, "--skip-objects"]) == 0
     assert capsys.readouterr().out == "left out: odd\n"

@@ -220,5 +220,5 @@ def test_what_is_refused(ranks, tmp_path):
 
 def test_names_that_torch_cannot_tell_apart(tmp_path):
     interop.save_state_dict(tmp_path / "c", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)})
-    with pytest.raises(ValueError, match="torch's name a.b stands for several leaves"):
+    with pytest.raises(ValueError, match="got several leaves with torch's name a.b"):
         FmegatronReader(tmp_path / "c").read_metadata()

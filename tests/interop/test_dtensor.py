@@ -104,7 +104,7 @@ def refusals(rank):
         (Layout((8,), torch.float32, ours, flat="tp"), "flattened ranges"),
         (Layout((8,), torch.float32, ours, (Split("tp", 2),)), "interleaved"),
         (Layout((8,), torch.float32, ours, unreduced="tp"), "pending sums"),
-        (Layout((8,), torch.float32, Mesh(fsdp=2), ("fsdp",)), "other axes"),
+        (Layout((8,), torch.float32, Mesh(fsdp=2), ("fsdp",)), "wanted the same axes and ranks"),
     ):
         with pytest.raises(ValueError, match=match):
             to_dtensor(torch.zeros(layout.local_shape(rank)), layout, mesh)

@@ -4,10 +4,12 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.layout import Mesh
+from fmegatron.collectives import Axes
+from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split
 from tests.layout.strategies import meshes
 
 
@@ -56,8 +58,8 @@ def test_views_agree_with_numpy():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: m["cp"], r"got mesh axis 'cp', wanted one of dp, tp of the mesh dp2·tp4"),
-        (lambda m: m.group(0, ("dp", "dp")), r"got mesh axis 'dp' twice"),
+        (lambda m: m["zz"], r"got mesh axis 'zz', wanted one of dp, tp of the mesh dp2·tp4"),
+        (lambda m: m.group(0, ("dp", "dp")), r"mesh: got axis 'dp' twice"),
         (lambda m: m.rank(dp=2), r"got dp=2, wanted 0 to 1"),
         (lambda m: m.coordinates(8), r"got rank 8, wanted 0 to 7: the mesh dp2·tp4 has 8 ranks"),
         (lambda m: Mesh(dp=0), r"mesh axis 'dp': got size 0, wanted"),
@@ -75,3 +77,37 @@ def test_a_view_that_cuts_a_permuted_axis_apart_cannot_be_permuted_again():
     assert odd.rank(x=1, y=2) == 5
     with pytest.raises(ValueError, match="permute the original mesh instead"):
         odd.view(order=("y", "x"), z=6)
+
+
+def test_standard_axes_that_a_mesh_lacks_have_size_1_everywhere():
+    """One program text serves all meshes: layouts, rules, strategies and the axes of collectives agree."""
+    mesh, f32 = Mesh(fsdp=2), torch.float32
+    assert mesh["tp"] == 1 and mesh.extent(("fsdp", "tp")) == 2 and "tp" not in mesh
+    assert mesh.group(1, ("tp", "fsdp")) == (0, 1) and mesh.groups("cp") == ((0,), (1,))
+    assert mesh.index(1, ("fsdp", "tp")) == 1 and mesh.rank(fsdp=1, pp=0) == 1 and mesh.moved(1, "ep", 0) == 1
+    spec = (("tp", "fsdp"), Split("tp", 2))
+    assert Layout((4, 6), f32, mesh, spec) == Layout((4, 6), f32, mesh, ("fsdp",))
+    assert Layout((4,), f32, mesh, unreduced=("dp", "fsdp")) == Layout((4,), f32, mesh, unreduced="fsdp")
+    assert Rules([("w", ("fsdp", "tp"))]).layout("w", (4, 6), f32, mesh) == Layout((4, 6), f32, mesh, ("fsdp",))
+    assert Axes(mesh)["dp", "tp"].names == () and Axes(mesh)["dp", "fsdp"].names == ("fsdp",)
+    assert DataParallel.hsdp().batch_layout((4, 8), f32, mesh) == Layout((4, 8), f32, mesh, ("fsdp",))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mesh, name: mesh[name],
+        lambda mesh, name: mesh.group(0, ("fsdp", name)),
+        lambda mesh, name: Layout((4,), torch.float32, mesh, (name,)),
+        lambda mesh, name: Rules([("w", (name,))]).layout("w", (4,), torch.float32, mesh),
+        lambda mesh, name: Axes(mesh)[name],
+        lambda mesh, name: Axes(mesh, data=(name,)),
+        lambda mesh, name: DataParallel.zero3(name).batch_layout((4, 8), torch.int64, mesh),
+        lambda mesh, name: DataParallel.zero3(name).place(Layout((4,), torch.float32, mesh)),
+    ],
+)
+def test_other_names_are_refused_everywhere(use):
+    """They may be misspelled; with size 1 in the mesh they are known."""
+    with pytest.raises(ValueError, match="got (mesh )?axis 'fsdpp', wanted one of fsdp"):
+        use(Mesh(fsdp=2), "fsdpp")
+    use(Mesh(fsdp=2, fsdpp=1), "fsdpp")

@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 
 from fmegatron.layout import Mesh
-from fmegatron.loop import UsageError, parse, usage
+from fmegatron.loop import UsageError, parse
+from fmegatron.loop.flags import usage
 
 
 @dataclass(frozen=True)
@@ -112,5 +113,5 @@ def test_a_field_without_default_is_named():
     class Bare:
         lr: float
 
-    with pytest.raises(ValueError, match="Bare.lr has no default"):
+    with pytest.raises(ValueError, match="Bare.lr: got no default"):
         parse(["prog"], Bare)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError, ClaimedError
-from fmegatron.loop import Place, UsageError, catch, launch, set_up, use_threads
+from fmegatron.loop import UsageError, catch, launch, set_up
+from fmegatron.loop.faults import Place
+from fmegatron.loop.launch import use_threads
 from tests.house import ROOT
 
 SCRIPT = """

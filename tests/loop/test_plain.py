@@ -104,10 +104,10 @@ def test_a_value_whose_change_could_not_be_seen_is_refused(value):
         kind: object = field(None, resume="free")
         heads: int = 2
 
-    wanted = r"Counts\.kind.*: got .*no text tells.*; make it a function or class of a module .*resume='free'"
+    wanted = r"Counts\.kind.*: got .*no text distinguishes.*; make it a function or class of a module .*resume='free'"
     with pytest.raises(ValueError, match=wanted):
         Settings(Counts(value))
-    with pytest.raises(ValueError, match="table.*: got .*no text tells"):
+    with pytest.raises(ValueError, match="table.*: got .*no text distinguishes"):
         Settings(Counts(), table=value)
     metadata = Settings(Free(value)).metadata(0)
     assert json.loads(json.dumps(metadata)) == metadata and " at 0x" not in json.dumps(metadata)

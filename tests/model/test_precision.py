@@ -73,12 +73,12 @@ def sent(precision, mesh, op):
 
 def test_bytes_of_the_wire():
     mesh = Mesh(fsdp=4)
-    gathers, full = sent(Precision.fp32(), mesh, "all_gather_many")
+    gathers, full = sent(Precision.fp32(), mesh, "all_gather")
     for precision, ratio in ((Precision.bf16(), 2), (Precision.bf16_wire(), 2), (Precision.fp8_wire(), 4)):
-        found, nbytes = sent(precision, mesh, "all_gather_many")
+        found, nbytes = sent(precision, mesh, "all_gather")
         assert len(found) == len(gathers) and nbytes * ratio == full
     assert [len(sent(Precision.fp8_wire(), mesh, op)[0]) for op in ("pmax", "psum")] == [1, 1], "scales; the loss"
-    back = {p: sent(p, mesh, "reduce_scatter_many")[1] for p in (Precision.bf16(), Precision.bf16_wire())}
+    back = {p: sent(p, mesh, "reduce_scatter")[1] for p in (Precision.bf16(), Precision.bf16_wire())}
     assert back[Precision.bf16()] == full == 2 * back[Precision.bf16_wire()]
 
 
@@ -193,5 +193,5 @@ def test_a_config_takes_its_dtypes_from_the_policy():
 def test_a_value_without_a_scale_cannot_travel_in_8_bits():
     mesh, config = Mesh(fsdp=2), config_of(Precision.fp8_wire())
     params = model.init(config, mesh, 0)
-    with pytest.raises(ValueError, match="needs a scale .nn.with_scales."):
+    with pytest.raises(ValueError, match="wanted a scale with it .nn.with_scales."):
         model.gather_weights(params, model.layouts(config, mesh), config, Axes(mesh))

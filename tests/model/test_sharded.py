@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmegatron import model, tree
-from fmegatron.collectives import Axes, is_symbolic
+from fmegatron.collectives import Axes, collective_of
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import compiled_layer, raw_gradient_layout, trace, value_and_grad
 from fmegatron.testing import assert_parity, inline_layers, split
@@ -96,10 +96,8 @@ def collectives(config, mesh, layer=model.plain_layer, inline=True):
     local = split(batch, batch_layouts(batch, mesh))[0]
     graph = trace(make_step(config, layer)(mesh), (params, local)).graph_module.graph
     nodes = (inline_layers(graph) if inline else graph).nodes
-    names = [(is_symbolic(n.target), n) for n in nodes if n.op == "call_function" and is_symbolic(n.target)]
-    return collections.Counter(
-        f"{name} {'+'.join(n.args[1])}" for name, n in names if name not in ("declare", "axis_index")
-    )
+    found = [(one, n) for n in nodes if (one := collective_of(n.target)) and one.sent]
+    return collections.Counter(f"{one.name} {'+'.join(n.args[1])}" for one, n in found)
 
 
 @pytest.mark.parametrize("layers", turns(1, [(1,), (2,), (3,)]))
@@ -109,10 +107,10 @@ def test_number_of_collectives(layers):
     assert collectives(config, Mesh(dp=2)) == {"psum dp": 1}  # the metric; gradients are summed by the train step
     ends = 1 if config.tied else 2  # a tied table is gathered once; embedding and head each when they are used
     assert collectives(config, Mesh(fsdp=2)) == {
-        "all_gather_many fsdp": layers + ends, "reduce_scatter_many fsdp": layers + ends, "psum fsdp": 1,
+        "all_gather fsdp": layers + ends, "reduce_scatter fsdp": layers + ends, "psum fsdp": 1,
     }  # fmt: skip
     remat = collectives(config, Mesh(fsdp=2), compiled_layer("inputs"), inline=False)
-    assert remat["all_gather_many fsdp"] == 2 * layers + ends and remat["reduce_scatter_many fsdp"] == layers + ends
+    assert remat["all_gather fsdp"] == 2 * layers + ends and remat["reduce_scatter fsdp"] == layers + ends
     # forward: lookup, two per layer, softmax sum; backward: two per layer, head
     assert collectives(config, Mesh(tp=2)) == {"psum tp": 2 * layers + 2 + 2 * layers + 1, "pmax tp": 1}
     sp = collectives(dataclasses.replace(config, sequence_parallel=True), Mesh(tp=2))

@@ -209,11 +209,11 @@ WRONG = {
     "whole numbers": (lambda: nn.dropout(X.long(), 0.5, key=1, count=COUNT), "got a value of torch.int64"),
     "layout": (
         lambda: nn.dropout(X, 0.5, key=1, count=COUNT, layout=Layout((4, 6), X.dtype, MESH, ("dp",)), axes=Axes(MESH)),
-        r"got a local tensor of shape \(4, 6\) and the layout .*, which gives \(2, 6\)",
+        r"got a local tensor of shape \(4, 6\), wanted \(2, 6\), which .* gives",
     ),
     "no axes": (
         lambda: nn.dropout(X, 0.5, key=1, count=COUNT, layout=Layout((8, 6), X.dtype, MESH, ("dp",))),
-        "which is sharded, and no axes; give Axes",
+        "which is sharded, and no axes, wanted axes; give Axes",
     ),
     "axes of another mesh": (
         lambda: nn.dropout(
@@ -225,7 +225,7 @@ WRONG = {
         lambda: nn.dropout(
             X[0], 0.5, key=1, count=torch.arange(6), layout=Layout((4, 3), X.dtype, MESH, flat=("dp",)), axes=Axes(MESH)
         ),
-        "whose ranges cut rows; give one count",
+        "whose ranges cut rows, wanted one count",
     ),
 }  # fmt: skip
 

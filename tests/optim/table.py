@@ -8,6 +8,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import Group, Optimizer, compressed
+from fmegatron.optim.transform import chain, masked
 from fmegatron.tree import ArraySpec, Normal
 from tests.optim.formats import FORMATS, adamw_in, blocks
 
@@ -24,8 +25,8 @@ class Row:
 
 
 def _clipped(layouts=None, axes=None) -> Optimizer:
-    adam = optim.masked(optim.scale_by_adam(0.8, 0.9), ["embed", "w"])
-    body = optim.chain(adam=adam, decay=optim.add_decayed_weights(0.05))
+    adam = masked(optim.scale_by_adam(0.8, 0.9), ["embed", "w"])
+    body = chain(adam=adam, decay=optim.add_decayed_weights(0.05))
     rate = optim.scale_by_learning_rate(optim.wsd(1e-2, 40, 10, 3))
     return optim.optimizer(clip=optim.clip_by_global_norm(0.5, layouts, axes), body=body, rate=rate)
 

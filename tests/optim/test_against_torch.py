@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.optim import adamw, clip, cosine, global_norm, neither_norm_nor_bias, sgd
-from fmegatron.tree import ArraySpec
+from fmegatron.optim import adamw, clip, cosine, global_norm, sgd
+from fmegatron.tree import ArraySpec, neither_norm_nor_bias
 
 
 def random_tree(seed, dtype=torch.float64):

@@ -195,3 +195,17 @@ def test_mup_scales_the_first_step_of_a_wide_decoder():
         "blocks/mlp/w_down": round(24 / 72, 9), "blocks/mlp/w_gate_up": 0.5, "blocks/mlp_norm": 1.0,
         "embed/table": 1.0, "final_norm": 1.0, "head/w": 0.5,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [optim.soap, optim.adafactor, optim.muon], ids=["soap", "adafactor", "muon"])
+def test_layouts_without_axes_where_nothing_is_split(make):
+    """They change nothing: one rank needs no axes."""
+    mesh = Mesh(dp=1)
+    layouts = {"w": Layout((6, 4), torch.float32, mesh, flat=("dp",)), "norm": Layout((4,), torch.float32, mesh)}
+    params = {"w": torch.randn(6, 4).view(layouts["w"].local_shape(0)), "norm": torch.ones(4)}
+    plain = {"w": params["w"].view(6, 4), "norm": torch.ones(4)}
+    with_layouts, without = make(1e-2, layouts), make(1e-2)
+    found, _ = with_layouts.update(params, with_layouts.init(params), params)
+    wanted, _ = without.update(plain, without.init(plain), plain)
+    for path in wanted:
+        assert torch.equal(found[path].reshape(wanted[path].shape), wanted[path]), path

@@ -82,7 +82,7 @@ def test_init_on_specs_is_the_spec_of_init_on_params(name, dtype, mesh):
         if not (sources := [of_param[name] for name in of_param if any(p.endswith("/" + name) for p in names)]):
             assert layout == Layout((), layout.dtype, mesh), path
         elif row.state_like_params:
-            assert layout == sources[0].replace(dtype=optim.working_dtype(sources[0].dtype)), path
+            assert layout == sources[0].replace(dtype=tree.working_dtype(sources[0].dtype)), path
 
 
 @every_case
@@ -125,6 +125,17 @@ def test_it_accumulates_and_descends(opt, dtypes):
     continued, _ = run(opt, after, end, range(1))
     if set(state) > {"count", "master"}:
         assert any(not torch.equal(x, y) for x, y in zip(tree.leaves(fresh), tree.leaves(continued), strict=True))
+
+
+@every_optimizer
+def test_an_update_clips_to_the_limit_that_it_is_given(opt):
+    params = make_params(DTYPES["fp32"])
+    state, grads = opt.init(params), grads_of(params)
+    norm = optim.global_norm(grads)
+    given = opt.update(grads, state, params, optim.GradNorm(norm, 0.5))[0]
+    assert_same(given, opt.update(optim.clip(grads, norm, 0.5), state, params)[0])
+    unlimited = opt.update(grads, state, params, optim.GradNorm(norm))
+    assert_same(unlimited, opt.update(grads, state, params))
 
 
 @pytest.mark.parametrize("opt", [row.make() for row in EVERY.values() if row.by_leaf])

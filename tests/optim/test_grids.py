@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fmegatron import optim
-from fmegatron.optim import Dynamic, Floating, Linear
+from fmegatron.optim.blockwise import Blockwise
+from fmegatron.optim.grids import Dynamic, Floating, Linear
 
 GRIDS = {
     "e4m3": Floating(torch.float8_e4m3fn),
@@ -68,7 +69,7 @@ def test_how_far_down_a_grid_reaches():
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 8), (2, 3, 10), (4, 1)], ids=str)
 def test_blocks(grid, root, shape):
-    form = optim.Blockwise(grid, block=4, root=root, smallest=0)
+    form = Blockwise(grid, block=4, root=root, smallest=0)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-3
     x = x.square() if root else x
     stored = form.encode(x, None)
@@ -100,5 +101,5 @@ def test_blocks_of_zeros_and_of_no_numbers():
 def test_errors_for_people():
     with pytest.raises(ValueError, match="block of at least 1"):
         optim.int8(block=0)
-    with pytest.raises(ValueError, match="want torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match="wanted torch.float8_e4m3fn"):
         optim.float8(torch.bfloat16)

@@ -6,7 +6,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.optim import Group, grouped, merge, partition, scale_by_adam, scale_by_lion
+from fmegatron.optim import Group, grouped, scale_by_adam, scale_by_lion
 from fmegatron.step import State, build_train_step, jit, state_specs, trace
 from fmegatron.tree import ArraySpec, Constant, Normal
 from tests.fresh_state import fresh_state
@@ -82,7 +82,7 @@ def test_frozen_leaves_have_no_state_and_come_back_as_they_were():
     assert sum("master" in path for path in tree.paths(state)) == 2
     assert params["embed"]["table"] is start["embed"]["table"] and params["blocks"]["w"] is start["blocks"]["w"]
     assert not torch.equal(params["head"]["w"], start["head"]["w"])
-    some = partition(draw(1), opt.trains)[0]  # None in place of a gradient will do
+    some = tree.partition(draw(1), opt.trains)[0]  # None in place of a gradient will do
     assert torch.equal(opt.update(some, opt.init(start), start)[0]["head"]["w"],
                        opt.update(draw(1), opt.init(start), start)[0]["head"]["w"])  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_no_gradient_of_a_frozen_leaf_is_computed(microbatches):
     torch.testing.assert_close(metrics["grad_norm"], norm)
     grads = tree.map(lambda x: x.grad, leaves)
     opt = frozen_optimizer()
-    wanted, _ = opt.update(optim.clip(partition(grads, opt.trains)[0], norm, 1.0), opt.init(draw()), draw())
+    wanted, _ = opt.update(optim.clip(tree.partition(grads, opt.trains)[0], norm, 1.0), opt.init(draw()), draw())
     for x, y in zip(tree.leaves(new.params), tree.leaves(wanted), strict=True):
         torch.testing.assert_close(x, y)
 
@@ -144,9 +144,9 @@ def test_a_donated_step_keeps_frozen_leaves():
 
 def test_partition_and_merge():
     x = {"a": 1, "b": [2, {"c": 3}]}
-    chosen, rest = partition(x, lambda path: path != "b/0")
+    chosen, rest = tree.partition(x, lambda path: path != "b/0")
     assert (chosen, rest) == ({"a": 1, "b": [None, {"c": 3}]}, {"a": None, "b": [2, {"c": None}]})
-    assert merge(chosen, rest) == x == merge(rest, chosen)
+    assert tree.merge(chosen, rest) == x == tree.merge(rest, chosen)
 
 
 # ---- muP -------------------------------------------------------------------------------------------------------------
@@ -177,10 +177,11 @@ def test_multipliers_scale_the_rate():
 def test_errors_for_people():
     adam = {"adam": scale_by_adam()}
     for make, message in [
-        (lambda: grouped(1e-3, [("embd", Group())], **adam).init(draw()), r"'embd' matches no path \(did you"),
+        (lambda: grouped(1e-3, [("embd", Group())], **adam).init(draw()), r"'embd', which matches no path \(did you"),
         (lambda: grouped(1e-3, [("blocks/.*", Group()), ("blocks/w", Group(lr=2.0))], **adam).init(draw()),
-         "'blocks/w' decides nothing.*'blocks/.\\*'; put the narrower rule first"),
-        (lambda: grouped(1e-3, [("head", Group(optimizer="adm"))], **adam), r"'adm', want one of adam \(did you mean"),
+         "'blocks/w' for leaves such as blocks/w,.*'blocks/.\\*', wanted.*; put the narrower rule first"),
+        (lambda: grouped(1e-3, [("head", Group(optimizer="adm"))], **adam),
+         r"'adm', wanted one of adam \(did you mean"),
         (lambda: grouped(1e-3, [("hea(d", Group())], **adam), "regular expression"),
         (lambda: grouped(1e-3, []), "no transform"),
         (lambda: grouped(-1.0, [], **adam), "learning_rate: got -1.0"),

@@ -6,7 +6,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.optim import LossScale, Spike, skip_nonfinite
+from fmegatron.optim import GradNorm, LossScale, Spike, skip_nonfinite
 from fmegatron.step import build_train_step, jit, symbolic_nodes, trace
 from fmegatron.testing import assert_parity, simulate
 from tests.fresh_state import fresh_state
@@ -58,13 +58,13 @@ def test_a_norm_that_the_caller_has_is_not_computed_again():
     params = make_params(DTYPES["fp64"])
     state, grads = opt.init(params), grads_of(params)
     norm = optim.global_norm(grads)
-    assert opt.judges_norm and not optim.adamw(1e-2).judges_norm
-    assert_same(opt.update(grads, state, params, norm=norm), opt.update(grads, state, params))
+    assert_same(opt.update(grads, state, params, GradNorm(norm)), opt.update(grads, state, params))
     unclipped = skip_nonfinite(optim.adamw(1e-2), spike=Spike(warmup=1, factor=2.0))
-    assert_same(opt.update(grads, state, params, max_norm=0.5), unclipped.update(grads, state, params, max_norm=0.5))
-    assert_same(opt.update(grads, state, params, max_norm=5.0), opt.update(grads, state, params))
-    params, state = opt.update(grads, state, params, norm=norm, max_norm=1.0)
-    _, state = opt.update(tree.scale(grads, 100), state, params, norm=100 * norm, max_norm=1.0)
+    low, high = GradNorm(norm, 0.5), GradNorm(norm, 5.0)
+    assert_same(opt.update(grads, state, params, low), unclipped.update(grads, state, params, low))
+    assert_same(opt.update(grads, state, params, high), opt.update(grads, state, params))
+    params, state = opt.update(grads, state, params, GradNorm(norm, 1.0))
+    _, state = opt.update(tree.scale(grads, 100), state, params, GradNorm(100 * norm, 1.0))
     assert state["skipped"] == 1 and state["norm"] == 100 * norm
 
 
@@ -77,7 +77,7 @@ def test_the_norm_costs_its_collectives_once(known):
 
     def step(grads, state, params):
         norm = optim.global_norm(grads, layouts, axes)
-        return opt.update(grads, state, params, **({"norm": norm} if known else {})), norm
+        return opt.update(grads, state, params, GradNorm(norm) if known else None), norm
 
     found = symbolic_nodes(trace(step, (params, opt.init(params), params)).graph_module.graph)
     sets = {layout.sharded for layout in tree.leaves(layouts)} - {()}
@@ -224,14 +224,14 @@ def test_norms_by_group_on_a_mesh():
     layouts, grads = tree.layouts(make_specs(DTYPES["fp64"], mesh)), make_params(DTYPES["fp64"])
 
     def step(grads):
-        return {}, optim.group_norms(grads, optim.top_level, layouts, Axes(mesh))
+        return {}, optim.group_norms(grads, None, layouts, Axes(mesh))
 
     norms = simulate(step, mesh, grads, layouts=(layouts,)).metrics
     assert set(norms) == {"embed", "blocks", "scale"}
     for name, norm in norms.items():
         assert norm == pytest.approx(optim.global_norm(grads[name]).item(), rel=1e-14)
-    assert optim.group_norms(grads, optim.top_level)["blocks"] == pytest.approx(norms["blocks"], rel=1e-14)
-    whole = optim.joint_norm(optim.group_norms(grads, optim.top_level))
+    assert optim.group_norms(grads)["blocks"] == pytest.approx(norms["blocks"], rel=1e-14)
+    whole = sum(norm.square() for norm in optim.group_norms(grads).values()).sqrt()
     assert whole == pytest.approx(optim.global_norm(grads).item(), rel=1e-14)
 
 
@@ -245,3 +245,15 @@ def test_errors_for_people():
     ]:
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_a_guard_around_a_guard_keeps_its_loss_scale():
+    """The scale of the inner one is the scale of the loss, and the inner one judges the same norm."""
+    opt = skip_nonfinite(skip_nonfinite(optim.sgd(0.1), loss_scale=LossScale(initial=8.0)), spike=Spike())
+    params = make_params(DTYPES["fp64"])
+    state = opt.init(params)
+    assert opt.loss_scale(state) == 8.0 and optim.sgd(0.1).loss_scale(optim.sgd(0.1).init(params)) is None
+    grads = spoiled(grads_of(params), float("nan"))
+    new, state = opt.update(grads, state, params)
+    assert_same(new, params)
+    assert state["skipped"] == 1

@@ -5,7 +5,8 @@ import torch
 
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.optim import on_whole_matrices, orthogonalize
+from fmegatron.optim.matrices import on_whole_matrices
+from fmegatron.optim.muon import orthogonalize
 from fmegatron.step import collectives_of, trace
 from fmegatron.testing import simulate
 

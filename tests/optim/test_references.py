@@ -9,7 +9,7 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.optim.muon import COEFFICIENTS
+from fmegatron.optim.muon import COEFFICIENTS, orthogonalize
 
 STEPS = 12
 
@@ -86,27 +86,27 @@ def test_muon_is_torchs(scale, theirs):
 
 def test_orthogonalize():
     x = draw(4, 5, 9)
-    y = optim.orthogonalize(x)
+    y = orthogonalize(x)
     values = torch.linalg.svdvals(y)
     assert values.min() > 0.6 and values.max() < 1.3
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
     assert ((y * (u @ vh)).sum((-2, -1)) / y.norm(dim=(-2, -1)) / math.sqrt(5) > 0.95).all()
-    torch.testing.assert_close(optim.orthogonalize(x.mT).mT, y)
-    assert torch.equal(optim.orthogonalize(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
+    torch.testing.assert_close(orthogonalize(x.mT).mT, y)
+    assert torch.equal(orthogonalize(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 7])
 def test_steps_on_gram_matrices_are_the_steps(steps):
     """Wide enough, x takes part in two products of three steps: the same numbers, and in bf16 as good as one by one."""
     x = draw(3, 4, 9)
-    for got, one in zip(optim.orthogonalize(x, steps), x, strict=True):
+    for got, one in zip(orthogonalize(x, steps), x, strict=True):
         torch.testing.assert_close(got, newton_schulz(one, steps), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0], ids=["gauss", "falling"])
 def test_steps_on_gram_matrices_stand_bf16(decay):
     x = torch.arange(1, 65).double().pow(-decay)[:, None] * draw(64, 256)
-    exact, low = optim.orthogonalize(x), optim.orthogonalize(x.bfloat16()).double()
+    exact, low = orthogonalize(x), orthogonalize(x.bfloat16()).double()
     values = torch.linalg.svdvals(low)
     assert values.min() > 0.6 and values.max() < 1.3
     assert (exact * low).sum() > 0.99 * exact.norm() * low.norm()
@@ -116,7 +116,7 @@ def test_per_head_is_each_head():
     x = {"wq": draw(2, 6, 12)}
     opt = optim.muon(1.0, momentum=0.0, weight_decay=0.0, scale="none", parts=[("wq", 4)])
     moved, _ = opt.update(x, opt.init(x), {"wq": torch.zeros(2, 6, 12, dtype=torch.float64)})
-    heads = torch.stack([optim.orthogonalize(head) for head in x["wq"].split(3, -1)])
+    heads = torch.stack([orthogonalize(head) for head in x["wq"].split(3, -1)])
     torch.testing.assert_close(-moved["wq"], torch.cat(list(heads), -1))
 
 
@@ -245,7 +245,7 @@ def test_errors_for_people():
     muon = functools.partial(optim.muon, 0.1)
     for make, message in [
         (lambda: muon(momentum=1.0), "momentum: got 1.0"),
-        (lambda: muon(scale="adam"), "scale: got 'adam', want one of original, rms, none"),
+        (lambda: muon(scale="adam"), "scale: got 'adam', wanted one of original, rms, none"),
         (lambda: optim.scale_by_muon(steps=0), "steps: got 0"),
         (lambda: muon().init(split), r"muon: w: got .*no layouts"),
         (lambda: muon().init({"w": torch.ones(3)}), r"muon: w: got shape \(3,\)"),

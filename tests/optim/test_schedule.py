@@ -54,8 +54,8 @@ def test_a_schedule_is_a_value():
         (lambda: linear(1.0, 10, end=-0.1), "end: got -0.1"),
         (lambda: wsd(1.0, total=10, decay=8, warmup=4), "warmup=4, start of the decay=2, total=10"),
         (lambda: wsd(1.0, total=10, decay=0), "at least one update of decay"),
-        (lambda: wsd(1.0, 10, 5, shape="exp"), "shape: got 'exp', want one of linear, cosine, sqrt"),
-        (lambda: Schedule(1.0, total=10), "want both or none"),
+        (lambda: wsd(1.0, 10, 5, shape="exp"), "shape: got 'exp', wanted one of linear, cosine, sqrt"),
+        (lambda: Schedule(1.0, total=10), "wanted both or none"),
     ],
 )
 def test_errors_for_people(make, message):

@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from fmegatron import model, optim, step, tree
-from fmegatron.collectives import Axes, Place, is_symbolic
+from fmegatron.collectives import AXIS_INDEX, Axes, Place, collective_of
 from fmegatron.layout import DataParallel, Layout, Mesh
 
 TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}
@@ -49,18 +49,28 @@ def traced_problem(*problem_of):
 def mutants(traced, mesh: Mesh):
     """(what was done to which node, the Traced with that one fault until the next is asked for), one by one."""
     graph = traced.graph_module.graph
-    for node in [n for n in graph.nodes if n.op == "call_function" and is_symbolic(n.target)]:
-        name, axes = is_symbolic(node.target), list(node.args[1])
+    for node in [n for n in graph.nodes if collective_of(n.target)]:
+        name, axes = collective_of(node.target).name, list(node.args[1])
         faults = {
-            "psum": ["drop", "double"], "pmax": ["drop"], "reduce_scatter": ["slice"],
-            "reduce_scatter_many": ["slice", "dim"], "all_gather_many": ["dim"], "psum_many": ["drop"],
+            "psum": ["drop", "double"], "pmax": ["drop"], "reduce_scatter": ["slice", "dim"], "all_gather": ["dim"],
         }.get(name, [])  # fmt: skip
-        if name != "axis_index":
+        if "dim" in faults and not any(x.meta["val"].dim() == 2 and _turned(text) != text for x, text in _places(node)):
+            faults.remove("dim")
+        if collective_of(node.target) is not AXIS_INDEX:
             faults = faults + [a for a in mesh.names if [a] != axes and mesh.extent([a]) == mesh.extent(axes)]
         for fault in faults:
             with _restored(graph, node), graph.inserting_after(node):
                 _break(graph, node, fault)
                 yield f"{name} over {'+'.join(axes)} at {node.meta['at']}: {fault}", traced
+
+
+def _places(node):
+    """(tensor, text of its place) of a gather or reduce-scatter."""
+    return list(zip(node.args[0], node.args[3], strict=True))
+
+
+def _turned(text: str) -> str:
+    return {"0": "1", "1": "0"}.get(text, text)
 
 
 @contextlib.contextmanager
@@ -77,27 +87,28 @@ def _restored(graph, node):
 
 
 def _break(graph, node, fault: str) -> None:
-    many = isinstance(node.args[0], (list, tuple))
-    results = list(node.users) if many else [node]  # of a coalesced collective: its items
-    given = [node.args[0][item.args[1]] for item in results] if many else [node.args[0]]
+    results = list(node.users)  # its items
+    given = [node.args[0][item.args[1]] for item in results]
     if fault == "drop":
         for result, x in zip(results, given, strict=True):
             result.replace_all_uses_with(x)
     elif fault == "double":
-        again = graph.call_function(node.target, (node, *node.args[1:]), node.kwargs)
-        node.replace_all_uses_with(again)
-        again.args, again.meta = (node, *node.args[1:]), dict(node.meta)
+        for result in results:
+            with graph.inserting_after(result):
+                again = graph.call_function(node.target, ([result], *node.args[1:]), node.kwargs)
+            with graph.inserting_after(again):
+                item = graph.call_function(result.target, (again, 0))
+            result.replace_all_uses_with(item, delete_user_cb=lambda user, again=again: user is not again)
+            again.meta, item.meta = dict(node.meta, val=[result.meta["val"]]), dict(result.meta)
     elif fault == "slice":
         for result, x in zip(results, given, strict=True):
-            dim = Place.parse(node.args[3][result.args[1]]).dims[0] if many else node.args[3]
+            dim = Place.parse(node.args[3][result.args[1]]).dims[0]
             with graph.inserting_after(result):
                 new = graph.call_function(torch.ops.aten.slice.Tensor, (x, dim, 0, result.meta["val"].shape[dim]))
             new.meta = dict(result.meta, at=node.meta["at"])
             result.replace_all_uses_with(new)
     elif fault == "dim":
-        turned = [text.translate({48: "1", 49: "0"}) if text in ("0", "1") else text for text in node.args[3]]
-        one_dim = [x.meta["val"].dim() < 2 for x in node.args[0]]
-        places = [old if one else new for old, new, one in zip(node.args[3], turned, one_dim, strict=True)]
+        places = [text if x.meta["val"].dim() < 2 else _turned(text) for x, text in _places(node)]
         node.args = (*node.args[:3], places, *node.args[4:])
     else:
         node.args = (node.args[0], [fault], *node.args[2:])

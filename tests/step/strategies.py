@@ -88,8 +88,8 @@ def by_torch(config, steps, clip_norm=None):
     """(losses, gradient norms, parameters) of torch.optim.AdamW on whole parameters and a Llama in plain torch."""
     params = tree.map(torch.Tensor.requires_grad_, model.init(config, Mesh(), key=0))
     leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
-    decayed = [x for path, x in leaves.items() if optim.neither_norm_nor_bias(path)]
-    others = [x for path, x in leaves.items() if not optim.neither_norm_nor_bias(path)]
+    decayed = [x for path, x in leaves.items() if tree.neither_norm_nor_bias(path)]
+    others = [x for path, x in leaves.items() if not tree.neither_norm_nor_bias(path)]
     adamw = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
     )

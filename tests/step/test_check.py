@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from fmegatron import nn, optim, step, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, declare, enter, pmax, psum, reduce_scatter
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
-from fmegatron.step import State, check, check_traced
+from fmegatron.step import State, check
+from fmegatron.step.check import check_traced
 from tests.pairs import mixed, turns
 from tests.step.graph_mutants import mutants, problem, traced_problem
 from tests.work import counted
@@ -237,6 +238,15 @@ def test_an_op_without_a_rule_is_unproven_with_the_outputs_that_depend_on_it():
     assert one.at.startswith("test_check.py:") and one.op == "segment_reduce" and one.axes == ("fsdp", "tp")
     assert "no rule for aten.segment_reduce.default" in one.why and "0/params/norm may be wrong" in str(report)
     assert check(odd, STATE, BATCH, MESH, allow={one.at: "one segment"}).ok
+
+
+def test_a_line_of_a_file_whose_name_has_spaces_can_be_silenced():
+    code = "def odd(state, batch):\n    return state, {'loss': batch['ids'].sum()}\n"
+    names: dict = {}
+    exec(compile(code, "my step.py", "exec"), names)
+    report = check(names["odd"], STATE, BATCH, MESH)
+    assert {one.at for one in report.findings} == {"my step.py:2"}
+    assert check(names["odd"], STATE, BATCH, MESH, allow={"my step.py:2": "a test"}).ok
 
 
 def test_no_op_hides_the_mistakes_behind_it():

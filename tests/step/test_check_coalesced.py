@@ -5,7 +5,8 @@ import torch
 
 from fmegatron.collectives import FLAT, Axes, Place, all_gather_many, pmax, psum_many, reduce_scatter_many
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.step import check_traced, trace
+from fmegatron.step import trace
+from fmegatron.step.check import check_traced
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
 A = Axes(MESH)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, enter, psum, reshard, reshard_moves
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import State, check, check_traced, raw_gradient_layout, trace, value_and_grad
+from fmegatron.step import State, check, raw_gradient_layout, trace, value_and_grad
+from fmegatron.step.check import check_traced
 from tests.collectives.test_reshard import make_step, pairs
 from tests.pairs import rotating, turns
 from tests.step.graph_mutants import TINY, problem

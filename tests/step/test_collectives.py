@@ -15,9 +15,11 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, ppermute, psum, reduce_scatter
 from fmegatron.layout import Mesh
-from fmegatron.step import entry_of, jit, value_and_grad
+from fmegatron.step import jit, value_and_grad
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.jit import Compiled
-from fmegatron.step.overlap import launched
+from fmegatron.step.passes import Target
+from fmegatron.step.timeline import launched
 from fmegatron.testing import assert_pure, relative_error
 from tests.pairs import turns
 from tests.step import tiny
@@ -98,7 +100,7 @@ def lowered_on_rank(rank, mesh, save):
     """(collectives of the lowered step, its text); nothing is compiled or run."""
     with connect(mesh) as world:
         args = (tiny.decoder_state(mesh=mesh, rank=rank), tiny.decoder_batch(mesh=mesh, rank=rank))
-        step = Compiled(tiny.decoder_step(save=save, mesh=mesh), args, (0,), world, "inductor", {}, {})
+        step = Compiled(tiny.decoder_step(save=save, mesh=mesh), args, (0,), Target(world))
         graphs = {name: stage.graph for name, stage in step.stages.items()}
         return in_graph(graphs["overlap"]), "\n".join(map(str, graphs.values()))
 
@@ -159,7 +161,7 @@ def test_generated_code():
     mesh = Mesh(fsdp=2, tp=2)
     args = (tiny.decoder_state(mesh=mesh), tiny.decoder_batch(mesh=mesh))
     with tiny.fake_ranks(mesh) as world:
-        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), world, "inductor", {}, {})
+        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), Target(world))
         assert_implied(mesh, tiny.generated_code(step), exchanges_of(step.stages["exchange"].graph))
 
 

@@ -176,7 +176,7 @@ def test_signature():
     ]:
         assert torch.equal(step(x, n), x * n)
         assert len(step.cache) == len(calls) == entries
-    with pytest.raises(ValueError, match="leaf '1' is a list|leaf '1' is a ndarray"):
+    with pytest.raises(ValueError, match="leaf '1': got a ndarray, wanted a tensor"):
         step(torch.ones(2), torch.ones(2).numpy())
 
 
@@ -197,4 +197,4 @@ def test_without_a_compiler(monkeypatch):
     assert "\n" not in str(warnings[0].message)
     wanted, _ = tiny.run_steps(tiny.mlp_step(), fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
     assert losses == pytest.approx(wanted, rel=1e-10)
-    assert {c.backend for c in step.cache.values()} == {"aot_eager"}
+    assert {c.program.target.backend for c in step.cache.values()} == {"aot_eager"}

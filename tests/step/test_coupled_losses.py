@@ -241,8 +241,8 @@ def test_batch_layout(shape, mesh, n, wanted):
 @pytest.mark.parametrize(
     ("rows", "n", "message"),
     [
-        (6, 2, "got 6 rows, which 2 data-parallel ranks and 2 microbatches cannot share evenly; use 4 or 8"),
-        (3, 1, "got 3 rows, which 2 data-parallel ranks cannot share evenly; use 2 or 4"),
+        (6, 2, "got 6 rows, which 2 data-parallel ranks and 2 microbatches cannot share evenly, wanted 4 or 8"),
+        (3, 1, "got 3 rows, which 2 data-parallel ranks cannot share evenly, wanted 2 or 4"),
         (2, 0, "got microbatches=0, wanted 1 or more"),
     ],
 )

@@ -177,9 +177,9 @@ def test_fp64_sums_of_microbatches_lose_nothing_of_fp32_gradients():
 @pytest.mark.parametrize(
     ("batch", "n", "message"),
     [
-        ({"x": torch.ones(6, 2)}, 4, r"leaf 'x' of local shape \(6, 2\) cannot be cut into 4 microbatches"),
-        ({"x": torch.ones(4), "y": torch.ones(())}, 2, r"leaf 'y' of local shape \(\) cannot be cut"),
-        ({"x": torch.ones(4)}, 0, "n=0 microbatches; n must be a whole number, at least 1"),
+        ({"x": torch.ones(6, 2)}, 4, r"leaf 'x': got local shape \(6, 2\), wanted a dim 0 that 4 microbatches divide"),
+        ({"x": torch.ones(4), "y": torch.ones(())}, 2, r"leaf 'y': got local shape \(\), wanted a dim 0"),
+        ({"x": torch.ones(4)}, 0, "n: got 0, wanted a whole number of microbatches"),
     ],
 )
 def test_accumulate_errors(batch, n, message):

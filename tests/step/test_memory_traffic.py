@@ -12,12 +12,12 @@ from fmegatron.step import (
     build_train_step,
     collectives_of,
     compiled_layer,
-    entry_of,
     least_traffic,
     state_bytes,
     state_specs,
     trace,
 )
+from fmegatron.step.graph.nodes import entry_of
 from tests.pairs import turns
 from tests.step.strategies import STRATEGIES
 

@@ -24,7 +24,7 @@ def sent(name, microbatches):
     total = Counter()
     for one in collectives_of(trace(step, (state, batch)).graph_module.graph, MESH):
         if one.nbytes > 16:
-            total[one.op.removesuffix("_many"), "+".join(one.axes)] += one.sent
+            total[one.op, "+".join(one.axes)] += one.sent
     return total
 
 

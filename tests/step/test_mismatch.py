@@ -52,5 +52,5 @@ def test_labels_of_another_length_are_named():
 
 
 def test_an_integer_parameter_is_named():
-    with pytest.raises(ValueError, match="parameter 'b' is torch.int64, which has no gradient"):
+    with pytest.raises(ValueError, match="parameter 'b': got torch.int64, which has no gradient"):
         step.value_and_grad(lambda p: p["a"].sum())({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)})

@@ -15,10 +15,10 @@ from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, state_bytes, state_specs
-from fmegatron.step.overlap.alive import gathered_bytes
 from fmegatron.testing import peak_bytes
 from tests.pairs import turns
 from tests.step import tiny
+from tests.step.gathered import gathered_bytes
 from tests.step.strategies import STRATEGIES
 
 MESHES = [Mesh(fsdp=4), Mesh(dp=2, fsdp=2), Mesh(dp=2, fsdp=2, tp=2)]

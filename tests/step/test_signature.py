@@ -85,7 +85,7 @@ def test_a_constant_that_changes(kind):
     step, c = jit(lambda x, c: x * c.k, backend="eager"), kind(1)
     assert step(X, c).tolist() == [1, 1]
     c.k = 2
-    with pytest.warns(UserWarning, match=r"compiled again \(said once\): '1', .*, holds other values than before"):
+    with pytest.warns(UserWarning, match=r"compiled again \(reported once\): '1', .*, holds other values than before"):
         assert step(X, c).tolist() == [2, 2]
     c.k = 1
     assert step(X, c).tolist() == [1, 1] and len(step.cache) == 2
@@ -129,7 +129,9 @@ def test_a_second_signature_is_said_once(first, second, said, recwarn):
     assert not recwarn.list
     step(*second)
     (warning,) = recwarn.list
-    assert str(warning.message).startswith("<lambda> is compiled again (said once): ") and warning.filename == __file__
+    assert (
+        str(warning.message).startswith("<lambda> is compiled again (reported once): ") and warning.filename == __file__
+    )
     assert re.search(said, str(warning.message))
     step(torch.ones(7), 3)
     assert len(recwarn.list) == 1 and len(step.cache) == 3

@@ -225,9 +225,9 @@ def test_changing_the_strategy_is_a_restore(tmp_path, source, target):
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 def test_a_kind_that_is_sharded_less_than_the_one_before():
-    with pytest.raises(ValueError, match="params is sharded over 'fsdp', but grads .* is not; add the axis to grads"):
+    with pytest.raises(ValueError, match="got params sharded over 'fsdp' and grads over .*; add the axis to grads"):
         DataParallel(params=("fsdp",))
-    with pytest.raises(ValueError, match="optim is sharded over 'tp', but axes"):
+    with pytest.raises(ValueError, match="got optim sharded over 'tp' and axes over"):
         DataParallel(optim=("tp",))
     assert DataParallel("dp", optim="dp") == DataParallel.zero1("dp")
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fmegatron import model, tree
-from fmegatron.collectives import Axes, Precision, Wire, is_symbolic
+from fmegatron.collectives import Axes, Precision, Wire, collective_of
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import entry_of, reduce_gradients, trace
+from fmegatron.step import reduce_gradients, trace
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.testing import Ranks, simulate, split
 from tests.pairs import turns
 from tests.step import strategies
@@ -25,10 +26,9 @@ def reduced(graph) -> Counter:
     for node in graph.nodes:
         if (entry := entry_of(node)) is not None:
             found += reduced(entry.graph_module.graph)
-        name = is_symbolic(node.target) if node.op == "call_function" else None
-        if name and name.startswith(("psum", "reduce_scatter")):
-            given = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-            for x in (n.meta["val"] for n in given):
+        collective = collective_of(node.target)
+        if collective and collective.name in ("psum", "reduce_scatter"):
+            for x in (n.meta["val"] for n in node.args[0]):
                 found[x.dtype, "+".join(node.args[1])] += x.numel() * (x.numel() > 2)
     return +found
 

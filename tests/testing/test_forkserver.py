@@ -112,10 +112,10 @@ def test_the_server_ends_with_its_owner_and_children_live_on(lines):
 
 
 def test_a_server_that_does_not_live_is_named():
-    with pytest.raises(RuntimeError, match="a process that starts others has ended"):
+    with pytest.raises(RuntimeError, match="fork server: the process has ended"):
         Forkserver("no_such_module")
     with Forkserver() as server:
         server._process.kill()
         server._process.wait()
-        with pytest.raises(RuntimeError, match="a process that starts others has ended"):
+        with pytest.raises(RuntimeError, match="fork server: the process has ended"):
             server.start("os", "getpid")

@@ -52,7 +52,7 @@ def test_calls_start_no_processes(ranks):
 
 
 def test_the_traceback_of_the_rank_that_raised(ranks):
-    with pytest.raises(RankError, match=r"(?s)raise_on failed on rank 2 of 4:.*ValueError: rank 2 cannot") as caught:
+    with pytest.raises(RankError, match=r"(?s)raise_on: failed on rank 2 of 4:.*ValueError: rank 2 cannot") as caught:
         ranks.run(raise_on, 2)
     assert caught.value.rank == 2
     assert len(ranks.run(total, 0.0)) == 4
@@ -62,13 +62,13 @@ def test_hanging_and_dying_ranks(ranks):
     """The pool ends what does not answer, and starts that process again at the next call."""
     with pytest.raises(TimeoutError, match="hang_on: no answer from rank (0, )?1 of 2"):
         ranks.run(hang_on, 1, ranks=2, timeout_s=1)
-    with pytest.raises(RankError, match="die_on failed on rank 1 of 2:\nits process ended with exit code 3"):
+    with pytest.raises(RankError, match="die_on: failed on rank 1 of 2:\nits process ended with exit code 3"):
         ranks.run(die_on, 1, ranks=2)
     assert len(ranks.run(total, 0.0)) == 4
 
 
 def test_bad_sizes(ranks):
-    with pytest.raises(ValueError, match="5 ranks asked of a pool of 4"):
+    with pytest.raises(ValueError, match="got ranks=5, wanted 1 to 4"):
         ranks.run(total, 0.0, ranks=5)
     with pytest.raises(ValueError, match="at least 1"):
         RankPool(0)

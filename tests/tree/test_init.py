@@ -208,7 +208,7 @@ def test_errors():
         ),
         (tree.ArraySpec(Layout((2,), torch.float32, mesh, unreduced="dp")), "w: got .*wanted no unreduced axes"),
         (tree.ArraySpec(Layout((2,), torch.float32, mesh), 3.0), "w: got init 3.0, wanted Normal"),
-        (Layout((2,), torch.float32, mesh), "w: got Layout, wanted an ArraySpec"),
+        (Layout((2,), torch.float32, mesh), "w: got a Layout .*, wanted an ArraySpec"),
     ]
     for spec, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -39,7 +39,8 @@ def test_map():
     with pytest.raises(ValueError, match=r"weight: got nothing, wanted a leaf \(did you mean weigth\?\)"):
         tree.map(lambda a, b: a, {"weight": 1}, {"weigth": 1})
     with pytest.raises(
-        ValueError, match="tree 2 does not have the structure of tree 1:\n  w: got a tuple of 1, wanted a list of 1"
+        ValueError,
+        match="tree 2: got another structure than tree 1, wanted the same:\n  w: got a tuple of 1, wanted a list of 1",
     ):
         tree.map(lambda a, b: a, {"w": [1]}, {"w": (1,)})
 
@@ -64,7 +65,7 @@ def test_check():
     with pytest.raises(ValueError) as error:
         tree.check(params, layouts, 3)
     assert str(error.value).splitlines() == [
-        "2 of 3 leaves of the tree disagree with its layouts:",
+        "the tree: got 2 of 3 leaves that disagree with its layouts, wanted none:",
         "  blocks/wo: got local shape (8, 6), wanted (8, 3) on rank 3 of f32[8, 6@tp] on dp2·tp2; this is the global"
         " shape: keep only this rank's part",
         "  scale: got dtype f32, wanted f64 of f64[] on dp2·tp2; cast with x.to(torch.float64) or change the layout",

@@ -133,4 +133,4 @@ def _take(fd: int, start: int, nbytes: int) -> None:
 
 def _check(code, what: str) -> None:
     if int(code) != 0:
-        raise RuntimeError(f"{what} failed with CUDA error {int(code)}")
+        raise RuntimeError(f"{what} failed: CUDA error {int(code)}")

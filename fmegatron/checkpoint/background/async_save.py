@@ -24,8 +24,8 @@ from fmegatron.checkpoint.background.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.staging import Portion, portions, stage
 from fmegatron.checkpoint.background.wire import plans_to_json
-from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, together
+from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
@@ -140,7 +140,7 @@ class AsyncSaver:
         if isinstance(nice, bool) or not isinstance(nice, int):
             raise ValueError(f"AsyncSaver: got nice={nice!r:.60}, wanted a whole number, e.g. 15")
         if pin and not torch.cuda.is_available():
-            raise ValueError(f"AsyncSaver: got pin={pin!r:.60}, but there is no CUDA; leave it out")
+            raise ValueError(f"AsyncSaver: got pin={pin!r:.60}, wanted it on a machine with CUDA only; leave it out")
         self.arena_bytes, self.in_flight, self.time_limit_s, self.nice = arena_bytes, in_flight, time_limit_s, nice
         arena = Arena(arena_bytes, torch.cuda.is_available() if pin is None else pin)
         self._flights = Flights(arena, time_limit_s, nice)
@@ -160,16 +160,16 @@ class AsyncSaver:
         finite: bool | None = None,
         begun: Callable[[Handle], None] | None = None,
     ) -> Handle:
-        """`save_async` with this saver. begun: is told of the handle as soon as the save is pending on all ranks.
+        """`save_async` with this saver. begun: called with the handle as soon as the save is pending on all ranks.
 
         Ctrl-C on one rank before that is an error on all, and nothing is begun. After it the save is pending, and the
         others hear at the next poll that it has failed.
         """
         flights, handle, began = self._flights, None, time.perf_counter()
-        check_world(world)
+        world = ranks_of(world)
         try:
             with held_interrupt() as pressed:
-                handle, *job = self._begin(path, state, layouts, world or Alone(), metadata, step, finite, pressed)
+                handle, *job = self._begin(path, state, layouts, world, metadata, step, finite, pressed)
                 handle.began = began
                 if begun is not None:
                     begun(handle)
@@ -191,12 +191,18 @@ class AsyncSaver:
         """A pending save, on all ranks; or an error on all of them, and nothing is pending."""
         flights, lead, draft, handle = self._flights, world.rank == 0, None, None
         if flights.closed:
-            raise ValueError("AsyncSaver.save: it is closed; make another")
+            raise ValueError("AsyncSaver.save: got a saver that is closed, wanted an open one; make another")
         store = together(world, f"saving the checkpoint {getattr(path, 'text', path)}", lambda: open_store(path))
         if flights.pending and world is not flights.world and (world.size, flights.world.size) != (1, 1):
-            raise ValueError("AsyncSaver.save: got another world while saves are pending; give each world its saver")
+            raise ValueError(
+                "AsyncSaver.save: got another world while saves are pending, wanted the same one;"
+                " give each world its saver"
+            )
         if store.text.startswith("memory://"):
-            raise ValueError(f"{store.text}: memory:// is in this process only, another cannot write it; use save")
+            raise ValueError(
+                f"{store.text}: got a store in the memory of this process, wanted one that another process can write;"
+                " use save"
+            )
         flights.world = world
 
         def has_room():
@@ -237,7 +243,7 @@ class AsyncSaver:
 
         Call it before training; otherwise the first save does it (but for the waiting). Raises ValueError, OSError.
         """
-        world = world or Alone()
+        world = ranks_of(world)
         known = self._plan(layouts, world)
         self._flights.arena.reserve(known.cut(world.rank, None)[0].nbytes + _tail_bytes(known.data))
         end = time.monotonic() + START_S
@@ -302,7 +308,7 @@ class AsyncSaver:
         for i, portion in enumerate(cut):
             tail = (what, known.data) if i == 0 else ()
             at = self._flights.room(handle, portion.nbytes + sum(map(len, tail)))
-            if at is None:  # the writer died: the next poll says so
+            if at is None:  # the writer died: the next poll reports it
                 return
             stage(portion, known.plans, tensors, arena.memory, at)
             job, memory, end = [], arena.memory.numpy(), at + portion.nbytes

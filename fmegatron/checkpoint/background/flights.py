@@ -16,7 +16,8 @@ import torch
 from fmegatron.checkpoint.background.arena import SAVE, TICKS, WRITTEN, Arena
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.process import WriterProcess
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.collectives import held_interrupt
 
 START_S = 120.0  # a fresh Python that imports torch on a busy node
@@ -37,7 +38,7 @@ class Flights:
         self.arena, self.time_limit_s, self.nice = arena, time_limit_s, nice
         self.pending: list[Handle] = []
         self.failed: list[Handle] = []
-        self.world: Ranks = Alone()
+        self.world: Ranks = ranks_of(None)
         self.process: WriterProcess | None = None
         self.closed = False
         self._seen, self._since = None, 0.0  # the last sign of progress, and when
@@ -306,4 +307,8 @@ def _forgotten(pending: list[Handle], owner: int) -> None:
     """The saver was dropped, or Python ends, without `close`."""
     if pending and os.getpid() == owner:
         names = ", ".join(h.text for h in pending)
-        warnings.warn(f"saves were abandoned because nobody waited for them: {names}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"saves were abandoned because the program ended without waiting for them: {names}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

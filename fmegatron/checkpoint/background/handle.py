@@ -30,7 +30,7 @@ class Saver(Protocol):
 
 
 class Handle:
-    """A save in flight: `poll()` once a step, `result()` to wait, `abandon()` to give it up; all ranks call alike.
+    """A save in flight: `poll()` once a step, `result()` to wait, `abandon()` to give it up: all ranks.
 
     text: the checkpoint's path or URL.  step: as given.  state: "pending", "durable", "failed" or "abandoned".
     bytes: what this rank staged.  staged_s: how long the call blocked.  durable_s: from the call until this rank knew

@@ -30,7 +30,7 @@ start_process = subprocess.Popen  # the tests fork
 
 @contextlib.contextmanager
 def _this_process() -> Iterator[tuple[int, ...]]:
-    """A descriptor that tells who has it when this process has ended; none where the system has no such thing."""
+    """A descriptor by which its holder notices the end of this process; none where the system has no such thing."""
     found = ()
     with contextlib.suppress(OSError, AttributeError):
         found = (os.pidfd_open(os.getpid()),)
@@ -71,7 +71,7 @@ class WriterProcess:
         self._end = weakref.finalize(self, _end, self._process, self.channel, self._errors, os.getpid())
 
     def send(self, **message: Any) -> None:
-        """Send a message; one to a dead writer is lost, which `death` tells."""
+        """Send a message; one to a dead writer is lost; `death` reports it."""
         with contextlib.suppress(OSError):
             self.channel.send(message)
 
@@ -99,7 +99,7 @@ class WriterProcess:
         self.kill()
 
     def state(self) -> str:
-        """What the system says the process does, for messages: "stopped", "waiting for the disk"..."""
+        """The state of the process as the system reports it, for messages: "stopped", "waiting for the disk"..."""
         words = {"T": "stopped", "t": "traced", "D": "waiting for the disk", "R": "running", "S": "sleeping"}
         try:
             with open(f"/proc/{self.pid}/stat") as f:
@@ -122,7 +122,7 @@ class WriterProcess:
 
 
 def _end(process: subprocess.Popen, channel: Channel, errors, owner: int) -> None:
-    """Whatever happened: no process, no open file is left. The writer ends by itself when the channel closes."""
+    """In any case no process and no open file is left. The writer ends by itself when the channel closes."""
     if os.getpid() != owner:  # a forked child of the trainer exits; the writer is not its own
         return
     channel.close()

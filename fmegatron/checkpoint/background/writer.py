@@ -70,7 +70,7 @@ class Writer:
         self.committing = None
 
     def run(self) -> None:
-        """Obey until told to quit or the trainer is gone."""
+        """Handle messages until the quit message or the end of the trainer."""
         self.report(did="ready")
         while True:
             for message in self.channel.receive(None):

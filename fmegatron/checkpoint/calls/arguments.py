@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.calls.ranks import Ranks
+from fmegatron.collectives import World
 from fmegatron.layout import Layout
 
 MOST_SAVED_STEP = 10**18
@@ -38,19 +40,22 @@ def check_path(path: Any) -> None:
             raise ValueError(f"path: got {text!r:.80}, wanted the path of a directory, or a URL; pass text that is one")
         if os.path.expanduser(text) != text:
             fix = f"pass os.path.expanduser(...), which is {os.path.expanduser(text)!r:.200}, or './~...' for that name"
-            raise ValueError(f"path: got {text!r:.200}, in which only a shell replaces the '~'; {fix}")
+            raise ValueError(f"path: got {text!r:.200}, wanted no '~', which only a shell replaces; {fix}")
     elif not callable(getattr(path, "locate", None)):
         hint = "; pass os.fsdecode(path)" if isinstance(path, bytes) else "; pass a str"
         raise ValueError(f"path: got {path!r:.60} ({type(path).__name__}), wanted a str, a Path or a Store{hint}")
 
 
-def check_world(world: Any) -> None:
-    """Raise ValueError for what ranks cannot talk through."""
-    if world is not None and not all(callable(getattr(world, name, None)) for name in _WORLD):
+def ranks_of(world: Any) -> Ranks:
+    """The world, or for None that of this process alone. Raises ValueError for what ranks cannot talk through."""
+    if world is None:
+        return World.alone("cpu")
+    if not all(callable(getattr(world, name, None)) for name in _WORLD):
         raise ValueError(
             f"world: got {world!r:.60} ({type(world).__name__}), wanted a World, or None for one process;"
             " pass connect(mesh) of fmegatron.collectives"
         )
+    return world
 
 
 def check_device(device: Any) -> None:
@@ -88,7 +93,10 @@ def check_words(metadata: Any, step: Any, finite: Any = None) -> None:
 def _check_json(value: Any, where: str, depth: int) -> None:
     """Raise ValueError, naming the place, for what is not a JSON value."""
     if depth > _MOST_DEPTH:
-        raise ValueError(f"{where[:80]}...: nested deeper than {_MOST_DEPTH} (in itself?); make it flat")
+        raise ValueError(
+            f"{where[:80]}...: got values nested deeper, wanted at most {_MOST_DEPTH} levels (is it in itself?);"
+            " make it flat"
+        )
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -98,7 +106,7 @@ def _check_json(value: Any, where: str, depth: int) -> None:
         for i, item in enumerate(value):
             _check_json(item, f"{where}[{i}]", depth + 1)
     elif isinstance(value, int) and value.bit_length() > _MOST_DIGITS * math.log2(10):
-        raise ValueError(f"{where}: got a number of more than {_MOST_DIGITS} digits, which JSON readers refuse")
+        raise ValueError(f"{where}: got a longer number, wanted at most {_MOST_DIGITS} digits, as JSON readers do")
     elif not (
         value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
     ):

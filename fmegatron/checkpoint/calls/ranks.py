@@ -14,6 +14,7 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    device: torch.device
 
     def agree(self, error: str | None, what: str) -> None:
         """Wait for all ranks; RuntimeError on all with the first failing rank's message if one passed an error."""
@@ -29,34 +30,6 @@ class Ranks(Protocol):
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send and fill CPU tensors, as `World.exchange`."""
-
-
-class Alone:
-    """The world of a single process."""
-
-    rank, size = 0, 1
-
-    def agree(self, error: str | None, what: str) -> None:
-        """Raise RuntimeError if there is an error."""
-        if error is not None:
-            raise RuntimeError(f"{what} failed: {error}")
-
-    def broadcast_text(self, text: str, source: int = 0) -> str:
-        """The text."""
-        return text
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """The only row."""
-        return row[None].clone()
-
-    def minimum(self, row: torch.Tensor) -> torch.Tensor:
-        """The only row."""
-        return row.clone()
-
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copies to oneself."""
-        for (_, source), (_, target) in zip(sends, receives, strict=True):
-            target.copy_(source)
 
 
 def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:

@@ -20,8 +20,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
-from fmegatron.checkpoint.calls.arguments import check_world
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.commit import make_directories, new_token
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Holder, Lease, Watch, alive
@@ -80,8 +80,7 @@ def claim(
     ...     mine.lost
     False
     """
-    check_world(world)
-    ranks, lease = world or Alone(), None
+    ranks, lease = ranks_of(world), None
 
     def work() -> str:
         nonlocal lease

@@ -48,7 +48,7 @@ class Deleter:
             self._lock.wait_for(lambda: text not in self._texts)
 
     def failures(self) -> list[str]:
-        """What went wrong since the last call; nobody else hears of it."""
+        """Failures since the last call; they are reported here only."""
         found = []
         while not self._failures.empty():
             found.append(self._failures.get())
@@ -74,7 +74,7 @@ class Deleter:
             try:
                 if not self._stop.is_set():
                     remove(self._stop)
-            except Exception as error:  # whatever it is, it must not end the deletions that follow
+            except Exception as error:  # of any kind: the deletions that follow must still run
                 self._failures.put(f"{text}: could not be deleted ({error}); a later run will try again")
             with self._lock:
                 self._texts.remove(text)

@@ -1,7 +1,7 @@
 """The lineage of a run: the step it resumed from, and the newer steps that were set aside.
 
 A directory of steps holds one line: each save is newer than those before. A run that goes on from an older step leaves
-the newer ones behind; its first save sets them aside (files/commit.py), so that nobody resumes what was given up.
+the newer ones behind; its first save sets them aside (files/commit.py), so that no later run resumes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def newest_good(both: tuple[Steps, Steps]) -> Choice | None:
 class _Back:
     """The run goes on from step `to`; `left` is what was newer then. sure: it said so; else it may only have read.
 
-    unseen: why nobody could see what was newer.
+    unseen: why the newer steps could not be listed.
     """
 
     to: int
@@ -87,7 +87,7 @@ class Line:
         if not finite and (step, temporary) not in left and of.place(step).is_complete() and of.facts(step).good:
             call = f"delete({step}, temporary=True)" if temporary else f"delete({step})"
             raise ValueError(
-                f"{of.place(step).text}: got a save with finite=False, which would replace the good one that is there;"
+                f"{of.place(step).text}: got a save with finite=False, wanted none in the place of the good one there;"
                 f" nothing was saved. Go on from the good one (restore_latest), or call Manager.{call} first"
             )
         aside = self._set_aside(left)
@@ -121,9 +121,9 @@ class Line:
             if back is not None and back.unseen is not None:
                 after = f"; when step {back.to} was restored they could not be seen: {back.unseen}"
             raise ValueError(
-                f"{self._both[0].store.text}: got step {step} to save, but it holds newer ones ({names}{after}); steps"
-                " only go up. To go on from an older step, restore it with this Manager, or call its rewind(STEP): then"
-                " newer ones are set aside. Or save into another directory"
+                f"{self._both[0].store.text}: got step {step} to save, wanted one above the newest: it holds newer ones"
+                f" ({names}{after}); to go on from an older step, restore it with this Manager, or call its"
+                " rewind(STEP): then newer ones are set aside. Or save into another directory"
             )
         return aside
 

@@ -1,10 +1,10 @@
 """Manager: saves the steps of a run, applies retention, and finds the step to restore.
 
-with Manager("runs/a/checkpoints", keep=Keep(last=2, every=1000)) as manager:
-    if manager.latest(world) is not None:
-        start, state, metadata = manager.restore_latest(layouts, world=world)
+with Manager("runs/a/checkpoints", keep=Keep(last=2, every=1000), world=world) as manager:
+    if manager.latest() is not None:
+        start, state, metadata = manager.restore_latest(layouts)
     ...
-    report = manager.save(step, state, layouts, world, metrics={"heldout_loss": 1.7})
+    report = manager.save(step, state, layouts, metrics={"heldout_loss": 1.7})
     log(step, report.record())
 """
 
@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from fmegatron.checkpoint.background.async_save import AsyncSaver
-from fmegatron.checkpoint.calls.arguments import check_step, check_world
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, close_on_exit, compared, together
+from fmegatron.checkpoint.calls.arguments import check_step, ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.snapshot import SavedAgain
@@ -44,16 +44,17 @@ _REPORTS = 100  # kept for a program that does not poll
 class Manager:
     """The checkpoints of a run: `directory`/step_00000100 and so on. A context manager, or call `close`.
 
+    world: the ranks that call its methods together (`collectives.connect`); None for one process.
     keep: which complete steps stay after a save: a number n for the n newest, a `Keep`, or None for all.
     temporary: where temporary checkpoints are; default `directory`/temporary.  keep_temporary: the n newest of them.
     show_progress: a bar on stderr, of rank 0, for what takes longer than 2 s; None: where stderr is a terminal.
-    saver: for saves in the background (wait=False), closed by whoever made it; None: made when it is needed, for one
+    saver: for saves in the background (wait=False), which its maker closes; None: made when it is needed, for one
     save in memory at a time, and closed by `close`.
     on_failure: of a save in the background: "warn" (rank 0; training goes on, the next save tries again) or "raise".
     last: the Report of the newest save or restore that ended.
 
-    What there is, is what lies in the directory, so any number of Managers and tools may read it at any time; one run
-    saves into it (`checkpoint.claim` sees to that), and its steps only go up. Steps that somebody reads, that are
+    The directory is the only state, so any number of Managers and tools may read it at any time; one run saves into it
+    (`checkpoint.claim` enforces that), and its steps only go up. Steps that another process reads, that are
     pinned, or that are the newest good one are not deleted by rules. Deletion goes on in the background; what goes
     wrong there, or with the tracker file `latest`, is warned about and never raised into training.
     """
@@ -63,6 +64,7 @@ class Manager:
         directory: str | os.PathLike | Store,
         keep: int | Keep | None = None,
         *,
+        world: Ranks | None = None,
         temporary: str | os.PathLike | Store | None = None,
         keep_temporary: int = 2,
         show_progress: bool | None = None,
@@ -76,13 +78,14 @@ class Manager:
                 raise ValueError(
                     f"Manager: got {name}={kind}, wanted a whole number of at least 1{more}; pass {name}=2"
                 )
-        self.directory, self.show_progress = directory, show_progress
+        self.directory, self.world, self.show_progress = directory, ranks_of(world), show_progress
         self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
-        self.keep_temporary, self._told = Keep(last=keep_temporary), False  # told: of what lies there that is not ours
+        self.keep_temporary, self._warned = Keep(last=keep_temporary), False  # warned: of content that is not ours
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
-        self._line, self._deleter, self._background = Line(self._both), Deleter(), Background(saver, on_failure)
+        self._line, self._deleter = Line(self._both), Deleter()
+        self._background = Background(self.world, saver, on_failure)
         self._reports: deque[Report] = deque(maxlen=_REPORTS)  # of saves that ended, for the next `poll`
         self._failures: list[str] = []  # of saves in the background, still to be raised
 
@@ -97,17 +100,16 @@ class Manager:
         """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
         return self._both[temporary].complete()
 
-    def latest(self, world: Ranks | None = None) -> int | None:
-        """The newest complete step, temporary ones too, or None; with a world, what rank 0 sees, on all ranks.
+    def latest(self) -> int | None:
+        """The newest complete step, temporary ones too, or None: what rank 0 sees, on all ranks.
 
-        Before None it warns, once, of what lies there instead: checkpoints of other systems, or copies not finished."""
-        check_world(world)
-        ranks = world or Alone()
+        Before None it warns, once, of what the directory holds instead: foreign checkpoints, or copies not finished."""
+        ranks = self.world
 
         def look() -> int | None:
             found = newest_first(self._both) if ranks.rank == 0 else []
-            if ranks.rank == 0 and not found and not self._told and (text := others(self._both)):
-                self._told = True
+            if ranks.rank == 0 and not found and not self._warned and (text := others(self._both)):
+                self._warned = True
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
             return found[0][0] if found else None
 
@@ -125,7 +127,7 @@ class Manager:
         return self._both[not lasting].facts(step).finite
 
     def pin(self, step: int) -> None:
-        """Keep a step whatever the rules say, until `unpin`; for all Managers of the directory. One rank is enough."""
+        """Exempt a step from retention until `unpin`; for all Managers of the directory. One rank is enough."""
         check_step(step)
         steps = self.steps()
         if step not in steps:
@@ -138,7 +140,7 @@ class Manager:
         leases.unpin(self._both[0].notes, self._both[0].name(step))
 
     def delete(self, step: int, temporary: bool = False) -> None:
-        """Delete a step, complete or not, whatever the rules say. One rank is enough; the files go in the background.
+        """Delete a step, complete or not, independent of retention. One rank is enough; the files go in the background.
 
         Raises ValueError when there is none, or when it is being saved, read, or pinned; OSError.
         """
@@ -146,31 +148,29 @@ class Manager:
         of = self._both[temporary]
         if of.name(step) not in of.store.children():
             raise ValueError(f"Manager.delete: got step {step}, wanted one of {of.complete()}")
-        if step in self._busy(temporary):
-            raise ValueError(f"Manager.delete: got step {step}, which is being saved; wait for it, then delete it")
-        removal = of.withdraw(step)
+        removal = "it is being saved" if step in self._busy(temporary) else of.withdraw(step)
         if isinstance(removal, str):
-            raise ValueError(f"Manager.delete: got step {step}, but {removal}; unpin it, or wait until it is read")
+            free = "wanted one that is not saved, read or pinned now; wait, or unpin it"
+            raise ValueError(f"Manager.delete: got step {step} ({removal}), {free}")
         self._deleter.add(of.place(step).text, removal)
         self._attempt("the tracker could not be written", self._track)
 
-    def rewind(self, step: int, world: Ranks | None = None) -> None:
+    def rewind(self, step: int) -> None:
         """Say that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
 
         What is newer now is set aside by the next save: it has a hidden name, is never resumed, is listed by `ls` and
-        removed by `gc`. `restore_latest` says so itself, and so does `restore` of an older step.
+        removed by `gc`. `restore_latest` does this itself, and so does `restore` of an older step.
         """
-        check_world(world)
-        self._went_back(step, world or Alone(), sure=True)
+        self._went_back(step, sure=True)
 
-    def _went_back(self, step: int, ranks: Ranks, sure: bool) -> None:
+    def _went_back(self, step: int, sure: bool) -> None:
         def note() -> None:
             check_step(step)
-            if ranks.rank == 0:
+            if self.world.rank == 0:
                 pending = [(begun.step, begun.temporary) for _, begun in self._background.pending]
                 self._line.went_back(step, pending, sure)
 
-        together(ranks, f"going back to step {step} in {self._both[0].store.text}", note)
+        together(self.world, f"going back to step {step} in {self._both[0].store.text}", note)
 
     # ---- save
 
@@ -179,7 +179,6 @@ class Manager:
         step: int,
         state: Any,
         layouts: Any,
-        world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
@@ -190,18 +189,17 @@ class Manager:
         """`checkpoint.save` under the step's name, then tracker and retention. Errors are those of `save`.
 
         metrics: numbers by which `Keep(best=...)` chooses; they are stored as metadata["metrics"].
-        finite: whether loss and gradient norm of this step are finite, None if that is not known; one rank that says
-        False speaks for all. `restore_latest` prefers the others, and retention keeps the newest of them.
+        finite: whether loss and gradient norm of this step are finite, None if that is not known; False on one
+        rank counts for all. `restore_latest` prefers the others, and retention keeps the newest of them.
         temporary: only for a quick way back: few of these are kept, and a lasting save removes older ones.
-        wait: until it is durable; False: only until the state may change again (the report says `durable=False`), and
-        `poll`, `save` or `close` tell how it ended. Leftovers of killed saves, of any step, are removed first.
+        wait: until it is durable; False: only until the state may change again (the report has `durable=False`), and
+        `poll`, `save` or `close` report how it ended. Leftovers of killed saves, of any step, are removed first.
 
         Raises ValueError (RuntimeError on ranks other than 0) for a step below the newest one, before anything is
         written, unless training went back (`restore`, `restore_latest`, `rewind`): then what is newer is set aside.
         The same for finite=False in the place of a good save of this step, which stays.
         """
-        check_world(world)
-        ranks, of, began = world or Alone(), self._both[temporary], time.perf_counter()
+        ranks, of, began = self.world, self._both[temporary], time.perf_counter()
         what = f"saving into {of.store.text}"
 
         def prepare():
@@ -224,9 +222,9 @@ class Manager:
             self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
         report = Report("save", step, place.text, nbytes, 0.0, 0.0, temporary, durable=wait)
         if not wait:
-            return self._background.begin(place, state, layouts, ranks, metadata, finite, report)
-        with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown(ranks)):
-            save(place, state, layouts, world, metadata, step=step, finite=finite)
+            return self._background.begin(place, state, layouts, metadata, finite, report)
+        with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown):
+            save(place, state, layouts, ranks, metadata, step=step, finite=finite)
         seconds = time.perf_counter() - began
         self.last = replace(report, seconds=seconds, stall_seconds=seconds)
         self._reports.append(self.last)
@@ -253,7 +251,7 @@ class Manager:
             self._reports.append(report)
             if report.durable:
                 self.last = report
-                if self._background.world.rank == 0:
+                if self.world.rank == 0:
                     self._when_durable(report.step, report.temporary)
             elif self._background.on_failure == "raise":
                 self._failures.append(report.error)
@@ -271,11 +269,12 @@ class Manager:
         """Steps that are being saved."""
         return {begun.step for _, begun in self._background.pending if begun.temporary is temporary}
 
-    def _shown(self, ranks: Ranks) -> bool | None:
-        return self.show_progress if ranks.rank == 0 else False
+    @property
+    def _shown(self) -> bool | None:
+        return self.show_progress if self.world.rank == 0 else False
 
     def _bar(self, what: str, total: int, so_far: Callable[[], int | None]):
-        return progress(what, total, so_far, self._shown(self._background.world))
+        return progress(what, total, so_far, self._shown)
 
     def _when_durable(self, step: int, temporary: bool) -> None:
         """Rank 0: tracker and retention. Nothing that goes wrong here is an error of the run."""
@@ -331,38 +330,36 @@ class Manager:
         self,
         target_layouts: Any,
         *,
-        world: Ranks | None = None,
         rank: int | None = None,
         prefer_finite: bool = True,
         **options: Any,
     ) -> tuple[int, Any, dict[str, Any]]:
         """(step, state, metadata) of the newest step that is whole on all ranks; the arguments are those of `restore`.
 
-        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that says what is wrong, and
-        so is, as long as there is a better one, a step whose save said that loss or gradient norm were not finite
+        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that names the damage, and
+        so is, as long as there is a better one, a step saved with a loss or gradient norm that was not finite
         (prefer_finite=False takes it). The next save sets aside what is newer than the step returned.
 
         Raises CheckpointError when no step is good, ValueError when the target does not fit a good one, RuntimeError on
-        all ranks when files cannot be looked at: nobody knows then what is there, and no older step is taken for it.
+        all ranks when files cannot be looked at: what is there is then unknown, and no older step is taken for it.
         """
-        search = Search(self._both, target_layouts, world, rank, options, self.show_progress, prefer_finite)
+        search = Search(self._both, target_layouts, self.world, rank, options, self.show_progress, prefer_finite)
         found = self._timed(search.newest, target_layouts)
-        self._went_back(found.step, world or Alone(), sure=True)
+        self._went_back(found.step, sure=True)
         return found.step, found.state, found.metadata
 
     def restore(
-        self, step: int, target_layouts: Any, *, world: Ranks | None = None, rank: int | None = None, **options: Any
+        self, step: int, target_layouts: Any, *, rank: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
 
         Training that goes on from an older step than the newest may save: see `rewind`. What is newer need not be seen
         for this. To only look at a step while a run goes on, use `checkpoint.restore(manager.path(step), ...)`.
         """
-        check_world(world)
-        together(world or Alone(), f"restoring from {self._both[0].store.text}", lambda: check_step(step))
-        search = Search(self._both, target_layouts, world, rank, options, self.show_progress)
+        together(self.world, f"restoring from {self._both[0].store.text}", lambda: check_step(step))
+        search = Search(self._both, target_layouts, self.world, rank, options, self.show_progress)
         found = self._timed(lambda: search.one(step), target_layouts)
-        self._went_back(found.step, world or Alone(), sure=False)
+        self._went_back(found.step, sure=False)
         return found.state, found.metadata
 
     def _timed(self, work: Callable[[], Found], target_layouts: Any) -> Found:
@@ -397,4 +394,4 @@ class Manager:
 
     def __exit__(self, kind, *_) -> None:
         """Finish the pending saves; after an error, only where that needs no other rank; after Ctrl-C none."""
-        close_on_exit(kind, self.close, self._background.world)
+        close_on_exit(kind, self.close, self.world)

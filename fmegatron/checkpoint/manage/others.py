@@ -14,7 +14,7 @@ _MOST, _SHOWN = 100, 4  # names that are looked into; that are said
 
 
 def others(both: tuple[Steps, Steps]) -> str | None:
-    """What a directory without a complete step holds that looks like checkpoints, in words for a warning; None for
+    """What a directory without a complete step holds that looks like checkpoints, as the text of a warning; None for
     nothing: it is empty, or has logs, settings, notes of ours and what killed saves left. Raises OSError.
 
     both: the lasting and the temporary steps.

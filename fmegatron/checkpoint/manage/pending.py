@@ -16,7 +16,7 @@ import torch
 
 from fmegatron.checkpoint.background.async_save import AsyncSaver, check_saver
 from fmegatron.checkpoint.background.handle import Handle
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.report import Report
 
@@ -28,11 +28,11 @@ class Background:
     on_failure: "warn": a save that fails is warned about (rank 0), and training goes on; "raise": RuntimeError.
     """
 
-    def __init__(self, saver: AsyncSaver | None, on_failure: str):
+    def __init__(self, world: Ranks, saver: AsyncSaver | None, on_failure: str):
         if on_failure not in ("warn", "raise"):
             raise ValueError(f"Manager: got on_failure={on_failure!r}, wanted 'warn' or 'raise'")
         check_saver(saver)
-        self.on_failure, self.world = on_failure, Alone()
+        self.world, self.on_failure = world, on_failure
         self.pending: list[tuple[Handle, Report]] = []
         self._saver, self._owns = saver, saver is None
 
@@ -41,31 +41,30 @@ class Background:
         place: Store,
         state: Any,
         layouts: Any,
-        world: Ranks,
         metadata: dict[str, Any],
         finite: bool | None,
         begun: Report,
     ) -> Report:
         """Stage the state; returns `begun` with the time that it took, or with the error by which it could not begin.
 
-        A wrong request is a ValueError, whatever `on_failure` says; on the ranks that made none, RuntimeError.
+        A wrong request is a ValueError for any `on_failure`; on the ranks that made none, RuntimeError.
         """
         began = time.perf_counter()
         if self._saver is None:
-            self._saver = together(world, "starting the process that writes checkpoints", AsyncSaver)
-        self.world, count = world, len(self.pending)
+            self._saver = together(self.world, "starting the process that writes checkpoints", AsyncSaver)
+        count = len(self.pending)
 
         def note(handle: Handle) -> None:
             self.pending.append((handle, begun))
 
         try:
-            self._saver.save(place, state, layouts, world, metadata, step=begun.step, finite=finite, begun=note)
+            self._saver.save(place, state, layouts, self.world, metadata, step=begun.step, finite=finite, begun=note)
         except BaseException as error:
             if len(self.pending) > count:  # Ctrl-C while this rank staged it: the others hear of it in `poll`
                 raise
             # It is raised on all ranks; Ctrl-C on one is RuntimeError on the others.
             wrong = isinstance(error, ValueError) or not isinstance(error, Exception)
-            right = world.minimum(torch.tensor([int(not wrong)]))
+            right = self.world.minimum(torch.tensor([int(not wrong)]))
             if not right or self.on_failure == "raise":
                 raise
             self._warn(begun.step, f"{error}")
@@ -112,7 +111,7 @@ class Background:
         reports = []
         for handle, begun in ended:
             try:
-                handle.result()  # has ended: says how, and that the user knows; no communication
+                handle.result()  # has ended: raises its error, or marks it as reported; no communication
                 reports.append(replace(begun, seconds=handle.durable_s, stall_seconds=handle.staged_s, durable=True))
             except RuntimeError as error:
                 reports.append(replace(begun, seconds=time.perf_counter() - handle.began, error=f"{error}"))

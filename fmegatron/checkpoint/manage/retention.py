@@ -18,7 +18,7 @@ class Keep:
     last: the n newest.  every: steps that k divides, for ever.  best: (metric, "min" or "max", n): the n best by
     `metadata["metrics"][metric]`; equals: the newer one.  newer_than_s: all that were saved within so many seconds.
 
-    Whatever the rules say, the newest step is kept, the newest good one (its manifest is readable, and its save did not
+    The newest step is always kept, the newest good one (its manifest is readable, and its save did not
     say that loss or gradient norm were not finite), and steps that are pinned, read, or being written.
 
     >>> Keep(last=2, every=1000, best=("heldout_loss", "min", 3))
@@ -65,7 +65,7 @@ def to_delete(
 ) -> list[int]:
     """The steps that no rule wants, rising. `protected` steps and the newest are never among them; `now` as `saved_at`.
 
-    A step whose time is not known, or lies in the future, counts as new; one without the metric, or with one that is
+    A step whose time is not known, or is in the future, counts as new; one without the metric, or with one that is
     not finite, is not among the best.
 
     >>> to_delete([Saved(step) for step in (100, 200, 250, 300, 350)], Keep(last=2, every=200))
@@ -99,7 +99,9 @@ def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] |
         return metadata or {}
     check_words(metadata, None)
     if "metrics" in (metadata or {}):
-        raise ValueError('Manager.save: got metrics= and metadata["metrics"]; pass them in one place')
+        raise ValueError(
+            'Manager.save: got metrics= and metadata["metrics"], wanted one of them; pass them in one place'
+        )
     if not isinstance(metrics, Mapping):
         raise ValueError(f"metrics: got {metrics!r:.60}, wanted a dict of numbers; pass {{'heldout_loss': 1.7}}")
     values = {}

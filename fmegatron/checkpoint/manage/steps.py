@@ -25,7 +25,7 @@ _LOOKS = 20  # at a directory in which steps come and go
 
 @dataclass(frozen=True)
 class Facts:
-    """What the manifest of a complete step says. problem: why it cannot be told, or None.
+    """Facts from the manifest of a complete step. problem: why they cannot be read, or None.
 
     finite: of loss and gradient norm of the step, None if the run did not say.
     """
@@ -36,7 +36,7 @@ class Facts:
 
     @property
     def good(self) -> bool:
-        """Whether a run can go on from here, as far as the manifest tells."""
+        """Whether a run can go on from here, as far as the manifest shows."""
         return self.problem is None and self.finite is not False
 
 
@@ -55,7 +55,7 @@ class Steps:
 
     def name(self, step: int) -> str:
         """Name of a step in the directory."""
-        return f"step_{step:08d}"
+        return leases.step_name(step)
 
     def place(self, step: int) -> Store:
         """Where a step is, or will be."""
@@ -90,12 +90,12 @@ class Steps:
 
     def _steps(self, names: Collection[str], above: int) -> list[int]:
         matches = (leases.STEP.fullmatch(name) for name in names)
-        # step_000000007, made by somebody else, is not the name of step 7
+        # step_000000007, made by another program, is not the name of step 7
         steps = (int(m[1]) for m in matches if m and m[0] == self.name(int(m[1])))
         return sorted(step for step in steps if step > above)
 
     def facts(self, step: int) -> Facts:
-        """What the manifest of a complete step says; read once, and again when the step was saved again."""
+        """Facts from the manifest of a complete step; read once, and again when the step was saved again."""
         stamp = self._marker(step)
         if (known := self._facts.get(step)) is None or known[0] != stamp:
             try:
@@ -159,11 +159,11 @@ class Steps:
         return written_below(self.place(step).path) if self.renames else lambda: None
 
     def why_held(self, step: int) -> str | None:
-        """Why a complete step must stay: it is pinned, or somebody reads it now. (`withdraw` looks again.)"""
+        """Why a complete step must stay: it is pinned, or being read now. (`withdraw` looks again.)"""
         return leases.why_held(self.notes, self.name(step), self.watch)
 
     def withdraw(self, step: int) -> Callable[[threading.Event], None] | str:
-        """Take a step away, in one step, unless somebody reads it or it is pinned: then why not.
+        """Take a step away, in one step, unless it is being read or pinned: then why not.
 
         Otherwise returns what then removes its files, until the event is set. Raises OSError.
         """
@@ -183,7 +183,7 @@ class Steps:
     def set_aside(self, step: int, wait_s: float = 0.0) -> str:
         """Take a complete step from the list, in one step, and keep its files; returns where they are.
 
-        wait_s: for those who read it. Raises ValueError when somebody still does, OSError.
+        wait_s: for its readers. Raises ValueError when one remains, OSError.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -194,7 +194,8 @@ class Steps:
                         leases.move_pin(self.notes, self.name(step), at[-12:])
                     return at
             if time.monotonic() >= end:
-                raise ValueError(f"{self.place(step).text}: cannot be set aside: {held}; wait until that has ended")
+                text = f"got a step that is in use ({held}), wanted one to set aside; wait until that has ended"
+                raise ValueError(f"{self.place(step).text}: {text}")
             time.sleep(min(1.0, max(end - time.monotonic(), 0.01)))
 
     def clean(self, busy: Collection[str] = ()) -> None:

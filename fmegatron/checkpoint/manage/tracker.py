@@ -35,7 +35,7 @@ def write_latest(notes: Notes | KeyNotes, latest: Latest) -> None:
 
 
 def read_latest(directory: str | os.PathLike | Store | Notes | KeyNotes) -> Latest | None:
-    """What the tracker of a directory says; None if there is none, or none that makes sense. Raises OSError."""
+    """The content of a directory's tracker; None if there is none, or none that makes sense. Raises OSError."""
     notes = directory if isinstance(directory, Notes | KeyNotes) else open_store(directory).notes()
     try:
         value = json.loads(notes.read(LATEST, most=4096) or b"null")

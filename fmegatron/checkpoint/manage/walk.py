@@ -1,7 +1,7 @@
 """Restore of the newest step that is intact on all ranks; damaged steps are reported and skipped.
 
-Rank 0 says which step is tried, so that ranks whose view of the directory is late do the same as the others; while it
-is tried, rank 0 holds a lease on it, so that nobody deletes it.
+Rank 0 chooses which step is tried, so that ranks whose view of the directory is late do the same as the others; during
+the attempt rank 0 holds a lease on it, so that no process deletes it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.calls.arguments import check_world, flat_layouts
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.arguments import flat_layouts
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.manage.line import Choice, in_order, newest_first, not_complete
@@ -26,7 +26,7 @@ from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.read import rank_of, restore_save
 
 _LOOKS = 3  # how often the directory is listed again because steps were deleted before they could be read
-_GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # what one rank says of an attempt; the gravest decides
+_GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # the result of an attempt on one rank; the gravest decides
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,11 @@ class Search:
 
     both: tuple[Steps, Steps]
     target_layouts: Any
-    world: Ranks | None
+    world: Ranks
     rank: int | None
     options: dict[str, Any]
     progress: bool | None = None
     prefer_finite: bool = True
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self.world or Alone()
 
     def newest(self) -> Found:
         """The newest good step. Raises CheckpointError when there is none, ValueError when a good one does not fit."""
@@ -128,8 +124,8 @@ class Search:
         return self.both[temporary].place(step).text
 
     def _others(self) -> str:
-        """What lies there instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""
-        ranks, what = self._ranks, f"looking for checkpoints in {self.both[0].store.text}"
+        """What the directory holds instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""
+        ranks, what = self.world, f"looking for checkpoints in {self.both[0].store.text}"
         text = together(ranks, what, lambda: others(self.both) if ranks.rank == 0 else None)
         return ranks.broadcast_text(text or "")
 
@@ -137,8 +133,7 @@ class Search:
         self, choose: Callable[[], tuple[int, bool, str | None] | None], held: ExitStack
     ) -> tuple[int, bool, str | None] | None:
         """What rank 0 chooses, on all ranks; rank 0 holds a lease on it until `held` is left."""
-        check_world(self.world)
-        ranks = self._ranks
+        ranks = self.world
 
         def work():
             rank_of(self.target_layouts, self.world, self.rank)
@@ -155,14 +150,14 @@ class Search:
         """Rank 0 warns; where warnings are errors, that ends all ranks."""
 
         def work():
-            if self._ranks.rank == 0:
+            if self.world.rank == 0:
                 warnings.warn(text, RuntimeWarning, stacklevel=7)  # at who called the Manager
 
-        together(self._ranks, f"restoring from {self.both[0].store.text}", work)
+        together(self.world, f"restoring from {self.both[0].store.text}", work)
 
     def _attempt(self, step: int, temporary: bool) -> tuple[Found | None, CheckpointError | None]:
         """The step, or, on all ranks, what is damaged. Any other error of any rank is raised on all of them."""
-        ranks, place, kind, error, state = self._ranks, self.both[temporary].place(step), _GOOD, None, None
+        ranks, place, kind, error, state = self.world, self.both[temporary].place(step), _GOOD, None, None
         size = local_bytes(self.target_layouts, rank_of(self.target_layouts, self.world, self.rank))
         bar = self.progress if ranks.rank == 0 else False
         try:

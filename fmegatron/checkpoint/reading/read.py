@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.calls.arguments import check_device, check_world, flat_layouts
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.arguments import check_device, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.storage import Store, holding, open_store
@@ -67,7 +67,8 @@ def restore(
 
     read: "own": every rank reads all that it needs.  "once": ranks that hold the same shard read a part of it each and
     exchange the parts through `world`; with one replica nothing is exchanged.  cast: convert to the target's dtype
-    where it differs.  device: where the tensors go (default: CPU).  verify: check the digests.
+    where it differs.  device: where the tensors go (default: that of the world, the CPU
+    without one).  verify: check the digests.
 
     All ranks return what one save holds. When the checkpoint is saved again meanwhile, or ranks see different saves,
     they read again; if that does not help they raise RuntimeError, which names the path and what differs.
@@ -94,20 +95,23 @@ def restore_save(
     **options: Any,
 ) -> tuple[Any, Manifest]:
     """`restore`, and the manifest of the one save that it read on all ranks; options: rules, prefix, initial, ..."""
-    check_world(world)
-    ranks, what = world or Alone(), f"restoring the checkpoint {getattr(path, 'text', path)}"
+    ranks, what = ranks_of(world), f"restoring the checkpoint {getattr(path, 'text', path)}"
     once = read == "once" and ranks.size > 1
 
     def check() -> None:
         if read not in ("own", "once"):
             raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
         check_device(device)
-        rank_of(target_layouts, world, rank)
-        if read == "once" and world is None and any(layout.mesh.size > 1 for layout in flat_layouts(target_layouts)[1]):
+        rank_of(target_layouts, ranks, rank)
+        if (
+            read == "once"
+            and ranks.size == 1
+            and any(layout.mesh.size > 1 for layout in flat_layouts(target_layouts)[1])
+        ):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
 
     def work(snapshot: Snapshot) -> tuple[Started, Any]:
-        me = rank_of(target_layouts, world, rank)
+        me = rank_of(target_layouts, ranks, rank)
         started = start_reading(snapshot, target_layouts, me, strict, once=once, **options)
         return started, None if once else finish_reading(started, ranks, device)
 
@@ -183,26 +187,26 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
     request, tensors = started.request, started.tensors
     for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
         if x is not None:
-            tensors[i] = x.to(device or "cpu")
+            tensors[i] = x.to(device or world.device)
     state = unflatten_some(request.spec, tensors, request.left_out)
     return (state, request.difference.missing, request.difference.unexpected) if started.mode.returns else state
 
 
-def rank_of(target_layouts: Any, world: Ranks | None, rank: int | None) -> int:
+def rank_of(target_layouts: Any, ranks: Ranks, rank: int | None) -> int:
     """The rank whose tensors are asked for. Raises ValueError when world, rank and meshes do not go together."""
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
         raise ValueError(f"rank: got {rank!r:.60} ({type(rank).__name__}), wanted the number of a rank, e.g. 0")
     for mesh in {layout.mesh for layout in flat_layouts(target_layouts)[1]}:
-        if world is not None and mesh.size != world.size:
+        if ranks.size > 1 and mesh.size != ranks.size:
             raise ValueError(
-                f"restore: got target layouts on {mesh} ({mesh.size} ranks), but {world.size} restore together;"
-                f" make the layouts with a mesh of {world.size}"
+                f"restore: got target layouts on {mesh} ({mesh.size} ranks), but {ranks.size} restore together;"
+                f" make the layouts with a mesh of {ranks.size}"
             )
-        if world is None and rank is None and mesh.size > 1:
+        if ranks.size == 1 and rank is None and mesh.size > 1:
             raise ValueError(f"restore: got no rank, wanted one of the {mesh.size} of {mesh}; pass world= or rank=")
-    if world is not None and rank is not None and rank != world.rank:
-        raise ValueError(f"restore: got rank {rank} and a world in which this is rank {world.rank}; pass one of them")
-    return world.rank if world is not None else rank or 0
+    if ranks.size > 1 and rank not in (None, ranks.rank):
+        raise ValueError(f"restore: got rank {rank} and a world in which this is rank {ranks.rank}; pass one of them")
+    return ranks.rank if rank is None else rank
 
 
 def _current(initial: Any, target_layouts: Any, rank: int) -> list[torch.Tensor] | None:

@@ -238,3 +238,18 @@ def _flat_units(block: tuple[tuple[int, ...], ...], step: int) -> tuple[int, ...
             return None
         units[d] = 1
     return None
+
+
+def split_chunk(shape: tuple[int, ...], itemsize: int, most: int) -> tuple[int, ...]:
+    """A chunk shape itself, or a smaller one, in even parts, of at most `most` bytes (or one element).
+
+    >>> split_chunk((7, 10), 4, 280), split_chunk((7, 10), 4, 150), split_chunk((7, 10), 4, 20)
+    ((7, 10), (3, 10), (1, 5))
+    """
+    parts = list(shape)
+    for d in range(len(parts)):
+        inner = math.prod(parts) // max(parts[d], 1) * itemsize
+        if inner * parts[d] <= most:
+            break
+        parts[d] = -(-parts[d] // -(-parts[d] // max(1, most // inner)))
+    return tuple(parts)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.calls.arguments import check_words, check_world, flat_layouts
-from fmegatron.checkpoint.calls.ranks import Alone, Ranks, together
+from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import array_name, piece_name
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
 from fmegatron.checkpoint.files.storage import Store, open_store
@@ -59,8 +59,7 @@ def save(
     ...     os.listdir(folder)
     ['first']
     """
-    check_world(world)
-    world = world or Alone()
+    world = ranks_of(world)
     lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
 
     def prepare():

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
-from fmegatron.step.check.combine import pending_after, strongest
-from fmegatron.step.check.excess import excess_after
-from fmegatron.step.check.scope import Scope, op_name, suspected
+from fmegatron.step.check.context import Scope, op_name, suspected
+from fmegatron.step.check.dims import UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
+from fmegatron.step.check.marks import excess_after, pending_after, strongest
 from fmegatron.step.check.values import (
     NOTHING,
     Excess,
@@ -78,7 +77,7 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
 
 
 def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Mark | None:
-    """The mark of the result over one axis; None where its dims say all."""
+    """The mark of the result over one axis; None where its dims are enough."""
     given = [v.marks.get(axis) for v in values]
     mark = strongest(scope, node, values, axis, kind == "sum")
     if mark is not None:
@@ -145,7 +144,7 @@ def _first(node: Node, kind: str, values: Sequence[Value], axis: str) -> Mark:
 
 
 def _folds(scope, node, kind, values, dims) -> tuple[list[Dim], dict[str, Mark]]:
-    """Dims that are to be reduced: what an op may do to one rank's parts that lie side by side."""
+    """Dims that are to be reduced: what an op may do to one rank's parts that are side by side."""
     spoiled = {}
     for fold in {fold for dim in dims for fold in folds_of(dim)}:
         have = [any(fold in folds_of(dim) for dim in v.dims) for v in values]
@@ -174,7 +173,7 @@ def _is_zero(node: Node, kind: str, values: Sequence[Value]) -> bool:
 
 
 def _as_large(value: Value, out: Value) -> bool:
-    """Whether no dim of it is broadcast (where one is, the shard may lie on that dim) nor constant along itself."""
+    """Whether no dim of it is broadcast (where one is, the shard may be on that dim) nor constant along itself."""
     if [size_of(d) for d in value.dims] != [size_of(d) for d in out.dims]:
         return False
     return not any(atom.axes is UNIFORM for dim in value.dims for atom in dim)
@@ -216,7 +215,7 @@ def contraction(scope: Scope, node: Node, a: Value, b: Value, batch: int) -> Val
 
 
 def _of_known(out: Value, kept: Mapping[str, Excess]) -> Mapping[str, Excess]:
-    """An excess says something of what is known up to it."""
+    """An excess only holds for what is known up to it."""
     return {a: e for a, e in kept.items() if not out.is_(a, Wrong, Unknown, Suspect)}
 
 

@@ -1,21 +1,35 @@
-"""Rules for the collectives, and for `declare`, the one statement that is taken without proof.
+"""The rule for all collectives, from the types that their entries state: partial, sharded, replicated.
+
+A `declare` has no type before: it is the one statement that is taken without proof.
 
 Proofs: a collective over an axis that shards another dim, a pending maximum that is summed, a sum of a pending sum of
-another kind. A sum of replicas is n times too large until it is divided by n (`excess.py`). Open: a sum of what depends
+another kind. A sum of replicas is n times too large until it is divided by n (`marks.py`). Open: a sum of what depends
 on the rank's index without a `declare`. Parts that are brought together although they are terms of a sum (all_gather
 of a pending sum, psum of shards) mean something once they are reduced along the dim (`atoms.Fold`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
-from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from fmegatron.collectives import (
+    FLAT,
+    Partial,
+    Permuted,
+    Place,
+    RankIndex,
+    Replicated,
+    Sharded,
+    collective_of,
+)
 from fmegatron.layout import Mesh
-from fmegatron.step.check.atoms import (
+from fmegatron.step.check.context import Scope, op_name, suspected
+from fmegatron.step.check.dims import (
     UNIFORM,
     Atom,
     Dim,
@@ -23,13 +37,14 @@ from fmegatron.step.check.atoms import (
     canonical,
     cut,
     folds_of,
+    interleaved,
     over,
     plain,
     size_of,
     stripped,
 )
-from fmegatron.step.check.excess import raised
-from fmegatron.step.check.scope import Rule, Rules, Scope, op_name, suspected
+from fmegatron.step.check.marks import raised
+from fmegatron.step.check.movement import reshaped
 from fmegatron.step.check.values import (
     First,
     Mark,
@@ -57,26 +72,40 @@ def _left(mark: Mark | None) -> Mark | None:
 _DECLARE = 'declare(x, axis, forward="partial") says that its terms make up a sum; declare it where it is made'
 
 
-def over_axes(rule: Callable) -> Rule:
-    """A rule(scope, node, name, x, axes, other arguments) for the axes of size > 1; without any, a collective is the
-    identity."""
-
-    def collective(scope: Scope, node: Node, given: dict) -> Value:
-        axes = tuple(a for a in given["axes"] if scope.mesh[a] > 1)
-        return rule(scope, node, op_name(node), given["x"], axes, given) if axes else given["x"]
-
-    return collective
+def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """What a collective leaves of each tensor of its list."""
+    collective, axes, xs = collective_of(node.target), tuple(given["axes"]), given["xs"]
+    own = collective.each(node.args[3:], len(xs))
+    return [_after(scope, node, x, axes, *collective.type(*mine)) for x, mine in zip(xs, own, strict=True)]
 
 
-def axis_index(scope: Scope, node: Node, given: dict) -> Value:
-    """This rank's position: it differs between the ranks of these axes, in a way that indexing knows."""
-    axes = tuple(a for a in given["axes"] if scope.mesh[a] > 1)
-    return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
+def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any) -> Value:
+    match before, after:
+        case Partial(kind), Replicated():
+            return _zeros(_reduced(scope, node, x, axes, kind))
+        case Partial(kind), Sharded(place):
+            return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
+        case Sharded(place), Replicated():
+            return _gathered(scope, node, x, axes, place)
+        case Sharded(Place((concat_dim,))), Sharded(Place((split_dim,))):
+            return _exchanged(scope, node, x, axes, split_dim, concat_dim)
+        case None, RankIndex():
+            return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
+        case None, Permuted():
+            return _permuted(x, axes)
+        case None, stated:
+            return _declared(scope, node, x, axes, stated)
+    raise ValueError(f"{op_name(node)}: type: got {before} -> {after}, wanted one that the check has a rule for")
 
 
-def reduced(scope: Scope, node: Node, name: str, x: Value, axes: tuple[str, ...], given: dict) -> Value:
-    """What a reduction over these axes leaves. A reduce_scatter takes its part, too."""
-    wanted = "max" if name == "pmax" else "sum"
+def _zeros(x: Value) -> Value:
+    """Of zeros a sum and a part are zeros, whatever the axes."""
+    return filled([size_of(dim) for dim in x.dims], 0) if x.constant == 0 else x
+
+
+def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: str, scatters: bool = False) -> Value:
+    """What a reduction over these axes leaves. scatters: of it each rank takes a part then."""
+    name = op_name(node)
     marks: dict[str, Mark | None] = {}
     replicas, folds = [], []
     for axis in axes:
@@ -92,7 +121,7 @@ def reduced(scope: Scope, node: Node, name: str, x: Value, axes: tuple[str, ...]
                 marks[axis] = scope.unknown(node, why)
             elif wanted == "sum" and not (x.equal_terms or x.portion.get(axis) == "exact"):
                 replicas.append(axis)
-        elif mark is None and name in ("psum", "pmax", "psum_many"):
+        elif mark is None and not scatters:
             folds.append(axis)
         elif isinstance(mark, (Varying, Somewhere)) or (isinstance(mark, Pending) and wanted == "max"
                                                          and mark.kind == "logsumexp"):  # fmt: skip
@@ -110,9 +139,7 @@ def reduced(scope: Scope, node: Node, name: str, x: Value, axes: tuple[str, ...]
         what = f"{name} of a value that is already replicated: {scope.mesh[axis]} times too large"
         maybe = x.portion.get(axis) == "maybe"
         out = raised(out, [axis], 1, node, what, sure=not maybe, loose=maybe)
-    if name == "reduce_scatter":
-        out = _scattered(out, given["dim"], axes, scope.mesh.extent(axes), node)
-    return filled([size_of(dim) for dim in out.dims], 0) if x.constant == 0 else out
+    return replace(out, constant=0) if x.constant == 0 else out
 
 
 def _folded(x: Value, axes: list[str], kind: str, node: Node) -> Value:
@@ -127,64 +154,118 @@ def _folded(x: Value, axes: list[str], kind: str, node: Node) -> Value:
     return replace(replace(x, dims=tuple(dims)).without(axes), data=False)
 
 
-def _scattered(x: Value, dim: int, axes: tuple[str, ...], n: int, node: Node) -> Value:
-    """What is left when each rank keeps its part of a dim."""
-    dims, atoms = list(x.dims), x.dims[dim]
+def _on(names: tuple[str, ...], place: Place, dim: int) -> tuple[str, ...]:
+    return tuple(names[j] for j in place.axes_on(dim))
+
+
+def _starts(parts: Iterable[int]) -> frozenset[int]:
+    return frozenset(itertools.accumulate(tuple(parts)[:-1]))
+
+
+def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
+    """What is left when each rank keeps the part of a place."""
+    for dim in range(len(x.dims)):
+        names = _on(axes, place, dim)
+        if names:
+            x = _dim_cut(scope, node, x, dim, names, place.parts if dim == place.interleaved else ())
+    if not place.block:
+        return x
+    x = reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
+    flat = _on(axes, place, FLAT)
+    return _dim_cut(scope, node, x, 0, flat, ()) if flat else x
+
+
+def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...]) -> Value:
+    atoms, n = x.dims[dim], scope.mesh.extent(axes)
     folds = folds_of(atoms)
     for fold in folds:
         what = f"takes parts of what {op_name(fold.node)} brought together"
         x = x.marked({fold.axis: suspected(node, what, "reduce it along the dim first")})
-    whole = tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms)
+    whole = canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms))
     dims = list(x.dims)
-    dims[dim] = plain(size_of(atoms) // n) if folds else cut(canonical(whole), axes, n)
+    if folds:
+        dims[dim] = plain(size_of(atoms) // n)
+    elif parts and len(whole) == 1 and whole[0].plain:
+        dims[dim] = (Atom(whole[0].size // n, whole[0].axes + axes, _starts(parts)),)
+    else:
+        dims[dim] = cut(whole, axes, n)
     return x.with_dims(dims)
 
 
-def _gathered(scope, node, name, x: Value, axes, given) -> Value:
-    dim, n = given["dim"], scope.mesh.extent(axes)
-    atoms = x.dims[dim]
+def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
+    """A value in full over the axes. Where the place describes what a dim consists of, they must shard just that."""
+    if place.block:
+        x = _dim_gathered(scope, node, x, 0, _on(axes, place, FLAT), None, False, "the flattened block")
+        x = reshaped(scope, node, x, place.block)
+    for dim in range(len(x.dims)):
+        names, here = _on(axes, place, dim), dim == place.interleaved
+        if names:
+            parts = place.parts if here else ()
+            x = _dim_gathered(scope, node, x, dim, names, parts, here and not parts, f"dim {dim}")
+    return x
+
+
+def _dim_gathered(
+    scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...] | None, loose: bool,
+    what: str,
+) -> Value:  # fmt: skip
+    """parts: sizes in the shard, () for none, None where that does not matter. loose: whatever the ranks have is put
+    side by side."""
+    if not axes:
+        return x
+    atoms, n = interleaved(x.dims[dim]), scope.mesh.extent(axes)
     first = atoms[0] if atoms else Atom(1, ())
+    own = first.axes or ()
+    left, minor = tuple(a for a in own if a not in axes), own[len(own) - len(axes) :] == axes
+    constant = constant_along(atoms)
     marks: dict[str, Mark | None] = {}
-    terms = []
+    terms: dict[str, Fold] = {}
     for axis in axes:
-        mark, held = x.marks.get(axis), axis in over(atoms)
+        mark = x.marks.get(axis)
         marks[axis] = _left(mark)
-        if isinstance(mark, _OPEN) or held or (mark is None and constant_along(atoms)):
+        if isinstance(mark, _OPEN) or (mark is None and (constant or axis in (over(atoms) if loose else own))):
             continue
         if isinstance(mark, Varying) or (isinstance(mark, Somewhere) and mark.or_sum):
             fix = 'declare(x, axis, forward=("sharded", dim)) says that its parts are shards'
             marks[axis] = scope.unknown(node, "all_gather of a value that depends on the rank's index", fix)
-        elif isinstance(mark, Pending) and mark.kind in ("sum", "max", "min"):
-            terms.append(Fold(mark.kind, axis, node))
-        elif mark is None and not x.shards(axis):
-            terms.append(Fold("copies", axis, node))
-        elif isinstance(mark, Pending):
+        elif loose and isinstance(mark, Pending) and mark.kind in ("sum", "max", "min"):
+            terms[axis] = Fold(mark.kind, axis, node)
+        elif loose and mark is None and not x.shards(axis):
+            terms[axis] = Fold("copies", axis, node)
+        elif loose and isinstance(mark, Pending):
             marks[axis] = scope.unknown(node, f"all_gather of a pending {mark.kind}")
-        elif mark is None:
-            marks[axis] = Wrong(node, f"all_gather of dim {dim} of a value that is {x.state(axis)}",
-                       "remove it, or gather the axis that shards the dim")  # fmt: skip
-    own = first.axes or ()
-    left = tuple(a for a in own if a not in axes)
-    if set(axes) <= set(own) and own[len(own) - len(axes) :] != axes and first.plain:
-        wrong = Wrong(node, f"all_gather over {'+'.join(axes)} of a dim that is sharded over {'+'.join(own)}",
+        elif mark is None or isinstance(mark, Pending):
+            text, birth = f"all_gather of {what} of a value that is {x.state(axis)}", mark.birth if mark else None
+            marks[axis] = Wrong(node, text, "remove it, or gather the axis that shards it, on its dim", birth)
+    known = not (any(marks.values()) or terms or constant)
+    if known and not minor and (first.plain and set(axes) <= set(own) or not loose):
+        wrong = Wrong(node, f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
                    "gather the minor axes first, or all in their order")  # fmt: skip
-        marks |= dict.fromkeys(axes, wrong)
-    if not terms and constant_along(atoms):  # the same everywhere: of the parts of a dim, too
+        marks = dict.fromkeys(axes, wrong)
+    starts = _starts(parts or ())
+    if known and not loose and parts is not None and (not starts <= first.cuts or (first.cuts and not starts)):
+        wrong = Wrong(node, f"all_gather of {what} in parts that begin at {sorted(starts) or 0}, those of the "
+                   f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
+        marks = dict.fromkeys(axes, wrong)
+    if terms:
+        after: Dim = (*_beside(scope.mesh, axes, terms), *stripped(atoms, axes))
+    elif constant:  # the same everywhere: of the parts of a dim, too
         after = (Atom(size_of(atoms) * n, UNIFORM),)
-    elif terms:
-        after = (*_beside(scope.mesh, axes, {fold.axis: fold for fold in terms}), *stripped(atoms, axes))
+    elif any(marks.values()) and not loose:
+        after = plain(size_of(atoms) * n)
     elif first.inner and not left:
         after = first.inner
-    elif first.inner and own == left + axes:
-        after = (Atom(first.size * n, left, frozenset(), first.inner),)
+    elif minor and (first.inner or (first.cuts and not loose)):
+        cuts = frozenset(c * n for c in first.cuts) if left else frozenset()
+        after = (Atom(first.size * n, left, cuts, first.inner), *atoms[1:])
     elif first.plain and not first.cuts and set(axes) <= set(own):
         after = (*_filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
     else:  # rank by rank
         after = (Atom(n, ()), *stripped(atoms, axes))
-    out = replace(x.marked(marks), constant=None)
+    out = x.marked(marks)
     dims = list(out.dims)
     dims[dim] = tuple(after)
-    return out.with_dims(dims)
+    return replace(out, constant=None if loose else out.constant).with_dims(dims)
 
 
 def constant_along(atoms: Dim) -> bool:
@@ -209,10 +290,10 @@ def _filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size
     return (*out, Atom(size, before))
 
 
-def exchanged(scope: Scope, node: Node, name: str, x: Value, axes: tuple[str, ...], given: dict) -> Value:
-    """all_to_all over `axes`: one dim is gathered, another cut. Of a pending sum the parts of all ranks lie beside each
+def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Value:
+    """all_to_all over `axes`: one dim is gathered, another cut. Of a pending sum the parts of all ranks are beside each
     other then, to be summed."""
-    split_dim, concat_dim, n = given["split_dim"], given["concat_dim"], scope.mesh.extent(axes)
+    n = scope.mesh.extent(axes)
     marks: dict[str, Mark | None] = {}
     terms: dict[str, Fold] = {}
     for axis in axes:
@@ -233,7 +314,7 @@ def exchanged(scope: Scope, node: Node, name: str, x: Value, axes: tuple[str, ..
         dims[concat_dim] = (*_beside(scope.mesh, axes, terms), *x.dims[concat_dim])
     else:
         dims[concat_dim] = canonical(_whole_again(x.dims[concat_dim], axes, n))
-    out = _scattered(whole.with_dims(dims), split_dim, axes, n, node)
+    out = _dim_cut(scope, node, whole.with_dims(dims), split_dim, axes, ())
     marks = {axis: mark for axis, mark in marks.items() if mark is not None}
     return out.marked(marks)
 
@@ -248,8 +329,8 @@ def _whole_again(atoms, axes, n):
     return (Atom(first.size * n, left, frozenset(), inner), *atoms[1:])
 
 
-def _permuted(scope, node, name, x: Value, axes, given) -> Value:
-    # What is sharded lies elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms.
+def _permuted(x: Value, axes: tuple[str, ...]) -> Value:
+    # What is sharded is elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms.
     moved = [a for a in axes if x.shards(a) or x.is_(a, Somewhere)]
     open_ = {a: _left(x.marks[a]) for a in axes if x.is_(a, Unknown)}
     out = x.marked(open_).marked(dict.fromkeys(moved, Varying()))
@@ -261,8 +342,8 @@ def _is_more(mark: Mark) -> bool:
     return isinstance(mark, (Wrong, Suspect)) or (isinstance(mark, Unknown) and mark.factor)
 
 
-def _declared(scope, node, name, x: Value, axes, given) -> Value:
-    kind, dim = given["kind"], given["dim"]
+def _declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: Any) -> Value:
+    kind = type(stated).__name__.lower()
     out = x
     for axis in axes:
         if (
@@ -279,22 +360,11 @@ def _declared(scope, node, name, x: Value, axes, given) -> Value:
         return x.without(believed)
     if kind == "partial":
         return out.marked({a: Pending("sum", node) for a in believed if not x.pending(a, "sum")})
-    if kind == "sharded" and believed:
+    if believed:
+        (dim,) = stated.place.dims
         out = out.without(believed)
         dims, atoms = list(out.dims), out.dims[dim]
         before = (atoms[0].axes or ()) if atoms else ()
         dims[dim] = canonical((Atom(size_of(atoms), before + believed),))
         out = out.with_dims(dims)
     return out
-
-
-RULES: Rules = MappingProxyType(
-    dict.fromkeys(("psum", "pmax", "reduce_scatter"), over_axes(reduced))
-    | {
-        "all_gather": over_axes(_gathered),
-        "all_to_all": over_axes(exchanged),
-        "ppermute": over_axes(_permuted),
-        "declare": over_axes(_declared),
-        "axis_index": axis_index,
-    }
-)

@@ -2,7 +2,7 @@
 
 Proofs: a part of a pending sum that is taken by the rank's index. Proofs unless something corrects them: a sharded dim
 that is indexed by what every rank has (each takes another row). Open: a rank's own rows by indices of its own, and rows
-that are put where positions of its own part say.
+that are put where positions of its own part state.
 """
 
 from __future__ import annotations
@@ -15,21 +15,11 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.step.check.arithmetic import elementwise
-from fmegatron.step.check.atoms import Atom, Dim, canonical, met, over, plain, size_of
-from fmegatron.step.check.combine import strongest
+from fmegatron.step.check.context import Rules, Scope, op_name, shape_of, suspected
+from fmegatron.step.check.dims import Atom, Dim, canonical, met, over, plain, size_of
+from fmegatron.step.check.marks import strongest
 from fmegatron.step.check.reductions import along, reduction
-from fmegatron.step.check.scope import Rules, Scope, op_name, shape_of, suspected
-from fmegatron.step.check.values import (
-    First,
-    Mark,
-    Pending,
-    Somewhere,
-    Value,
-    Varying,
-    Wrong,
-    number,
-    portions,
-)
+from fmegatron.step.check.values import First, Mark, Pending, Somewhere, Value, Varying, Wrong, number, portions
 
 Node = torch.fx.Node
 _OWN_ROWS = "indexes a rank's own part of a sharded dim by indices of its own"
@@ -176,7 +166,7 @@ def gather(scope: Scope, node: Node, given: dict) -> Value:
     x, at, dim = given["self"], given["index"], given["dim"] % max(1, len(given["self"].dims))
     if not x.dims:
         return x
-    rows = [_places(v, dim) for v in (x, at)]
+    rows = [_rows_of(v, dim) for v in (x, at)]
     marks: dict[str, Mark] = {}
     if all(size_of(a) == size_of(b) for a, b in zip(rows[0].dims, rows[1].dims, strict=True)):
         along_rows = elementwise(scope, node, "function", rows)
@@ -190,8 +180,8 @@ def gather(scope: Scope, node: Node, given: dict) -> Value:
     return out.marked({axis: mark for axis, mark in marks.items() if axis not in out.marks})
 
 
-def _places(x: Value, dim: int) -> Value:
-    """Where the rows of a value lie, whatever is in them."""
+def _rows_of(x: Value, dim: int) -> Value:
+    """Where the rows of a value are, whatever is in them."""
     unclear = {axis: mark for axis, mark in x.marks.items() if not isinstance(mark, (Pending, First))}
     return Value(tuple(() if d == dim else atoms for d, atoms in enumerate(x.dims)), unclear)
 

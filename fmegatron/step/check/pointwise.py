@@ -1,7 +1,7 @@
 """Rules for ops on single elements: which of them a pending sum or maximum may pass.
 
-What an op does to a pending value is said by its kind (`combine.py`): a sum passes what is linear, a maximum what rises
-or falls. Taken for exact, not proven: casts of a pending sum between dtypes (counts in floats are whole numbers), and
+What an op does to a pending value is given by its kind (`marks.py`): a sum passes what is linear, a maximum what rises
+or falls. Taken for exact, not proven: casts of a pending sum between dtypes (counts in floats are integers), and
 that a sum over the ranks is finite where its terms are.
 """
 
@@ -16,15 +16,23 @@ from typing import Any
 import torch
 
 from fmegatron.step.check.arithmetic import elementwise
-from fmegatron.step.check.atoms import Atom, canonical, folds_of, plain, size_of
-from fmegatron.step.check.combine import FLIPPED
-from fmegatron.step.check.excess import scaled
-from fmegatron.step.check.scope import GO_ON, Rules, Scope, as_value, op_name
-from fmegatron.step.check.shapes import expanded
-from fmegatron.step.check.values import First, Pending, Value, filled, number
+from fmegatron.step.check.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
+from fmegatron.step.check.dims import Atom, canonical, folds_of, plain, size_of
+from fmegatron.step.check.marks import FLIPPED, scaled
+from fmegatron.step.check.movement import expanded
+from fmegatron.step.check.values import First, Pending, Value, counted, filled, number
 from fmegatron.step.torch_private import outside_of_tracing
 
 Node = torch.fx.Node
+_KEEPS_WHOLE = frozenset(
+    "add sub rsub mul sum neg abs clone detach alias view _unsafe_view reshape expand unsqueeze squeeze permute"
+    " transpose t _to_copy slice select index_select cumsum maximum minimum amax amin psum where ones zeros full"
+    " ones_like zeros_like scalar_tensor scatter_add index_add".split()
+)
+_RISING = (
+    "exp exp2 expm1 log log2 log10 log1p relu relu6 sigmoid tanh erf floor ceil round trunc atan asinh asin sinh"
+    " softplus hardtanh hardsigmoid elu leaky_relu logit fix"
+)
 
 
 def same(scope: Scope, node: Node, given: dict) -> Value:
@@ -55,7 +63,7 @@ def _flipped(atom: Atom) -> Atom:
 
 
 def cast(scope: Scope, node: Node, given: dict) -> Value:
-    """A cast between floats is taken for exact (fp8 too). One of a pending sum to whole numbers is exact for whole
+    """A cast between floats is taken for exact (fp8 too). One of a pending sum to integers is exact for whole
     numbers, and open for others; one to truth values is a comparison."""
     x, before, after = given["self"], node.args[0].meta["val"].dtype, node.meta["val"].dtype
     if x.settled or before == after or after.is_floating_point or after.is_complex:
@@ -70,7 +78,7 @@ def cast(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def _whole(node: Node) -> bool:
-    """Whether a float holds whole numbers, as it was made of truth values and of whole numbers by sums and products."""
+    """Whether a float holds integers, as it was made of truth values and of integers by sums and products."""
     todo, seen = [node], set()
     while todo:
         one = todo.pop()
@@ -108,7 +116,7 @@ def sums(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def positions(ramp: Value, index: Value) -> Value | None:
-    """arange(n) + n * axis_index, in any shape, is the arange of the whole array, sharded over the axis on the first
+    """arange(n) + n * axis_index, in any shape, is the arange of the full array, sharded over the axis on the first
     dim; None when it is not that."""
     count = math.prod([size_of(dim) for dim in ramp.dims])
     if not (ramp.ramp and index.index_of and ramp.dims and index.scale == count):
@@ -156,14 +164,11 @@ def quotient(scope: Scope, node: Node, given: dict) -> Value:
     return elementwise(scope, node, "quotient", [a, b])
 
 
-def where(scope: Scope, node: Node, given: dict) -> Value:
-    """where(condition, self, other)."""
-    return elementwise(scope, node, "select", [as_value(given[name]) for name in ("condition", "self", "other")])
-
-
-def masked_fill(scope: Scope, node: Node, given: dict) -> Value:
-    """masked_fill(self, mask, value)."""
-    return elementwise(scope, node, "select", [given["mask"], as_value(given["value"]), given["self"]])
+def selection(condition: str, then: str, otherwise: str) -> Rule:
+    """The rule of an op that takes elements of one argument where a condition holds, and else of another."""
+    return lambda scope, node, given: elementwise(
+        scope, node, "select", [as_value(given[name]) for name in (condition, then, otherwise)]
+    )
 
 
 def multiply_add(scope: Scope, node: Node, given: dict) -> Value:
@@ -213,7 +218,7 @@ def power(scope: Scope, node: Node, given: dict) -> Value:
 
 
 def logical(scope: Scope, node: Node, given: dict) -> Value:
-    """or, and, not: the maximum, the minimum, the opposite of truth values; of whole numbers functions of bits."""
+    """or, and, not: the maximum, the minimum, the opposite of truth values; of integers functions of bits."""
     op, operands = op_name(node), [as_value(v) for k, v in given.items() if k in ("self", "other")]
     kind = next((kind for word, kind in (("or", "max"), ("and", "min"), ("not", "falling")) if word in op), "function")
     if any(n.meta["val"].dtype != torch.bool for n in node.all_input_nodes) or "xor" in op:
@@ -299,15 +304,36 @@ def with_number(scope: Scope, node: Node, operands: Sequence[Value], out: Value)
     return replace(out, dims=filled(tuple(node.meta["val"].shape), 0).dims, constant=result.item())
 
 
-_KEEPS_WHOLE = frozenset(
-    "add sub rsub mul sum neg abs clone detach alias view _unsafe_view reshape expand unsqueeze squeeze permute"
-    " transpose t _to_copy slice select index_select cumsum maximum minimum amax amin psum where ones zeros full"
-    " ones_like zeros_like scalar_tensor scatter_add index_add".split()
-)
-_RISING = (
-    "exp exp2 expm1 log log2 log10 log1p relu relu6 sigmoid tanh erf floor ceil round trunc atan asinh asin sinh"
-    " softplus hardtanh hardsigmoid elu leaky_relu logit fix"
-)
+# ---- rules -----------------------------------------------------------------------------------------------------------
+def constant(scope: Scope, node: Node, given: dict) -> Value:
+    """zeros, ones_like, full, fill_ ...: one number everywhere; what memory of `empty` holds counts as equal.
+
+    The gradient of a loss that is n times too large begins as ones of the loss, and is as much too large.
+    """
+    name = op_name(node)
+    value = given.get("fill_value", given.get("value", given.get("s")))
+    value = 0 if "zero" in name else 1 if "ones" in name else value
+    out = filled(shape_of(node), value if isinstance(value, (int, float)) else None)
+    if not name.endswith("_like"):  # a number that the step writes may count what a rank has
+        out = replace(out, equal_terms=bool(out.constant))
+    if name != "ones_like" or out.dims:
+        return out
+    loss = given["self"]
+    never = {a: "never" for a in loss.having(Pending)}
+    return replace(out, excess=loss.excess, portion=never)
+
+
+def counter(scope: Scope, node: Node, given: dict) -> Value:
+    """arange, eye, linspace ...: the same numbers on all ranks."""
+    return counted(shape_of(node), given.get("start", 0) == 0 and given.get("step", 1) == 1 and "n" not in given)
+
+
+def philox(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """Numbers from a seed and an offset that are tensors: the same wherever these are -> (numbers, next offset)."""
+    source = elementwise(scope, node, "function", [given["seed"], given["offset"]])
+    return [source.with_dims(plain(n) for n in node.meta["val"][0].shape), source]
+
+
 RULES: Rules = MappingProxyType(
     dict.fromkeys("clone contiguous alias detach lift_fresh_copy conj positive barrier to_host from_host".split(), same)
     | dict.fromkeys(("_to_copy", "to"), cast)
@@ -327,8 +353,8 @@ RULES: Rules = MappingProxyType(
         "copy": copied,
         "mul": product,
         "div": quotient,
-        "where": where,
-        "masked_fill": masked_fill,
+        "where": selection("condition", "self", "other"),
+        "masked_fill": selection("mask", "value", "self"),
         "fma": multiply_add,
         "addcmul": add_product,
         "addcdiv": add_quotient,
@@ -347,4 +373,11 @@ RULES: Rules = MappingProxyType(
         "floor_divide": function,
         "view.dtype": same_bits,
     }
+    | dict.fromkeys(
+        "full zeros ones empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like zero"
+        " fill scalar_tensor empty_strided new_empty_strided".split(),
+        constant,
+    )
+    | dict.fromkeys("arange iota eye linspace tril_indices triu_indices".split(), counter)
+    | {"philox_rand": philox}
 )

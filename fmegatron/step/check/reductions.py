@@ -1,10 +1,10 @@
-"""Rules for ops along dims: those that remove one (sum, amax), and those that need all of it (softmax, sort).
+"""Rules for ops along dims: reductions, ops that need a full dim (softmax, sort), and products of matrices.
 
 A sum, maximum or minimum over a sharded dim is pending over its axes, and exact. A mean is a pending sum that is n
-times too large (`excess.py`). Proofs unless something corrects them before an output: variances, products and softmax
+times too large (`marks.py`). Proofs unless something corrects them before an output: variances, products and softmax
 of a part, a scan that starts anew on each rank (its last element, a sum, would forgive it). Open: order within a part
 (sort, topk, positions of a maximum, a flip, a roll), which a step may use for its own rows, and which a sum over all
-elements does not see.
+elements does not see. Findings of products are proofs (`contraction`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fmegatron.step.check.arithmetic import elementwise
-from fmegatron.step.check.atoms import UNIFORM, Dim, folds_of, over, plain, size_of, unfolded
-from fmegatron.step.check.excess import excess_after, raised
-from fmegatron.step.check.scope import Rules, Scope, op_name, suspected
+from fmegatron.step.check.arithmetic import contraction, elementwise
+from fmegatron.step.check.context import Rule, Rules, Scope, op_name, suspected
+from fmegatron.step.check.dims import UNIFORM, Dim, folds_of, over, plain, size_of, unfolded
+from fmegatron.step.check.marks import excess_after, raised
 from fmegatron.step.check.values import (
     NOTHING,
     Mark,
@@ -34,8 +34,8 @@ from fmegatron.step.check.values import (
 )
 
 Node = torch.fx.Node
-# How the parts of ranks make up the whole; "order": what each rank says of its own part only.
-KINDS = MappingProxyType(
+# How the parts of ranks make up the whole; "order": what each rank states of its own part only.
+_KINDS = MappingProxyType(
     {"amax": "max", "any": "max", "amin": "min", "all": "min", "linalg_vector_norm": "root", "norm": "root"}
     | {"argmax": "order", "argmin": "order", "median": "order", "nanmedian": "order", "mode": "order"}
     | {k: k for k in "sum mean max min prod var std logsumexp var_mean std_mean".split()}
@@ -46,13 +46,13 @@ _SCALES = MappingProxyType(
     dict.fromkeys("sum mean max min root std".split(), "same") | {"var": "square", "order": "sign"}
 )
 _MEANING = "all_gather it, or work with pmax and psum as in vocabulary-parallel cross-entropy"
-LINEAR = frozenset("cumsum flip roll".split())
+_LINEAR = frozenset("cumsum flip roll".split())
 _ORDER = frozenset("sort topk argsort kthvalue flip roll".split())
 _ORDER_VALUES = frozenset("sort topk kthvalue median nanmedian mode".split())
 
 
 def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, keep: bool, kind: str) -> Value:
-    """kind: of KINDS' values. Findings: a function of a pending sum (its maximum, its variance), a sum of a pending
+    """kind: of _KINDS' values. Findings: a function of a pending sum (its maximum, its variance), a sum of a pending
     maximum."""
     gone = {d % max(1, len(x.dims)) for d in dims} if dims else set(range(len(x.dims)))
     inside = [x.dims[d] for d in sorted(gone) if d < len(x.dims)]
@@ -116,7 +116,7 @@ def _of_pending(scope, node, x: Value, axis: str, mark: Pending, kind: str) -> M
 
 
 def _unfolded(scope, node, out: Value, fold, kind: str, marks: dict) -> Value:
-    """A dim that holds one rank's part beside the other is reduced as its kind says: the value of one rank."""
+    """A dim that holds one rank's part beside the other is reduced as its kind states: the value of one rank."""
     n = scope.mesh[fold.axis]
     if kind == fold.kind or (fold.kind == "copies" and kind in ("max", "min", "mean")):
         return out
@@ -174,7 +174,7 @@ def reduced(scope: Scope, node: Node, given: dict) -> Any:
     x, op = given["self"], op_name(node).removeprefix("_foreach_")
     dims = given.get("dim", given.get("dims"))
     dims = [dims] if isinstance(dims, int) else dims
-    kind = KINDS[op]
+    kind = _KINDS[op]
     if kind == "root":
         x, kind = _norm(scope, node, x, given.get("ord", 2))
     out = reduction(scope, node, x, dims, given.get("keepdim", False), kind)
@@ -208,7 +208,7 @@ def _norm(scope: Scope, node: Node, x: Value, order: Any) -> tuple[Value, str]:
 def ordered(scope: Scope, node: Node, given: dict) -> Any:
     """softmax, sort, topk, cumsum, ...: one dim of which all must be there, and every row on its own."""
     name = op_name(node)
-    out = elementwise(scope, node, "same" if name in LINEAR else "function", [given["self"]])
+    out = elementwise(scope, node, "same" if name in _LINEAR else "function", [given["self"]])
     out = replace(out, constant=None, ramp=False)
     return _results(node, _all_of(scope, node, out, given), given)
 
@@ -227,7 +227,7 @@ def _all_of(scope, node, out, given):
 
 
 def _orders(node: Node) -> bool:
-    """Whether an op tells about the order in a part: sorts, and counts of rows (their places in a rank's own part)."""
+    """Whether an op depends on the order in a part: sorts, and counts of rows (their places in a rank's own part)."""
     first = node.all_input_nodes[0].meta["val"]
     return op_name(node) in _ORDER or (op_name(node) == "cumsum" and not first.is_floating_point())
 
@@ -244,10 +244,88 @@ def _results(node: Node, out: Value, given: dict) -> Any:
     return [out] + [_indices(out)] * (len(results) - 1) if isinstance(results, (list, tuple)) else out
 
 
+def product_of(a: str, b: str, batch: int = 0) -> Rule:
+    """The rule of a[..batch, m, k] @ b[..batch, k, n], to which `self` is added where it is neither."""
+
+    def rule(scope: Scope, node: Node, given: dict) -> Value:
+        both = contraction(scope, node, given[a], given[b], batch)
+        return both if "self" in (a, b) else elementwise(scope, node, "sum", [given["self"], both])
+
+    return rule
+
+
+def scaled_matrices(scope: Scope, node: Node, given: dict) -> Value:
+    """_scaled_mm: (self[m, k] scale_a) @ (mat2[k, n] scale_b) + bias, with scales of tensors, rows or columns.
+
+    Scales must be equal on all ranks that hold parts of one row: taken from a local maximum they are a pending max.
+    """
+    out = contraction(scope, node, given["self"], given["mat2"], 0)
+    for name in ("scale_a", "scale_b"):
+        scale = given[name]
+        if len(scale.dims) in (0, 2) and all(dim in ((), *out.dims) for dim in scale.dims):
+            out = elementwise(scope, node, "product", [out, scale])
+        elif not scale.settled or scale.sharded:  # blocks: equal on all ranks, or nothing is known
+            return None
+    bias = given["bias"]
+    return out if bias is None else elementwise(scope, node, "sum", [out, bias])
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+def grouped(scope: Scope, node: Node, given: dict) -> Value | None:
+    """_grouped_mm: rows of a group with the matrix of the group, and the forms of its gradients.
+
+        self[M, K] @ mat2[G, K, N] -> [M, N]       offs[G]: where the rows of each group end
+        self[K, M] @ mat2[M, N] -> [G, K, N]       gradient of the matrices: sums over the rows of each group
+        self[G, M, K] @ mat2[K, N] -> [M, N]       columns in groups
+        self[G, M, K] @ mat2[G, K, N] -> [G, M, N] the same as bmm
+
+    Where the matrices are sharded (experts), so must be the rows: after an all_to_all, each rank has those of its own.
+    """
+    a, b, offs = given["self"], given["mat2"], given["offs"]
+    forms = {(2, 3): _rows_by_groups, (2, 2): _groups_of_rows, (3, 3): lambda s, n, a, b, o: contraction(s, n, a, b, 1)}
+    rule = forms.get((len(a.dims), len(b.dims)))
+    return None if rule is None else rule(scope, node, a, b, offs)
+
+
+def _rows_by_groups(scope, node, x, w, offs):
+    experts = over(w.dims[0])
+    for axis in sorted(experts):
+        if not x.is_(axis, Varying, Wrong, Unknown) and 0 not in x.shards(axis):
+            wrong = Wrong(node, f"multiplies rows that are {x.state(axis)} by matrices that are sharded",
+                       "all_to_all the rows to the ranks of their experts first")  # fmt: skip
+            x = x.marked({axis: wrong})
+    w = w.without(experts)
+    return contraction(scope, node, x, w.with_dims(w.dims[1:]), 0)
+
+
+def _groups_of_rows(scope, node, a, b, offs):
+    """Over axes whose ranks have groups of their own (offs is sharded) the groups are sharded; over others that shard
+    the rows the result is pending; where offs depends on data that differs between ranks, only `declare` decides."""
+    out = contraction(scope, node, a, b, 0)
+    groups = offs.sharded
+    unknown = {axis: Varying() for axis in offs.marks if not offs.is_(axis, Unknown, Wrong)}
+    marks = {axis: mark for axis, mark in out.marks.items() if axis not in groups and axis not in unknown}
+    first = plain(node.meta["val"].shape[0], tuple(a for a in scope.mesh.names if a in groups))
+    return Value((first, *out.dims), marks, out.excess).marked(
+        unknown | {a: offs.marks[a] for a in offs.marks if a not in unknown}
+    )
+
+
 RULES: Rules = MappingProxyType(
-    dict.fromkeys(KINDS, reduced)
-    | dict.fromkeys(LINEAR, ordered)
+    dict.fromkeys(_KINDS, reduced)
+    | dict.fromkeys(_LINEAR, ordered)
     | dict.fromkeys("_softmax _log_softmax _safe_softmax cumprod logcumsumexp cummax cummin".split(), ordered)
     | dict.fromkeys(_ORDER, ordered)
     | dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), softmax_backward)
+    | {
+        "mm": product_of("self", "mat2"),
+        "bmm": product_of("self", "mat2", batch=1),
+        "mv": product_of("self", "vec"),
+        "dot": product_of("self", "tensor"),
+        "addmm": product_of("mat1", "mat2"),
+        "baddbmm": product_of("batch1", "batch2", batch=1),
+        "_int_mm": product_of("self", "mat2"),
+        "_scaled_mm": scaled_matrices,
+        "_grouped_mm": grouped,
+    }
 )

@@ -1,6 +1,6 @@
 """Abstract values: how the ranks' local tensors form the value that one rank would have.
 
-Over each axis a value is exactly one of: replicated, sharded on a dim (its dims say which), or what its `Mark` says.
+Over each axis a value is exactly one of: replicated, sharded on a dim (its dims state which), or what its `Mark` is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.layout import Layout
-from fmegatron.step.check.atoms import UNIFORM, Atom, Dim, canonical, cut, over, plain, stripped
+from fmegatron.step.check.dims import UNIFORM, Atom, Dim, canonical, cut, over, plain, stripped
+from fmegatron.step.torch_private import outside_of_tracing
 
 NOTHING: Mapping = MappingProxyType({})
 Node = torch.fx.Node
@@ -39,7 +40,7 @@ class Pending(NamedTuple):
 
 
 class Varying(NamedTuple):
-    """It depends on the rank's index, and no rule knows what that means; `declare` says it."""
+    """It depends on the rank's index, and no rule knows what that means; `declare` states it."""
 
     words = "varying"
 
@@ -51,7 +52,7 @@ class First(NamedTuple):
 
 
 class Somewhere(NamedTuple):
-    """Sharded on one of these dims (None: any), and shapes do not tell on which.
+    """Sharded on one of these dims (None: any), and shapes do not determine on which.
 
     group: the axes that are there together, major first.  or_sum: or a pending sum, if the dim that was sharded is one
     that was summed.
@@ -80,10 +81,10 @@ class Suspect(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """No rule can decide what it is. origins: the reasons, by their numbers in the list of the walk.
+    """No rule can decide what it is. origins: the reasons, by their numbers in the list of the context.
 
     own: it is made of each rank's part, and no collective over the axis came since: no other rank has the same.
-    factor: it may be n times too large, of which a `declare` says nothing.
+    factor: it may be n times too large, of which a `declare` is not informative.
     """
 
     origins: frozenset[int]
@@ -93,7 +94,7 @@ class Unknown(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """A mistake was made on the way: a finding if it arrives at an output. More of them over the same axis would say
+    """A mistake was made on the way: a finding if it arrives at an output. More of them over the same axis would state
     nothing new. node, what, fix, birth: as of a suspect, which only differs in that something may still correct it.
     """
 
@@ -110,8 +111,8 @@ Mark = Pending | Varying | First | Somewhere | Suspect | Unknown | Wrong
 class Excess(NamedTuple):
     """The value is n ** power times that of one rank, n the size of an axis: a mean of parts, a sum of replicas.
 
-    node: where that began, what: in words.  loose: it was multiplied by numbers since, which may have been meant to
-    take it out again.  sure: those numbers cannot have been (only a division by n takes it out).  fresh: nothing was
+    node: where that began, what: as text.  loose: it was multiplied by numbers since, which may have been meant to
+    take it out again.  sure: those numbers cannot have been (only a division by n takes it out).  unused: nothing was
     computed from it yet.  doubt: the number of the reason why a division by n may not take it out (parts that are means
     of more or fewer terms), which stays when the power is 0.
     """
@@ -121,7 +122,7 @@ class Excess(NamedTuple):
     what: str
     loose: bool = False
     sure: bool = False
-    fresh: bool = True
+    unused: bool = True
     doubt: int | None = None
 
 
@@ -133,7 +134,7 @@ class Value:
 
     What is known of its numbers besides: constant: the number that all elements are, if known.  index_of, scale: it is
     `scale` times the `axis_index` of these axes.  ramp: in the order of memory it is arange(n).  data: it is a part of
-    the batch, whose rows may be dealt to ranks and microbatches in any order.  equal_terms: it was summed along a dim
+    the batch, whose rows may go to ranks and microbatches in any order.  equal_terms: it was summed along a dim
     on which it is constant (rows of a rank were counted): equal on all ranks, it may be complete as well as one of
     equal terms of a sum.  portion: axis -> whether it may be 1/n of the value of one rank, because it was divided by n
     ("exact", and nothing was computed since), or by a multiple of n, or earlier ("maybe"); "never" for gradients of a
@@ -153,7 +154,7 @@ class Value:
 
     @property
     def settled(self) -> bool:
-        """Whether it is sharded or replicated over every axis, and its dims say which."""
+        """Whether it is sharded or replicated over every axis, and its dims state which."""
         return not self.marks and not self.excess
 
     @property
@@ -179,7 +180,7 @@ class Value:
         return axis not in self.marks and not self.shards(axis)
 
     def state(self, axis: str) -> str:
-        """What it is over an axis, in words."""
+        """What it is over an axis, as text."""
         mark = self.marks.get(axis)
         if mark is not None:
             return mark.words
@@ -205,7 +206,7 @@ class Value:
         )
 
     def marked(self, marks: Mapping[str, Mark | None]) -> Value:
-        """Over the axes of `marks`, what these say and nothing else: None makes it replicated."""
+        """Over the axes of `marks`, what these state and nothing else: None makes it replicated."""
         if not marks:
             return self
         gone = frozenset(marks)
@@ -272,3 +273,17 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
         whole = canonical(tuple(atom for dim in dims for atom in dim))
         dims = [cut(whole, flat, layout.mesh.extent(flat)) if flat else whole]
     return Value(tuple(dims), {a: Pending("sum", None) for a in layout.unreduced if layout.mesh[a] > 1})
+
+
+def counted(shape: Sequence[int], ramp: bool = False) -> Value:
+    """A tensor made inside the step that differs along its dims: equal on all ranks, or counted in each one's part."""
+    return Value(tuple(canonical((Atom(n, counted=True),)) for n in shape), ramp=ramp)
+
+
+def of_constant(constant: torch.Tensor) -> Value:
+    """A tensor that the step made of Python numbers: equal on all ranks; a single number may count what a rank has."""
+    if constant.numel() != 1:
+        return Value(tuple(plain(n) for n in constant.shape))
+    with outside_of_tracing():
+        value = constant.item()
+    return replace(filled(tuple(constant.shape), value), equal_terms=bool(value))

@@ -1,18 +1,23 @@
-"""Bucketing: small all-reduces become one."""
+"""Merging of collectives: all-reduces into buckets; the embedding's gather and reduction into the first layer's."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+import operator
 
 import torch
 from torch import fx
 
-from fmegatron.step.overlap.order import sort_by
-from fmegatron.step.overlap.roles import behind, is_start, waits_of
+from fmegatron.collectives.torch_private import functional_ops
+from fmegatron.layout import dtype_name
+from fmegatron.step.graph.nodes import is_layer, is_start, is_view, is_wait, kind, waits_of
+from fmegatron.step.graph.order import add_call, ancestors, behind, layers, sort_by, topological
+from fmegatron.step.overlap.gathers import units
 from fmegatron.step.torch_private import opname
 
-__all__ = ["add_call", "ancestors", "merge_reductions", "topological"]
+__all__ = ["join_ends", "merge_reductions"]
+
+_GATHER, _SCATTER, _EXCHANGE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
+_VIEW, _LIST = torch.ops.aten.view.dtype, "_coalesced"
 
 
 def merge_reductions(graph: fx.Graph, bucket_bytes: int) -> None:
@@ -36,17 +41,6 @@ def merge_reductions(graph: fx.Graph, bucket_bytes: int) -> None:
         _merge(graph, bucket)
     if merged:
         sort_by(graph, topological(graph))
-
-
-def ancestors(nodes: Iterable[fx.Node], directly: dict[fx.Node, list[fx.Node]]) -> set[fx.Node]:
-    """All nodes that must come before one of these; directly: as `behind` gives them."""
-    found, todo = set(), [before for node in nodes for before in directly[node]]
-    while todo:
-        n = todo.pop()
-        if n not in found:
-            found.add(n)
-            todo += directly[n]
-    return found
 
 
 def _merge(graph: fx.Graph, starts: list[fx.Node]) -> None:
@@ -73,32 +67,152 @@ def _merge(graph: fx.Graph, starts: list[fx.Node]) -> None:
         graph.erase_node(old)
 
 
-def add_call(graph: fx.Graph, target, args, like: fx.Node) -> fx.Node:
-    """A node with the fake value that its arguments imply, and the line of another one."""
-    node = graph.call_function(target, args)
-    with like.meta["val"].fake_mode:
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-    node.meta["at"] = like.meta.get("at", "?")
-    return node
+def join_ends(graph: fx.Graph, backward: bool = True) -> None:
+    """The embedding's gather travels with the first layer's, its gradient's reduce-scatter with that layer's.
+
+    Gathers and plain reduce-scatters become one coalesced collective without a copy: the library is handed a list, of
+    bytes where dtypes differ. Exact reductions (exchanges with sums behind them) share one buffer.
+    Nothing is done where the first computation that needs gathered weights is a compiled layer itself, or the second
+    is none. backward: False for the gather alone.
+    """
+    found = units(graph)
+    if len(found) < 2 or is_layer(found[0].anchor) or not is_layer(found[1].anchor):
+        return
+    if len(found[0].stages) > 1 or len(found[1].stages) > 1:
+        return
+    _join(graph, [*found[0].gathers, *found[1].gathers], at=0)
+    if backward:
+        _join(graph, _last_scatters(graph), at=-1)
 
 
-def topological(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes after what must come before them, else in the order they have; what needs a merged collective moves behind
-    it."""
-    nodes, before = list(graph.nodes), behind(graph)
-    place, missing = {n: i for i, n in enumerate(nodes)}, {n: len(before[n]) for n in nodes}
-    after: dict[fx.Node, list[fx.Node]] = {n: [] for n in nodes}
-    for node, earlier in before.items():
-        for n in earlier:
-            after[n].append(node)
-    ready = [place[n] for n in nodes if not missing[n]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        order.append(node)
-        for following in after[node]:
-            missing[following] -= 1
-            if not missing[following]:
-                heapq.heappush(ready, place[following])
-    return order
+def _last_scatters(graph: fx.Graph) -> list[fx.Node]:
+    """Reduce-scatters of the last layer of the backward and of what comes after it, as far as they are independent."""
+    layer, directly = layers(graph), behind(graph)
+    scatters = [n for n in graph.nodes if is_start(n) and kind(n) == "scatter"]
+    by_layer = list(dict.fromkeys(layer[s] for s in scatters))
+    if len(by_layer) < 2 or None in by_layer[-2:] or not is_layer(by_layer[-2]) or is_layer(by_layer[-1]):
+        return []
+    last = [s for s in scatters if layer[s] in by_layer[-2:]]
+    return [s for s in last if not ancestors([s], directly) & set(last)]
+
+
+def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
+    """Starts of one kind over one group as one, in the place of the first or the last of them; others stay as they are.
+
+    Sums that are made on the way are made in one dtype, so a reduce-scatter shares only with those of its own; with an
+    exchange it shares as an exchange: its sum then is local too, in the order of the ranks.
+    """
+    joinable: dict[tuple, list[fx.Node]] = {}
+    exchanged = {s.args[-1] for s in starts if opname(s.target) == _EXCHANGE}
+    for start in starts:
+        name, group = opname(start.target), start.args[-1]
+        if name in (_SCATTER, _EXCHANGE) and group in exchanged:
+            joinable.setdefault((_EXCHANGE, group), []).append(start)
+        elif (base := name.removesuffix(_LIST)) in (_GATHER, _SCATTER):
+            dtype = _parts(start)[0][1].meta["val"].dtype if base == _SCATTER else None
+            joinable.setdefault((base, start.args[1:], dtype), []).append(start)
+    for (name, *_), together in joinable.items():
+        if len(together) > 1:
+            (_exchanged if name == _EXCHANGE else _coalesced)(graph, together, together[at])
+            sort_by(graph, topological(graph))
+
+
+def _parts(start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(buffer that is sent, node of what arrives) of a start, or of each in its list."""
+    if not opname(start.target).endswith(_LIST):
+        return [(start.args[0], start)]
+    return [(start.args[0][piece.args[1]], piece) for piece in start.users]
+
+
+def _coalesced(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
+    """One start for a list of buffers; several dtypes are viewed as bytes on the way."""
+    parts = [part for start in starts for part in _parts(start)]
+    as_bytes = len({old.meta["val"].dtype for _, old in parts}) > 1
+    like = next(wait for _, old in parts for wait in old.users if is_wait(wait))
+    with graph.inserting_before(at):
+        given = [x for x, _ in parts]
+        if as_bytes:
+            given = [add_call(graph, _VIEW, (x, torch.uint8), like) for x in given]
+        target = getattr(functional_ops(), opname(starts[0].target).removesuffix(_LIST) + _LIST).default
+        whole = add_call(graph, target, (given, *starts[0].args[1:]), like)
+        pieces = [graph.call_function(operator.getitem, (whole, i)) for i in range(len(parts))]
+    for i, (piece, (_, old)) in enumerate(zip(pieces, parts, strict=True)):
+        piece.meta |= {"val": whole.meta["val"][i], "at": old.meta.get("at", "?")}
+        if not as_bytes:
+            old.replace_all_uses_with(piece)
+            continue
+        for wait in [user for user in old.users if is_wait(user)]:
+            with graph.inserting_before(wait):
+                arrived = add_call(graph, wait.target, (piece,), wait)
+                viewed = add_call(graph, _VIEW, (arrived, old.meta["val"].dtype), wait)
+            wait.replace_all_uses_with(viewed)
+            graph.erase_node(wait)
+    for _, old in parts:
+        if old not in starts:
+            graph.erase_node(old)
+    for start in starts:
+        graph.erase_node(start)
+
+
+# ---- exchanges -------------------------------------------------------------------------------------------------------
+def _exchanged(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
+    """One exchange of a buffer [ranks, row] that has the rows of all; what was packed already is packed only once."""
+    ours, reshape = torch.ops.fmegatron_real, torch.ops.aten.reshape.default
+    exchange = next(s for s in starts if opname(s.target) == _EXCHANGE)
+    n = len(exchange.args[1])
+    packs, unpacks = ([_along(s, ours.pack.default) for s in starts], [_along(s, ours.unpack.default) for s in starts])
+    with graph.inserting_before(at):
+        rows = [
+            list(pack[-1].args[0]) if pack and unpack else [add_call(graph, reshape, (s.args[0], [n, -1]), at)]
+            for s, pack, unpack in zip(starts, packs, unpacks, strict=True)
+        ]
+        sent = [row for mine in rows for row in mine]
+        buffer = add_call(graph, ours.pack.default, (sent,), at)
+        parts = [buffer.meta["val"].shape[1]] * n
+        flat = add_call(graph, reshape, (buffer, [-1]), at)
+        start = add_call(graph, exchange.target, (flat, parts, parts, at.args[-1]), at)
+        wait = add_call(graph, waits_of(at)[0].target, (start,), at)
+        values = [row.meta["val"] for row in sent]
+        named = [dtype_name(v.dtype) for v in values], [v.numel() // n for v in values]
+        found = add_call(graph, ours.unpack.default, (add_call(graph, reshape, (wait, [n, -1]), at), *named), at)
+        start.meta["symbolic"] = exchange.meta["symbolic"]
+        arrived = iter([add_call(graph, operator.getitem, (found, i), at) for i in range(len(sent))])
+        for old, mine, pack, unpack in zip(starts, rows, packs, unpacks, strict=True):
+            mine = [next(arrived) for _ in mine]
+            if pack and unpack:
+                for user in list(unpack[-1].users):
+                    user.replace_all_uses_with(mine[user.args[1]])
+                    graph.erase_node(user)
+                gone = [*reversed(unpack), old, *pack]
+            else:
+                whole = mine[0] if opname(old.target) == _EXCHANGE else _sum(graph, mine[0], n, at)
+                gone = [*waits_of(old), old]
+                gone[0].replace_all_uses_with(add_call(graph, reshape, (whole, [-1]), at))
+            for node in gone:
+                graph.erase_node(node)
+
+
+def _sum(graph: fx.Graph, rows: fx.Node, n: int, like: fx.Node) -> fx.Node:
+    """Rows [n, ...] added up from the first one on, in their dtype."""
+    aten = torch.ops.aten
+    found = [add_call(graph, aten.select.int, (rows, 0, i), like) for i in range(n)]
+    total = found[0]
+    for row in found[1:]:
+        total = add_call(graph, aten.add.Tensor, (total, row), like)
+        total.meta["symbolic"] = "reduce_scatter"  # a part of the reduction: it waits with it
+    return total
+
+
+def _along(start: fx.Node, end) -> list[fx.Node]:
+    """The nodes that lead from an exchange, by views that nothing else reads, to the one that packs or unpacks its
+    buffer; [] if that is not so."""
+    back, found, node = end is torch.ops.fmegatron_real.pack.default, [], start
+    while node.target is not end:
+        near = [node.args[0]] if back else list(node.users)
+        if len(near) != 1 or (back and len(near[0].users) != 1):
+            return []
+        node = near[0]
+        if not (is_view(node) or is_wait(node) or node.target is end):
+            return []
+        found.append(node)
+    return found

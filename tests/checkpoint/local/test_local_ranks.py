@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.local import LocalReplicas, blob, store
+from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from fmegatron.testing.ranks import RankError
@@ -24,14 +25,14 @@ def layouts_and_state(rank, step):
     return layouts, {"w": (torch.arange(n) * (rank + 3) + step).to(torch.uint8).view(n, 1), "step": torch.tensor(step)}
 
 
-def replicas_of(folder, rank):
-    return LocalReplicas(f"{folder}/node-{rank}", "run", spacing=1, portion_bytes=blob.BAND_BYTES)
+def replicas_of(folder, rank, world=None):
+    return LocalReplicas(f"{folder}/node-{rank}", "run", world, spacing=1, portion_bytes=1 << 20)
 
 
 def save(rank, folder, step):
     layouts, state = layouts_and_state(rank, step)
     with connect(Mesh(fsdp=4), device="cpu") as world:
-        replicas_of(folder, rank).save(step, state, layouts, world, {"note": step})
+        replicas_of(folder, rank, world).save(step, state, layouts, {"note": step})
 
 
 def save_and_die(rank, folder, step, moments):
@@ -39,20 +40,20 @@ def save_and_die(rank, folder, step, moments):
     count = [0]
 
     def mortal(function):
-        def call(*args):
+        def call(*args, **options):
             count[0] += 1
             if count[0] == moments.get(rank):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args)
+            return function(*args, **options)
 
         return call
 
-    real = blob.Writer._write, store.os.replace
-    blob.Writer._write, store.os.replace = map(mortal, real)
+    real = Folder.write, os.rename
+    Folder.write, os.rename = map(mortal, real)
     try:
         save(rank, folder, step)
     finally:
-        blob.Writer._write, store.os.replace = real
+        Folder.write, os.rename = real
 
 
 def restore(rank, folder):
@@ -60,7 +61,7 @@ def restore(rank, folder):
     with connect(Mesh(fsdp=4), device="cpu") as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            step, got, metadata = replicas_of(folder, rank).restore_latest(layouts, world)
+            step, got, metadata = replicas_of(folder, rank, world).restore_latest(layouts)
         except CheckpointError as error:
             return str(error)
     wanted = layouts_and_state(rank, step)[1]

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from fmegatron import tree
 from fmegatron.layout import Mesh
-from fmegatron.step import Report, check_traced
+from fmegatron.step import Report
+from fmegatron.step.check import check_traced
 from fmegatron.testing import relative_error, simulate
 from tests.step.mutants import wrong
 

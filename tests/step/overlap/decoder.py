@@ -9,6 +9,7 @@ from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import PaperWorld, build_train_step, compiled_layer, state_specs
 from fmegatron.step.jit import Compiled
+from fmegatron.step.passes import Target
 from tests.step import tiny
 
 FSDP = Mesh(fsdp=2)
@@ -64,4 +65,4 @@ def _compiled(overlap, of, mesh, strategy, **options):
     args = (state(of, mesh, strategy), tiny.decoder_batch(of, mesh=mesh))
     world = PaperWorld(mesh)
     step = train_step(of, mesh, strategy=strategy, **options)
-    return Compiled(step, args, (0,), world, "inductor", {}, {}, None, overlap)
+    return Compiled(step, args, (0,), Target(world, overlap=overlap))

@@ -5,10 +5,12 @@ from collections import Counter
 import pytest
 
 from fmegatron import model
-from fmegatron.step import Overlap, launches, overlapped
-from fmegatron.step.overlap.alive import gathered_bytes, largest_unit_bytes, peak_bytes
-from fmegatron.step.overlap.roles import units
+from fmegatron.step import Overlap, launches
+from fmegatron.step.graph.memory import peak_bytes
+from fmegatron.step.overlap import overlapped
+from fmegatron.step.overlap.gathers import units
 from tests.pairs import turns
+from tests.step.gathered import gathered_bytes, largest_unit_bytes
 from tests.step.overlap.decoder import LAYERS, compiled, config
 from tests.step.overlap.decoder import lowered as lowered_of
 

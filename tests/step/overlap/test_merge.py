@@ -5,9 +5,11 @@ import torch
 
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, launches, overlapped
+from fmegatron.step import Overlap, PaperWorld, launches
 from fmegatron.step.jit import Compiled
-from fmegatron.step.overlap.groups import separate_groups
+from fmegatron.step.overlap import overlapped
+from fmegatron.step.overlap.gathers import separate_groups
+from fmegatron.step.passes import Target
 from tests.step.overlap.decoder import FSDP, lowered
 
 MESH = Mesh(dp=2, tp=2)
@@ -16,7 +18,7 @@ AXES = Axes(MESH)
 
 def ordered(fn, *args, overlap=Overlap()):  # noqa: B008  a frozen value
     """The graph of a function of symbolic axes after the passes."""
-    return Compiled(fn, args, (), PaperWorld(MESH), "eager", {}, {}, None, overlap).stages["overlap"].graph
+    return Compiled(fn, args, (), Target(PaperWorld(MESH), "eager", overlap=overlap)).stages["overlap"].graph
 
 
 def reductions(fn, *args, overlap=Overlap()):  # noqa: B008

@@ -7,8 +7,11 @@ import torch
 
 from fmegatron.collectives import Axes, all_gather, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, entry_of, jit, launches, overlapped
+from fmegatron.step import Overlap, PaperWorld, jit, launches
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.jit import Compiled
+from fmegatron.step.overlap import overlapped
+from fmegatron.step.passes import Target
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import compiled
@@ -100,7 +103,7 @@ def test_microbatches_are_ordered_inside_of_their_node():
 # ---- what may not move -----------------------------------------------------------------------------------------------
 def lowered(fn, *args, mesh=Mesh(dp=2), overlap=Overlap()):  # noqa: B008 (both are constants)
     """The ordered graph of a function of symbolic axes."""
-    return Compiled(fn, args, (), PaperWorld(mesh), "eager", {}, {}, None, overlap).stages["overlap"].graph
+    return Compiled(fn, args, (), Target(PaperWorld(mesh), "eager", overlap=overlap)).stages["overlap"].graph
 
 
 def test_what_a_collective_reads_is_not_written_before_its_wait():
@@ -151,5 +154,5 @@ def test_negative_settings_are_refused():
 def test_graph_names_the_stages():
     step = jit(tiny.mlp_step(), backend="eager")
     step(fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
-    with pytest.raises(ValueError, match="choose one of trace, lower, overlap, donate, exchange"):
+    with pytest.raises(ValueError, match="wanted one of trace, lower, overlap, donate, exchange"):
         step.graph("schedule")

@@ -12,7 +12,7 @@ from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout
 from fmegatron.model.gpt import layer_layout
 from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, launches, timeline
-from fmegatron.step.overlap import launched
+from fmegatron.step.timeline import launched
 from fmegatron.testing import relative_error, split
 from tests.fresh_state import fresh_state
 from tests.step import tiny

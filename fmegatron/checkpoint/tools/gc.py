@@ -1,0 +1,222 @@
+"""gc: removes leftovers of killed saves, steps set aside, and old steps on request, from a directory of checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fmegatron.checkpoint.files import commit, leases
+from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files.look import is_directory
+from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
+from fmegatron.checkpoint.manage.steps import Steps
+from fmegatron.checkpoint.tools.ls import TEMPORARY, Leftover, Listing, listing
+
+LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
+_LOOK_S = 5.0  # while others are watched
+_NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing to do or done. kind: "remove", "finish" (a re-save that was killed between two renames) or "keep".
+
+    doubt: it is kept only because its owner runs on another machine, and may live.
+    """
+
+    kind: str
+    path: str
+    why: str
+    nbytes: int
+    doubt: bool = False
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was found; removed: bytes on disk that were given back (or would be, in a dry run)."""
+
+    directory: str
+    dry_run: bool
+    actions: tuple[Action, ...]
+
+    @property
+    def removed(self) -> int:
+        """Bytes of what is removed."""
+        return sum(a.nbytes for a in self.actions if a.kind == "remove")
+
+    def to_json(self) -> dict[str, Any]:
+        """All by names."""
+        return asdict(self) | {"removed": self.removed}
+
+
+def collect(
+    directory: str | os.PathLike | Store,
+    *,
+    keep_last: int | None = None,
+    age: float = LIVE_SECONDS,
+    watch: float = 0.0,
+    dry_run: bool = False,
+) -> Collected:
+    """Remove what dead saves left, steps set aside at least `age` seconds ago, and old complete steps if asked.
+
+    Hidden directories and notes have owners. What belongs to a process that is gone from this machine goes at once.
+    Checkpoints that are not complete and have no hidden name are left to a person. Never removed: the newest complete
+    checkpoint, and the newest good one (its manifest is readable, and its save did not say that its loss was not
+    finite).
+
+    Args:
+        directory: of checkpoints.
+        keep_last: how many of the newest complete steps stay (at least 1); None keeps all.
+        age: seconds, by the clock of the file system, for which nothing may have changed in what has no owner (of older
+            versions), so that it goes.
+        watch: seconds (at least 90; 0: not at all) for which owners on other machines are watched; what is not renewed
+            in that time goes.
+        dry_run: decide, and remove nothing.
+
+    Raises ValueError for a directory without checkpoints, OSError for what cannot be looked at or removed.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"got --keep-last {keep_last}, wanted at least 1: the newest complete checkpoint always stays")
+    if not age >= 0:
+        raise ValueError(f"got an age of {age} seconds, wanted 0 or more")
+    if watch and not watch >= 3 * leases.BEAT_S:
+        raise ValueError(f"got --watch {watch} seconds, wanted 0, or {3 * leases.BEAT_S:g} or more")
+    found = listing(directory)
+    if not found.is_directory:
+        raise ValueError(f"{directory}: got a checkpoint, wanted the directory that holds checkpoints")
+    store = open_store(directory)
+    if isinstance(store, FolderStore):
+        actions = _Leftovers(age, watch).act(found, dry_run)
+    else:
+        actions = _asides(store, found, dry_run)
+    if keep_last is not None:
+        actions += _old_steps(directory, found, Keep(last=keep_last), dry_run)
+    return Collected(found.directory, dry_run, tuple(actions))
+
+
+def _old_steps(directory: str | os.PathLike | Store, found: Listing, keep: Keep, dry_run: bool) -> list[Action]:
+    """Remove the complete steps of a Manager that no rule keeps, but for those that are pinned or being read."""
+    steps, actions = Steps(directory), []
+    sizes = {c.name: (c.path, c.nbytes) for c in found.checkpoints}
+    complete = steps.complete()
+    old = to_delete([Saved(s) for s in complete], keep)
+    good = next((s for s in reversed(complete) if steps.facts(s).good), None) if old else None
+    for step in old:
+        path, nbytes = sizes.get(steps.name(step), (steps.place(step).text, 0))
+        why = "the newest one that is good" if step == good else steps.why_held(step)
+        if why is None and not dry_run:
+            removal = steps.withdraw(step)
+            why = removal if isinstance(removal, str) else removal(threading.Event())
+        if why is not None:
+            actions.append(Action("keep", path, why, nbytes))
+        else:
+            actions.append(Action("remove", path, f"step {step} is not among the newest {keep.last}", nbytes))
+    return actions
+
+
+def _asides(store: Store, found: Listing, dry_run: bool) -> list[Action]:
+    """In an object store: what was set aside. (What killed saves left is removed by later ones, or by a Manager.)"""
+    files, actions = {storage.text: (name, storage) for name, storage in store.asides()}, []
+    for left in found.leftovers:
+        name, storage = files[left.path]
+        pinned = leases.is_pinned(store.notes(), name, storage.root)
+        kind, why = ("keep", f"{left.what}; {name} is pinned") if pinned else ("remove", left.what)
+        actions.append(Action(kind, left.path, why, left.nbytes))
+        if not pinned and not dry_run:
+            store.child(name).delete_aside(storage)
+    return actions
+
+
+class _Leftovers:
+    """What to do with the hidden directories and the notes of a directory."""
+
+    def __init__(self, age: float, watch: float):
+        self._age, self._watch_s, self._watch = age, watch, leases.Watch(most_s=4 * _LOOK_S)
+
+    def act(self, found: Listing, dry_run: bool) -> list[Action]:
+        """Decide, watch those of other machines if asked, then do it."""
+        folders = [f for f in (found.directory, os.path.join(found.directory, TEMPORARY)) if is_directory(f)]
+        end, actions = time.monotonic() + self._watch_s + _LOOK_S, self._decide(found, folders)
+        while self._watch_s and any(a.doubt for a in actions) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+            actions = self._decide(found, folders)
+        # First of all what is the only one of its name gets it back; then nothing that is removed can be needed.
+        actions.sort(key=lambda a: a.kind != "finish")
+        for action in actions:
+            if not dry_run:
+                _do(action)
+        return actions
+
+    def _decide(self, found: Listing, folders: list[str]) -> list[Action]:
+        now = {folder: _now(folder) for folder in folders}
+        actions = [self._leftover(left, now[os.path.dirname(left.path)]) for left in found.leftovers]
+        kept = {a.path for a in actions if a.kind == "keep"}
+        for folder in folders:
+            notes = Notes(folder)
+            for note in notes.names():
+                if m := _NOTE.fullmatch(note):
+                    actions += self._note(notes, note, m[2], kept, now[folder])
+        return actions
+
+    def _leftover(self, left: Leftover, now: float) -> Action:
+        def action(kind: str, why: str, doubt: bool = False) -> Action:
+            return Action(kind, left.path, why, left.nbytes, doubt)
+
+        notes, quiet = Notes(os.path.dirname(left.path)), max(now - left.changed, 0.0)
+        token = commit.HIDDEN.fullmatch(os.path.basename(left.path))[3]
+        note = leases.saving_note(left.of, token)
+        if left.kind == "aside" and leases.is_pinned(notes, left.of, token):
+            return action("keep", f"{left.what}; {left.of} is pinned")
+        owned = left.kind in ("tmp", "old") and notes.read(note) is not None
+        if owned and (holder := leases.alive(notes, note, self._watch, self._watch_s or None)):
+            return action("keep", _alive(holder, "saves there"), not holder.sure)
+        if not owned and quiet < self._age:
+            return action("keep", f"changed {quiet:.0f} s ago, so a save may be using it (--age); {left.what}")
+        if left.holds:
+            return action("finish", f"the only one of {left.of}: a re-save was killed between two renames")
+        why = "the process that wrote it is gone" if owned else f"unchanged for {quiet:.0f} s"
+        return action("remove", f"{left.what}; {why}")
+
+    def _note(self, notes: Notes, note: str, kind: str | None, kept: set[str], now: float) -> list[Action]:
+        path = os.path.join(notes.at, note)
+        if kind is None:  # a file before it takes its name
+            return [Action("remove", path, "a note that was never finished", 0)] if notes.is_left(note) else []
+        if kind == "saving":  # goes after what it names the owner of
+            name, _, token = note[1:].rpartition(".saving-")
+            if kept & {commit.hidden(os.path.join(notes.at, name), k, token) for k in ("tmp", "old")}:
+                return []
+        if (holder := leases.alive(notes, note, self._watch, self._watch_s or None)) is None:
+            return [Action("remove", path, "the note of a process that is gone", 0)]
+        return [Action("keep", path, _alive(holder, f"is {kind}"), 0, True)] if not holder.sure else []
+
+
+def _alive(holder: leases.Holder, what: str) -> str:
+    may = "" if holder.sure else ", if it lives: --watch 5m looks whether it does"
+    return f"{holder} {what}{may}"
+
+
+def _now(folder: str) -> float:
+    """The time by the clock that gives the files there their times; our own where nothing can be written."""
+    try:
+        return Notes(folder).now()
+    except OSError:
+        return time.time()
+
+
+def _do(action: Action) -> None:
+    """Remove a hidden directory or a note, or give a checkpoint its name back."""
+    parent, name = os.path.split(action.path)
+    m = commit.HIDDEN.fullmatch(name)
+    if action.kind == "finish":
+        commit.finish(os.path.join(parent, m[1]), {m[3]})
+        commit.sync_directory(parent)
+    elif action.kind == "remove" and m is None:
+        Notes(parent).remove(name)
+    elif action.kind == "remove":
+        commit.discard(action.path, os.path.join(parent, m[1]))

@@ -1,0 +1,1 @@
+"""Facts about traced and lowered graphs: nodes, memory, and order."""

@@ -1,0 +1,134 @@
+"""Facts about graph nodes: collectives and waits, compiled layers, views, what a node writes, its source line."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fmegatron import collectives
+from fmegatron.collectives.torch_private import schema_of
+from fmegatron.step.torch_private import Op, opname, storage_number
+
+__all__ = [
+    *("entry_of", "is_layer", "is_light", "is_start", "is_view", "is_wait", "kind", "meta_of", "meta_text"),
+    *("opaque_entries", "storage_of", "symbolic_nodes", "user_line", "waits_of", "written_by"),
+]
+
+_WAIT = "wait_tensor"
+_MAY_BE_VIEWS = frozenset({"_unsafe_view", "reshape", "contiguous"})
+_LIGHT = frozenset({"cat", "stack", "clone", "_to_copy", "_unsafe_view", "barrier", "full", "arange", "scalar_tensor"})
+_LIGHT |= {"pack", "unpack", "amax"}  # several dtypes in one buffer; scales of what travels in 8 bits
+
+
+def _c10d_name(node: fx.Node) -> str | None:
+    target = node.target
+    return opname(target) if getattr(target, "namespace", "") == "_c10d_functional" else None
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
+    return _c10d_name(node) == _WAIT
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether a node starts a collective."""
+    return _c10d_name(node) not in (None, _WAIT)
+
+
+def is_layer(node: fx.Node) -> bool:
+    """Whether a node is a compiled layer (or another graph that is compiled on its own)."""
+    return entry_of(node) is not None
+
+
+def kind(node: fx.Node) -> str:
+    """ "gather", "scatter" (reduce-scatter), "reduce" (all-reduce) or "exchange", of a node that starts one."""
+    name = node.meta.get("symbolic") or _c10d_name(node)  # an exact reduce-scatter is an exchange with sums behind it
+    for word, prefix in (("gather", "all_gather"), ("scatter", "reduce_scatter"), ("reduce", "all_reduce")):
+        if name.startswith(prefix):
+            return word
+    return "exchange"
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits for a collective; a coalesced one has one for each of its tensors."""
+    found = []
+    for user in start.users:
+        found += [user] if is_wait(user) else [w for w in user.users if is_wait(w)]
+    return found
+
+
+def is_light(node: fx.Node) -> bool:
+    """Whether a node only lays out, casts or makes values element by element: no work that could hide communication."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, Op) or schema_of(node.target).is_mutable or is_start(node):
+        return False
+    if is_layer(node):
+        return False
+    name = opname(node.target)
+    return torch.Tag.pointwise in node.target.tags or name in _LIGHT or is_wait(node) or is_view(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value is in the memory of its first argument."""
+    return isinstance(node.target, Op) and _returns_a_view(node.target)
+
+
+@functools.cache
+def _returns_a_view(op: Op) -> bool:
+    return opname(op) in _MAY_BE_VIEWS or any(r.alias_info is not None for r in schema_of(op).returns)
+
+
+def entry_of(node: fx.Node) -> Any:
+    """The entry (`step.opaque`) whose operator a node calls, or None."""
+    return getattr(node.target, "entry", None) if node.op == "call_function" else None
+
+
+def opaque_entries(graph: fx.Graph) -> list:
+    """The distinct entries that a graph calls, in order of first use."""
+    return list(dict.fromkeys(e for e in map(entry_of, graph.nodes) if e is not None))
+
+
+def meta_of(t: torch.Tensor) -> tuple:
+    """What a graph is specialized to: shape, stride, dtype, device."""
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def meta_text(meta: tuple) -> str:
+    """What `meta_of` gave as text, without the stride: "float32[2, 4] on cpu"."""
+    shape, _, dtype, device = meta
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def storage_of(t: torch.Tensor) -> int:
+    """A number that is equal for tensors that share their memory, fake ones too."""
+    return storage_number(t.untyped_storage())
+
+
+def symbolic_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The symbolic collectives of a graph, in order."""
+    return [n for n in graph.nodes if collectives.collective_of(n.target)]
+
+
+def user_line(at: str) -> str:
+    """The user's part of a node's line "exp.py:21 (in fmegatron/nn/norm.py:19) (backward)"."""
+    return at.partition(" (")[0]
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes into whose memory a node writes, given by position or by name, alone or in lists (`_foreach_add_`)."""
+    schema = schema_of(node.target)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    by_name = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
+    found = []
+    for argument, given in [*zip(schema.arguments, node.args, strict=False), *by_name]:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += given if isinstance(given, (list, tuple)) else [given]
+    return [source for source in found if isinstance(source, fx.Node)]

@@ -1,0 +1,65 @@
+"""Activation offload: two ops that copy activations to host memory and back, kept in place by compilers.
+
+The copies run on the stream that computes, from and to page-locked memory: the host does not wait, no buffer is used
+again before its copy is done, and a layer takes longer by the time of its copies over the bus. Without CUDA they are
+plain copies, which save nothing and are for tests; on CUDA they were not run yet.
+Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2) offload activations of checkpointed layers so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fmegatron.step.output_buffers import barrier
+
+__all__ = ["from_host", "is_worth_moving", "to_host"]
+
+
+def to_host(xs: list[torch.Tensor], y: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(copies of xs on the CPU, of the same strides and page-locked where they come from CUDA; y once they are made).
+
+    Whatever reads that y comes after the copies. Without it Inductor makes them just before they are read again. It
+    costs a copy of y, on the device, which is nothing beside the bus.
+    """
+    out = []
+    for x in xs:
+        out.append(torch.ops.fmegatron_step.to_host(x, out[-1] if out else y))
+    return out, barrier(y, out[-1]) if out else y
+
+
+def from_host(x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """A copy of x on the device of `after`, made after `after` exists: not as early as its argument would allow."""
+    return torch.ops.fmegatron_step.from_host(x, after)
+
+
+def is_worth_moving(x: torch.Tensor, smallest: int) -> bool:
+    """Whether x has that many bytes, and memory for each of its elements."""
+    own = all(stride or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return own and x.numel() * x.element_size() >= smallest
+
+
+def _empty(x: torch.Tensor, device: torch.device, **options) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, **options)
+
+
+def _to_host(x, after):
+    return _empty(x, torch.device("cpu"), pin_memory=x.is_cuda).copy_(x, non_blocking=x.is_cuda)
+
+
+def _from_host(x, after):
+    return _empty(x, after.device).copy_(x, non_blocking=after.is_cuda)
+
+
+def _define_ops():
+    library = torch.library.Library("fmegatron_step", "FRAGMENT")
+    library.define("to_host(Tensor x, Tensor after) -> Tensor")
+    library.define("from_host(Tensor x, Tensor after) -> Tensor")
+    library.impl("to_host", _to_host, "CompositeExplicitAutograd")
+    library.impl("from_host", _from_host, "CompositeExplicitAutograd")
+    # Fake implementations and not Meta kernels: those give the result the device of the argument.
+    torch.library.register_fake("fmegatron_step::to_host", lambda x, after: _empty(x, torch.device("cpu")), lib=library)
+    torch.library.register_fake("fmegatron_step::from_host", lambda x, after: _empty(x, after.device), lib=library)
+    return library
+
+
+_LIBRARY = _define_ops()

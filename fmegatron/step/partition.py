@@ -1,0 +1,221 @@
+"""Partitioning of a layer's joint graph into forward and backward, by a policy of what is saved between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives.torch_private import schema_of
+from fmegatron.step.purity import require_pure
+from fmegatron.step.torch_private import (
+    UNSAFE_VIEW,
+    FakeTensorMode,
+    Op,
+    extract_subgraph,
+    fx_traceback,
+    graph_module_of,
+    inductor_decompositions,
+    make_fx,
+    mark_backward,
+    min_cut,
+)
+from fmegatron.step.trace import make_fakes, record, tried
+
+__all__ = ["Joint", "Partition", "Policy", "joint_graph", "partition", "require_policy"]
+
+Policy = str | float | Callable
+
+
+@dataclass
+class Joint:
+    """A layer's joint graph: placeholders are its inputs, then the gradient of y; output is [y, *gradients].
+
+    differentiable: positions of the inputs that have a gradient, in the order of the gradients; none if y has none.
+    """
+
+    graph_module: torch.fx.GraphModule
+    inputs: list
+    tangent: Any
+    differentiable: list[int]
+    fake_mode: Any
+
+
+@dataclass
+class Partition:
+    """forward: (*inputs) -> [y, *residuals]; backward: (*residuals, *kept inputs, gradient of y) -> gradients.
+
+    kept_inputs: positions of the layer's inputs that the backward takes again. residual_bytes: what is saved per call
+    besides inputs.
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    forward_fakes: list
+    backward_fakes: list
+    kept_inputs: list[int]
+    differentiable: list[int]
+    residual_bytes: int
+
+
+def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name: str, paths: list[str]) -> Joint:
+    """Trace `flat(*tensors) -> y` together with the gradients of its differentiable inputs.
+
+    Two traces: autograd's formulas contain in-place ops, and the partitioner needs a functional graph; functionalizing
+    refuses `requires_grad_`, so the gradients are taken in the first trace and functionalized in the second.
+    """
+    mode = FakeTensorMode()
+    fakes = make_fakes(tensors, mode)
+
+    def with_gradients(tensors):
+        inputs = [t.detach().requires_grad_(d) for t, d in zip(tensors, differentiable, strict=True)]
+        return inputs, flat(*inputs)
+
+    y = tried(lambda *tensors: with_gradients(tensors)[1], fakes, mode, name)
+    if not isinstance(y, torch.Tensor):
+        raise ValueError(
+            f"{name}: its result: got {tree.in_words(y)}, wanted one tensor; join several (torch.cat, torch.stack), "
+            "or make a layer of each"
+        )
+    with mode:
+        tangent = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    # Whole numbers, detached values and constants have no gradient, whatever they are made of
+    wanted = [i for i, d in enumerate(differentiable) if d and y.requires_grad]
+
+    def joint(*args):
+        inputs, y = with_gradients(args[:-1])
+        tangents = args[-1]
+        if not wanted:
+            return [y.detach()]
+        mark_backward([y.grad_fn])
+        grads = torch.autograd.grad(y, [inputs[i] for i in wanted], tangents, allow_unused=True)
+        grads = [
+            torch.zeros_like(inputs[i]) if g is None else g.contiguous() for i, g in zip(wanted, grads, strict=True)
+        ]
+        return [y.detach(), *grads]
+
+    raw = record(joint, [*fakes, tangent], mode, name)
+    require_pure(raw, [*paths, "gradient"])
+    return Joint(_functionalize(raw, fakes, tangent, mode), fakes, tangent, wanted, mode)
+
+
+def _functionalize(raw, fakes, tangent, mode) -> torch.fx.GraphModule:
+    """The same graph without in-place ops, under Inductor's decompositions; every node keeps its line."""
+    for node in raw.graph.nodes:
+        node.meta["stack_trace"] = node.meta.get("at", "?")
+
+    def replay(primals, tangents):  # the partitioner separates inputs by these two names
+        return torch.fx.Interpreter(raw).run(*primals, *tangents)
+
+    with torch.no_grad(), mode, fx_traceback.preserve_node_meta():
+        graph_module = make_fx(
+            torch.func.functionalize(replay, remove="mutations"), decomposition_table=inductor_decompositions()
+        )(fakes, [tangent])
+    graph_module.graph.eliminate_dead_code()
+    for node in graph_module.graph.nodes:
+        node.meta["at"] = node.meta.get("stack_trace") or "?"
+        mutable = isinstance(node.target, Op) and schema_of(node.target).is_mutable
+        assert not mutable, f"{node.target} survived functionalization"
+    return graph_module
+
+
+def require_policy(save: Any) -> None:
+    """ValueError for what is no policy of `compiled_layer`."""
+    if isinstance(save, bool) or not (
+        callable(save)
+        or (isinstance(save, int | float) and 0 <= save <= 1)
+        or (isinstance(save, str) and save in ("mincut", "inputs", "all"))
+    ):
+        raise ValueError(
+            f"compiled_layer: got save={save!r}, wanted 'mincut', 'inputs', 'all', a number from 0 to 1, or a function "
+            "of a graph node"
+        )
+
+
+def partition(joint: Joint, policy: Policy) -> Partition:
+    """Choose what is saved and cut; see `compiled_layer` for the policies."""
+    graph_module = joint.graph_module
+    names_saved = _min_cut_names(joint, policy)  # may replace the graph, so nodes are read afterwards
+    graph = graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    primals, tangents = placeholders[:-1], placeholders[-1:]
+    y, *grads = graph.output_node().args[0]
+    if policy == "inputs":
+        wanted = list(primals)
+    elif names_saved is not None:
+        wanted = [n for n in graph.nodes if n.name in names_saved and n not in tangents]
+    else:
+        wanted = _read_by_backward(graph, y)
+        if callable(policy):
+            wanted = [n for n in wanted if _base(n).op == "placeholder" or policy(_base(n))] + list(primals)
+    wanted = [n for n in _bases(wanted) if n not in tangents]
+    probe = extract_subgraph(graph, wanted + tangents, grads, "backward")
+    used = {p.name for p in probe.find_nodes(op="placeholder") if p.users}
+    kept = [n for n in wanted if n.op == "placeholder" and n.name in used]
+    residuals = [n for n in wanted if n.op != "placeholder" and n.name in used]
+
+    def part(inputs, outputs, which):
+        return graph_module_of(graph_module, extract_subgraph(graph, inputs, outputs, which))
+
+    def values(nodes):
+        return [n.meta["val"] for n in nodes]
+
+    return Partition(
+        forward=part(list(primals), [y, *residuals], "forward"),
+        backward=part(residuals + kept + tangents, grads, "backward"),
+        forward_fakes=values(primals),
+        backward_fakes=values(residuals + kept + tangents),
+        kept_inputs=[primals.index(n) for n in kept],
+        differentiable=joint.differentiable,
+        residual_bytes=sum(v.numel() * v.element_size() for v in values(residuals)),
+    )
+
+
+def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
+    if policy != "mincut" and not isinstance(policy, int | float):
+        return None
+    budget = 1.0 if policy == "mincut" else float(policy)
+    with torch.no_grad(), joint.fake_mode:
+        _, backward = min_cut(joint.graph_module, [joint.inputs, [joint.tangent]], budget)
+    return {n.name for n in backward.graph.find_nodes(op="placeholder")}
+
+
+def _read_by_backward(graph, y) -> list:
+    """Every value of the forward that a node of the backward reads."""
+    forward, todo = set(), [y]
+    while todo:
+        node = todo.pop()
+        if node not in forward:
+            forward.add(node)
+            todo += node.all_input_nodes
+    return [n for n in graph.nodes if n in forward and any(u not in forward and u.op != "output" for u in n.users)]
+
+
+def _is_view(node) -> bool:
+    """Whether a node shares memory with its argument once Inductor has compiled it."""
+    if getattr(node.target, "__name__", "") == "getitem":
+        return _is_view(node.args[0])
+    if not isinstance(node.target, Op):
+        return False
+    if node.target is torch.ops.aten.clone.default:  # Inductor drops such a clone
+        return node.meta["val"].stride() == node.args[0].meta["val"].stride()
+    if node.target is UNSAFE_VIEW:
+        return True
+    return any(r.alias_info is not None for r in schema_of(node.target).returns)
+
+
+def _base(node):
+    """What a view looks at. Views are never saved: outputs of an opaque node alias neither inputs nor each other."""
+    while node.op == "call_function" and _is_view(node):
+        node = node.args[0]
+    return node
+
+
+def _bases(nodes) -> list:
+    """Bases without repeats; a node with several outputs (attention) is saved output by output."""
+    bases = list(dict.fromkeys(map(_base, nodes)))
+    split = [m for n in bases for m in (n.users if isinstance(n.meta["val"], (tuple, list)) else [n])]
+    return list(dict.fromkeys(split))

@@ -1,0 +1,106 @@
+"""Passes: one pipeline from a traced graph to compiled code, shared by jit and by opaque layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from fmegatron.collectives import World
+from fmegatron.step.compile import IN_ORDER, compile_graph
+from fmegatron.step.gloo_all_to_all import exchanged
+from fmegatron.step.graph.nodes import entry_of, opaque_entries
+from fmegatron.step.lower import copy_module, lower
+from fmegatron.step.overlap import Overlap, overlapped
+from fmegatron.step.write_back import write_back, writes_last
+
+__all__ = ["PASSES", "Program", "Target"]
+
+_NOTHING = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a graph is compiled for: the ranks, a backend (`compile_graph`), Inductor's settings, order of collectives.
+
+    patches: sorted pairs of a name in torch._inductor.config and its value. overlap: None: the order of the graph.
+    """
+
+    world: World | None = None
+    backend: str = "inductor"
+    patches: tuple[tuple[str, Any], ...] = ()
+    overlap: Overlap | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the backend runs a graph op by op."""
+        return self.backend in IN_ORDER
+
+
+class Program:
+    """A traced graph after all passes, for one target: the outer graph of a jit, or that of an opaque layer.
+
+    stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange". fakes, rank_inputs: what
+    the last of them takes. donated: output index -> index of the input whose memory its value is written into.
+    written, harmless: after `compile` of a graph that runs op by op: as in `Donation`.
+    """
+
+    written: tuple[int, ...] = ()
+    harmless: bool = False
+
+    def __init__(self, graph_module: fx.GraphModule, fakes: list, fake_mode, target: Target, donated=_NOTHING):
+        self.fakes, self.fake_mode, self.target, self.donated = fakes, fake_mode, target, donated
+        self.stages = {"trace": graph_module}
+        for name, run in PASSES:
+            graph_module = self.stages[name] = run(graph_module, self)
+        self.graph_module = graph_module
+
+    def compile(self, options: Mapping[str, Any] = _NOTHING) -> Callable:
+        """Compile the layers inside, then the graph around them -> callable(*tensors) -> list of tensors.
+
+        options: Inductor's settings for this graph alone.
+        """
+        for entry in opaque_entries(self.graph_module.graph):
+            entry.compile()
+        module, target = self.graph_module, self.target
+        if target.in_order and self.donated:
+            module, self.written, self.harmless = writes_last(module)
+        order = target.overlap.options if target.overlap else {}
+        run = compile_graph(module, self.fakes, target.backend, {**dict(target.patches), **order, **options})
+        ranks = self.rank_inputs.tensors
+        return (lambda *tensors: run(*tensors, *ranks)) if ranks else run
+
+
+def _lowered(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """Opaque nodes call the operators that are compiled for the target, collectives those of its world."""
+    if opaque_entries(graph_module.graph):
+        graph_module = copy_module(graph_module)
+        for node in graph_module.graph.nodes:
+            if entry_of(node) is not None:
+                node.target = entry_of(node).bind(program.target)
+        graph_module.recompile()
+    world = program.target.world
+    lowered, program.fakes, program.rank_inputs = lower(graph_module, program.fakes, world, program.fake_mode)
+    return lowered
+
+
+def _overlapped(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """Collectives are merged, and start and wait when it suits the computation."""
+    return overlapped(graph_module, program.target.overlap, program.target.world)
+
+
+def _written_back(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """Outputs have memory of their own, or are written into that of donated inputs."""
+    return write_back(graph_module, program.donated, program.target.in_order)
+
+
+def _exchanged(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """Collectives have the form that suits the library of the world. After the write-back, which looks for gathers."""
+    return exchanged(graph_module, program.target.world)
+
+
+# Each a function from a graph module and its program to a graph module.
+PASSES = (("lower", _lowered), ("overlap", _overlapped), ("donate", _written_back), ("exchange", _exchanged))

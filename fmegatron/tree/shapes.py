@@ -1,0 +1,114 @@
+"""Specs from a tree of shapes: layouts by rules over paths, initial values by rules over paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fmegatron.layout import DataParallel, Layout, Mesh, Rules
+from fmegatron.tree.spec import ArraySpec, Init, Normal
+from fmegatron.tree.structure import Tree, in_words, map_with_path
+
+NARROW = Normal(0.02)  # GPT-2's
+
+
+def specs(
+    shapes: Tree,
+    mesh: Mesh,
+    rules: Rules | Iterable[tuple[str, tuple]] = (),
+    init: Init | Iterable[tuple[str, Init]] = NARROW,
+    dtype: torch.dtype = torch.float32,
+    strategy: DataParallel | None = None,
+    stacked: str | None = None,
+) -> Tree:
+    """The ArraySpecs of arrays with these global shapes: the one source of layouts, initial values and checkpoints.
+
+    Args:
+        shapes: tree with tuples of whole numbers as leaves.
+        mesh: on which the arrays are.
+        rules: (pattern, spec) rows or `Rules`, by which axes split the dims of an array; the first row whose pattern
+            matches whole segments of the path decides, and an array that no row matches is not split.
+        init: initial values of all arrays, or (pattern, init) rows, of which the first that matches decides.
+        dtype: of all arrays.
+        strategy: over which data axes the arrays are sharded at rest; every array is, on the dim where its rule names a
+            data axis, else on one that the axis divides. None: as the rules say.
+        stacked: pattern of paths of arrays whose dim 0 counts layers; the strategy does not split it, so that each rank
+            holds a part of every layer.
+
+    Raises:
+        ValueError: for a leaf that is no shape, a rule that does not fit its array, a path that no row of `init`
+            matches; naming the path.
+
+    >>> from fmegatron.tree import ones
+    >>> shapes = {"embed": (256, 64), "blocks": {"norm": (4, 64), "w": (4, 64, 64)}}
+    >>> rules = [("embed", ("tp",)), ("blocks/w", (None, "fsdp", "tp"))]
+    >>> made = specs(shapes, Mesh(fsdp=2, tp=2), rules, init=[("norm", ones), (".*", Normal(0.02))])
+    >>> print(made["blocks"]["w"].layout, made["blocks"]["norm"].init)
+    f32[4, 64@fsdp, 64@tp] on fsdp2·tp2 Constant(value=1.0)
+    """
+    layout_rules = rules if isinstance(rules, Rules) else Rules([*rules, (".*", ())])
+    inits = Rules([(".*", (init,))] if isinstance(init, Init) else [(pattern, (value,)) for pattern, value in init])
+    layers = None if stacked is None else Rules([(stacked, (0,)), (".*", ())])
+
+    def one(path: str, shape: Any) -> ArraySpec:
+        if not _is_tuple_of_numbers(shape) or min(shape, default=0) < 0:
+            got = str(shape) if isinstance(shape, tuple) else in_words(shape)
+            raise ValueError(
+                f"specs: {path}: got {got}, wanted a shape, a tuple of whole numbers of 0 or more: (512, 64)"
+            )
+        layout = layout_rules.layout(path, tuple(shape), dtype, mesh)
+        if strategy is not None:
+            layout = strategy.params_layout(layout, whole=() if layers is None else layers.match(path))
+        value = inits.match(path)[0]
+        if not isinstance(value, Init):
+            raise ValueError(
+                f"specs: {path}: got init {value!r:.60}, wanted Normal(std), Uniform(lo, hi) or Constant(x)"
+            )
+        return ArraySpec(layout, value)
+
+    return map_with_path(one, shapes, is_leaf=_is_tuple_of_numbers)
+
+
+def _is_tuple_of_numbers(x: Any) -> bool:
+    return type(x) in (tuple, torch.Size) and all(type(n) is int for n in x)
+
+
+def local(values: Tree, layouts: Tree, rank: int) -> Tree:
+    """The parts of a rank of a tree of global tensors: what `Layout.boxes(rank)` of each leaf names, copied.
+
+    Args:
+        values: tree of global tensors, such as a batch.
+        layouts: the same tree of Layouts or ArraySpecs; or one Layout for all leaves.
+        rank: whose parts.
+
+    Raises:
+        ValueError: naming the path, for trees of two structures, a tensor of another shape than its layout's, or a
+            layout with a pending sum.
+
+    >>> rows = Layout((4, 2), torch.float32, Mesh(dp=2), ("dp",))
+    >>> local({"x": torch.arange(8.0).view(4, 2)}, {"x": rows}, rank=1)["x"].tolist()
+    [[4.0, 5.0], [6.0, 7.0]]
+    """
+
+    def one(path: str, x: torch.Tensor, of: Any) -> torch.Tensor:
+        layout = of.layout if isinstance(of, ArraySpec) else of
+        if not isinstance(layout, Layout) or not isinstance(x, torch.Tensor) or layout.unreduced:
+            raise ValueError(
+                f"local: {path}: got {in_words(x)} and {of!r:.120}, wanted a tensor and a Layout without pending sums"
+            )
+        if tuple(x.shape) != layout.shape:
+            raise ValueError(
+                f"local: {path}: got shape {tuple(x.shape)}, wanted {layout.shape} of {layout}; give the global tensor"
+            )
+        if not layout.sharded and not layout.flat:
+            return x
+        part = torch.empty(layout.local_shape(rank), dtype=x.dtype, device=x.device)
+        for box in layout.boxes(rank):
+            box.view(part).copy_(x[box.slices])
+        return part
+
+    if isinstance(layouts, Layout):
+        return map_with_path(lambda path, x: one(path, x, layouts), values)
+    return map_with_path(one, values, layouts)

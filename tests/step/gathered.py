@@ -1,0 +1,17 @@
+"""Bytes of gathered weights in a lowered graph."""
+
+from torch import fx
+
+from fmegatron.step.graph.memory import most_alive
+from fmegatron.step.overlap.gathers import units
+
+
+def gathered_bytes(graph: fx.Graph) -> int:
+    """The most bytes of gathered weights that are alive at one time: buffers of gathers from their start on, and the
+    arrays that are laid out from them, until the last node that reads them."""
+    return most_alive(list(graph.nodes), {n for unit in units(graph) for n in unit.after})[0]
+
+
+def largest_unit_bytes(graph: fx.Graph) -> int:
+    """The bytes of the largest set of weights that one gather (or several, for one computation) brings."""
+    return max((unit.nbytes for unit in units(graph)), default=0)

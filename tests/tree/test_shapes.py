@@ -1,0 +1,110 @@
+"""Specs from shapes, and the local parts of global tensors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmegatron import testing, tree
+from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split
+from tests.layout.strategies import layouts as any_layouts
+
+F32 = torch.float32
+SHAPES = {"embed": (8, 4), "blocks": {"norm": (2, 4), "wqkv": (2, 4, 12)}, "final": [(4,), ()]}
+MESH = Mesh(dp=2, fsdp=2, tp=2)
+
+
+def test_rules_and_inits_by_path():
+    rules = [("embed", (("tp", "fsdp"),)), ("blocks/wqkv", (None, "fsdp", Split("tp", 3)))]
+    specs = tree.specs(SHAPES, MESH, rules, init=[("norm|final", tree.ones), (".*", tree.Normal(0.5))])
+    assert specs == {
+        "embed": tree.ArraySpec(Layout((8, 4), F32, MESH, (("tp", "fsdp"),)), tree.Normal(0.5)),
+        "blocks": {
+            "norm": tree.ArraySpec(Layout((2, 4), F32, MESH), tree.ones),
+            "wqkv": tree.ArraySpec(Layout((2, 4, 12), F32, MESH, (None, "fsdp", Split("tp", 3))), tree.Normal(0.5)),
+        },
+        "final": [
+            tree.ArraySpec(Layout((4,), F32, MESH), tree.ones),
+            tree.ArraySpec(Layout((), F32, MESH), tree.ones),
+        ],
+    }
+
+
+def test_one_text_for_all_meshes():
+    """Axes that a mesh lacks split nothing, so an experiment's rules name all that it may run on."""
+    rules = [("embed", (("tp", "fsdp"),)), (".*", ())]
+    assert tree.specs(SHAPES, Mesh(), rules)["embed"].layout == Layout((8, 4), F32, Mesh())
+    assert tree.specs(SHAPES, Mesh(fsdp=2), rules)["embed"].layout == Layout((8, 4), F32, Mesh(fsdp=2), ("fsdp",))
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "zero1", "zero3", "hsdp"])
+def test_a_strategy_shards_what_no_rule_names(strategy):
+    how = DataParallel.named(strategy)
+    specs = tree.specs(SHAPES, MESH, [("blocks/wqkv", (None, None, "tp"))], strategy=how, stacked="blocks")
+    for path, spec in zip(tree.paths(specs), tree.leaves(specs), strict=True):
+        assert set(spec.layout.sharded) - {"tp"} <= set(how.params), path
+        assert not (path.startswith("blocks") and spec.layout.axes(0)), path
+    assert set(specs["embed"].layout.sharded) == set(how.params)
+
+
+def test_a_table_of_rules_must_cover_its_paths():
+    with pytest.raises(ValueError, match="got no rule for the path 'blocks/norm'"):
+        tree.specs(SHAPES, MESH, Rules([("embed", ())]))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ({"w": (3, -1)}, {}, r"specs: w: got \(3, -1\), wanted a shape"),
+        ({"w": 3}, {}, r"specs: w: got 3, wanted a shape, a tuple of whole numbers"),
+        ({"w": [3, 4]}, {}, r"specs: w/0: got 3, wanted a shape"),
+        ({"w": torch.zeros(3)}, {}, r"specs: w: got a tensor of shape \(3,\), wanted a shape"),
+        ({"w": (3, 4)}, {"rules": [("w", ("tp", None, None))]}, r"w: by the rule 'w': .*got 3 spec entries"),
+        ({"w": (3, 4)}, {"rules": [("w", ("model",))]}, r"w: by the rule 'w': .*got axis 'model', wanted one of"),
+        ({"w": (3, 4)}, {"init": [("v", tree.ones)]}, r"got no rule for the path 'w'"),
+        ({"w": (3, 4)}, {"init": [("w", 0.02)]}, r"specs: w: got init 0.02, wanted Normal"),
+    ],
+)
+def test_errors(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        tree.specs(shapes, MESH, **options)
+
+
+@pytest.mark.parametrize("use", [tree.layouts, lambda shapes: tree.init(shapes, 0, 0)])
+def test_shapes_in_the_place_of_specs(use):
+    with pytest.raises(
+        ValueError, match=r"embed/0: got 8, wanted an ArraySpec.*; tree.specs\(shapes, mesh, ...\) makes"
+    ):
+        use({"embed": SHAPES["embed"]})
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_layouts(), st.integers(0, 2**31))
+def test_local_parts_make_up_the_whole(layout, seed):
+    layout = layout.replace(unreduced=())
+    x = torch.randn(layout.shape, generator=torch.Generator().manual_seed(seed)).to(layout.dtype)
+    parts = [tree.local({"x": x}, {"x": layout}, rank) for rank in range(layout.mesh.size)]
+    for rank, part in enumerate(parts):
+        tree.check(part, {"x": layout}, rank)
+    assert torch.equal(testing.join(parts, {"x": layout})["x"], x)
+
+
+def test_one_layout_for_a_batch_of_like_leaves():
+    rows = Layout((4, 2), torch.int64, Mesh(dp=2), ("dp",))
+    batch = {"tokens": torch.arange(8).view(4, 2), "labels": torch.ones(4, 2)}
+    assert tree.local(batch, rows, 1)["labels"].shape == (2, 2)
+    assert tree.local(batch, rows, 1)["tokens"].tolist() == [[4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("values", "layouts", "message"),
+    [
+        ({"x": torch.zeros(3)}, {"x": Layout((4,), F32, MESH)}, r"local: x: got shape \(3,\), wanted \(4,\)"),
+        ({"x": 3}, {"x": Layout((4,), F32, MESH)}, r"local: x: got 3 and f32\[4\] on"),
+        ({"x": torch.zeros(4)}, {"x": Layout((4,), F32, MESH, unreduced="dp")}, "without pending sums"),
+        ({"x": torch.zeros(4)}, {"y": Layout((4,), F32, MESH)}, "tree 2: got another structure than tree 1"),
+    ],
+)
+def test_errors_of_local(values, layouts, message):
+    with pytest.raises(ValueError, match=message):
+        tree.local(values, layouts, 0)
