@@ -18,6 +18,7 @@ from fmegatron.checkpoint.files import look as looks
 from fmegatron.checkpoint.files import owner
 from fmegatron.checkpoint.files.look import files_below, is_there, look, names_in
 from fmegatron.checkpoint.tools import listing
+from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, run
 from tests.checkpoint.test_manager import ONE, TWO, state
@@ -65,8 +66,9 @@ class Trouble:
 
 
 @pytest.fixture
-def steps(tmp_path):
+def steps(tmp_path, monkeypatch):
     """A directory with steps 1 and 2."""
+    monkeypatch.setattr(plan, "MOST_SMALL", 0)  # the small leaves are packed
     with Manager(tmp_path / "run") as manager:
         for step in (1, 2):
             manager.save(step, state(step), ONE)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, SMALL_BYTES
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, SMALL_BYTES, array_name
 from fmegatron.layout import Box, Layout, Split, chunk
 
 _FINEST_BYTES = 4 << 10  # no chunk below a page
@@ -24,6 +24,7 @@ _SPLIT_BYTES = 1 << 20  # a chunk of this size may be cut in two along its last 
 _SPLIT_ROW_BYTES = 1 << 10  # if its rows have this size
 _COLUMN_PARTS = 4  # and is smaller so many times: it is copied before it is written
 _MOST_SMALL_CHUNKS = 64  # of a small leaf that has an array of its own
+_MOST_PART, _MOST_NAME = 128, 512  # characters of the name of a small leaf's array, and of a part of it
 _MOST_DIVISORS_TRIED = 4096
 
 
@@ -55,7 +56,7 @@ def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...
     pack = sum(is_small(layout.shape, layout.nbytes) for layout in layouts) > MOST_SMALL
     plans, dealt = [], {}
     for path, layout in zip(paths, layouts, strict=True):
-        plans.append(LeafPlan(path, layout, *_home(layout, pack)))
+        plans.append(LeafPlan(path, layout, *_home(path, layout, pack)))
     sizes = [math.prod(p.chunk) * p.layout.dtype.itemsize if p.chunk else p.layout.local_nbytes(0) for p in plans]
     for i in sorted(range(len(plans)), key=lambda i: -sizes[i]):
         p = plans[i]
@@ -90,11 +91,20 @@ def _chunk_ranges(box: Box, chunk_shape: tuple[int, ...]) -> list[range]:
     return [range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunk_shape, strict=True)]
 
 
-def _home(layout: Layout, pack: bool) -> tuple[str, tuple[int, ...]]:
+def _home(path: str, layout: Layout, pack: bool) -> tuple[str, tuple[int, ...]]:
     """The home of a leaf and its chunk shape. pack: whether there are too many small ones."""
-    if pack and is_small(layout.shape, layout.nbytes):
+    small = is_small(layout.shape, layout.nbytes)
+    if (pack and small) or ((small or not layout.nbytes) and _is_long(path)):
         return "packed", ()  # its cuts need not be known
     return home_of(layout.shape, layout.dtype.itemsize, cut_unit(layout), layout.local_nbytes(0), layout.mesh.size)
+
+
+def _is_long(path: str) -> bool:
+    """Whether a path makes names that not every place takes: a leaf that can do without files has none then."""
+    if path.isascii() and len(path) <= _MOST_PART // 3:
+        return False
+    name = array_name(path)
+    return len(name) > _MOST_NAME or max(map(len, name.split("/"))) > _MOST_PART
 
 
 def is_small(shape: tuple[int, ...], nbytes: int) -> bool:
