@@ -79,11 +79,11 @@ class KeyValues:
         done(self.kv.delete_range(ts.KvStore.KeyRange()))
 
 
-def file_values(root: str) -> KeyValues:
+def file_values(root: str, durable: bool = True) -> KeyValues:
     """The files below a directory, for writing.
 
-    Each is written under a name of its own that ends in `.__lock`, made durable, and renamed; its directory, which is
-    made if need be, is made durable, too. No locks: each file has one writer.
+    Each is written under a name of its own that ends in `.__lock`, made durable (if asked for), and renamed; its
+    directory, which is made if need be, is made durable, too. No locks: each file has one writer.
     """
     context = ts.Context(
         {
@@ -91,7 +91,7 @@ def file_values(root: str) -> KeyValues:
             "file_io_concurrency": {"limit": _FILE_WRITERS},
             "data_copy_concurrency": {"limit": 2},
             "file_io_locking": {"mode": "none"},
-            "file_io_sync": True,
+            "file_io_sync": durable,
         }
     )
     return KeyValues({"driver": "file", "path": f"{root}/"}, context)

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from fmegatron.checkpoint.background.staging import Portion, groups, portions, s
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.files.format import Manifest, digest
+from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
 from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.local.shard import Content, content_id, set_id, with_ids
 from fmegatron.checkpoint.local.shelf import Shelf, remove
@@ -90,6 +92,10 @@ class _Disk:
 
 class _Volatile(Folder):
     """Files that need not survive the system: nothing waits for the disk."""
+
+    @cached_property
+    def _values(self) -> KeyValues:
+        return file_values(self.root, durable=False)
 
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         super().write(name, blocks, durable=False)

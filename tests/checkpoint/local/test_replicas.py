@@ -11,8 +11,9 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.__main__ import main
+from fmegatron.checkpoint.files import folder, keyvalue
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
-from fmegatron.checkpoint.local import LocalReplicas
+from fmegatron.checkpoint.local import LocalReplicas, saving
 from fmegatron.checkpoint.local.shard import open_shard, parse_name, shard_name, shard_plan
 from fmegatron.checkpoint.tools import listing, verify
 from fmegatron.layout import Layout, Mesh
@@ -69,6 +70,20 @@ def test_save_and_restore(tmp_path, mesh, durable):
         got, warned = cluster.restore()
         cluster.assert_restored(got, step)
         assert warned == []
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_only_durable_shards_wait_for_the_disk(tmp_path, monkeypatch, durable):
+    synced, real = set(), keyvalue.file_values
+
+    def seen(root, durable=True):
+        synced.add(durable)
+        return real(root, durable)
+
+    for module in (folder, saving):
+        monkeypatch.setattr(module, "file_values", seen)
+    assert Cluster(tmp_path, 2, durable=durable).save(1) == [None] * 2
+    assert synced == {durable}
 
 
 def test_without_copies_one_lost_file_leaves_nothing(tmp_path):
