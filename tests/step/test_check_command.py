@@ -52,6 +52,7 @@ def test_findings(experiment):
 def test_none(experiment):
     assert run(experiment, "--mesh", "dp=2", "--config_right=true")[0] == 0
     assert run(experiment, "--mesh", "dp=1")[0] == 0
+    assert run(experiment, "--mesh", "tp=2")[0] == 0  # a standard axis that a mesh lacks has size 1
     status, out, _ = run(experiment, "--mesh", "dp=2", "--allow", "x/wrong.py:19=for a test")
     assert status == 0 and "silenced (for a test)" in out
 
