@@ -34,9 +34,11 @@ def shards(cluster):
 
 
 def content(shard):
-    """What a restore reads of a shard: all files but the descriptions of groups, which are for other programs."""
-    files = sorted(p for p in shard.rglob("*") if p.is_file())
-    return {str(p.relative_to(shard)): p.read_bytes() for p in files if p.name != "zarr.json" or [*p.parent.glob("c*")]}
+    """What a restore reads of a shard: all files but the descriptions of groups, which are for other programs; of packed
+    leaves (there is one, in the first band) not the bands that are only padding, but their size."""
+    files = sorted(p for p in shard.rglob("*") if p.is_file() and (p.name != "zarr.json" or [*p.parent.glob("c*")]))
+    packed = shard / "packed/0/c.0"
+    return {str(p.relative_to(shard)): (p.stat().st_size, p.read_bytes()[: 32 if p == packed else None]) for p in files}
 
 
 # ---- damage: each takes a random source, the cluster, and one of its shards
