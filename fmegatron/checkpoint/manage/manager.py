@@ -150,8 +150,9 @@ class Manager:
             raise ValueError(f"Manager.delete: got step {step}, wanted one of {of.complete()}")
         removal = "it is being saved" if step in self._busy(temporary) else of.withdraw(step)
         if isinstance(removal, str):
-            free = "wanted one that is not saved, read or pinned now; wait, or unpin it"
-            raise ValueError(f"Manager.delete: got step {step} ({removal}), {free}")
+            raise ValueError(
+                f"Manager.delete: got step {step} ({removal}), wanted one not in use or pinned; wait, or unpin it"
+            )
         self._deleter.add(of.place(step).text, removal)
         self._attempt("the tracker could not be written", self._track)
 

@@ -199,13 +199,13 @@ def rank_of(target_layouts: Any, ranks: Ranks, rank: int | None) -> int:
     for mesh in {layout.mesh for layout in flat_layouts(target_layouts)[1]}:
         if ranks.size > 1 and mesh.size != ranks.size:
             raise ValueError(
-                f"restore: got target layouts on {mesh} ({mesh.size} ranks), but {ranks.size} restore together;"
-                f" make the layouts with a mesh of {ranks.size}"
+                f"restore: got target layouts on {mesh} ({mesh.size} ranks), wanted {ranks.size}, which"
+                f" restore together; make the layouts with a mesh of {ranks.size}"
             )
         if ranks.size == 1 and rank is None and mesh.size > 1:
             raise ValueError(f"restore: got no rank, wanted one of the {mesh.size} of {mesh}; pass world= or rank=")
     if ranks.size > 1 and rank not in (None, ranks.rank):
-        raise ValueError(f"restore: got rank {rank} and a world in which this is rank {ranks.rank}; pass one of them")
+        raise ValueError(f"restore: got rank={rank}, wanted {ranks.rank}, as in the world; pass one of them")
     return ranks.rank if rank is None else rank
 
 

@@ -133,7 +133,7 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
     for path, layout in zip(paths, leaves, strict=True):
         if layout.mesh.size != size:
             raise ValueError(
-                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), but {size} save together;"
+                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), wanted {size}, which save together;"
                 " pass world= of the ranks that hold the state, or layouts on their mesh"
             )
         if layout.unreduced:
@@ -150,8 +150,10 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
     known = set(paths)
     if len(known) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
-        raise ValueError(f"{twice}: two leaves have this path (a key that contains '/'?); rename one")
+        raise ValueError(f"{twice}: got two leaves of this path (a key that contains '/'?), wanted one; rename one")
     for path in paths:
         parts = path.split("/")
         if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
-            raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
+            raise ValueError(
+                f"{path}: got a path below the leaf {above}, wanted none there; rename a key that contains '/'"
+            )
