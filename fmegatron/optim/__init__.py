@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions (init, update), made by chaining gradient transforms.
 
 `adamw`, `muon`, `soap`, `adafactor`, `lion` and `sgd` are ready to use; `grouped` trains groups of parameters in their
-own ways; `compressed` and `skip_nonfinite` wrap an optimizer. One of your own is a chain of transforms:
+own ways; `averaged`, `compressed` and `skip_nonfinite` wrap an optimizer. One of your own is a chain of transforms:
 
 >>> import torch
 >>> from fmegatron import optim, tree
@@ -15,6 +15,7 @@ own ways; `compressed` and `skip_nonfinite` wrap an optimizer. One of your own i
 
 from fmegatron.optim.adafactor import adafactor, scale_by_factored_rms
 from fmegatron.optim.adamw import adamw, add_decayed_weights, scale_by_adam, scale_by_learning_rate
+from fmegatron.optim.average import averaged
 from fmegatron.optim.blockwise import float8, float16, int8
 from fmegatron.optim.clip import GradNorm, clip, clip_by_global_norm, global_norm, group_norms
 from fmegatron.optim.compressed import compressed
@@ -69,6 +70,8 @@ __all__ = [
     "clip",
     "global_norm",
     "group_norms",
+    # an average of the parameters
+    "averaged",
     # steps that are skipped
     "LossScale",
     "Spike",
