@@ -10,12 +10,10 @@ are not proven.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TextIO
 
 from fmegatron import loop
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     except SystemExit as stop:  # --help, or wrong use, of which argparse has told
         return int(stop.code or 0)
     try:
-        experiment = load(options.experiment)
+        experiment = loop.load_experiment(options.experiment)
         config = loop.parse([options.experiment, f"--config_mesh={options.mesh}", *flags], experiment.Config)
         start = time.perf_counter()
         step, state_specs, batch_layouts = experiment.describe(config)
@@ -61,23 +59,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--allow", action="append", default=[], type=_allowed, metavar="FILE:LINE=REASON",
                    help="do not count findings or unproven ops at a line; may be given again")  # fmt: skip
     return p
-
-
-def load(path: str) -> ModuleType:
-    """The experiment as a module. ValueError when it lacks what a check needs."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError("not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    missing = [name for name in ("Config", "describe") if not hasattr(module, name)]
-    if missing:
-        raise ValueError(
-            f"defines no {' and no '.join(missing)}; a check needs a Config with a mesh, and "
-            "describe(config) -> (train_step, state_specs, batch_layouts)"
-        )
-    return module
 
 
 def _allowed(text: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ OPTIONAL = {"matplotlib", "wandb", "IPython", "ipyparallel", "safetensors", "tok
 PEERS = {"jax", "orbax", "megatron"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}
 # Files beside the rooms that are run (`python -m fmegatron.check`): they may import every room, and none imports them.
-PROGRAMS = {"fmegatron/check.py"}
+PROGRAMS = {"fmegatron/check.py", "fmegatron/parity.py"}
 DRAWERS = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 
 
@@ -53,7 +53,8 @@ def test_beside_the_rooms_are_programs_only():
     for program in PROGRAMS:
         assert (ROOT / program).read_text().endswith('if __name__ == "__main__":\n    sys.exit(main())\n')
     names = {name for _, _, name in imports("fmegatron", "experiments")}
-    assert not [name for name in names if name.startswith("fmegatron.check.") or name == "fmegatron.check"]
+    programs = {program.removesuffix(".py").replace("/", ".") for program in PROGRAMS}
+    assert not [name for name in names if ".".join(name.split(".")[:2]) in programs]
 
 
 def test_every_room_has_a_level():

@@ -2,6 +2,7 @@
 
 from fmegatron.loop.config import check, field
 from fmegatron.loop.curves import plot_loss
+from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import UsageError, parse, set_up
 from fmegatron.loop.launch import launch
 from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
@@ -33,6 +34,7 @@ __all__ = [
     "fetch",
     "field",
     "launch",
+    "load_experiment",
     "mean",
     "parse",
     "plot_loss",

@@ -122,7 +122,7 @@ def _compute(node, values, world, share):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: values[n][rank])
             try:
                 done[key] = node.target(*args, **kwargs)
-            except RuntimeError as e:  # what fake tensors let pass, such as products of two dtypes
+            except (RuntimeError, IndexError) as e:  # what fake tensors let pass: products of two dtypes, wrong indices
                 raise ValueError(f"simulate: {node.meta.get('at', '?')}: {node.target} on rank {rank}: {e}") from None
         out.append(done[key])
     return out

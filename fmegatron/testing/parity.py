@@ -54,8 +54,8 @@ class Parity:
         dtype = self.single.gather(first).dtype
         if dtype.is_floating_point and error < 1e3 * torch.finfo(dtype).eps:
             lines.append(
-                f"  {dtype} is rounded at {torch.finfo(dtype).eps:.0e}, which may be all: give arrays of torch.float64 "
-                "(tree.cast), or a tolerance"
+                f"  {dtype} is rounded at {torch.finfo(dtype).eps:.0e}, which may be all: give fp64=True, or a "
+                "tolerance"
             )
         lines += [
             "meaning is lost at" if self.findings else "no node loses meaning: a factor that depends on the mesh?"
@@ -93,19 +93,21 @@ def parity(
     steps: int = 1,
     tolerance: float = 1e-10,
     floor: float = 0.0,
+    fp64: bool = False,
 ) -> Parity:
     """Run the step of `mesh` on simulated ranks and the step of a mesh of ones, and compare every output.
 
     Args:
         make_step: mesh -> step; called for both meshes, so it must take axes and layouts from its argument.
         mesh: of the ranks.
-        args: trees of global arrays (use fp64).
+        args: trees of global arrays (of torch.float64, or with `fp64`).
         layouts: of the arguments on `mesh`, as for `simulate`.
         out_layouts: of the result on `mesh`, as for `simulate`.
         steps: how often; then the first item of the result is the first argument of the next call, and any other
             argument may be a function of the number of the step.
         tolerance: of `relative_error`.
         floor: of `relative_error`.
+        fp64: of `simulate`: all arithmetic in torch.float64, for steps whose arrays have other dtypes.
     """
     one = Mesh(**dict.fromkeys(mesh.names, 1))
     layouts = (None,) * len(args) if layouts is None else tuple(layouts)
@@ -116,7 +118,7 @@ def parity(
         now = [arg(i) if callable(arg) else arg for arg in args]
         for m, (ins, outs) in placed.items():
             if i == 0:
-                sims[m] = simulate(make_step(m), m, *now, layouts=ins, out_layouts=outs)
+                sims[m] = simulate(make_step(m), m, *now, layouts=ins, out_layouts=outs, fp64=fp64)
             elif not isinstance(sims[m].outputs[0], tuple | list):
                 raise ValueError(
                     f"parity: got steps={steps} and {tree.in_words(sims[m].outputs[0])} as the step's result, wanted "

@@ -22,6 +22,7 @@ from fmegatron.step import Traced, trace
 from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.interpret import interpret
+from fmegatron.testing.widen import wide_column, widened
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
 
@@ -185,6 +186,7 @@ class Simulation:
     inputs: list[list[torch.Tensor]] = field(repr=False)
     arg_layouts: tuple = field(repr=False)
     out_layouts: Any = field(repr=False, default=None)
+    fp64: bool = False
 
     @property
     def paths(self) -> list[str]:
@@ -234,11 +236,16 @@ class Simulation:
             raise ValueError(
                 f"again: got local shapes {got}, wanted {want}, for which the step was traced; call simulate again"
             )
-        return _run(self.traced, self.mesh, inputs, self.arg_layouts, self.out_layouts, self.layouts)
+        return _run(self.traced, self.mesh, inputs, self.arg_layouts, self.out_layouts, self.fp64, self.layouts)
 
 
 def simulate(
-    step: Callable, mesh: Mesh, *args: Any, layouts: tuple | None = None, out_layouts: Any = None
+    step: Callable,
+    mesh: Mesh,
+    *args: Any,
+    layouts: tuple | None = None,
+    out_layouts: Any = None,
+    fp64: bool = False,
 ) -> Simulation:
     """Run `step(*args)` on every rank of `mesh`, in this process, and return a `Simulation`.
 
@@ -251,6 +258,8 @@ def simulate(
         out_layouts: the layouts of the result, same structure, None for replicated parts. Left out: an item of the
             result (or the result itself) that has the structure and local shapes of an argument has that argument's
             layouts, everything else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
+        fp64: whether all floating-point arithmetic is done in torch.float64, whatever the dtypes of the step and of its
+            arguments; results are then the same on all meshes to about 1e-12.
 
     Raises ValueError where trees, layouts and mesh do not fit, or ranks have different local shapes; and for a batch
     that a step cuts into microbatches, where the layout assigns its rows in another way than
@@ -278,7 +287,8 @@ def simulate(
     ranks = _per_rank(args, layouts, mesh)
     traced = trace(step, tuple(arg[0] for arg in ranks))
     require_rows(traced, _input_layouts(ranks, layouts), "simulate: the arguments")
-    return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts)
+    traced = widened(traced) if fp64 else traced
+    return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
 
 
 def _per_rank(args, layouts, mesh):
@@ -322,12 +332,13 @@ def _flat_inputs(ranks, mesh):
     return inputs
 
 
-def _run(traced, mesh, inputs, arg_layouts, out_layouts, flat_layouts=None):
+def _run(traced, mesh, inputs, arg_layouts, out_layouts, fp64, flat_layouts=None):
+    inputs = [wide_column(column) for column in inputs] if fp64 else inputs
     values, _ = interpret(inline_layers(traced.graph_module.graph), mesh, inputs)
     outputs = Ranks(traced.result([xs[rank] for xs in values]) for rank in range(mesh.size))
     if flat_layouts is None:
         flat_layouts = infer_out_layouts(traced, outputs[0], mesh, arg_layouts, out_layouts)
-    return Simulation(mesh, traced, outputs, flat_layouts, inputs, arg_layouts, out_layouts)
+    return Simulation(mesh, traced, outputs, flat_layouts, inputs, arg_layouts, out_layouts, fp64)
 
 
 def infer_out_layouts(traced: Traced, result: Any, mesh: Mesh, arg_layouts: tuple, out_layouts: Any) -> list[Layout]:
