@@ -69,8 +69,8 @@ def model_config(config: Config, vocab_size: int) -> model.Config:
 
 def make_loss(config: Config, of: model.Config):
     """loss(params, batch) -> (loss, metrics), over the axes of the mesh."""
-    where = model.layouts(of, config.mesh, strategy=DataParallel.named(config.strategy)), Axes(config.mesh)
-    return lambda params, batch: model.loss(params, batch, of, *where, layer=step.compiled_layer())
+    layouts = model.layouts(of, config.mesh, strategy=DataParallel.named(config.strategy))
+    return functools.partial(model.loss, config=of, layouts=layouts, axes=Axes(config.mesh), save="mincut")
 
 
 def rate(config: Config) -> optim.Schedule:

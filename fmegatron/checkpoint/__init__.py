@@ -14,21 +14,7 @@ from fmegatron.checkpoint.manage.report import Report
 from fmegatron.checkpoint.manage.retention import Keep
 from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.checkpoint.reading.explain import Read, explain
-from fmegatron.checkpoint.reading.mapping import (
-    Rule,
-    copy,
-    drop,
-    fresh,
-    fuse,
-    pad,
-    per_rank,
-    rename,
-    split,
-    stack,
-    take,
-    transpose,
-    unstack,
-)
+from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, fresh, per_rank, rename, take
 from fmegatron.checkpoint.reading.read import restore
 from fmegatron.checkpoint.writing.saving import save
 
@@ -52,12 +38,10 @@ __all__ = [
     "drop",
     "explain",
     "fresh",
-    "fuse",
     "layouts",
     "metadata",
     "open_snapshot",
     "open_store",
-    "pad",
     "per_rank",
     "rank_state",
     "read_latest",
@@ -65,9 +49,5 @@ __all__ = [
     "restore",
     "save",
     "save_async",
-    "split",
-    "stack",
     "take",
-    "transpose",
-    "unstack",
 ]

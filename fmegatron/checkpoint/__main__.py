@@ -6,12 +6,40 @@ Exit status: 0 all is well; 1 a difference or damage was found; 2 wrong use, or 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TextIO
 
-from fmegatron.checkpoint.tools import commands
+from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.snapshot import again
+from fmegatron.checkpoint.files.storage import Store, holding, open_store
+from fmegatron.checkpoint.tools import printed
+from fmegatron.checkpoint.tools.diff import diff
+from fmegatron.checkpoint.tools.export import SHARD_BYTES, export, parse_dtype, parse_renames
+from fmegatron.checkpoint.tools.gc import LIVE_SECONDS, collect
+from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.checkpoint.tools.printed import one_line, plain
+from fmegatron.checkpoint.tools.reshard import (
+    BOUND_BYTES,
+    parse_chunks,
+    parse_mesh,
+    parse_rules,
+    plan_of,
+    reshard,
+    target_layouts,
+)
+from fmegatron.checkpoint.tools.show import show
+from fmegatron.checkpoint.tools.source import Source, open_source
+from fmegatron.checkpoint.tools.verify import Report, verify
+
+GOOD, FOUND, FAILED = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -20,7 +48,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         options = parser().parse_args(argv)
     except SystemExit as stop:  # --help, or wrong use, which argparse has reported
         return int(stop.code or 0)
-    return commands.run(options.command, options, out or sys.stdout, err or sys.stderr)
+    return run(options.command, options, out or sys.stdout, err or sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,13 +93,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory", type=_bytes, help="elements held at a time (default 256MiB)")
     p.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
 
-    p = add("export", help="write the leaves as files of weights for other programs")
+    p = add("export", help="write the leaves as safetensors files, for other programs")
     p.add_argument("src", help="a checkpoint")
-    p.add_argument("dst", help="a file (.safetensors, .npz, .pt), or a directory of shards with an index")
+    p.add_argument("dst", help="a file (.safetensors), or a directory of shards with an index")
     p.add_argument("pattern", nargs="?", help="only leaves whose path has a match of this regular expression")
-    p.add_argument(
-        "--format", choices=["safetensors", "npz", "torch"], help="default: by the name of DST, else safetensors"
-    )
     p.add_argument("--rename", action="append", default=[], metavar="REGEX=REPLACEMENT", help="may be given again")
     p.add_argument("--cast", metavar="DTYPE", help="floating leaves to this dtype, e.g. bfloat16")
     p.add_argument("--shard", type=_bytes, help="most bytes of a shard (default 5GiB)")
@@ -118,6 +143,150 @@ def _seconds(text: str) -> float:
     if m is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a time such as 90s, 30m, 2h or 1d")
     return float(m[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[m[2]]
+
+
+# ---- the commands
+
+
+def run(name: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> int:
+    """Run a command and print its result; returns the exit status. No error leaves this function."""
+    status = GOOD
+    try:
+        status, value, text = again(lambda: _held(name, options))  # with the next save, if it is saved again meanwhile
+        if options.json:
+            print(json.dumps(plain(value), allow_nan=False), file=out)
+        else:
+            text(out)
+        out.flush()
+        return status
+    except BrokenPipeError:  # the reader (head, say) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=err)
+        return 130
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        damaged = isinstance(error, CheckpointError)
+        if options.json:
+            print(json.dumps({"error": one_line(error), "damaged": damaged}), file=out)
+        print(f"{name}: {one_line(error)}", file=err)
+        return FOUND if damaged else FAILED
+
+
+def _held(name: str, options: argparse.Namespace) -> Result:
+    """Run a command; the steps of a Manager that it reads are not deleted meanwhile."""
+    with ExitStack() as options.held:
+        return COMMANDS[name](options)
+
+
+Result = tuple[int, Any, Callable[[TextIO], None]]  # exit status, value for JSON, printer of text
+
+
+def _ls(options: argparse.Namespace) -> Result:
+    found = listing(_place(options, options.path))
+    bad = any(c.problem for c in found.checkpoints)
+    return (FOUND if bad else GOOD), found.to_json(), lambda out: printed.listing(out, found, time.time())
+
+
+def _show(options: argparse.Namespace) -> Result:
+    found = show(_source(options, options.path), options.pattern, options.stats)
+    return GOOD, found.to_json(), lambda out: printed.shown(out, found, options.layouts)
+
+
+def _verify(options: argparse.Namespace) -> Result:
+    store = _place(options, options.path)
+    found = listing(store)
+    if not found.checkpoints:
+        raise ValueError(f"{options.path}: got a directory without checkpoints, wanted some to verify")
+    reports: list[Report] = []
+    start = time.perf_counter()
+    for place in [store.child(c.name) for c in found.checkpoints] if found.is_directory else [store]:
+        with holding(place):
+            reports.append(verify(place, options.jobs))
+    seconds = time.perf_counter() - start
+    damaged = any(report.damages for report in reports)
+    value = {"good": not damaged, "seconds": seconds, "checkpoints": [report.to_json() for report in reports]}
+    return (FOUND if damaged else GOOD), value, lambda out: printed.reports(out, reports, found.leftovers, seconds)
+
+
+def _diff(options: argparse.Namespace) -> Result:
+    found = diff(
+        _source(options, options.a),
+        _source(options, options.b),
+        options.pattern,
+        atol=options.atol,
+        rtol=options.rtol,
+        ignore=frozenset(options.ignore),
+        read_all=options.read_all,
+    )
+    return (GOOD if found.equal else FOUND), found.to_json(), lambda out: printed.difference(out, found)
+
+
+def _reshard(options: argparse.Namespace) -> Result:
+    if not (options.mesh or options.rules or options.like or options.chunks):
+        raise ValueError("got no target, wanted --mesh, --rules, --like or --chunks")
+    source = _source(options, options.src)
+    rules = parse_rules(Path(options.rules).read_text(), options.rules) if options.rules else ()
+    like = _source(options, options.like) if options.like else None
+    layouts = target_layouts(source, tuple(map(parse_mesh, options.mesh)), rules, like)
+    to, bound = _place(options, options.dst), options.memory or BOUND_BYTES
+    plans = plan_of(layouts, parse_chunks(options.chunks), bound)
+    done = reshard(source, to, plans, bound=bound, overwrite=options.overwrite)
+    value = {**vars(done), "layouts": {path: str(layout) for path, layout in layouts.items()}}
+    return GOOD, value, lambda out: printed.resharded(out, done, layouts)
+
+
+def _export(options: argparse.Namespace) -> Result:
+    done = export(
+        _source(options, options.src),
+        options.dst,
+        options.pattern,
+        renames=parse_renames(options.rename),
+        cast=parse_dtype(options.cast) if options.cast else None,
+        shard=options.shard or SHARD_BYTES,
+    )
+    return GOOD, vars(done), lambda out: printed.exported(out, done)
+
+
+def _gc(options: argparse.Namespace) -> Result:
+    age = LIVE_SECONDS if options.age is None else options.age
+    how = {"keep_last": options.keep_last, "age": age, "watch": options.watch or 0.0, "dry_run": options.dry_run}
+    done = collect(_place(options, options.path), **how)
+    return GOOD, done.to_json(), lambda out: printed.collected(out, done)
+
+
+def _place(options: argparse.Namespace, path: str) -> Store:
+    """The Store of a path or URL."""
+    given = None
+    if options.storage and "://" in path and not path.startswith("file://"):
+        given = json.loads(options.storage)
+        if type(given) is not dict:
+            raise ValueError(f"got --storage {options.storage!r:.60}, wanted a JSON object")
+    return open_store(path, given)
+
+
+def _source(options: argparse.Namespace, path: str) -> Source:
+    """The checkpoint at a path. ValueError when the path is none: nothing there, or a directory of checkpoints."""
+    store = _place(options, path)
+    found = listing(store)
+    if found.is_directory:
+        names = ", ".join(c.name for c in found.checkpoints[-3:])
+        raise ValueError(f"{path}: got a directory of checkpoints, wanted one of them, e.g. {names or '(it is empty)'}")
+    options.held.enter_context(holding(store))
+    return open_source(store)
+
+
+COMMANDS = MappingProxyType(
+    {
+        "ls": _ls,
+        "show": _show,
+        "verify": _verify,
+        "diff": _diff,
+        "reshard": _reshard,
+        "export": _export,
+        "gc": _gc,
+    }
+)
 
 
 if __name__ == "__main__":

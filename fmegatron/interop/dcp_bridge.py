@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fmegatron.checkpoint.files.format import dtype_of
+from fmegatron.checkpoint.files.format import MOST_SMALL, dtype_of
 from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan
+from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.interop.dcp_write import name_of
 from fmegatron.interop.scattered import Scattered
@@ -116,7 +116,9 @@ class FmegatronWriter(StorageWriter):
                 check_cover([Box(start, size, 0, row_major_strides(size)) for _, start, size in boxes], shape)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            leaves[name] = Scattered(shape, dtype, tuple(boxes)).plan(self._paths.get(name, name))
+            leaves[name] = Scattered(shape, dtype, tuple(boxes))
+        pack = sum(is_small(leaf.shape, leaf.nbytes) for leaf in leaves.values()) > MOST_SMALL
+        leaves = {name: leaf.plan(self._paths.get(name, name), pack) for name, leaf in leaves.items()}
         self._plans, self._names = tuple(leaves.values()), frozenset(leaves)
         if len({leaf.path for leaf in self._plans}) < len(leaves):
             raise ValueError(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fmegatron.checkpoint.files.format import SMALL_BYTES
-from fmegatron.checkpoint.writing.plan import LeafPlan, home_of_large
+from fmegatron.checkpoint.writing.plan import LeafPlan, home_of, is_small
 from fmegatron.layout import Box, Layout, Mesh, row_major_strides
 
 
@@ -32,6 +31,11 @@ class Scattered:
         """No dim is split by an axis."""
         return (None,) * len(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The rank's boxes in its local tensor."""
         found, at = [], 0
@@ -53,16 +57,12 @@ class Scattered:
         """As a whole array."""
         return Layout(self.shape, self.dtype, self.mesh).to_json()
 
-    def plan(self, path: str) -> LeafPlan:
-        """Where the leaf goes: by the rules of `checkpoint.writing.plan`."""
-        itemsize = self.dtype.itemsize
-        nbytes = math.prod(self.shape) * itemsize
-        if nbytes == 0:
-            return LeafPlan(path, self, "empty")
-        if nbytes < SMALL_BYTES or not self.shape:
+    def plan(self, path: str, pack: bool) -> LeafPlan:
+        """Where the leaf goes: by the rules of `checkpoint.writing.plan`. pack: whether small ones are too many."""
+        local = max((math.prod(shape) for _, _, shape in self.held), default=0) * self.dtype.itemsize
+        if pack and is_small(self.shape, self.nbytes):
             return LeafPlan(path, self, "packed")
-        local = max(math.prod(shape) for _, _, shape in self.held) * itemsize
-        return LeafPlan(path, self, *home_of_large(self.shape, itemsize, self._unit(), local, self.mesh.size))
+        return LeafPlan(path, self, *home_of(self.shape, self.dtype.itemsize, self._unit(), local, self.mesh.size))
 
     def _unit(self) -> tuple[int, ...]:
         return tuple(_gcd(self._cuts(dim), n) for dim, n in enumerate(self.shape))

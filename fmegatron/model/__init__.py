@@ -12,9 +12,7 @@ from fmegatron.model.gpt import (
     layouts,
     logits,
     loss,
-    plain_layer,
     specs,
-    unstack,
 )
 from fmegatron.model.sample import generate
 
@@ -32,8 +30,6 @@ __all__ = [
     "logits",
     "loss",
     "parameters",
-    "plain_layer",
     "sample",
     "specs",
-    "unstack",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from fmegatron import nn, tree
+from fmegatron import nn, step, tree
 from fmegatron.collectives import Axes, Axis, psum
 from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.model.block import block, norm_weight
@@ -165,23 +166,6 @@ def prepared(params: dict, layouts: dict, config: Config, axes: Axes) -> dict:
     return nn.with_scales(params, layouts, axes, wire.gather, stacked)
 
 
-def layer_layout(layout: Layout) -> Layout:
-    """Layout of one layer of a stacked leaf: `[L, ...] -> [...]`."""
-    assert not layout.axes(0), f"the layer dim of {layout} is split; a pipeline's stages hold whole layers"
-    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
-
-
-def unstack(stacked) -> list:
-    """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums."""
-    _, leaves, spec = tree.flatten(stacked)
-    return [tree.unflatten(spec, list(layer)) for layer in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
-
-
-def plain_layer(fn, prepare):
-    """How a layer is run when nothing special is wanted: `fn(x, prepare(shards), *rest)`; see step.compiled_layer."""
-    return lambda x, shards, *rest: fn(x, prepare(shards), *rest)
-
-
 class _Outer:
     """The weights outside of the blocks, by name: some gathered together at once and kept, the others when asked for.
 
@@ -213,7 +197,8 @@ def logits(
     config: Config,
     layouts: dict,
     axes: Axes,
-    layer=plain_layer,
+    save: step.Policy | None = None,
+    offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
 ) -> Tensor:
     """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
@@ -224,9 +209,10 @@ def logits(
         config: of the model.
         layouts: of the parameters.
         axes: Axes(mesh).
-        layer: `layer(fn, prepare)` decides how a block is run: `plain_layer`, or step.compiled_layer.
+        save: what a block, compiled once for all, keeps for its backward (`step.layers`); None: as autograd does.
+        offload: bytes from which on it waits in host memory (`step.layers`).
         reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
-            again for its backward, where the layer is a compiled one; "embed": for the lookup, whose transpose needs no
+            again for its backward, unless `save` is None; "embed": for the lookup, whose transpose needs no
             weights; "head": where the blocks end, which is where the backward begins). Groups that are left out are
             kept from their gather to the end of the backward; "embed" and "head" then travel in one collective.
             None: all of GROUPS, which needs the least memory (one group at a time) and no byte more on the wire; with a
@@ -248,27 +234,21 @@ def logits(
         reshard_after_forward = tuple(name for name in GROUPS if name != "head" or not config.tied)
     params = prepared(params, layouts, config, axes)
     outer = _Outer(params, layouts, config, axes, reshard_after_forward)
-    layer_layouts = tree.map(layer_layout, layouts["blocks"])
-
-    def decoder_block(x_BSD, weights, cos_Sh, sin_Sh):
-        return block(x_BSD, weights, cos_Sh, sin_Sh, config=config, tp=tp)
-
-    def gather(shards):
-        return gather_weights(shards, layer_layouts, config, axes)
-
-    freed = "blocks" in reshard_after_forward
-    run = layer(decoder_block, gather if freed else _as_given)
     positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     cos_Sh, sin_Sh = nn.rope_angles(positions_S, config.head_dim, config.rope_theta, config.compute_dtype)
 
     x_BSD = nn.embed(tokens_BS, outer["embed"]["embed"]["table"], tp, config.sequence_parallel)
-    for shards in unstack(params["blocks"]):
-        x_BSD = run(x_BSD, shards if freed else gather(shards), cos_Sh, sin_Sh)
-    return read_out(x_BSD, outer["head"], config, tp)
-
-
-def _as_given(weights):
-    return weights
+    run = step.layers(
+        functools.partial(block, config=config, tp=tp),
+        params["blocks"],
+        layouts["blocks"],
+        axes,
+        save,
+        precision=config.policy,
+        offload=offload,
+        reshard_after_forward="blocks" in reshard_after_forward,
+    )
+    return read_out(run(x_BSD, cos_Sh, sin_Sh), outer["head"], config, tp)
 
 
 def read_out(x_BSD: Tensor, outer: dict, config: Config, tp: Axis) -> Tensor:
@@ -284,7 +264,8 @@ def loss(
     config: Config,
     layouts: dict,
     axes: Axes,
-    layer=plain_layer,
+    save: step.Policy | None = None,
+    offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
 ) -> tuple[Tensor, dict]:
     """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
@@ -300,7 +281,8 @@ def loss(
         config: of the model.
         layouts: of the parameters.
         axes: Axes(mesh).
-        layer: how a block is run (`logits`).
+        save: what a block keeps for its backward (`logits`).
+        offload: what of it waits in host memory (`logits`).
         reshard_after_forward: which weights are gathered for each use (`logits`).
     """
     for name in ("labels", "mask"):
@@ -309,7 +291,7 @@ def loss(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-    logits_BSV = logits(params, batch["tokens"], config, layouts, axes, layer, reshard_after_forward)
+    logits_BSV = logits(params, batch["tokens"], config, layouts, axes, save, offload, reshard_after_forward)
     data = axes[axes.data]
     nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"], config.vocab_size)
     z_BS = config.z_loss * lse_BS.square()

@@ -19,7 +19,8 @@ from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Axis, all_gather
 from fmegatron.model.block import finish_block, project_qkv
 from fmegatron.model.config import Config
-from fmegatron.model.gpt import gather_weights, layer_layout, prepared, read_out, unstack
+from fmegatron.model.gpt import gather_weights, prepared, read_out
+from fmegatron.step import layer_layout, unstack
 
 
 def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) -> dict:

@@ -6,12 +6,13 @@ from fmegatron.step.costs import StateBytes, Traffic, least_traffic, state_bytes
 from fmegatron.step.grad import raw_gradient_layout, reduce_gradients, value_and_grad
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
-from fmegatron.step.layer import compiled_layer, remat
+from fmegatron.step.layer import compiled_layer, layer_layout, layers, remat, unstack
 from fmegatron.step.overlap import Overlap
+from fmegatron.step.partition import Policy
 from fmegatron.step.timeline import Event, PaperWorld, Rates, Timeline, launches, timeline
 from fmegatron.step.trace import Traced, trace
 from fmegatron.step.traffic import Transfer, bytes_sent, collectives_of
-from fmegatron.step.train_step import State, build_train_step, placements, state_specs
+from fmegatron.step.train_step import State, averaged_params, build_train_step, placements, state_specs
 
 __all__ = [
     "Declared",
@@ -20,6 +21,7 @@ __all__ = [
     "Jitted",
     "Overlap",
     "PaperWorld",
+    "Policy",
     "Rates",
     "Report",
     "State",
@@ -30,6 +32,7 @@ __all__ = [
     "Transfer",
     "Unproven",
     "accumulate",
+    "averaged_params",
     "build_train_step",
     "bytes_sent",
     "check",
@@ -37,6 +40,8 @@ __all__ = [
     "compiled_layer",
     "jit",
     "launches",
+    "layer_layout",
+    "layers",
     "least_traffic",
     "placements",
     "raw_gradient_layout",
@@ -47,5 +52,6 @@ __all__ = [
     "symbolic_nodes",
     "timeline",
     "trace",
+    "unstack",
     "value_and_grad",
 ]

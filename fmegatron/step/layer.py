@@ -1,4 +1,4 @@
-"""Compiled layers: compiled once, used many times, with a policy of what is saved for the backward.
+"""Layers of a model, compiled once and used many times, with a policy of what is saved for the backward.
 
 The layer's joint graph (outputs, then gradients) is traced once and cut in two by a policy; each half becomes
 one opaque node (`fmegatron.step.opaque`). Recomputing is then right by construction: the backward is one node that
@@ -7,13 +7,16 @@ takes the gradient as an input, so no pass can merge the recomputation into the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fmegatron import tree
+from fmegatron import nn, tree
+from fmegatron.collectives import Axes, Precision, Wire
+from fmegatron.layout import Layout
 from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
@@ -21,9 +24,85 @@ from fmegatron.step.partition import Partition, Policy, joint_graph, partition, 
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.trace import described
 
-__all__ = ["compiled_layer", "remat"]
+__all__ = ["compiled_layer", "layer_layout", "layers", "remat", "unstack"]
 
 
+# ---- a stack of layers -----------------------------------------------------------------------------------------------
+def layers(
+    block: Callable,
+    params: Any,
+    layouts: Any,
+    axes: Axes,
+    save: Policy | None = "mincut",
+    *,
+    precision: Precision | None = None,
+    offload: int | None = None,
+    reshard_after_forward: bool = True,
+) -> Callable:
+    """`run(x, *rest, **named) -> x`: a block applied once for each layer of a stack, as a pure function.
+
+    `layers(block, params["blocks"], layouts["blocks"], axes)(x)` is `for w in stack: x = block(x, w)`, where w is one
+    layer's weights, whole over the data axes: one all_gather for all its leaves before it runs, the transpose (one
+    reduce_scatter of all gradients) in its backward. The block is compiled once, however many layers there are.
+
+    Args:
+        block: block(x, weights, *rest, **named) -> x: a pure function of tensors; constants (a config, an axis) by
+            functools.partial. rest and named: trees of tensors, the same for all layers, to which no gradient flows.
+        params: tree of stacked tensors [L, ...], this rank's shards; `nn.Scaled` ones where they travel in 8 bits.
+        layouts: of the stacked tensors; dim 0 is not split.
+        axes: Axes(mesh); weights are gathered over `axes.data`, and what tp splits stays split.
+        save: what a layer keeps for its backward, see `compiled_layer`. None: the block is not compiled by itself; its
+            ops are part of the graph around it, and everything that their backward reads is kept.
+        precision: in which dtypes weights are gathered, used and their gradients reduced (`Precision.wires`); None: as
+            they are.
+        offload: bytes from which on what is kept waits in host memory, see `compiled_layer`.
+        reshard_after_forward: whether the gathered weights of a layer are freed after it, and gathered again for its
+            backward (ZeRO-3; with save=None autograd keeps them). False: gathered once and kept until the backward.
+
+    Raises ValueError, naming the leaf, for a stack whose leaves differ in L, for a layout of another mesh, or one that
+    splits dim 0.
+    """
+    axes.require(layouts, "layers")
+    of_one = tree.map_with_path(_of_one_layer, layouts)
+    wires = Wire() if precision is None else precision.wires(of_one)
+    gather = functools.partial(nn.gather_tree, layouts=of_one, axis=axes[axes.data], wire=wires)
+    in_layer = gather if reshard_after_forward else None
+    layer = None if save is None else compiled_layer(save, offload=offload)(block, in_layer)
+
+    def run(x: Any, *rest: Any, **named: Any) -> Any:
+        for shards in unstack(params):
+            if layer is None:
+                x = block(x, gather(shards), *rest, **named)
+            else:
+                x = layer(x, shards if reshard_after_forward else gather(shards), *rest, **named)
+        return x
+
+    return run
+
+
+def layer_layout(layout: Layout) -> Layout:
+    """Layout of one layer of a stacked leaf: `[L, ...] -> [...]`. ValueError where dim 0 is split."""
+    return _of_one_layer("layer_layout", layout)
+
+
+def _of_one_layer(path: str, layout: Layout) -> Layout:
+    if not layout.shape or layout.axes(0) or layout.flat:
+        raise ValueError(
+            f"{path}: got {layout}, wanted a stack [L, ...] whose dim 0 is not split; name the axis on another dim"
+        )
+    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
+
+
+def unstack(stacked: Any) -> list:
+    """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums."""
+    paths, leaves, spec = tree.flatten(stacked)
+    counts = {path: leaf.shape[0] if leaf.dim() else None for path, leaf in zip(paths, leaves, strict=True)}
+    if None in counts.values() or len(set(counts.values())) != 1:
+        raise ValueError(f"unstack: got layers (dim 0) {counts or 'of no leaf'}, wanted the same number in each leaf")
+    return [tree.unflatten(spec, list(layer)) for layer in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+
+
+# ---- one layer -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Halves:
     """The two entries of a layer at given shapes, and how the caller's tensors go in."""
@@ -31,6 +110,39 @@ class _Halves:
     parts: Partition
     forward: Entry
     backward: Entry
+
+
+@dataclass(frozen=True, repr=False)
+class CompiledLayer:
+    """What `compiled_layer(...)(fn, prepare)` returns: call it like the function.
+
+    halves: (structure, shapes) -> the compiled pair.
+    """
+
+    fn: Callable
+    prepare: Callable | None
+    save: Policy
+    offload: int | None
+    name: str
+    halves: dict[Any, _Halves] = field(default_factory=dict, compare=False)
+
+    def __repr__(self) -> str:
+        return f"compiled_layer({self.name})"
+
+    def __call__(self, x: torch.Tensor, shards: Any, /, *rest: Any, **named: Any) -> torch.Tensor:
+        """y, differentiable in x and shards (`compiled_layer`)."""
+        _require_tensors(self.fn, x, shards, (rest, named))
+        with torch.no_grad():
+            weights = shards if self.prepare is None else self.prepare(shards)
+        inputs = (x, weights, rest, named)
+        key = (tree.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))))
+        if key not in self.halves:
+            with outside_of_tracing():
+                joint = joint_graph(self.fn, *inputs, f"layer {described(self.fn)}")
+                self.halves[key] = _cut(joint, self.save, self.name)
+        specs = tuple(tree.flatten(given)[2] for given in (shards, (rest, named)))
+        gathered = [w.detach() for w in tree.leaves(weights)]
+        return _Layer.apply(self, self.halves[key], gathered, specs, x, *tree.leaves(shards), *tree.leaves(inputs[2:]))
 
 
 def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: int | None = None) -> Callable:
@@ -52,129 +164,104 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
       callable    node -> bool, picks among "all"
     offload: what is kept besides weights goes to host memory and comes back for the backward, each value of at least
     so many bytes (`step.offload`); 0: all, so that a layer keeps nothing on its device. None: nothing is moved.
-    Equal layers share one compiled pair, however many there are.
+    Equal layers share one compiled pair, however many there are. `layers` runs a whole stack of them.
     """
-
     require_policy(save)
     if offload is not None and (isinstance(offload, bool) or not isinstance(offload, int) or offload < 0):
         raise ValueError(f"compiled_layer: got offload={offload!r}, wanted bytes, such as 1 << 20, or None")
+    return functools.partial(_of_function, save, label, offload)
 
-    def transform(fn: Callable, prepare: Callable | None = None) -> Callable:
-        halves: dict[Any, _Halves] = {}
-        if not callable(fn):
-            raise ValueError(f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y")
-        name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
-        words = f"layer {described(fn)}"
 
-        def build(x, weights, rest) -> _Halves:
-            weight_leaves, rest_leaves = tree.leaves(weights), tree.leaves(rest)
-            weight_spec, rest_spec = tree.flatten(weights)[2], tree.flatten(rest)[2]
-            count = 1 + len(weight_leaves)
+def _of_function(save: Policy, label: str | None, offload: int | None, fn: Callable, prepare: Callable | None = None):
+    if not callable(fn):
+        raise ValueError(f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y")
+    name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
+    return CompiledLayer(fn, prepare, save, offload, name)
 
-            def flat(*tensors):
-                w = tree.unflatten(weight_spec, list(tensors[1:count]))
-                others, named = tree.unflatten(rest_spec, list(tensors[count:]))
-                return fn(tensors[0], w, *others, **named)
 
-            tensors = [x, *weight_leaves, *rest_leaves]
-            paths = [*tree.paths((x, weights, *rest[0])), *tree.paths(rest[1])]
-            with outside_of_tracing():
-                differentiable = [i < count and _has_gradient(t) for i, t in enumerate(tensors)]
-                joint = joint_graph(flat, tensors, differentiable, words, paths)
-                parts = partition(joint, save)
-            forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
-            backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
-            return _Halves(parts, forward, backward)
+def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs") -> Callable:
+    """`fn(x, weights, *rest) -> y` that keeps only what `save` states and computes the rest again in the backward."""
+    return compiled_layer(save)(fn, prepare)
 
-        def halves_for(x, weights, rest) -> _Halves:
-            leaves, spec = tree.leaves((x, weights, rest)), tree.flatten((x, weights, rest))[2]
-            key = (spec, tuple(map(meta_of, leaves)))
-            if key not in halves:
-                halves[key] = build(x, weights, rest)
-            return halves[key]
 
-        class Layer(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, specs, x, *leaves):
-                shard_spec, rest_spec, n = specs
-                shards, rest = tree.unflatten(shard_spec, list(leaves[:n])), tree.unflatten(rest_spec, list(leaves[n:]))
-                with torch.no_grad():
-                    weights = shards if prepare is None else prepare(shards)
-                pair = halves_for(x, weights, rest)
-                y, *residuals = pair.forward.op([x, *tree.leaves(weights), *leaves[n:]])
-                ctx.pair, ctx.specs, ctx.needs_x = pair, specs, 0 in pair.parts.kept_inputs
-                kept = [x, *residuals] if ctx.needs_x else residuals
-                ctx.moved = [offload is not None and is_worth_moving(t, offload) for t in kept]
-                there, y = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], y)
-                if not pair.parts.differentiable:
-                    y = y.detach()  # prims.convert_element_type gives a leaf that needs a gradient, also under no_grad
-                    ctx.mark_non_differentiable(y)
-                there = iter(there)
-                ctx.save_for_backward(
-                    *leaves, *[next(there) if moved else t for t, moved in zip(kept, ctx.moved, strict=True)]
-                )
-                return y
+def _require_tensors(fn: Callable, x: Any, shards: Any, rest: Any) -> None:
+    """ValueError, naming the argument, for what is no tensor, and for a gradient that would have nowhere to go."""
+    shard_paths, shard_leaves, _ = tree.flatten(shards)
+    for path, t in [("x", x), *((f"shards {p!r}", t) for p, t in zip(shard_paths, shard_leaves, strict=True))]:
+        if not isinstance(t, torch.Tensor):
+            raise ValueError(
+                f"layer {described(fn)}: {path}: got {tree.in_words(t)}, wanted a tensor; give fn its constants with "
+                "functools.partial, and other arrays behind the shards"
+            )
+    for path, t in zip(*tree.flatten(rest)[:2], strict=True):
+        if not isinstance(t, torch.Tensor) or t.requires_grad:
+            got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else tree.in_words(t)
+            raise ValueError(
+                f"layer {described(fn)}: argument {path[2:]!r} after the shards: got {got}, wanted a tensor without a "
+                "gradient; make what needs one part of the shards, or detach it; bind what is no tensor with "
+                "functools.partial"
+            )
 
-            @staticmethod
-            def backward(ctx, g):
-                shard_spec, rest_spec, n = ctx.specs
-                count = n + rest_spec.num_leaves
-                leaves, residuals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-                residuals = [from_host(t, g) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)]
-                x = residuals.pop(0) if ctx.needs_x else None
-                shard_leaves = [t.detach().requires_grad_(_has_gradient(t)) for t in leaves[:n]]
-                with torch.enable_grad():
-                    shards = tree.unflatten(shard_spec, shard_leaves)
-                    weights = tree.leaves(shards if prepare is None else prepare(shards))
-                inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
-                kept = [inputs[i] for i in ctx.pair.parts.kept_inputs]
-                grads = dict(
-                    zip(
-                        ctx.pair.parts.differentiable,
-                        ctx.pair.backward.op([*residuals, *kept, g.contiguous()]),
-                        strict=True,
-                    )
-                )
-                grad_weights = [grads.get(i + 1) for i in range(len(weights))]
-                if prepare is None:
-                    grad_shards = grad_weights
-                else:
-                    pairs = [(w, gw) for w, gw in zip(weights, grad_weights, strict=True) if w.requires_grad]
-                    wanted = [t for t in shard_leaves if t.requires_grad]
-                    taken = [None] * len(wanted)
-                    if pairs and wanted:  # else no weight depends on a shard
-                        given = [w for w, _ in pairs], wanted, [gw for _, gw in pairs]
-                        taken = torch.autograd.grad(*given, allow_unused=True)
-                    taken = iter(taken)
-                    grad_shards = [next(taken) if t.requires_grad else None for t in shard_leaves]
-                grads = [grads.get(0), *grad_shards]
-                if torch.is_grad_enabled():  # create_graph=True
-                    grads = _NotTwice.apply(words, torch.zeros((), requires_grad=True), *grads)
-                return None, *grads, *[None] * rest_spec.num_leaves
 
-        def apply(x, shards, /, *rest, **named):
-            shard_paths, shard_leaves, shard_spec = tree.flatten(shards)
-            rest_paths, rest_leaves, rest_spec = tree.flatten((rest, named))
-            for path, t in [("x", x), *((f"shards {p!r}", t) for p, t in zip(shard_paths, shard_leaves, strict=True))]:
-                if not isinstance(t, torch.Tensor):
-                    raise ValueError(
-                        f"{words}: {path}: got {tree.in_words(t)}, wanted a tensor; give fn its constants with "
-                        "functools.partial, and other arrays behind the shards"
-                    )
-            for path, t in zip(rest_paths, rest_leaves, strict=True):
-                if not isinstance(t, torch.Tensor) or t.requires_grad:
-                    got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else tree.in_words(t)
-                    raise ValueError(
-                        f"{words}: argument {path[2:]!r} after the shards: got {got}, wanted a tensor without a "
-                        "gradient; make what needs one part of the shards, or detach it; bind what is no tensor with "
-                        "functools.partial"
-                    )
-            return Layer.apply((shard_spec, rest_spec, len(shard_leaves)), x, *shard_leaves, *rest_leaves)
+def _cut(joint: Any, save: Policy, name: str) -> _Halves:
+    parts = partition(joint, save)
+    forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
+    backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
+    return _Halves(parts, forward, backward)
 
-        apply.__qualname__, apply.halves = f"compiled_layer({name})", halves
-        return apply
 
-    return transform
+class _Layer(torch.autograd.Function):
+    """The two halves as one differentiable function of x and the shards."""
+
+    @staticmethod
+    def forward(ctx, layer: CompiledLayer, pair: _Halves, weights: list, specs: tuple, x, *leaves):
+        rest = leaves[specs[0].num_leaves :]
+        y, *residuals = pair.forward.op([x, *weights, *rest])
+        ctx.layer, ctx.pair, ctx.specs, ctx.needs_x = layer, pair, specs, 0 in pair.parts.kept_inputs
+        kept = [x, *residuals] if ctx.needs_x else residuals
+        ctx.moved = [layer.offload is not None and is_worth_moving(t, layer.offload) for t in kept]
+        there, y = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], y)
+        if not pair.parts.differentiable:
+            y = y.detach()  # prims.convert_element_type gives a leaf that needs a gradient, also under no_grad
+            ctx.mark_non_differentiable(y)
+        there = iter(there)
+        kept = [next(there) if moved else t for t, moved in zip(kept, ctx.moved, strict=True)]
+        ctx.save_for_backward(*leaves, *kept)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (shard_spec, rest_spec), layer, parts = ctx.specs, ctx.layer, ctx.pair.parts
+        n, count = shard_spec.num_leaves, shard_spec.num_leaves + rest_spec.num_leaves
+        leaves, residuals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        residuals = [from_host(t, g) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)]
+        x = residuals.pop(0) if ctx.needs_x else None
+        shards = [t.detach().requires_grad_(_has_gradient(t)) for t in leaves[:n]]
+        weights = shards
+        if layer.prepare is not None:
+            with torch.enable_grad():
+                weights = tree.leaves(layer.prepare(tree.unflatten(shard_spec, shards)))
+        inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
+        given = [*residuals, *[inputs[i] for i in parts.kept_inputs], g.contiguous()]
+        grads = dict(zip(parts.differentiable, ctx.pair.backward.op(given), strict=True))
+        of_weights = [grads.get(i + 1) for i in range(len(weights))]
+        of_shards = of_weights if layer.prepare is None else _through(weights, of_weights, shards)
+        grads = [grads.get(0), *of_shards]
+        if torch.is_grad_enabled():  # create_graph=True
+            name = f"layer {described(layer.fn)}"
+            grads = _NotTwice.apply(name, torch.zeros((), requires_grad=True), *grads)
+        return None, None, None, None, *grads, *[None] * rest_spec.num_leaves
+
+
+def _through(weights: list, grads: list, shards: list) -> list:
+    """Gradients of the shards, given those of the weights that were prepared of them: the transpose of `prepare`."""
+    pairs = [(w, g) for w, g in zip(weights, grads, strict=True) if w.requires_grad]
+    wanted = [t for t in shards if t.requires_grad]
+    taken = [None] * len(wanted)
+    if pairs and wanted:  # else no weight depends on a shard
+        taken = torch.autograd.grad([w for w, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    taken = iter(taken)
+    return [next(taken) if t.requires_grad else None for t in shards]
 
 
 def _has_gradient(t: torch.Tensor) -> bool:
@@ -195,8 +282,3 @@ class _NotTwice(torch.autograd.Function):
             f"{ctx.name}: got a gradient of its gradient, wanted first gradients only: its backward is one "
             "compiled node; call the plain function where second gradients are taken"
         )
-
-
-def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs") -> Callable:
-    """`fn(x, weights, *rest) -> y` that keeps only what `save` states and computes the rest again in the backward."""
-    return compiled_layer(save)(fn, prepare)

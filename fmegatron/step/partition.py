@@ -61,18 +61,22 @@ class Partition:
     residual_bytes: int
 
 
-def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name: str, paths: list[str]) -> Joint:
-    """Trace `flat(*tensors) -> y` together with the gradients of its differentiable inputs.
+def joint_graph(fn: Callable, x: Any, weights: Any, rest: tuple, named: dict, name: str) -> Joint:
+    """Trace `fn(x, weights, *rest, **named) -> y` together with the gradients of x and weights.
 
     Two traces: autograd's formulas contain in-place ops, and the partitioner needs a functional graph; functionalizing
     refuses `requires_grad_`, so the gradients are taken in the first trace and functionalized in the second.
     """
+    tensors, spec = tree.leaves((x, weights, rest, named)), tree.flatten((x, weights, rest, named))[2]
+    count = 1 + len(tree.leaves(weights))
+    differentiable = [i < count and (t.is_floating_point() or t.is_complex()) for i, t in enumerate(tensors)]
     mode = FakeTensorMode()
     fakes = make_fakes(tensors, mode)
 
     def with_gradients(tensors):
         inputs = [t.detach().requires_grad_(d) for t, d in zip(tensors, differentiable, strict=True)]
-        return inputs, flat(*inputs)
+        x, weights, rest, named = tree.unflatten(spec, inputs)
+        return inputs, fn(x, weights, *rest, **named)
 
     y = tried(lambda *tensors: with_gradients(tensors)[1], fakes, mode, name)
     if not isinstance(y, torch.Tensor):
@@ -98,7 +102,7 @@ def joint_graph(flat: Callable, tensors: list, differentiable: list[bool], name:
         return [y.detach(), *grads]
 
     raw = record(joint, [*fakes, tangent], mode, name)
-    require_pure(raw, [*paths, "gradient"])
+    require_pure(raw, [*tree.paths((x, weights, *rest)), *tree.paths(named), "gradient"])
     return Joint(_functionalize(raw, fakes, tangent, mode), fakes, tangent, wanted, mode)
 
 

@@ -24,7 +24,7 @@ from fmegatron.checkpoint.files import commit
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint import fake_world
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, small_sizes
-from tests.checkpoint.forked_ranks import collect, launch, run
+from tests.checkpoint.forked_ranks import apart, collect, launch, run
 
 KINDS = ("save", "again", "retention", "rewind")
 FEW = 100  # trials below which not every kind is tried on every number of ranks
@@ -111,13 +111,17 @@ def phase(directory, step):
 
 
 def here(size, function):
-    """The results of `function(world, calls)` on ranks that are threads of this process, which nobody kills."""
-    with warnings.catch_warnings():
-        results = fake_world.run(size, lambda world: function(world, types.SimpleNamespace()))
-    for got in results:
-        if isinstance(got, BaseException):
-            raise got
-    return results
+    """The results of `function(world, calls)` on ranks that are threads of one process, which nobody kills."""
+
+    def threads():
+        with warnings.catch_warnings():
+            results = fake_world.run(size, lambda world: function(world, types.SimpleNamespace()))
+        for got in results:
+            if isinstance(got, BaseException):
+                raise got
+        return results
+
+    return apart(threads)
 
 
 def prepare(directory, kind):

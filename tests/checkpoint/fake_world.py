@@ -107,10 +107,11 @@ def assert_same_bits(got, wanted, note=""):
 
 @contextlib.contextmanager
 def small_sizes(chunk=128, band=32):
-    """Sizes in bytes instead of MiB: nothing is packed for being small, chunks and bands are tiny."""
+    """Sizes in bytes instead of MiB: nothing but 0-d leaves is packed, chunks and bands are tiny."""
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (plan, "SMALL_BYTES", 1),
+            (plan, "MOST_SMALL", 0),
             (plan, "_FINEST_BYTES", 8),
             (plan, "_SENSIBLE_BYTES", 4),
             (plan, "CHUNK_BYTES", chunk),

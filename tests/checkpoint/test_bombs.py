@@ -14,6 +14,7 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.manifest import marker_to_json
 from fmegatron.checkpoint.tools import diff, open_source, verify
+from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.test_malice import BYTES, sign, watched
 from tests.pairs import turns
@@ -24,7 +25,8 @@ STATE = {"w": torch.arange(48.0).view(8, 6), "p": torch.ones(300, 64)}
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "MOST_SMALL", 0)  # the small leaves are packed
     checkpoint.save(tmp_path / "run/a", STATE, ONE, metadata={"lr": [1e-3, {"n": 2}]})
     return tmp_path / "run/a"
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fmegatron.checkpoint import copy, fuse, pad, restore, transpose
+from fmegatron.checkpoint import copy, restore
+from fmegatron.interop import fuse, pad, transpose
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 

@@ -46,7 +46,13 @@ def said(*argv):
 
 
 def commands_say(path, *words):
-    for argv in (("show", path), ("verify", path), ("ls", path), ("export", path, f"{path}.pt"), ("diff", path, path)):
+    for argv in (
+        ("show", path),
+        ("verify", path),
+        ("ls", path),
+        ("export", path, f"{path}.safetensors"),
+        ("diff", path, path),
+    ):
         text = said(*argv)
         assert all(word in text for word in words), (argv, text)
 

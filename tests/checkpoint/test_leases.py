@@ -14,6 +14,7 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager, open_store
+from fmegatron.checkpoint import __main__ as command_line
 from fmegatron.checkpoint.__main__ import main as tool
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.notes import Notes
@@ -21,7 +22,6 @@ from fmegatron.checkpoint.files.owner import fate, owner
 from fmegatron.checkpoint.manage import walk
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading import read
-from fmegatron.checkpoint.tools import commands
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits
 from tests.house import ROOT
@@ -112,13 +112,13 @@ def test_tools_hold_what_they_read(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, keep=None)
     seen = []
     for name in ("verify", "show", "diff", "export"):
-        real = getattr(commands, name)
+        real = getattr(command_line, name)
 
         def spy(*args, real=real, name=name, **kwargs):
             seen.append((name, [Steps(tmp_path).why_held(step) is not None for step in (1, 2)]))
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(commands, name, spy)
+        monkeypatch.setattr(command_line, name, spy)
     one, two = (str(tmp_path / f"step_0000000{step}") for step in (1, 2))
     for argv in (["verify", one], ["show", two], ["diff", one, two], ["export", one, str(tmp_path / "out")]):
         assert tool(argv, io.StringIO(), io.StringIO()) in (0, 1)

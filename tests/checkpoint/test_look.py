@@ -18,6 +18,7 @@ from fmegatron.checkpoint.files import look as looks
 from fmegatron.checkpoint.files import owner
 from fmegatron.checkpoint.files.look import files_below, is_there, look, names_in
 from fmegatron.checkpoint.tools import listing
+from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, run
 from tests.checkpoint.test_manager import ONE, TWO, state
@@ -65,8 +66,9 @@ class Trouble:
 
 
 @pytest.fixture
-def steps(tmp_path):
+def steps(tmp_path, monkeypatch):
     """A directory with steps 1 and 2."""
+    monkeypatch.setattr(plan, "MOST_SMALL", 0)  # the small leaves are packed
     with Manager(tmp_path / "run") as manager:
         for step in (1, 2):
             manager.save(step, state(step), ONE)
@@ -337,7 +339,7 @@ def test_a_replica_in_use_that_cannot_be_looked_at_is_not_removed(tmp_path, monk
     layouts = {"w": Layout((4,), torch.float32, Mesh())}
     local = LocalReplicas(tmp_path, "run", copies=1)
     local.save(1, {"w": torch.ones(4)}, layouts)
-    hidden = tmp_path / "run/.0-step_00000002.rank_00000"
+    hidden = tmp_path / "run/.step_00000002.rank_00000.saving-0123456789ab"
     hidden.write_text("of another process")
     Trouble(monkeypatch, hidden, errno.EACCES)
     with pytest.raises(RuntimeError, match="Permission denied"):

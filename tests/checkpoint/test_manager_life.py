@@ -11,7 +11,7 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager
-from fmegatron.checkpoint.files import folder
+from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.checkpoint.manage.retention import Keep, with_metrics
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
@@ -269,15 +269,15 @@ def test_a_full_disk_on_one_rank(tmp_path, monkeypatch, broken):
         return run(2, work)
 
     assert all(report.durable for report in save(1))
-    write = folder.Folder.write
+    write = ZarrArray.write
 
-    def full(self, name, blocks, durable=True):
-        if name.startswith("arrays/w/c.") and name.endswith(f"{broken}.0"):
+    def full(self, index, data):
+        if self.array.name == "arrays/w" and index == (broken, 0):
             raise OSError(28, "No space left on device")
-        return write(self, name, blocks, durable)
+        return write(self, index, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.Folder, "write", full)
+        patch.setattr(ZarrArray, "write", full)
         errors = save(2)
     assert all(isinstance(e, RuntimeError) and "No space left" in str(e) for e in errors)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"] and manager.latest() == 1

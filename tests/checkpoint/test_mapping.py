@@ -6,21 +6,8 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import (
-    CheckpointError,
-    copy,
-    drop,
-    fresh,
-    fuse,
-    pad,
-    rename,
-    restore,
-    split,
-    stack,
-    take,
-    transpose,
-    unstack,
-)
+from fmegatron.checkpoint import CheckpointError, copy, drop, fresh, rename, restore, take
+from fmegatron.interop import fuse, pad, split, stack, transpose, unstack
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 
@@ -158,7 +145,9 @@ def test_more_layers_than_are_stored(tmp_path):
         assert got["w"].data_ptr() != mine["w"].data_ptr()
     with pytest.raises(ValueError, match="w: a rule takes it from `initial`, which was not given; pass initial="):
         restore(tmp_path / "a", {"w": layout}, rank=0, rules=rules)
-    with pytest.raises(ValueError, match=r"(?s)leaves of initial .*w: got local shape \(4, 3, 4\), wanted \(2, 3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)initial: got 1 of 1 leaves .*w: got local shape \(4, 3, 4\), wanted \(2, 3, 4\)"
+    ):
         restore(tmp_path / "a", {"w": layout}, rank=0, rules=rules, initial={"w": now})
     # Every layer twice.
     twice = restore(tmp_path / "a", {"w": layout}, rank=1, rules=[take("w", [0, 0, 1, 1])])
@@ -185,7 +174,7 @@ def test_the_vocabulary_grows_and_shrinks_only_where_it_may(tmp_path):
     for other in wanted:
         check(tmp_path, state, other, [pad(".*/table")])
         with pytest.raises(
-            ValueError, match=r"stored with global shape \(10, 4\), wanted .* rules=\[pad\('m/table', dim=0\)\]"
+            ValueError, match=r"stored with global shape \(10, 4\), wanted .* rules=\[interop.pad\('m/table', dim=0\)\]"
         ):
             restore(tmp_path / "a", layouts_of(other, Mesh()), rank=0, rules=[pad("params/.*")])
     with pytest.raises(ValueError, match=r"m/table: stored with global shape \(10, 4\), wanted \(10, 3\)"):
@@ -230,20 +219,20 @@ def test_a_subtree(tmp_path):
     "rules, message",
     [
         ([take("a", [-1])], "got index -1"),
-        ([rename("a(.*)", r"x\2")], "does not fit its pattern"),
-        ([rename("[ab]", "x")], "two leaves would have the path x"),
+        ([rename("a(.*)", r"x\2")], "wanted one that fits its pattern"),
+        ([rename("[ab]", "x")], "x: got two leaves of this path"),
         ([transpose("a", (0, 0))], r"a: got dims \(0, 0\), wanted every dim of an array of shape \(4, 6\) once"),
-        ([split("a", ["x", "y"], 1, (4, 3))], "a: got dim 1 of size 6, wanted a whole number of deals"),
+        ([split("a", ["x", "y"], 1, (4, 3))], "a: got dim 1 of size 6, wanted a multiple of groups"),
         ([split("a", ["x", "y"], 5)], "got dim 5"),
-        ([fuse(["a", "missing"], "x", 0)], "x: got a, but no leaf for 'missing'"),
+        ([fuse(["a", "missing"], "x", 0)], "x: got a, wanted also 'missing'"),
         ([fuse(["a", "b"], "x", 0)], r"got shapes \(4, 6\) and \(4, 5\)"),
-        ([fuse(["a", "b"], "x", 1, (2, 1))], "wanted as many deals"),
-        ([fuse(["a|b"], "x", 0)], "both are part 0 of x"),
+        ([fuse(["a", "b"], "x", 1, (2, 1))], "wanted as many groups"),
+        ([fuse(["a|b"], "x", 0)], "x: got a and b, wanted one leaf as part 0"),
         ([stack("layers/{i}", "w")], "w: got numbers 0 to 3 without 2"),
         ([stack("layers/{i}", "w/{i}")], "wanted exactly one"),
         ([unstack("a", "w")], "wanted exactly one"),
         ([take("a", [9])], r"a: got index 9, wanted 0 to 3"),
-        ([pad("a"), take("a", [0])], "put pad or per_rank after this one"),
+        ([pad("a"), take("a", [0])], "put pad or per_rank last"),
         (["a"], "wanted rules such as rename"),
     ],
     ids=str,

@@ -11,9 +11,10 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager, open_store, read_latest
-from fmegatron.checkpoint.files import keyvalue
+from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.leases import Watch
 from fmegatron.checkpoint.files.storage import store_from_json
+from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
@@ -23,6 +24,7 @@ from tests.checkpoint.test_faults import layouts_on, state
 from tests.sampling import today
 
 ONE = layouts_on(Mesh(fsdp=1, tp=1))
+PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "write")]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,7 @@ def test_killed_at_every_moment(monkeypatch, die, existing):
             checkpoint.save(store, state(0), ONE)
 
         with monkeypatch.context() as patch:
-            done = die_at(patch, moment, [(keyvalue.KeyValues, name) for name in ("write", "remove", "delete")])
+            done = die_at(patch, moment, PUTS)
             try:
                 checkpoint.save(store, state(1), ONE)
             except Killed:

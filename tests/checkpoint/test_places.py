@@ -107,10 +107,11 @@ def test_a_key_that_is_longer_than_a_file_name(tmp_path, monkeypatch, saver, key
 
 
 def test_long_keys_that_are_right(tmp_path):
-    """Of exactly the length of a file name; and of any length where the leaf is packed, and has no file."""
+    """Of exactly the length of a file name; and of any length where the leaf is small or empty: then it has no file."""
     keys = ["k" * 255, "é" * 42]
-    layouts = {key: Layout((200, 200), torch.float32, Mesh()) for key in keys} | {"p" * 3000: LAYOUTS["n"]}
-    values = {key: torch.ones(200, 200) for key in keys} | {"p" * 3000: torch.tensor(3)}
+    small = {"p" * 3000: LAYOUTS["n"], "e" * 3000: Layout((0,), torch.float32, Mesh())}
+    layouts = {key: Layout((200, 200), torch.float32, Mesh()) for key in keys} | small
+    values = {key: torch.ones(200, 200) for key in keys} | {"p" * 3000: torch.tensor(3), "e" * 3000: torch.empty(0)}
     checkpoint.save(tmp_path / "a", values, layouts)
     assert_same_bits(checkpoint.restore(tmp_path / "a", layouts), values)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, array_name, band_shape
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, array_name, band_shape
 from fmegatron.checkpoint.writing.part import Part, grid_array, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import chunk_shape, chunks_to_write, cut_unit, plan
 from fmegatron.layout import Layout, Mesh, Split
@@ -24,17 +24,17 @@ def one(layout):
     "layout, chunk",
     [
         (Layout((8192, 8192), BF16, Mesh(), ()), (1024, 8192)),  # one rank: rows
-        (Layout((8192, 8192), BF16, Mesh(fsdp=4), ("fsdp",)), (2048, 2048)),  # a quarter of the columns
-        (Layout((8192, 8192), BF16, Mesh(tp=4), (None, "tp")), (8192, 1024)),  # half of the writer's columns
-        (Layout((8192, 8192), BF16, Mesh(tp=4, fsdp=2), ("fsdp", "tp")), (4096, 1024)),
-        (Layout((24, 4096, 4096), BF16, Mesh(fsdp=2), (None, "fsdp")), (4, 2048, 1024)),  # a quarter of the columns
+        (Layout((8192, 8192), BF16, Mesh(fsdp=4), ("fsdp",)), (1024, 2048)),  # a quarter of the columns, 4 MiB
+        (Layout((8192, 8192), BF16, Mesh(tp=4), (None, "tp")), (2048, 1024)),  # half of the writer's columns
+        (Layout((8192, 8192), BF16, Mesh(tp=4, fsdp=2), ("fsdp", "tp")), (2048, 1024)),
+        (Layout((24, 4096, 4096), BF16, Mesh(fsdp=2), (None, "fsdp")), (1, 2048, 1024)),  # a quarter of the columns
         (Layout((24, 512, 512), BF16, Mesh(fsdp=2), (None, "fsdp")), (24, 256, 256)),  # no rows of less than 512 bytes
         (Layout((24, 4096, 6144), BF16, Mesh(fsdp=2, tp=2), (None, "fsdp", Split("tp", (4096, 1024, 1024)))),
-         (24, 2048, 256)),
+         (4, 2048, 256)),
         (Layout((50257, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (1733, 1024)),  # 50257 = 29 * 1733
         (Layout((50261, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (50261, 1024)),  # a prime: whole
         (Layout((1000, 4096), torch.float32, Mesh(fsdp=3), ("fsdp",)), (334, 1024)),  # uneven: the last is padded
-        (Layout((64, 4096, 4096), BF16, Mesh(dp=8), flat=("dp",)), (2, 4096, 1024)),  # flat, along whole rows
+        (Layout((64, 4096, 4096), BF16, Mesh(dp=8), flat=("dp",)), (1, 2048, 1024)),  # flat, along whole rows
     ],
     ids=str,
 )  # fmt: skip
@@ -46,9 +46,19 @@ def test_chunk_shapes(layout, chunk):
 
 def test_homes():
     mesh = Mesh(dp=4)
-    assert one(Layout((128, 128), BF16, mesh)).home == "packed"
-    assert one(Layout((0, 128), BF16, mesh)).home == "empty"
-    assert one(Layout((), BF16, mesh)).home == "packed"
+    small = {
+        "matrix": Layout((128, 128), BF16, mesh, ("dp",)),
+        "empty": Layout((0, 128), BF16, mesh),
+        "0-d": Layout((), BF16, mesh),
+    }
+    assert {name: (leaf.home, leaf.chunk) for name, leaf in zip(small, plan(small, small.values()), strict=True)} == {
+        "matrix": ("grid", (32, 128)), "empty": ("grid", (1, 1)), "0-d": ("grid", ()),
+    }  # fmt: skip
+    many = [*small.values(), *[Layout((3,), BF16, mesh)] * MOST_SMALL]
+    homes = [leaf.home for leaf in plan(map(str, range(len(many))), many)]
+    assert homes == ["packed", "grid", "packed", *["packed"] * MOST_SMALL]
+    assert one(Layout((5, 7), BF16, mesh, flat=("dp",))).home == "packed"  # ranges end inside rows
+    assert one(Layout((1024,), BF16, Mesh(fsdp=512), ("fsdp",))).home == "packed"  # 4 bytes for each rank
     assert one(Layout((1001, 1001), BF16, mesh, flat=("dp",))).home == "piece"  # ranges end inside rows
     assert one(Layout((8192, 8192), BF16, Mesh(fsdp=4096), ("fsdp",))).chunk == (2, 8192)
     assert one(Layout((8192, 128), BF16, Mesh(fsdp=4096), ("fsdp",))).home == "packed"  # 512 bytes for each rank

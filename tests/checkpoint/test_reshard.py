@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import tempfile
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmegatron import checkpoint, tree
+from fmegatron.checkpoint.files import format
 from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
@@ -98,7 +100,7 @@ def test_every_pair_of_meshes(tmp_path, source):
     with small_sizes():
         assert save_all(tmp_path / "a", state, saved) == [None] * source.size
         homes = {p.home for p in plan.plan(tree.paths(saved), tree.leaves(saved))}
-        assert {"grid", "empty"} <= homes
+        assert {"grid", "packed"} <= homes
         for target in MESHES[source.size % 2 :: 2]:
             wanted = layouts_on(target)
             for rank, local in enumerate(cut_tree(state, wanted)):
@@ -111,19 +113,26 @@ def test_every_pair_of_meshes(tmp_path, source):
 
 
 @pytest.mark.parametrize("source, target", [(MESHES[4], MESHES[8]), (MESHES[8], MESHES[0]), (MESHES[5], MESHES[9])])
-def test_real_sizes_pack_the_small_leaves(tmp_path, source, target):
+@pytest.mark.parametrize("most", [0, 256])
+def test_real_sizes_and_small_leaves(tmp_path, monkeypatch, source, target, most):
+    """Small leaves have arrays of their own, or are packed where there are too many of them."""
+    monkeypatch.setattr(plan, "MOST_SMALL", most)
     saved, wanted = layouts_on(source), layouts_on(target)
     big = lambda mesh: Layout((96, 1024), torch.float32, mesh, ("fsdp", "tp"))  # noqa: E731
     saved["big"], wanted["big"] = big(source), big(target)
     state = state_for(saved)
     assert save_all(tmp_path / "a", state, saved) == [None] * source.size
-    # The big leaf has an array of its own in global shape; the others are in one file of each rank that owns some.
     files = [
         os.path.relpath(d, tmp_path / "a")
         for d, _, files in os.walk(tmp_path / "a")
-        if "c.0" in files or "c.0.0" in files
+        if any(re.match("c", f) for f in files)
     ]
-    assert {f for f in files if not f.startswith("packed/")} == {"arrays/big"} and len(files) <= 1 + source.size
+    if most:
+        homes = plan.plan(tree.paths(saved), tree.leaves(saved))
+        own = {format.array_name(p.path) for p in homes if p.home == "grid" and p.layout.nbytes}
+        assert {f for f in files if not f.startswith("packed/")} == own and len(own) > 3
+    else:
+        assert {f for f in files if not f.startswith("packed/")} == {"arrays/big"} and len(files) <= 1 + source.size
     locals_ = cut_tree(state, wanted)
     restored = run(target.size, lambda world: checkpoint.restore(tmp_path / "a", wanted, world=world))
     for rank, got in enumerate(restored):

@@ -7,6 +7,7 @@ import time
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 
 from fmegatron import checkpoint, interop
@@ -248,7 +249,7 @@ def test_the_commands_begin_anew(tmp_path, monkeypatch, command):
         "verify": ["verify", a],
         "show": ["show", a, "--stats", "--json"],
         "diff": ["diff", a, b, "--read-all"],
-        "export": ["export", a, f"{tmp_path}/out.pt"],
+        "export": ["export", a, f"{tmp_path}/out.safetensors"],
         "reshard": ["reshard", a, f"{tmp_path}/out", "--mesh", "fsdp=2"],
         "ls": ["ls", a],
     }[command]
@@ -266,7 +267,7 @@ def test_the_commands_begin_anew(tmp_path, monkeypatch, command):
     assert main(argv, out, err) == 0, (out.getvalue(), err.getvalue())
     assert done
     if command == "export":
-        got = torch.load(f"{tmp_path}/out.pt", weights_only=True)
+        got = safetensors.torch.load_file(f"{tmp_path}/out.safetensors")
         assert seed_of({name: got[name] for name in ONE}) == 2
     if command == "reshard":
         assert seed_of(checkpoint.restore(f"{tmp_path}/out", ONE)) == 2
@@ -332,5 +333,5 @@ def test_an_export_of_one_save(tmp_path, monkeypatch):
     source = open_source(tmp_path / "a")
     save(tmp_path / "a", 2)
     with pytest.raises(RuntimeError, match="was saved again") as caught:
-        export(source, tmp_path / "out.pt", "torch")
-    assert not isinstance(caught.value, CheckpointError) and not (tmp_path / "out.pt").exists()
+        export(source, tmp_path / "out.safetensors")
+    assert not isinstance(caught.value, CheckpointError) and not (tmp_path / "out.safetensors").exists()

@@ -100,7 +100,7 @@ def test_old_leftovers_go_and_live_saves_stay(run):
     leftover(run, ".step_00000003.gone-0b", 7200, complete=True)
     leftover(run, ".step_00000004.old-0c", 7200, complete=True)  # step 4 has its name: nobody needs this
     leftover(run, ".step_00000005.tmp-0d", 7200)
-    os.utime(run / ".step_00000005.tmp-0d/packed", None)  # one thing in it is new: a save writes there
+    os.utime(run / ".step_00000005.tmp-0d/arrays", None)  # one thing in it is new: a save writes there
     leftover(run, ".step_00000006.tmp-0e", 60)
     (run / "notes.txt").write_text("mine")
     (run / ".hidden").mkdir()
@@ -129,7 +129,7 @@ def test_a_resave_killed_between_its_renames(run, new):
     holder = f".step_00000004.{'tmp' if new else 'old'}-0f"
     found = listing(run)
     assert [x.name for x in found.leftovers if x.holds] == [holder] and len(found.checkpoints) == 4
-    assert call("ls", run)[1].count(f"lies in {holder}") == (0 if new else 1)
+    assert call("ls", run)[1].count(f"is in {holder}") == (0 if new else 1)
     collect(run)
     assert holder in os.listdir(run) and not step_path(run, 4).exists()
     for name in os.listdir(run):

@@ -96,7 +96,7 @@ def test_of_another_machine_only_by_watching(run, monkeypatch, seconds):
                 (run / f".{name}.{kind}-{TOKEN}").write_text(json.dumps(value))
 
     clock = types.SimpleNamespace(sleep=sleep, monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr(sys.modules["fmegatron.checkpoint.tools.collect"], "time", clock)
+    monkeypatch.setattr(sys.modules["fmegatron.checkpoint.tools.gc"], "time", clock)
     monkeypatch.setattr(leases.Watch.__init__, "__defaults__", (lambda: now[0], leases.Watch.__init__.__defaults__[1]))
     done = collect(run, age=0.0, watch=120.0)  # it lives
     assert hidden(run) == before and {a.kind for a in done.actions} == {"keep"} and now[0] < 120.0

@@ -9,7 +9,7 @@ import torch
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, Precision, connect
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import collectives_of, compiled_layer, trace, value_and_grad
+from fmegatron.step import collectives_of, trace, value_and_grad
 from fmegatron.testing import simulate, split
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, batch_layouts, check, make_step, raw_layouts
@@ -34,7 +34,7 @@ def test_weights_gathered_in_fp8(mesh):
 
 
 def test_weights_gathered_in_fp8_by_compiled_layers():
-    check(config_of(FP8), Mesh(fsdp=2, tp=2), layer=compiled_layer("inputs"))
+    check(config_of(FP8), Mesh(fsdp=2, tp=2), save="inputs")
 
 
 def test_fp8_rounds_to_nearest_and_passes_gradients_straight_through():

@@ -9,7 +9,7 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, collective_of
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import compiled_layer, raw_gradient_layout, trace, value_and_grad
+from fmegatron.step import raw_gradient_layout, trace, value_and_grad
 from fmegatron.testing import assert_parity, inline_layers, split
 from tests.model.test_reference import TINY, leaves_that_differ, make_batch
 from tests.pairs import mixed, turns
@@ -29,10 +29,10 @@ def batch_layouts(batch, mesh):
     return {name: Layout(x.shape, x.dtype, mesh, (Axes(mesh).data,)) for name, x in batch.items()}
 
 
-def make_step(config, layer=model.plain_layer, rules=model.RULES):
+def make_step(config, save=None, rules=model.RULES):
     def of_mesh(mesh):
         layouts, axes = model.layouts(config, mesh, rules), Axes(mesh)
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, layer))
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, save))
 
         def step(params, batch):
             (loss, metrics), grads = f(params, batch)
@@ -49,11 +49,11 @@ def raw_layouts(config, mesh, rules=model.RULES):
     return raw, Layout((), torch.float64, mesh, unreduced=Axes(mesh).data), None
 
 
-def check(config, mesh, mask=False, layer=model.plain_layer, rules=model.RULES):
+def check(config, mesh, mask=False, save=None, rules=model.RULES):
     params = leaves_that_differ(model.init(config, Mesh(), key=3))
     batch = make_batch(config, batch_size=4, mask=mask)
     return assert_parity(
-        make_step(config, layer, rules), mesh, params, batch,
+        make_step(config, save, rules), mesh, params, batch,
         layouts=(model.layouts(config, mesh, rules), batch_layouts(batch, mesh)),
         out_layouts=raw_layouts(config, mesh, rules),
     )  # fmt: skip
@@ -78,7 +78,7 @@ def test_with_a_mask(mesh):
 )
 def test_with_compiled_layers(save, sequence_parallel):
     config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel)
-    check(config, Mesh(fsdp=2, tp=2), layer=compiled_layer(save))
+    check(config, Mesh(fsdp=2, tp=2), save=save)
 
 
 def test_with_other_rules():
@@ -89,12 +89,12 @@ def test_with_other_rules():
     check(CONFIG, Mesh(dp=2, fsdp=2, tp=2), rules=type(model.RULES)(rules))
 
 
-def collectives(config, mesh, layer=model.plain_layer, inline=True):
+def collectives(config, mesh, save=None, inline=True):
     """How often each collective appears, as "op axes" -> number."""
     params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
     batch = make_batch(config, batch_size=4)
     local = split(batch, batch_layouts(batch, mesh))[0]
-    graph = trace(make_step(config, layer)(mesh), (params, local)).graph_module.graph
+    graph = trace(make_step(config, save)(mesh), (params, local)).graph_module.graph
     nodes = (inline_layers(graph) if inline else graph).nodes
     found = [(one, n) for n in nodes if (one := collective_of(n.target)) and one.sent]
     return collections.Counter(f"{one.name} {'+'.join(n.args[1])}" for one, n in found)
@@ -109,7 +109,7 @@ def test_number_of_collectives(layers):
     assert collectives(config, Mesh(fsdp=2)) == {
         "all_gather fsdp": layers + ends, "reduce_scatter fsdp": layers + ends, "psum fsdp": 1,
     }  # fmt: skip
-    remat = collectives(config, Mesh(fsdp=2), compiled_layer("inputs"), inline=False)
+    remat = collectives(config, Mesh(fsdp=2), "inputs", inline=False)
     assert remat["all_gather fsdp"] == 2 * layers + ends and remat["reduce_scatter fsdp"] == layers + ends
     # forward: lookup, two per layer, softmax sum; backward: two per layer, head
     assert collectives(config, Mesh(tp=2)) == {"psum tp": 2 * layers + 2 + 2 * layers + 1, "pmax tp": 1}

@@ -10,7 +10,7 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import build_train_step, compiled_layer, state_specs
+from fmegatron.step import build_train_step, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
 from tests.model.test_reference import leaves_that_differ, make_batch
@@ -18,14 +18,14 @@ from tests.model.test_sharded import CONFIG, MESHES
 from tests.pairs import mixed, turns
 
 
-def check(config, mesh, clip_norm, layer=model.plain_layer, microbatches=1):
+def check(config, mesh, clip_norm, save=None, microbatches=1):
     optimizer = optim.adamw(learning_rate=1e-2)
 
     def make_step(mesh):
         layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
         def loss_fn(params, batch):
-            return model.loss(params, batch, config, layouts, axes, layer)
+            return model.loss(params, batch, config, layouts, axes, save)
 
         return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, microbatches=microbatches)
 
@@ -54,4 +54,4 @@ def test_steps(mesh, clip_norm):
 def test_steps_with_everything(mesh):
     """Sequence parallelism, layers compiled once that recompute, and microbatches, together."""
     config = dataclasses.replace(CONFIG, sequence_parallel=True, z_loss=1e-3)
-    check(config, mesh, 0.01, compiled_layer("inputs"), microbatches=2)
+    check(config, mesh, 0.01, "inputs", microbatches=2)

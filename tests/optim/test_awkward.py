@@ -121,7 +121,7 @@ def decoder_step(config, opt):
     layouts, axes = model.layouts(config, ONE), Axes(ONE)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes, model.plain_layer)
+        return model.loss(params, batch, config, layouts, axes)
 
     return build_train_step(loss_fn, opt, layouts, axes, clip_norm=None)
 

@@ -5,7 +5,7 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, jit, state_specs
+from fmegatron.step import build_train_step, check, jit, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
 from tests.pairs import turns
@@ -23,11 +23,11 @@ def make_optimizer(mesh, share=()):
     return optim.skip_nonfinite(opt, layouts, axes, clip_norm=1.0, spike=optim.Spike(), loss_scale=optim.LossScale())
 
 
-def make_step(mesh, layer=model.plain_layer, share=()):
+def make_step(mesh, save=None, share=()):
     layouts, axes = model.layouts(tiny.CONFIG, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, tiny.CONFIG, layouts, axes, layer)
+        return model.loss(params, batch, tiny.CONFIG, layouts, axes, save)
 
     return build_train_step(loss_fn, make_optimizer(mesh, share), layouts, axes, clip_norm=None)
 
@@ -54,7 +54,7 @@ def test_a_mesh_trains_as_one_rank(mesh, share):
     )  # fmt: skip
 
 
-LAYERS = {"plain": model.plain_layer, "compiled-layer": compiled_layer("inputs")}
+LAYERS = {"plain": None, "compiled-layer": "inputs"}
 
 
 @pytest.mark.parametrize("layer", turns(1, [(layer,) for layer in LAYERS.values()], LAYERS))

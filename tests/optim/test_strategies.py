@@ -35,7 +35,7 @@ def make_step(make, strategy, mesh):
     opt = make(placements(layouts, strategy).optim, axes)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, tiny.CONFIG, layouts, axes, model.plain_layer)
+        return model.loss(params, batch, tiny.CONFIG, layouts, axes)
 
     step = build_train_step(loss_fn, opt, layouts, axes, strategy=strategy)
     return step, tree.layouts(state_specs(specs, opt, strategy)), opt

@@ -12,7 +12,7 @@ TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ff
 
 
 def problem(
-    mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, layer=model.plain_layer, mask=False, strategy=None, rows=8,
+    mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, save=None, mask=False, strategy=None, rows=8,
     precision=None, **fields,
 ):  # fmt: skip
     """(train_step, specs of its state, layouts of its batch) of a tiny decoder.
@@ -25,7 +25,7 @@ def problem(
     if not isinstance(optimizer, optim.Optimizer):
         optimizer = optimizer(layouts if strategy is None else step.placements(layouts, strategy).optim, axes)
     train_step = step.build_train_step(
-        lambda p, b: model.loss(p, b, config, layouts, axes, layer),
+        lambda p, b: model.loss(p, b, config, layouts, axes, save),
         optimizer, layouts, axes, strategy=strategy, microbatches=microbatches, clip_norm=clip_norm,
         precision=precision,
     )  # fmt: skip

@@ -30,14 +30,12 @@ def make_config(dtype=torch.float64, precision: Precision | None = None) -> mode
     )  # fmt: skip
 
 
-def make_step(
-    config, mesh, strategy, microbatches=1, clip_norm=None, optimizer=OPTIMIZER, layer=model.plain_layer, **options
-):
+def make_step(config, mesh, strategy, microbatches=1, clip_norm=None, optimizer=OPTIMIZER, save=None, **options):
     """The usual train step of the decoder under a strategy; options: others of `build_train_step`."""
     layouts, axes = model.layouts(config, mesh, strategy=strategy), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes, layer)
+        return model.loss(params, batch, config, layouts, axes, save)
 
     options |= {"strategy": strategy, "precision": config.precision, "microbatches": microbatches}
     return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, **options)
@@ -66,7 +64,7 @@ def batch_layouts(mesh, microbatches=1) -> dict:
     return {"tokens": rows, "labels": rows, "mask": rows}
 
 
-def simulated(config, mesh, strategy, steps, layer=model.plain_layer, **options):
+def simulated(config, mesh, strategy, steps, save=None, **options):
     """(losses, gradient norms, global state) after so many steps on simulated ranks."""
     specs = specs_of(config, mesh, strategy)
     state = Ranks(tree.init(specs, 0, rank) for rank in range(mesh.size))
@@ -75,7 +73,7 @@ def simulated(config, mesh, strategy, steps, layer=model.plain_layer, **options)
         batch = batch_at(config, i)
         if sim is None:
             layouts = (tree.layouts(specs), batch_layouts(mesh, options.get("microbatches", 1)))
-            step = make_step(config, mesh, strategy, layer=layer, **options)
+            step = make_step(config, mesh, strategy, save=save, **options)
             sim = simulate(step, mesh, state, batch, layouts=layouts, out_layouts=(layouts[0], None))
         else:
             sim = sim.again(Ranks(out[0] for out in sim.outputs), batch)

@@ -22,8 +22,8 @@ RIGHT = {
     "plain": {},
     "sequence_parallel, tied": {"sequence_parallel": True, "tied": True},
     "bf16, z-loss, 2 microbatches": {"compute_dtype": torch.bfloat16, "z_loss": 1e-4, "microbatches": 2},
-    "min-cut layers, masked, 2 microbatches": {"layer": step.compiled_layer("mincut"), "mask": True, "microbatches": 2},
-    "remat, no clip": {"layer": step.compiled_layer("inputs"), "clip_norm": None, "sequence_parallel": True},
+    "min-cut layers, masked, 2 microbatches": {"save": "mincut", "mask": True, "microbatches": 2},
+    "remat, no clip": {"save": "inputs", "clip_norm": None, "sequence_parallel": True},
 }
 
 

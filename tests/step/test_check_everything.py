@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments import minimal, shakespeare
-from fmegatron import model, optim, step
+from fmegatron import model, optim
 from fmegatron.collectives import Precision
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import check
@@ -56,9 +56,9 @@ OPTIMIZERS = {
 BF16 = {"param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
 OPTIONS = {
     "microbatches, mask": {"microbatches": 2, "mask": True, "strategy": STRATEGIES["zero2"]},
-    "min-cut layers, tied": {"layer": step.compiled_layer("mincut"), "tied": True, "strategy": STRATEGIES["zero3"]},
+    "min-cut layers, tied": {"save": "mincut", "tied": True, "strategy": STRATEGIES["zero3"]},
     "remat, sequence parallel": {
-        "layer": step.compiled_layer("inputs"), "sequence_parallel": True, "microbatches": 3,
+        "save": "inputs", "sequence_parallel": True, "microbatches": 3,
         "strategy": STRATEGIES["hsdp"],
     },
     "bf16, fp32 sums": {**BF16, "precision": Precision.bf16(), "strategy": STRATEGIES["zero3"]},

@@ -10,7 +10,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Declared, build_train_step, compiled_layer, jit
+from fmegatron.step import Declared, build_train_step, jit
 from fmegatron.step.check import check_traced
 from tests.fresh_state import fresh_state
 from tests.step import tiny
@@ -113,8 +113,7 @@ def test_a_compiled_layer_is_checked_once():
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     calls = []
     for layers in (1, 5):
-        layer = compiled_layer("inputs")
-        traced, given, wanted, data = traced_problem(*problem(mesh, optim.sgd(1e-2), layers=layers, layer=layer))
+        traced, given, wanted, data = traced_problem(*problem(mesh, optim.sgd(1e-2), layers=layers, save="inputs"))
         with counted() as work:
             assert check_traced(traced, mesh, given, wanted, data=data).ok
         calls.append(work.calls)

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from fmegatron import model, nn, tree
 from fmegatron.step import compiled_layer, jit, remat, trace, value_and_grad
 from fmegatron.step.graph.nodes import entry_of, opaque_entries
+from fmegatron.step.layer import CompiledLayer
 from fmegatron.step.opaque import inline_layers
 from tests.pairs import turns
 from tests.step import tiny
@@ -23,14 +25,14 @@ def graphs():
     found = {}
     for layers in (1, 2, 3):
         config = tiny.config_with(layers=layers)
-        f = value_and_grad(loss_of(config, compiled_layer("mincut")))
+        f = value_and_grad(loss_of(config, "mincut"))
         found[layers] = trace(f, (tiny.decoder_state(config).params, tiny.decoder_batch(config))).graph_module.graph
     return found
 
 
-def loss_of(config, layer):
+def loss_of(config, save):
     layouts, axes = model.layouts(config, tiny.ONE), tiny.Axes(tiny.ONE)
-    return lambda params, batch: model.loss(params, batch, config, layouts, axes, layer)
+    return lambda params, batch: model.loss(params, batch, config, layouts, axes, save)
 
 
 def test_equal_layers_of_two_programs_have_each_its_own_line():
@@ -82,14 +84,12 @@ def block():
     """The function that the decoder makes its layers of, and the arguments of the first one."""
     calls, config = [], tiny.config_with(layers=1)
 
-    def layer(fn, prepare):
-        def apply(x, shards, *rest):
-            calls.append(((fn, prepare), (x, shards, *rest)))
-            return fn(x, prepare(shards), *rest)
+    def noted(layer, x, shards, *rest):
+        calls.append(((layer.fn, layer.prepare), (x, shards, *rest)))
+        return layer.fn(x, layer.prepare(shards), *rest)
 
-        return apply
-
-    loss_of(config, layer)(tiny.decoder_state(config).params, tiny.decoder_batch(config))
+    with mock.patch.object(CompiledLayer, "__call__", noted):
+        loss_of(config, "mincut")(tiny.decoder_state(config).params, tiny.decoder_batch(config))
     return calls[0]
 
 

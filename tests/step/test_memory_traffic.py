@@ -11,7 +11,6 @@ from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh
 from fmegatron.step import (
     build_train_step,
     collectives_of,
-    compiled_layer,
     least_traffic,
     state_bytes,
     state_specs,
@@ -30,10 +29,10 @@ NUMBERS = 4  # a collective of no more elements carries losses, counts or norms,
 def traced(strategy, mesh, microbatches, config=CONFIG):
     """The graph of one step on symbolic axes, of rank 0's shapes."""
     specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
-    layouts, layer = tree.layouts(specs), compiled_layer(save="inputs")
+    layouts = tree.layouts(specs)
 
     def loss(params, batch):
-        return model.loss(params, batch, config, layouts, axes, layer)
+        return model.loss(params, batch, config, layouts, axes, "inputs")
 
     step = build_train_step(loss, OPTIMIZER, layouts, axes, strategy=strategy, microbatches=microbatches)
     state = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, 0)

@@ -29,8 +29,10 @@ TO, FROM = torch.ops.fmegatron_step.to_host.default, torch.ops.fmegatron_step.fr
 
 def step_of(save, offload):
     """The decoder's train step."""
-    layer, layouts, axes = compiled_layer(save, offload=offload), model.layouts(CONFIG, tiny.ONE), Axes(tiny.ONE)
-    return build_train_step(lambda p, b: model.loss(p, b, CONFIG, layouts, axes, layer), tiny.OPTIMIZER, layouts, axes)
+    layouts, axes = model.layouts(CONFIG, tiny.ONE), Axes(tiny.ONE)
+    return build_train_step(
+        lambda p, b: model.loss(p, b, CONFIG, layouts, axes, save, offload), tiny.OPTIMIZER, layouts, axes
+    )
 
 
 @functools.cache
@@ -112,8 +114,9 @@ def test_the_order_of_compiled_code():
 def test_check_knows_the_copies():
     mesh = Mesh(dp=2)
     layouts, axes = model.layouts(CONFIG, mesh), Axes(mesh)
-    layer = compiled_layer("mincut", offload=0)
-    step = build_train_step(lambda p, b: model.loss(p, b, CONFIG, layouts, axes, layer), tiny.OPTIMIZER, layouts, axes)
+    step = build_train_step(
+        lambda p, b: model.loss(p, b, CONFIG, layouts, axes, "mincut", 0), tiny.OPTIMIZER, layouts, axes
+    )
     batch = tree.map(lambda x: Layout(x.shape, x.dtype, mesh, ("dp",)), tiny.decoder_batch(CONFIG))
     report = check(step, tiny.decoder_layouts(CONFIG, mesh), batch, mesh)
     assert report.ok

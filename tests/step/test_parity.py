@@ -10,10 +10,10 @@ import re
 import pytest
 import torch
 
-from fmegatron import model, tree
+from fmegatron import tree
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
-from fmegatron.step import compiled_layer, jit
+from fmegatron.step import jit
 from fmegatron.testing import Ranks, assert_parity, assert_pure, parity, relative_error, simulate, split
 from tests.pairs import of_a_day, turns
 from tests.step.whole_step import MESHES, layouts_of, make_config, make_step, whole_batch, whole_state
@@ -51,10 +51,10 @@ def test_simulated_fp32_losses():
 def test_blame_in_the_whole_model():
     """Gradients of replicated norm weights that are not summed over fsdp: found through compiled layers and a clip that
     groups the leaves otherwise on every mesh, with the lines where the sums began and no other finding than theirs."""
-    config, mesh, layer = make_config(sequence_parallel=True), Mesh(dp=2, fsdp=2), compiled_layer("inputs")
+    config, mesh, save = make_config(sequence_parallel=True), Mesh(dp=2, fsdp=2), "inputs"
     ins = layouts_of(config, mesh)
     result = parity(
-        lambda m: make_step(config, m, 0.01, layer, data=("dp",)), mesh, whole_state(config),
+        lambda m: make_step(config, m, 0.01, save, data=("dp",)), mesh, whole_state(config),
         whole_batch(config, 0), layouts=ins, out_layouts=(ins[0], None),
     )  # fmt: skip
     assert len(result.findings) == 3 and all(finding.at.startswith("whole_step.py:") for finding in result.findings)
@@ -63,12 +63,11 @@ def test_blame_in_the_whole_model():
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
-def steps_on_rank(rank, mesh, config, clip_norm, layer_policy, backend):
+def steps_on_rank(rank, mesh, config, clip_norm, save, backend):
     """Five steps on this rank, through jit and with donation: (final state, metrics of each step)."""
     layouts = layouts_of(config, mesh)
-    layer = compiled_layer(layer_policy) if layer_policy else model.plain_layer
     with connect(mesh) as world:
-        step = jit(make_step(config, mesh, clip_norm, layer), donate=0, world=world, backend=backend)
+        step = jit(make_step(config, mesh, clip_norm, save), donate=0, world=world, backend=backend)
         state = tree.map(lambda x: x.clone(), split(whole_state(config), layouts[0])[rank])
         metrics = []
         for i in range(5):
@@ -79,10 +78,9 @@ def steps_on_rank(rank, mesh, config, clip_norm, layer_policy, backend):
     return state, metrics
 
 
-def simulated_steps(mesh, config, clip_norm, layer_policy=None):
+def simulated_steps(mesh, config, clip_norm, save=None):
     layouts = layouts_of(config, mesh)
-    layer = compiled_layer(layer_policy) if layer_policy else model.plain_layer
-    step = make_step(config, mesh, clip_norm, layer)
+    step = make_step(config, mesh, clip_norm, save)
     state, out_layouts = whole_state(config), (layouts[0], None)
     sims = [simulate(step, mesh, state, whole_batch(config, 0), layouts=layouts, out_layouts=out_layouts)]
     for i in range(1, 5):

@@ -8,7 +8,7 @@ import torch
 from fmegatron import checkpoint, model, optim, tree
 from fmegatron.collectives import Axes, Precision, connect, reshard, reshard_moves
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, jit, placements, state_specs
+from fmegatron.step import build_train_step, check, jit, placements, state_specs
 from fmegatron.testing import Ranks, relative_error, simulate, split
 from tests.checkpoint.fake_world import assert_same_bits, run, save_all, small_sizes
 from tests.pairs import mixed, turns
@@ -106,7 +106,7 @@ def on_rank(rank, mesh, name, microbatches, backend):
     """Three donated, jitted and checked steps with compiled layers: (metrics, this rank's state, findings)."""
     config, strategy = make_config(), STRATEGIES[name]
     with connect(mesh) as world:
-        step = make_step(config, mesh, strategy, microbatches, 0.05, layer=compiled_layer("inputs"))
+        step = make_step(config, mesh, strategy, microbatches, 0.05, save="inputs")
         step = jit(step, donate=0, world=world, backend=backend)
         specs = model.specs(config, mesh, strategy=strategy)
         state, metrics = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, rank), []

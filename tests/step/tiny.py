@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, compiled_layer, state_specs
+from fmegatron.step import build_train_step, compiled_layer, state_specs, unstack
 from fmegatron.testing import split
 from tests.fresh_state import fresh_state
 
@@ -36,10 +36,9 @@ def config_with(dtype: torch.dtype = torch.float64, **changes) -> model.Config:
 def decoder_step(config: model.Config = CONFIG, save=None, mesh: Mesh = ONE, **options) -> Callable:
     """The usual train step of the decoder; save: policy of its compiled layers, None for plain ones."""
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
-    layer = model.plain_layer if save is None else compiled_layer(save)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes, layer)
+        return model.loss(params, batch, config, layouts, axes, save)
 
     return build_train_step(loss_fn, OPTIMIZER, layouts, axes, **options)
 
@@ -82,7 +81,7 @@ def mlp_loss(save=None, offload=None) -> Callable:
 
     def loss(params, batch):
         x_BD = batch["x"]
-        for w in model.unstack(params):
+        for w in unstack(params):
             x_BD = layer(x_BD, w)
         loss = (x_BD - batch["y"]).square().mean()
         return loss, {"loss": loss.detach()}

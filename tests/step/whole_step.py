@@ -29,7 +29,7 @@ def make_config(tied=False, sequence_parallel=False, dtype=torch.float64):
     )  # fmt: skip
 
 
-def make_step(config, mesh, clip_norm, layer=model.plain_layer, data=DATA_AXES):
+def make_step(config, mesh, clip_norm, save=None, data=DATA_AXES):
     """`train_step(state, batch) -> (state, metrics)` over the symbolic axes of a mesh.
 
     data: other data axes for the step than for the loss, which is wrong.
@@ -37,7 +37,7 @@ def make_step(config, mesh, clip_norm, layer=model.plain_layer, data=DATA_AXES):
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes, layer)
+        return model.loss(params, batch, config, layouts, axes, save)
 
     return build_train_step(loss_fn, OPTIMIZER, layouts, Axes(mesh, data=data), clip_norm=clip_norm)
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from fmegatron.checkpoint.files.format import FORMAT, VERSION, dtype_of
+from fmegatron.checkpoint.files.format import FORMAT, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, mesh_from_json
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store
@@ -45,7 +45,7 @@ def describe(path: str | os.PathLike | Store | Snapshot) -> Description:
         manifest.step,
         manifest.metadata,
         FORMAT,
-        VERSION,
+        manifest.version,
         len(manifest.leaves),
         size,
         meshes,

@@ -11,15 +11,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, ZARR, Array
+from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
 from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
 from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.zarr_array import ZarrArray
 
 _FSYNCS = 8  # a disk takes many at a time
 # Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
@@ -102,6 +105,16 @@ class Folder:
     def fd(self) -> int | None:
         """The descriptor of the directory, where it is held open."""
         return self.held.fd if self.held is not None else None
+
+    @cached_property
+    def _values(self) -> KeyValues:
+        """The same files, for tensorstore."""
+        return file_values(self.root)
+
+    def array(self, array: Array) -> ZarrArray:
+        """An array to write. Its directory is made here: tensorstore would make the root, too."""
+        self._make_parents(f"{array.name}/{ZARR}")
+        return ZarrArray(array, self._values)
 
     def at(self, name: str) -> str:
         """Path of a file."""

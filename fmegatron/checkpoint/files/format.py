@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -14,20 +15,24 @@ import xxhash
 
 from fmegatron.layout import Box
 
-FORMAT, VERSION = "fmegatron.checkpoint", 1
-MARKER_VERSION = 2  # of a marker that a reader of version 1 must not take for one of plain files
+FORMAT, VERSION = "fmegatron.checkpoint", 3
+READABLE = (1, 3)  # versions of markers and manifests
+MARKER_VERSION = 2  # of a pointer in an object store: a marker that is not of files beside it
 MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "zarr.json"
-SMALL_BYTES = 64 << 10  # leaves below this (global) are packed
+SMALL_BYTES = 64 << 10  # leaves below this (global) are small,
+MOST_SMALL = 256  # and packed if there are more: a file of its own costs about 1 ms (LOG.md), in a pack 0.1
 CHUNK_BYTES = 16 << 20  # aim for the size of a chunk
 BAND_BYTES = 1 << 20  # most bytes under one digest
 _SMALL_BAND_BYTES = 64 << 10  # bands of rows are not made smaller than this on purpose
 ALIGN_BYTES = 64  # of a leaf inside a packed array
 
-# Types that zarr3 readers know, spelled as torch spells them; others are stored as unsigned integers of their width.
+# Types that zarr.json names, spelled as torch spells them; others are unsigned integers of their width, with the name
+# as an attribute: few zarr3 readers know a float8. Version 1 named those that tensorstore knows.
 _ZARR_TYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
-    " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64"
+    " complex128".split()
 )
+_ZARR_TYPES_1 = _ZARR_TYPES.union("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split())
 _RAW = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})
 
 
@@ -46,7 +51,7 @@ class Array:
     """One stored zarr3 array. `chunk` and `band` are shapes: bands tile a chunk, and each is contiguous in its file.
 
     first_digest: index into digests.bin of the digest of the first band of the first chunk (chunks row-major, then
-    bands row-major).  digest: xxh3_64 of the array's part of digests.bin.
+    bands row-major).  digest: xxh3_64 of the array's part of digests.bin.  version: of the format that it is stored in.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Array:
     band: tuple[int, ...]
     first_digest: int = 0
     digest: str = ""
+    version: int = VERSION
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -120,6 +126,7 @@ class Manifest:
     digest_count: int
     digest: str = ""
     finite: bool | None = None
+    version: int = VERSION
 
 
 # ---- names, types, bits
@@ -177,9 +184,9 @@ def piece_name(path: str, rank: int) -> str:
     return f"pieces/{_quoted(path)}/{rank}"
 
 
-def packed_name(rank: int) -> str:
-    """The directory of a rank's small leaves."""
-    return f"packed/{rank}"
+def packed_name(rank: int, number: int = 0) -> str:
+    """The directory of a rank's packed leaves: the first one, or the next."""
+    return f"packed/{rank}.{number}" if number else f"packed/{rank}"
 
 
 def _quoted(path: str) -> str:
@@ -215,7 +222,8 @@ def band_shape(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 def zarr_metadata(array: Array) -> dict[str, Any]:
     """The zarr3 metadata of an array, as its zarr.json holds it."""
-    name = array.dtype if array.dtype in _ZARR_TYPES else f"uint{8 * array.itemsize}"
+    known = array.dtype in (_ZARR_TYPES if array.version > 1 else _ZARR_TYPES_1)
+    name = array.dtype if known else f"uint{8 * array.itemsize}"
     fill = False if name == "bool" else [0.0, 0.0] if "complex" in name else 0.0 if "float" in name else 0
     return {
         "zarr_format": 3,
@@ -226,5 +234,10 @@ def zarr_metadata(array: Array) -> dict[str, Any]:
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        "attributes": {},
+        "attributes": {} if known or array.version == 1 else {"dtype": array.dtype},
     }
+
+
+def zarr_json(array: Array) -> bytes:
+    """The bytes of an array's zarr.json."""
+    return json.dumps(zarr_metadata(array), separators=(",", ":")).encode()

@@ -14,6 +14,7 @@ import tensorstore as ts
 
 _REQUEST_BYTES = 8 << 20  # most bytes of one read
 _GAP_BYTES = 128 << 10  # a gap that is cheaper to read than to ask twice
+_FILE_WRITERS = 4  # threads that write files
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,24 @@ class KeyValues:
     def delete(self) -> None:
         """Remove all values."""
         done(self.kv.delete_range(ts.KvStore.KeyRange()))
+
+
+def file_values(root: str, durable: bool = True) -> KeyValues:
+    """The files below a directory, for writing.
+
+    Each is written under a name of its own that ends in `.__lock`, made durable (if asked for), and renamed; its
+    directory, which is made if need be, is made durable, too. No locks: each file has one writer.
+    """
+    context = ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},
+            "file_io_concurrency": {"limit": _FILE_WRITERS},
+            "data_copy_concurrency": {"limit": 2},
+            "file_io_locking": {"mode": "none"},
+            "file_io_sync": durable,
+        }
+    )
+    return KeyValues({"driver": "file", "path": f"{root}/"}, context)
 
 
 class KeyNotes:

@@ -44,6 +44,11 @@ NOBODYS = b"{}"  # a note whose owner is dead, or taken for dead
 _NOTE = re.compile(r"\.(.+)\.(reading|leaving)-[0-9a-f]{12}")
 
 
+def step_name(step: int) -> str:
+    """The name of a Manager's checkpoint."""
+    return f"step_{step:08d}"
+
+
 class Watch:
     """For how long notes were not renewed, as this process has seen it, looking now and then.
 

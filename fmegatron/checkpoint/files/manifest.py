@@ -11,6 +11,7 @@ from fmegatron.checkpoint.files.format import (
     FORMAT,
     MANIFEST,
     MARKER,
+    READABLE,
     VERSION,
     CheckpointError,
     Leaf,
@@ -84,12 +85,12 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     return data
 
 
-def marker_to_json(manifest_bytes: bytes) -> bytes:
+def marker_to_json(manifest_bytes: bytes, version: int = VERSION) -> bytes:
     """The bytes of the marker file, which says that all is written and pins the manifest."""
     return json.dumps(
         {
             "format": FORMAT,
-            "version": VERSION,
+            "version": version,
             "manifest_bytes": len(manifest_bytes),
             "manifest_xxh3_64": digest_text(manifest_bytes),
         }
@@ -168,10 +169,12 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
         raise CheckpointError(
             f"{at}: got a checkpoint whose arrays lie in an OCDBT database, wanted plain files; {_WITHOUT_OCDBT}"
         )
-    if (marker.get("format"), marker.get("version")) != (FORMAT, VERSION):
+    version = marker.get("version")
+    if marker.get("format") != FORMAT or type(version) is not int or version not in READABLE:
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
         raise CheckpointError(
-            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION}; read it with its own version"
+            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION} or {READABLE[0]};"
+            " read it with its own version"
         )
     return marker
 

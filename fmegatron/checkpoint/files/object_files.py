@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fmegatron.checkpoint.files.format import MARKER
+from fmegatron.checkpoint.files.format import MARKER, Array
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.leases import Lease
+from fmegatron.checkpoint.files.zarr_array import ZarrArray
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Objects:
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager:
         """Ranges of an object."""
         return self.values.open(name, size, ranges)
+
+    def array(self, array: Array) -> ZarrArray:
+        """An array to write."""
+        return ZarrArray(array, self.values)
 
     def identity(self) -> str:
         """The URL: every save has a token of its own there."""

@@ -21,7 +21,16 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from fmegatron.checkpoint.files.format import ALIGN_BYTES, BAND_BYTES, Array, Leaf, Manifest, Piece, dtype_of
+from fmegatron.checkpoint.files.format import (
+    ALIGN_BYTES,
+    BAND_BYTES,
+    READABLE,
+    Array,
+    Leaf,
+    Manifest,
+    Piece,
+    dtype_of,
+)
 from fmegatron.layout import Box, Layout, Mesh, dtype_name
 
 MOST_BYTES = 256 << 20  # of a manifest: room for a million leaves
@@ -95,8 +104,10 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
     name, arrays, leaves, used = "manifest", {}, {}, {}  # used: bytes of each array that leaves have, and padding
     try:
         count = _child(value, "digest_count", int)
+        if (version := value.get("version")) not in READABLE:
+            raise ValueError(f"got version {shown(version)}, wanted one of {READABLE}")
         for name, row in _child(value, "arrays", dict).items():
-            arrays[name] = _parse_array(name, row, count)
+            arrays[name] = _parse_array(name, row, count, version)
         name = "manifest"
         if (total := sum(a.digest_count for a in arrays.values())) != count:
             raise ValueError(f"got digest_count {shown(count)}, wanted {total}, as the arrays have")
@@ -116,7 +127,7 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
         meshes, metadata = _child(value, "meshes", list), _child(value, "metadata", dict)
     except ValueError as error:
         raise ValueError(f"{shown(name).strip(chr(39))}: {error}") from None
-    return Manifest(step, metadata, tuple(meshes), leaves, arrays, count, finite=finite)
+    return Manifest(step, metadata, tuple(meshes), leaves, arrays, count, finite=finite, version=version)
 
 
 def parse_layout(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
@@ -164,16 +175,16 @@ def parse_mesh(row: Any) -> Mesh:
     return Mesh.from_json({"names": names, "sizes": sizes, "digits": digits})
 
 
-def _parse_array(name: str, row: Any, count: int) -> Array:
+def _parse_array(name: str, row: Any, count: int, version: int) -> Array:
     if not _NAME.fullmatch(name):
         raise ValueError("not the name of a directory inside")
     shape, chunk, band = (_ints(_child(row, k, list), int(k != "shape")) for k in ("shape", "chunk", "band"))
     first, dtype = _child(row, "first_digest", int), _child(row, "dtype", str)
     if not len(shape) == len(chunk) == len(band):
         raise ValueError(f"shape {shape}, chunk {chunk} and band {band} differ in length")
-    if any(c > n for c, n in zip(chunk, shape, strict=True)):
-        raise ValueError(f"chunk {chunk} is larger than the array {shape}, or the array is empty")
-    array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str))
+    if any(c > max(n, 1) for c, n in zip(chunk, shape, strict=True)):
+        raise ValueError(f"chunk {chunk} is larger than the array {shape}")
+    array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str), version)
     last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be whole
     width, digests = math.prod(band) * array.itemsize, array.digest_count
     fits = band[last + 1 :] == chunk[last + 1 :] and band[last : last + 1] <= chunk[last : last + 1]

@@ -22,10 +22,12 @@ import numpy as np
 
 from fmegatron.checkpoint.calls.arguments import check_path
 from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files.format import Array
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import STEP, Lease, Watch, reading
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.objects import ObjectStore
+from fmegatron.checkpoint.files.zarr_array import ZarrArray
 
 
 class Reader(Protocol):
@@ -59,6 +61,9 @@ class Storage(Protocol):
 
         Raises FileNotFoundError, and OSError if it has not exactly `size` bytes, or is no regular file.
         """
+
+    def array(self, array: Array) -> ZarrArray:
+        """An array to write, chunk by chunk, through tensorstore."""
 
     def identity(self) -> Hashable:
         """What the files of one save have, and those of a later save at the same place have not. Raises OSError."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["copy_all", "rebuild_tensor"]
+__all__ = ["copy_all"]
 
 copy_all = torch._foreach_copy_  # (into, source, non_blocking)
-rebuild_tensor = torch._utils._rebuild_tensor_v3  # what torch.save names for newer dtypes and torch.load allows

@@ -48,14 +48,14 @@ def _nodes(world_size: int, spacing: int | Sequence[int]) -> list[range]:
 
 
 def _deal(nodes: list[range], copies: int) -> list[list[int]]:
-    """Deal the ranks in turn to as many groups as the largest node has ranks, or more: a node's ranks never meet."""
+    """Assign the ranks in turn to as many groups as the largest node has ranks, or more: a node's ranks never meet."""
     ordered = [rank for node in sorted(nodes, key=lambda node: (-len(node), node.start)) for rank in node]
     count = max(max(map(len, nodes)), len(ordered) // copies)
     return [ordered[i::count] for i in range(count)]
 
 
 def check_groups(groups: Sequence[Sequence[int]], world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Groups that somebody wrote down, as tuples. Raises ValueError unless every rank is in exactly one."""
+    """Groups that the user wrote down, as tuples. Raises ValueError unless every rank is in exactly one."""
     groups = tuple(tuple(group) for group in groups)
     if sorted(rank for group in groups for rank in group) != list(range(world_size)):
         raise ValueError(f"groups: got {groups}, wanted every rank from 0 to {world_size - 1} in exactly one group")

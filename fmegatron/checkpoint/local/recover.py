@@ -1,11 +1,12 @@
 """Recovery from replicas: the newest complete step over all nodes, transfers between ranks, and the global checkpoint.
 
-Every decision follows from integer tables that all ranks have gathered, so all ranks take it alike. A (step, source)
-is tried once at most: the loops below go over lists that only get shorter.
+Every decision follows from integer tables that all ranks have gathered, so it is the same on all ranks. A (step,
+source) is tried once at most: the loops below go over lists that only get shorter.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,13 +20,13 @@ from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError, digest
 from fmegatron.checkpoint.files.manifest import to_json_text
-from fmegatron.checkpoint.local import blob
-from fmegatron.checkpoint.local.blob import Shard
-from fmegatron.checkpoint.local.fetch_set import fetch_set, few
-from fmegatron.checkpoint.local.flat import Flat
+from fmegatron.checkpoint.local.fetch import fetch_set, few
+from fmegatron.checkpoint.local.shard import Key, Shard, layout_rows, shard_plan
 from fmegatron.checkpoint.local.shelf import Shelf
 from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.reading.read import rank_of
+from fmegatron.checkpoint.writing.plan import LeafPlan
+from fmegatron.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class _Set:
     id: int
     holders: list[list[int]]
     fits: bool = True
-    tail_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,18 @@ def recover(
     portion_bytes: int,
     notes: list[str],
 ) -> Found:
-    """`LocalReplicas.restore_latest`; what was skipped is added to `notes`, also when this raises."""
+    """`LocalReplicas.restore_latest`.
+
+    Args:
+        shelf: the directory of this node.
+        run: shards of other runs do not count.
+        layouts: as they were saved.
+        world: all ranks.
+        fallback: the global checkpoints, or a function that is called at last.
+        device: where the tensors go; None: that of the world.
+        portion_bytes: sent at a time.
+        notes: what was skipped is added, also when this raises.
+    """
     what = "restoring local replicas"
 
     def prepare():
@@ -76,14 +87,16 @@ def recover(
         rank_of(layouts, world, None)
         for path, layout in zip(paths, leaves, strict=True):
             if layout.unreduced:
-                raise ValueError(f"{path}: wanted as a pending sum; ask for a layout without unreduced")
-        return leaves, spec, blob.tree_rows(paths, leaves)
+                raise ValueError(
+                    f"{path}: got a layout of a pending sum over {layout.unreduced}, wanted one of a value; ask for a"
+                    " layout without unreduced"
+                )
+        return paths, leaves, spec
 
-    leaves, spec, rows = together(world, what, prepare)
-    payload = sum(x.local_nbytes(world.rank) for x in leaves)
+    paths, leaves, spec = together(world, what, prepare)
     shards, bad, unseen = together(world, what, lambda: shelf.scan(run))
     notes += bad
-    sets, payloads = _gather(shards, rows, payload, world)
+    sets = _gather(shards, paths, leaves, world)
     tensors: list[torch.Tensor] = []
     seen = _seen(fallback, world) if isinstance(fallback, Manager) else _Seen()
     for step, kind, one in _candidates(sets, seen, notes):
@@ -99,59 +112,72 @@ def recover(
 
         together(world, what, allocate)
         mine = {rank: shard for (s, i, rank), shard in shards.items() if (s, i) == (step, one.id)}
-        shard, holders = fetch_set(
-            Flat(tensors), mine, one.holders, (step, one.id), one.tail_bytes, payloads, world, portion_bytes, notes
-        )
-        if shard is not None:
+        plans = _Plans(paths, leaves)
+        if holders := fetch_set(tensors, plans, mine, one.holders, step, world, portion_bytes, notes):
+            metadata = json.loads(world.broadcast_text(_metadata(mine), one.holders[0][0]))
             together(world, what, lambda: _move(tensors, device or world.device))
             if isinstance(fallback, Manager):
                 try:
                     fallback.rewind(step)  # newer global ones, if there are any, were skipped
                 except RuntimeError as error:
                     notes.append(f"the next save into {fallback.directory} may be refused as too old: {error}")
-            return Found(step, tree.unflatten(spec, tensors), shard.header["metadata"], holders)
+            return Found(step, tree.unflatten(spec, tensors), metadata, holders)
     tensors.clear()
     if fallback is not None and not isinstance(fallback, Manager):
         step, state, meta = fallback(layouts)
         return Found(step, state, meta, None)
     more = "no global checkpoint either" if fallback is not None else "pass fallback=Manager(...)"
     told = "".join(f"\n  {note}" for note in notes[:20])
-    text = f"{shelf.path}: no step of which every rank's shard is whole; {more}{told}"
+    text = f"no step of which every rank's shard is whole; {more}{told}"
     if not world.minimum(torch.tensor([int(not unseen and seen.error is None)])):
-        raise RuntimeError(f"{text}\n  There may be one in what cannot be looked at; mend that, do not start anew")
-    raise CheckpointError(text)
+        hidden = "There may be one in what cannot be looked at; mend that, do not start anew"
+        raise RuntimeError(f"{shelf.path}: {text}\n  {hidden}")
+    raise CheckpointError(f"{shelf.path}: {text}")
 
 
-def _gather(
-    shards: dict[tuple[int, int, int], Shard], rows: dict[str, Any], payload: int, world: Ranks
-) -> tuple[list[_Set], list[int]]:
-    """All sets that somebody holds something of, and the bytes of each rank's shard under the target layouts."""
+class _Plans:
+    """The plan of the shard of every rank, made when it is asked for: few of maybe thousands are."""
+
+    def __init__(self, paths: list[str], leaves: list[Layout]):
+        self._made = functools.cache(lambda rank: shard_plan(paths, leaves, rank))
+
+    def __getitem__(self, rank: int) -> tuple[LeafPlan, ...]:
+        return self._made(rank)
+
+
+def _metadata(mine: dict[int, Shard]) -> str:
+    """The user's metadata as JSON; the same in all shards of a set."""
+    return next((to_json_text(shard.metadata) for shard in mine.values()), "{}")
+
+
+def _gather(shards: dict[Key, Shard], paths: list[str], leaves: list[Layout], world: Ranks) -> list[_Set]:
+    """All sets that any rank holds something of."""
+    rows = layout_rows(paths, leaves)
     wanted = digest(to_json_text(rows).encode()) >> 1  # 63 bits: a positive int64
-    heads = world.gather_rows(torch.tensor([len(shards), payload, wanted])).tolist()
-    if len({target for _, _, target in heads}) > 1:
-        raise ValueError("restore_latest: the ranks ask for different layouts; give the same tree on all ranks")
-    most = max(count for count, _, _ in heads)
+    heads = world.gather_rows(torch.tensor([len(shards), wanted])).tolist()
+    if len({target for _, target in heads}) > 1:
+        raise ValueError(
+            "restore_latest: got different layouts on the ranks, wanted the same; give the same tree on all ranks"
+        )
+    most = max(count for count, _ in heads)
     if most == 0:
-        return [], [size for _, size, _ in heads]
-    table = np.zeros((most, 6), np.int64)
+        return []
+    table = np.zeros((most, 4), np.int64)
     for i, ((step, one, rank), shard) in enumerate(shards.items()):
-        header = shard.header
-        fits = header["world"] == world.size and all(header[key] == rows[key] for key in ("meshes", "leaves"))
-        table[i] = step, np.uint64(one).view(np.int64), rank, fits, len(shard.tail), shard.payload_bytes
-    tables = world.gather_rows(torch.from_numpy(table.reshape(-1))).view(world.size, most, 6).tolist()
+        table[i] = step, np.uint64(one).view(np.int64), rank, shard.fits(rows, paths, leaves, world.size)
+    tables = world.gather_rows(torch.from_numpy(table.reshape(-1))).view(world.size, most, 4).tolist()
     sets: dict[tuple[int, int], _Set] = {}
-    for holder, ((count, _, _), entries) in enumerate(zip(heads, tables, strict=True)):
-        for step, one, rank, fits, tail, size in entries[:count]:
+    for holder, ((count, _), entries) in enumerate(zip(heads, tables, strict=True)):
+        for step, one, rank, fits in entries[:count]:
             known = sets.setdefault((step, one), _Set(step, one % (1 << 64), [[] for _ in range(world.size)]))
-            known.tail_bytes = max(known.tail_bytes, tail)
-            if fits and size == heads[rank][1]:
+            if fits:
                 known.holders[rank].append(holder)
             else:
                 known.fits = False
     for known in sets.values():
         for rank, holders in enumerate(known.holders):
             holders.sort(key=lambda holder, rank=rank: (holder - rank) % world.size)
-    return list(sets.values()), [size for _, size, _ in heads]
+    return list(sets.values())
 
 
 def _candidates(sets: list[_Set], seen: _Seen, notes: list[str]) -> list[tuple[int, str, _Set | None]]:

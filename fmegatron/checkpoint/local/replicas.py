@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -14,13 +15,14 @@ import torch
 from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.local import blob
+from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
 from fmegatron.checkpoint.local.recover import Found, recover
+from fmegatron.checkpoint.local.saving import Saving
+from fmegatron.checkpoint.local.shard import Content
 from fmegatron.checkpoint.local.shelf import Shelf
-from fmegatron.checkpoint.local.store import Saving
 from fmegatron.checkpoint.manage.manager import Manager
-from fmegatron.checkpoint.writing.saving import agreed, check_request
+from fmegatron.checkpoint.writing.saving import agreed, check_names, check_request
 
 
 class Handle:
@@ -31,10 +33,14 @@ class Handle:
         self._over, self._error = saving is None, None  # None: there is nothing to store
 
     def poll(self) -> bool:
-        """False while a rank still writes; True once the set counts. Costs one small gather. Raises as `result`."""
+        """False while a rank still writes; True once the set counts. Costs one small gather, and a few more when the
+        elements are written and when all is. Raises as `result`."""
         if not self._over:
-            written = self._saving.world.gather_rows(torch.tensor([int(self._saving.written())]))
-            if not bool(written.all()):
+            idle = self._saving.world.gather_rows(torch.tensor([int(self._saving.idle())]))
+            if not bool(idle.all()):
+                return False
+            if not self._saving.set:
+                self._attempt(self._saving.seal)
                 return False
         self.result()
         return True
@@ -45,34 +51,44 @@ class Handle:
         Raises RuntimeError, on all ranks, with the first failing rank's message; then nothing is left of the set.
         """
         if not self._over:
+            if not self._saving.set:
+                self._attempt(self._saving.seal)
+            self._attempt(self._saving.commit)
             self._over = True
-            try:
-                self._saving.commit()
-            except BaseException as error:
-                self._error = error
-                raise
-            self._shelf.retain(self._saving.step, self._saving.set, self._keep)
+            self._shelf.retain(self._saving.content.step, self._saving.set, self._keep)
             if self._saving.world.rank == 0 and self._warning:
                 warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
         elif self._error is not None:
             raise self._error
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._over, self._error = True, error
+            raise
 
 
 @dataclass(frozen=True)
 class LocalReplicas:
     """Saves to node-local storage (a RAM disk, an SSD), with each shard on `copies` nodes; recovery by peers.
 
-    directory: where this node keeps replicas; it may differ from node to node, and ranks of a node may share it.
-    run: names the run, the same after each restart; files are in `directory`/`run`, those of other runs never count.
-    world: the ranks that call its methods together (`collectives.connect`); None for one process.
-    copies: nodes that hold each shard.  spacing: ranks of a node, or a tuple of the ranks on each node; default
-    LOCAL_WORLD_SIZE as torchrun sets it, else 1.  groups: who holds whose shards, instead of `cliques(...)`.
-    keep: newest steps to keep.  durable: fsync; False saves time on a RAM disk, where it means nothing.
-    portion_bytes: exchanged and written at a time; a save takes as much host memory for each member of a group.
+    The state is the directories themselves: each shard is a checkpoint that every tool reads (FORMAT.md). `save`
+    returns when all is written (copy, exchange, disk); `save_async` leaves the disk to a thread. Local replicas are for
+    the same layouts on as many ranks: for anything else, `restore_latest` goes to the global checkpoint.
 
-    The state is the directories themselves. `save` returns when all is written (copy, exchange, disk); `save_async`
-    leaves the disk to a thread. Local replicas are for the same layouts on as many ranks: for anything else,
-    `restore_latest` goes to the global checkpoint.
+    Args:
+        directory: where this node keeps replicas; it may differ from node to node, and ranks of a node may share it.
+        run: names the run, the same after each restart; shards are in `directory`/`run`, those of other runs never
+            count.
+        world: the ranks that call its methods together (`collectives.connect`); None for one process.
+        copies: nodes that hold each shard.
+        spacing: ranks of a node, or a tuple of the ranks on each node; default: LOCAL_WORLD_SIZE as torchrun sets it,
+            else 1.
+        groups: who holds whose shards, instead of `cliques(...)`.
+        keep: newest steps to keep.
+        durable: whether a save waits until all is on the disk; False saves time on a RAM disk, where it means nothing.
+        portion_bytes: exchanged and written at a time; a save takes as much host memory for each member of a group.
 
     >>> import tempfile
     >>> from fmegatron.layout import Layout, Mesh
@@ -102,13 +118,9 @@ class LocalReplicas:
             raise ValueError(
                 f"LocalReplicas: got run {self.run!r:.120}, wanted 1 to 100 of A-Z a-z 0-9 _ - . (no . first)"
             )
-        for name in ("copies", "keep"):
+        for name in ("copies", "keep", "portion_bytes"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise ValueError(f"LocalReplicas: got {name}={value!r}, wanted a number of at least 1")
-        if self.portion_bytes < 1 or self.portion_bytes % blob.BAND_BYTES:
-            raise ValueError(
-                f"LocalReplicas: got portion_bytes={self.portion_bytes}, wanted a multiple of {blob.BAND_BYTES}"
-            )
 
     @property
     def shelf(self) -> Shelf:
@@ -133,13 +145,19 @@ class LocalReplicas:
     ) -> None:
         """Store this rank's tensors on its own node and on those of its group; older steps go when all have agreed.
 
-        Arguments as `checkpoint.save`. Saving a step again replaces it; an older step is refused (ValueError), unless
-        training was set back by `restore_latest`. Raises ValueError for a request that does not fit, RuntimeError on
-        all ranks with the first failing rank's message when anything else fails; older steps are untouched then. Warns
-        (rank 0) when the nodes do not allow as many copies as wanted.
+        Saving a step again replaces it; an older step is refused (ValueError), unless training was set back by
+        `restore_latest`. Warns (rank 0) when the nodes do not allow as many copies as wanted.
 
-        finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored, with
-        a warning: replicas are states to go back to, and older ones are not given up for one that is none.
+        Args:
+            step: number of the step.
+            state: tree of this rank's local tensors, any device.
+            layouts: the same tree of Layouts (or ArraySpecs).
+            metadata: JSON values; those of rank 0 are stored.
+            finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored,
+                with a warning: replicas are states to go back to, and older ones are not given up for one that is none.
+
+        Raises ValueError for a request that does not fit, RuntimeError on all ranks with the first failing rank's
+        message when anything else fails; older steps are untouched then.
         """
         self._begin(step, state, layouts, metadata, finite, None).result()
 
@@ -156,8 +174,16 @@ class LocalReplicas:
         """`save` that leaves the disk to a thread: it blocks for copy and exchange, and the state may change after it.
 
         Call `handle.poll()` once a step on all ranks, or `handle.result()`; the set counts from then on. One save at a
-        time in a directory. most_bytes: host memory that may wait for the disk here, this rank's shard and those of its
-        group; above it, the call blocks until something is written. Errors are raised as by `save`, here or there.
+        time in a directory. Errors are raised as by `save`, here or there.
+
+        Args:
+            step: as of `save`.
+            state: as of `save`.
+            layouts: as of `save`.
+            metadata: as of `save`.
+            finite: as of `save`.
+            most_bytes: host memory that may wait for the disk here, this rank's shard and those of its group; above it,
+                the call blocks until something is written.
         """
         return self._begin(step, state, layouts, metadata, finite, most_bytes)
 
@@ -166,21 +192,22 @@ class LocalReplicas:
 
         def prepare():
             check_step(step)
-            tensors, _ = check_request(state, layouts, world, metadata, step, finite)
+            tensors, plans = check_request(state, layouts, world, metadata, step, finite)
+            check_names(shelf.draft(step, world.rank), plans, world.size)
             shelf.prepare(step)
-            rows, payload = blob.tree_rows(*flat_layouts(layouts)[:2]), sum(x.nbytes for x in tensors)
-            text = blob.describe(self.run, step, world.rank, world.size, payload, metadata or {}, rows)
-            return tensors, text, self.members()
+            return tensors, self.members()
 
-        tensors, text, groups = together(world, f"saving local replicas of step {step}", prepare)
-        if agreed(finite, world) is False:
+        tensors, groups = together(world, f"saving local replicas of step {step}", prepare)
+        if (finite := agreed(finite, world)) is False:
             if world.rank == 0:
                 text = f"local replicas of step {step} were not stored: its loss or gradient norm is not finite"
                 warnings.warn(f"{shelf.path}: {text}", RuntimeWarning, stacklevel=3)
             return Handle(None, shelf, self.keep, "")
         group = next(group for group in groups if world.rank in group)
-        saving = Saving(shelf, step, group, world, self.portion_bytes, self.durable, most_bytes)
-        saving.exchange(tensors, text)
+        user = json.loads(world.broadcast_text(to_json_text(metadata or {})))  # rank 0's, as of a global checkpoint
+        content = Content(self.run, step, world.size, *flat_layouts(layouts)[:2], user, finite)
+        saving = Saving(shelf, content, group, world, self.portion_bytes, self.durable, most_bytes)
+        saving.exchange(tensors)
         least = min(map(len, groups))
         return Handle(
             saving,
@@ -206,17 +233,20 @@ class LocalReplicas:
         device: str | torch.device | None = None,
         protect: bool = True,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """(step, state, metadata) of the newest step of which every rank's shard is whole on some node.
+        """(step, state, metadata) of the newest step of which every rank's shard is intact on some node.
 
-        layouts: as they were saved (others are restored from the global checkpoint).  fallback: the Manager of the
-        global checkpoints: newer ones than the newest local step are preferred, and older ones come when no local step
-        is left; or a function `fallback(layouts)` that is called at last and returns the same triple.
+        Each shard comes from the own disk if it is good there, else from the next holder whose copy is; the sender
+        verifies what it reads, the receiver what it gets. Every source is tried once at most, and all ranks decide
+        the same. What was skipped is reported by RuntimeWarnings.
+
+        layouts: as they were saved (others are restored from the global checkpoint).
+        fallback: the Manager of the global checkpoints: newer ones than the newest local step are preferred, and older
+        ones come when no local step is left; or a function `fallback(layouts)` that is called at last and returns the
+        same triple.
         device: where the tensors go (default: that of the world).
         protect: when a node lacks a shard that it should hold (it was replaced), store the set again on all.
 
-        Each shard comes from the own disk if it is good there, else from the next holder whose copy is; sender and
-        receiver verify it. Every source is tried once at most, and all ranks decide alike. What was skipped is said in
-        RuntimeWarnings. Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
+        Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
         """
         world, shelf, notes = self.world, self.shelf, []
         if isinstance(fallback, Manager) and fallback.world.size != world.size:

@@ -1,8 +1,8 @@
-"""The replica directory of a node: its entries, which sets are complete, and which may be deleted.
+"""The replica directory of a node: its shards, which of them are complete, and which may be deleted.
 
-step_00000100.rank_00003.SET   the shard of rank 3 in the set of step 100 with this id (16 hex digits)
-.2-step_...                    being written by rank 2; a leftover if nobody saves
-.abandoned                     training went on from an older step than the newest here: a save may go back once
+step_00000100.rank_00003.SET        the shard of rank 3 in the set of step 100 with this id (16 hex digits)
+.step_00000100.rank_00003.tmp-...   being written; a leftover if no save is under way (see files/commit.py)
+.abandoned                          training went on from an older step than the newest here: a save may go back once
 """
 
 from __future__ import annotations
@@ -10,32 +10,20 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fmegatron.checkpoint.files.commit import make_directories, sync_directory
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.look import is_there, names_in
-from fmegatron.checkpoint.local.blob import Shard, in_use, read_shard
+from fmegatron.checkpoint.files.leases import Watch, alive, saving_note
+from fmegatron.checkpoint.files.look import is_directory, is_link, names_in
+from fmegatron.checkpoint.files.snapshot import SavedAgain
+from fmegatron.checkpoint.local.shard import Key, Shard, draft_name, open_shard, parse_name, shard_name
+from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 
-_NAME = re.compile(r"step_(\d{8,18})\.rank_(\d{5,9})\.([0-9a-f]{16})")
-_HIDDEN = re.compile(r"\.\d+-step_\d+\.rank_\d+")
 _ABANDONED = ".abandoned"
-
-
-def shard_name(step: int, rank: int, set_id: int) -> str:
-    """The file name of a shard.
-
-    >>> shard_name(100, 3, 0xABC), parse_name("step_00000100.rank_00003.0000000000000abc")
-    ('step_00000100.rank_00003.0000000000000abc', (100, 2748, 3))
-    """
-    return f"step_{step:08d}.rank_{rank:05d}.{set_id:016x}"
-
-
-def parse_name(name: str) -> tuple[int, int, int] | None:
-    """(step, set, rank) of a file name, None for a name that `shard_name` does not make."""
-    m = _NAME.fullmatch(name)
-    key = (int(m[1]), int(m[3], 16), int(m[2])) if m else None
-    return key if key and shard_name(key[0], key[2], key[1]) == name else None
+_SAVING = re.compile(re.escape(saving_note("?", "?")).replace(r"\?", ".+"))
 
 
 @dataclass(frozen=True)
@@ -44,98 +32,117 @@ class Shelf:
 
     path: str
 
-    def keys(self) -> dict[tuple[int, int, int], str]:
-        """(step, set, rank) -> path of all shards here, by name. Raises OSError if the directory cannot be seen."""
-        return {key: os.path.join(self.path, name) for name in names_in(self.path) if (key := parse_name(name))}
+    @property
+    def store(self) -> FolderStore:
+        """The directory as a place of checkpoints."""
+        return FolderStore(self.path)
+
+    def keys(self) -> dict[Key, FolderStore]:
+        """(step, set, rank) -> place of all shards here, by name. Raises OSError if the directory cannot be seen."""
+        return {key: self.store.child(name) for name in self.store.children() if (key := parse_name(name))}
 
     def newest(self) -> int:
         """The newest step here by name, -1 when there is none."""
         return max((step for step, _, _ in self.keys()), default=-1)
 
-    def scan(self, run: str) -> tuple[dict[tuple[int, int, int], Shard], list[str], bool]:
-        """The shards whose tails are whole and that are what their names say; and what is wrong with the others.
+    def scan(self, run: str) -> tuple[dict[Key, Shard], list[str], bool]:
+        """The shards whose manifests are intact and match their names; and what is wrong with the others.
 
-        The last value: whether the directory itself cannot be looked at, so that nobody knows what is in it.
+        The last value: whether the directory itself cannot be looked at, so that it is not known what is in it.
         """
         found, notes = {}, []
         try:
             keys = self.keys()
         except OSError as error:
             return {}, [f"{self.path}: cannot be read ({error.strerror})"], True
-        for key, path in keys.items():
+        for key, place in keys.items():
             try:
-                shard = read_shard(path)
-                if shard.header["run"] != run:
-                    raise CheckpointError(f"{path}: belongs to the run {shard.header['run']!r:.60}, not to {run!r}")
+                if is_link(place.path):
+                    raise CheckpointError(f"{place.path}: cannot be read: it is a link, wanted a directory")
+                shard = open_shard(place)
+                if shard.about["run"] != run:
+                    raise CheckpointError(
+                        f"{place.path}: belongs to the run {shard.about['run']!r:.60}, not to {run!r}"
+                    )
                 if shard.key != key:
-                    raise CheckpointError(f"{path}: holds another shard: {shard_name(*_named(shard.key))}")
+                    step, one, rank = shard.key
+                    raise CheckpointError(f"{place.path}: holds another shard: {shard_name(step, rank, one)}")
                 found[key] = shard
-            except CheckpointError as error:
+            except OSError as error:
+                notes.append(f"{place.path}: cannot be read ({error.strerror or error})")
+            except (CheckpointError, SavedAgain) as error:
                 notes.append(str(error))
         return found, notes, False
 
     def prepare(self, step: int) -> None:
-        """Make the directory ready for a save: remove leftovers of dead ones.
+        """Make the directory ready for a save: remove what dead saves have left.
 
         Raises ValueError if it holds newer steps, or if another save into it is under way.
         """
-        make_directories(self.path)
-        newest = self.newest()
-        if newest > step and not is_there(os.path.join(self.path, _ABANDONED)):
+        commit.make_directories(self.path)
+        newest, notes = self.newest(), self.store.notes()
+        if newest > step and notes.read(_ABANDONED) is None:
             raise ValueError(
-                f"{self.path}: got step {step} to save, but step {newest} is here already; steps only go up. To go on"
-                " from an older step, restore it by restore_latest, or remove the directory"
+                f"{self.path}: got step {step} to save, wanted {newest} or more, as step {newest} is here already;"
+                " to go on from an older step, restore it by restore_latest, or remove the directory"
             )
+        savers = [note for note in notes.names() if _SAVING.fullmatch(note)]
+        for note in savers:
+            # Of this node: one that is not seen to live is of an earlier boot or container of the run.
+            if (holder := alive(notes, note, Watch())) is not None and holder.sure:
+                raise ValueError(
+                    f"{os.path.join(self.path, note)}: got a save while another one is under way ({holder}), wanted one"
+                    " at a time; wait for its result(), and give every run its own name"
+                )
         for name in names_in(self.path):
-            if _HIDDEN.fullmatch(name):
-                if in_use(path := os.path.join(self.path, name)):
-                    raise ValueError(
-                        f"{path}: is being written by another save; wait for its result() before the next one, and give"
-                        " every run its own name"
-                    )
-                _remove(path)
+            if (m := commit.HIDDEN.fullmatch(name)) and m[2] != "aside":
+                path = os.path.join(self.path, m[1])
+                commit.finish(path, {m[3]})
+                commit.discard(os.path.join(self.path, name), path)
+        for note in savers:
+            notes.remove(note)
+        notes.clean()
 
-    def hidden(self, writer: int, step: int, rank: int) -> str:
-        """The path under which rank `writer` writes the shard of `rank`."""
-        return os.path.join(self.path, f".{writer}-step_{step:08d}.rank_{rank:05d}")
+    def draft(self, step: int, rank: int) -> FolderStore:
+        """Where the shard of a rank is written."""
+        return self.store.child(draft_name(step, rank))
 
-    def final(self, step: int, rank: int, set_id: int) -> str:
-        """The path of a finished shard."""
-        return os.path.join(self.path, shard_name(step, rank, set_id))
-
-    def sync(self) -> None:
-        """Make the names durable."""
-        sync_directory(self.path)
+    def place(self, step: int, rank: int, set_id: int) -> FolderStore:
+        """Where the shard of a rank is when it is complete."""
+        return self.store.child(shard_name(step, rank, set_id))
 
     def retain(self, step: int, set_id: int, keep: int) -> None:
         """After a save on which all ranks agreed: keep it and the newest `keep - 1` older steps; warns if it cannot."""
         keys = self.keys()
-        older = sorted({s for s, _, _ in keys if s < step}, reverse=True)[: keep - 1]
-        for (s, one, _), path in keys.items():
-            if s not in older and (s, one) != (step, set_id):
-                _remove(path)
-        _remove(os.path.join(self.path, _ABANDONED))
+        dropped = to_delete([Saved(s) for s in {step, *(s for s, _, _ in keys if s < step)}], Keep(last=keep))
+        for (s, one, _), place in keys.items():
+            if s > step or s in dropped or (s == step and one != set_id):
+                _try(place.path, lambda place=place: remove(place))
+        _try(self.path, lambda: self.store.notes().remove(_ABANDONED))
 
     def restored(self, step: int) -> list[str]:
         """Note that training goes on from `step`: what is newer here may be superseded. Returns what went wrong."""
         try:
             if self.newest() > step:
-                with open(os.path.join(self.path, _ABANDONED), "wb"):
-                    pass
+                self.store.notes().write(_ABANDONED, b"")
         except OSError as error:
             return [f"{self.path}: the next save may be refused as too old ({error.strerror})"]
         return []
 
 
-def _named(key: tuple[int, int, int]) -> tuple[int, int, int]:
-    step, set_id, rank = key
-    return step, rank, set_id
-
-
-def _remove(path: str) -> None:
+def remove(place: FolderStore) -> None:
+    """Take a shard away in one step, then delete it. Raises OSError, but not for one that is gone."""
     try:
-        os.remove(path)
+        if is_link(place.path) or is_directory(place.path):
+            place.withdraw().delete()
+        else:
+            os.remove(place.path)
     except FileNotFoundError:
         pass  # another rank of the node was here
+
+
+def _try(path: str, work: Callable[[], None]) -> None:
+    try:
+        work()
     except OSError as error:
-        warnings.warn(f"{path}: could not be removed ({error.strerror})", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{path}: could not be removed ({error.strerror})", RuntimeWarning, stacklevel=4)

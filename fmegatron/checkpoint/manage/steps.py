@@ -55,7 +55,7 @@ class Steps:
 
     def name(self, step: int) -> str:
         """Name of a step in the directory."""
-        return f"step_{step:08d}"
+        return leases.step_name(step)
 
     def place(self, step: int) -> Store:
         """Where a step is, or will be."""

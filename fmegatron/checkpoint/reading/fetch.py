@@ -6,6 +6,7 @@ Nothing outside the checkpoint is opened; every file must have exactly the size 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import queue
 import threading
@@ -25,10 +26,10 @@ from fmegatron.checkpoint.files.format import (
     digest,
     raw,
     raw_dtype,
-    zarr_metadata,
+    zarr_json,
 )
 from fmegatron.checkpoint.files.look import check_damage
-from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json, to_json_text
+from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.reading.digests import stored_digests
@@ -150,7 +151,7 @@ class Fetch:
 
     def _check_description(self, array: Array, leaf: str) -> None:
         """Nothing here depends on an array's zarr.json, but whoever opens the array without us does."""
-        wanted, name = zarr_metadata(array), f"{array.name}/{ZARR}"
+        wanted, name = zarr_json(array), f"{array.name}/{ZARR}"
         what = f"{leaf}: {self.storage.at(name)}"
         try:
             data = self.storage.read(name, 0, 1 << 16)
@@ -158,7 +159,7 @@ class Fetch:
             check_damage(error, what)
             text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
-        if data != to_json_text(wanted).encode() and load_json(data, what) != wanted:
+        if data != wanted and load_json(data, what) != json.loads(wanted):
             raise CheckpointError(f"{what} does not describe the array that was saved; {RESTORE_ANOTHER}")
 
 

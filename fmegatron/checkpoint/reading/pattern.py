@@ -65,4 +65,4 @@ def expand(match: re.Match, replacement: str, more: dict[str, int] | None = None
         groups = re.sub(r"\\(\d)", lambda m: rf"\g<{plain[int(m[1])]}>", _NUMBER.sub(number, replacement))
         return match.expand(groups)
     except (re.error, IndexError) as error:
-        raise ValueError(f"the replacement {replacement!r} does not fit its pattern ({error})") from None
+        raise ValueError(f"got the replacement {replacement!r}, wanted one that fits its pattern ({error})") from None

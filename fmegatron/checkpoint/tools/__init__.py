@@ -1,13 +1,12 @@
 """The functions behind `python -m fmegatron.checkpoint`: each returns values, for notebooks and for the commands."""
 
-from fmegatron.checkpoint.tools.collect import collect
 from fmegatron.checkpoint.tools.diff import diff
 from fmegatron.checkpoint.tools.export import export
-from fmegatron.checkpoint.tools.listing import listing
-from fmegatron.checkpoint.tools.reshard import reshard
+from fmegatron.checkpoint.tools.gc import collect
+from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.checkpoint.tools.reshard import plan_of, reshard, target_layouts
 from fmegatron.checkpoint.tools.show import show
 from fmegatron.checkpoint.tools.source import open_source, stream
-from fmegatron.checkpoint.tools.targets import plan_of, target_layouts
 from fmegatron.checkpoint.tools.verify import verify
 
 __all__ = [

@@ -56,7 +56,7 @@ class Source:
         found = [leaf for path, leaf in self.manifest.leaves.items() if wanted.search(path)]
         if not found:
             near = tree.did_you_mean(pattern, list(self.manifest.leaves))
-            raise ValueError(f"got the pattern {pattern!r}, which no leaf of {self.text} matches{near}")
+            raise ValueError(f"{self.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
         return found
 
     def read(self, wanted: Sequence[Block], dtypes: Mapping[str, torch.dtype] | None = None) -> list[torch.Tensor]:
@@ -90,7 +90,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Block:
-    """The elements [start, start + shape) of a leaf: whole rows of it, so that its blocks follow each other in memory.
+    """The elements [start, start + shape) of a leaf: full rows of it, so that its blocks follow each other in memory.
 
     first: row-major number of its first element in the leaf.  last: whether the leaf ends here.
     """
@@ -149,7 +149,7 @@ def cut(shape: Shape, room: int, steps: Sequence[Shape] = ()) -> Iterator[tuple[
         if math.prod(rest) <= max(1, room):
             yield start + (0,) * len(rest), (1,) * dim + rest
             return
-        step = room // math.prod(rest[1:])  # whole rows of this dim
+        step = room // math.prod(rest[1:])  # full rows of this dim
         if step == 0:
             for at in range(rest[0]):
                 yield from below((*start, at))

@@ -30,8 +30,7 @@ from fmegatron.checkpoint.files.format import (
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot, on_snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage, Store, open_store
-from fmegatron.checkpoint.tools.files import UNKNOWN, Entry, walk
-from fmegatron.checkpoint.tools.outfiles import band_sizes
+from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
 
 _BANDS_PER_JOB = 16
 _MOST_THREADS = 64
@@ -117,7 +116,7 @@ class _Check:
     def metadata(self) -> None:
         """The small files, whose content the manifest implies; and what the manifest itself does not guarantee."""
         text = self.storage.read(MANIFEST)
-        self._same(MARKER, marker_to_json(text), "")
+        self._same(MARKER, marker_to_json(text, self.manifest.version), "")
         self._same(MANIFEST, text, "")
         group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
         for name in _above(self.manifest.arrays):
@@ -232,7 +231,7 @@ class _Check:
         lo, hi = array.first_digest, array.first_digest + array.digest_count
         part = digests[lo:hi]
         if array.name not in self._shared and len(part) == hi - lo and digest_text(part.tobytes()) == array.digest:
-            return part.reshape(math.prod(array.grid), -1)
+            return part.reshape(math.prod(array.grid), math.prod(array.bands))
         leaf = self._leaf(array, 0, 0)
         self.damages.append(Damage("bytes", DIGESTS, f"the digests of {array.name} were altered", leaf, 8 * lo, 8 * hi))
         # What a missing table would have said is unknown, but not which files there should be.
@@ -242,7 +241,7 @@ class _Check:
 
     def _jobs(self, array: Array, table: np.ndarray) -> Iterator[tuple[Array, str, int, np.ndarray, tuple[int, ...]]]:
         """(array, file, first byte, digests, bytes of each band): consecutive bands of a chunk file."""
-        sizes, leaf = band_sizes(array), self._leaf(array, 0, 0)
+        sizes, leaf = _band_sizes(array), self._leaf(array, 0, 0)
         for index, row in zip(_indices(array.grid), table, strict=True):
             name = array.chunk_file(index)
             if self._there(name, sum(sizes), leaf):
@@ -255,7 +254,7 @@ class _Check:
     def _bands(
         self, array: Array, name: str, at: int, digests: np.ndarray, sizes: tuple[int, ...], buffer: np.ndarray
     ) -> None:
-        total = sum(band_sizes(array))
+        total = sum(_band_sizes(array))
         try:
             with self.storage.open(name, total, [(at, at + sum(sizes))]) as reader:
                 for wanted, size in zip(digests, sizes, strict=True):
@@ -298,7 +297,7 @@ class _Check:
 
 
 def _entries(storage: Storage) -> Iterable[Entry]:
-    """All that is there; a store of objects has files only, and tells their sizes when they are opened."""
+    """All that is there; a store of objects has files only, and has their sizes when they are opened."""
     if isinstance(storage, Folder):
         return walk(storage.root, storage.fd)
     return (Entry(name, "file", UNKNOWN, 0.0) for name in storage.names())
@@ -315,6 +314,15 @@ def _indices(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             if index[d] < grid[d]:
                 break
             index[d] = 0
+
+
+def _band_sizes(array: Array) -> tuple[int, ...]:
+    """Bytes of each band of a chunk. Whole trailing dims: in their order they are the file from first byte to last."""
+    sizes = [array.itemsize]
+    for c, b in zip(array.chunk, array.band, strict=True):
+        lengths = [min(b, c - at) for at in range(0, c, b)]
+        sizes = [size * n for size in sizes for n in lengths]
+    return tuple(sizes)
 
 
 def _above(names: Iterable[str]) -> set[str]:
@@ -347,7 +355,7 @@ def _with_ends(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, int, s
 
 
 def _shared_digests(manifest: Manifest) -> set[str]:
-    """Arrays whose digests lie inside those of another array."""
+    """Arrays whose digests are inside those of another array."""
     shared, end = set(), 0
     for array in sorted(manifest.arrays.values(), key=lambda a: a.first_digest):
         if array.digest_count and array.first_digest < end:
@@ -361,8 +369,8 @@ def _joined(damages: list[Damage]) -> list[Damage]:
     joined: list[Damage] = []
     for d in sorted(damages, key=lambda d: (d.file, d.leaf, d.start)):
         last = joined[-1] if joined else None
-        alike = last and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
-        if alike and last.stop == d.start and d.stop:
+        same = last and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
+        if same and last.stop == d.start and d.stop:
             joined[-1] = replace(last, stop=d.stop)
         else:
             joined.append(d)

@@ -25,6 +25,7 @@ from fmegatron.checkpoint.files.format import (
     digest_text,
     dtype_of,
     dtype_text,
+    zarr_json,
 )
 from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.files.storage import Storage
@@ -187,6 +188,8 @@ def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes
         groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
     group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
     files = {DIGESTS: digests.tobytes(), MANIFEST: data} | {f"{name}/{ZARR}": group for name in groups}
+    # Of arrays without elements nobody has written a chunk.
+    files |= {f"{a.name}/{ZARR}": zarr_json(a) for a in manifest.arrays.values() if 0 in a.shape}
     with ThreadPoolExecutor(storage.writers) as pool:
         list(pool.map(lambda item: storage.write(item[0], [item[1]]), files.items()))
     storage.sync()
@@ -195,7 +198,7 @@ def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes
 
 
 def check_written(storage: Storage, manifest: Manifest) -> None:
-    """RuntimeError when a chunk that was written is not there: somebody removed files while they were written."""
+    """Raise RuntimeError when a chunk that was written is not there: files were removed while they were written."""
     found = set(storage.names())
     for array in manifest.arrays.values():
         for index in itertools.product(*map(range, array.grid)):

@@ -2,10 +2,10 @@
 
 Three homes for a leaf:
 - `grid`: an array of its own in global shape, with a chunk grid that no writer's box crosses, so every chunk has one
-  writer. The rule for nearly everything: even, uneven, interleaved, flattened along whole rows, replicated.
-- `packed`: small; a few bytes in the one file of its owner.
+  writer. The rule for nearly everything: even, uneven, interleaved, flattened along whole rows, replicated, empty.
+- `packed`: small, and one of very many or without such a grid; a few bytes in the one file of its owner.
 - `piece`: no such grid is coarse enough (a flattened range that ends inside a row). The writer's local storage,
-  verbatim, with the boxes that say what lies where.
+  verbatim, with the boxes that say which elements are where.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, SMALL_BYTES
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, SMALL_BYTES, array_name
 from fmegatron.layout import Box, Layout, Split, chunk
 
 _FINEST_BYTES = 4 << 10  # no chunk below a page
 _SENSIBLE_BYTES = 1 << 20  # a chunk of this size is never refused as too fine
 _SPLIT_BYTES = 1 << 20  # a chunk of this size may be cut in two along its last dim,
 _SPLIT_ROW_BYTES = 1 << 10  # if its rows have this size
+_COLUMN_PARTS = 4  # and is smaller so many times: it is copied before it is written
+_MOST_SMALL_CHUNKS = 64  # of a small leaf that has an array of its own
+_MOST_PART, _MOST_NAME = 128, 512  # characters of the name of a small leaf's array, and of a part of it
 _MOST_DIVISORS_TRIED = 4096
 
 
@@ -29,8 +32,8 @@ _MOST_DIVISORS_TRIED = 4096
 class LeafPlan:
     """How one leaf is stored; the same on every rank.
 
-    home: "grid", "packed", "piece" or "empty".  chunk: shape, for "grid".  turn: replica that writes the first chunk of
-    a box; the next chunk goes to the next replica.
+    home: "grid", "packed" or "piece".  chunk: shape, for "grid".  turn: replica that writes the first chunk of a box;
+    the next chunk goes to the next replica.
     """
 
     path: str
@@ -50,13 +53,14 @@ def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...
     Chunks are dealt to the replicas of a leaf in turn, big ones first, and the deal goes on from leaf to leaf: two
     replicas differ by at most one chunk for every set of axes that leaves are replicated over.
     """
+    pack = sum(is_small(layout.shape, layout.nbytes) for layout in layouts) > MOST_SMALL
     plans, dealt = [], {}
     for path, layout in zip(paths, layouts, strict=True):
-        plans.append(LeafPlan(path, layout, *_home(layout)))
+        plans.append(LeafPlan(path, layout, *_home(path, layout, pack)))
     sizes = [math.prod(p.chunk) * p.layout.dtype.itemsize if p.chunk else p.layout.local_nbytes(0) for p in plans]
     for i in sorted(range(len(plans)), key=lambda i: -sizes[i]):
         p = plans[i]
-        if p.home in ("empty", "packed") or p.layout.replicas == 1:
+        if p.home == "packed" or p.layout.replicas == 1:
             continue
         turn = dealt.get(p.layout.replicated, 0)
         count = sum(math.prod(map(len, _chunk_ranges(box, p.chunk))) for box in p.layout.boxes(0)) if p.chunk else 1
@@ -87,29 +91,51 @@ def _chunk_ranges(box: Box, chunk_shape: tuple[int, ...]) -> list[range]:
     return [range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunk_shape, strict=True)]
 
 
-def _home(layout: Layout) -> tuple[str, tuple[int, ...]]:
-    """The home of a leaf and its chunk shape."""
-    if layout.nbytes == 0:
-        return "empty", ()
-    if layout.nbytes < SMALL_BYTES or not layout.shape:
-        return "packed", ()
-    local = layout.local_nbytes(0)  # rank 0 holds as much as any
-    return home_of_large(layout.shape, layout.dtype.itemsize, cut_unit(layout), local, layout.mesh.size)
+def _home(path: str, layout: Layout, pack: bool) -> tuple[str, tuple[int, ...]]:
+    """The home of a leaf and its chunk shape. pack: whether there are too many small ones."""
+    small = is_small(layout.shape, layout.nbytes)
+    if (pack and small) or ((small or not layout.nbytes) and _is_long(path)):
+        return "packed", ()  # its cuts need not be known
+    return home_of(layout.shape, layout.dtype.itemsize, cut_unit(layout), layout.local_nbytes(0), layout.mesh.size)
 
 
-def home_of_large(
+def _is_long(path: str) -> bool:
+    """Whether a path makes names that not every place takes: a leaf that can do without files has none then."""
+    if path.isascii() and len(path) <= _MOST_PART // 3:
+        return False
+    name = array_name(path)
+    return len(name) > _MOST_NAME or max(map(len, name.split("/"))) > _MOST_PART
+
+
+def is_small(shape: tuple[int, ...], nbytes: int) -> bool:
+    """Whether a leaf is packed with others if there are too many of its kind."""
+    return 0 < nbytes and (nbytes < SMALL_BYTES or not shape)
+
+
+def home_of(
     shape: tuple[int, ...], itemsize: int, unit: tuple[int, ...], local: int, ranks: int
 ) -> tuple[str, tuple[int, ...]]:
-    """Home and chunk shape of a leaf that is not small. unit: see `cut_unit`.  local: bytes of the largest
-    shard.  ranks: how many write.
+    """The home of a leaf and its chunk shape.
+
+    Args:
+        shape: of the leaf, in elements.
+        itemsize: bytes of an element.
+        unit: per dim the step of which every cut is a multiple, see `cut_unit`.
+        local: bytes of the largest shard; rank 0 holds as much as any.
+        ranks: how many write.
     """
-    size = math.prod(unit) * itemsize
-    stored = math.prod(-(-n // u) * u for n, u in zip(shape, unit, strict=True))
-    fine = size < max(_FINEST_BYTES, min(_SENSIBLE_BYTES, local // 16))
-    padded = stored > 1.25 * math.prod(shape)
-    if fine or padded:
+    nbytes = math.prod(shape) * itemsize
+    if nbytes == 0:
+        return "grid", (1,) * len(shape)
+    if is_small(shape, nbytes):
+        chunks = math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
+        few = chunks <= min(_MOST_SMALL_CHUNKS, 4 * -(-nbytes // local))
+        return ("grid", unit) if few else ("packed", ())
+    if math.prod(-(-n // u) * u for n, u in zip(shape, unit, strict=True)) > 1.25 * math.prod(shape):
+        unit = tuple(u if -(-n // u) * u <= 1.1 * n else math.gcd(u, n) for n, u in zip(shape, unit, strict=True))
+    if math.prod(unit) * itemsize < max(_FINEST_BYTES, min(_SENSIBLE_BYTES, local // 16)):
         return ("packed" if local < SMALL_BYTES else "piece"), ()
-    # A state on one rank stays as it lies in memory. Where there are several, other numbers of them will cut its dims.
+    # A state on one rank stays as it is in memory. Where there are several, other numbers of them will cut its dims.
     ways = shape[-1] // unit[-1]
     columns = 1 if ranks == 1 else 4 if ways == 1 else max(2, 8 // ways)
     return "grid", chunk_shape(unit, itemsize, columns)
@@ -120,22 +146,22 @@ def chunk_shape(unit: tuple[int, ...], itemsize: int, columns: int = 1) -> tuple
 
     Rows of the first dim, then of the next: contiguous in the writer's memory. columns: into how many pieces (a power
     of two) the last dim is cut before that, as long as they do not get too small: then half and a quarter of the
-    writer's columns can be read without the rest, as rows can.
+    writer's columns can be read without the rest, as rows can. Such chunks are of about 4 MiB.
     """
-    shape = list(unit)
+    shape, most_bytes = list(unit), CHUNK_BYTES
     while columns > 1 and len(shape) > 1 and shape[-1] % 2 == 0 and shape[-1] * itemsize >= _SPLIT_ROW_BYTES:
         if math.prod(shape) * itemsize < _SPLIT_BYTES:
             break
-        shape[-1], columns = shape[-1] // 2, columns // 2
+        shape[-1], columns, most_bytes = shape[-1] // 2, columns // 2, CHUNK_BYTES // _COLUMN_PARTS
     for d in range(len(shape)):
         size = math.prod(shape) * itemsize
-        if size <= 1.5 * CHUNK_BYTES:
+        if size <= 1.5 * most_bytes:
             break
         inner = size // shape[d]
-        if inner >= CHUNK_BYTES:
+        if inner >= most_bytes:
             shape[d] = 1
             continue
-        parts, most = -(-size // CHUNK_BYTES), size // _SENSIBLE_BYTES
+        parts, most = -(-size // most_bytes), size // _SENSIBLE_BYTES
         tried = range(parts, min(most, parts + _MOST_DIVISORS_TRIED) + 1)
         shape[d] //= next((n for n in tried if shape[d] % n == 0), 1)
         break
@@ -212,3 +238,18 @@ def _flat_units(block: tuple[tuple[int, ...], ...], step: int) -> tuple[int, ...
             return None
         units[d] = 1
     return None
+
+
+def split_chunk(shape: tuple[int, ...], itemsize: int, most: int) -> tuple[int, ...]:
+    """A chunk shape itself, or a smaller one, in even parts, of at most `most` bytes (or one element).
+
+    >>> split_chunk((7, 10), 4, 280), split_chunk((7, 10), 4, 150), split_chunk((7, 10), 4, 20)
+    ((7, 10), (3, 10), (1, 5))
+    """
+    parts = list(shape)
+    for d in range(len(parts)):
+        inner = math.prod(parts) // max(parts[d], 1) * itemsize
+        if inner * parts[d] <= most:
+            break
+        parts[d] = -(-parts[d] // -(-parts[d] // max(1, most // inner)))
+    return tuple(parts)

@@ -1,7 +1,8 @@
-"""The writes of one rank: chunks of its leaves into zarr3 arrays, with a digest of each band.
+"""The writes of one rank: chunks of its leaves through tensorstore, with a digest of each band.
 
-A chunk of an uncompressed zarr3 array is its elements and nothing else, so a chunk's file is written straight from the
-tensor's memory: one pass over memory for digesting and writing together, on a few threads.
+A chunk of an uncompressed zarr3 array is its elements and nothing else, so tensorstore's threads write it from the
+tensor's memory, without a copy, while this thread digests it. What is not contiguous there is copied band by band into
+a buffer, and digested while it is in the cache.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fmegatron.checkpoint.files.format import (
     ALIGN_BYTES,
-    ZARR,
     Array,
     Piece,
     digest,
@@ -25,16 +26,19 @@ from fmegatron.checkpoint.files.format import (
     packed_name,
     piece_name,
     raw,
-    zarr_metadata,
 )
-from fmegatron.checkpoint.files.manifest import to_json_text
+from fmegatron.checkpoint.files.keyvalue import done
 from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.checkpoint.writing.part import Part, grid_array, one_chunk, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
 from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
-_STAGED_BYTES = 64 << 20  # host copies (of tensors on devices, mostly) held at a time
+_STAGED_BYTES = 64 << 20  # host copies of tensors on devices held at a time
+_BUFFER_BYTES = 8 << 20  # copies of chunks that are not contiguous held at a time, one at least
+_PACKED_BYTES = 8 << 20  # most of an array of packed leaves
+_AHEAD_BYTES = 128 << 20  # given to tensorstore and not yet written: no more is written after an error
 
 
 Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
@@ -49,77 +53,106 @@ def write_part(
 ) -> Part:
     """Write all that `rank` has to write; durable after `storage.sync`. Raises OSError naming the leaf.
 
-    chunks: for some of the `grid` leaves, those to write now, as boxes of the tensor given here, which may hold nothing
-    else; None: all that the rank has to write.
+    Args:
+        storage: where to.
+        plans: of the leaves.
+        tensors: the rank's local tensor of each leaf, on any device, of any strides.
+        rank: who writes.
+        chunks: for some of the `grid` leaves, those to write now, as boxes of the tensor given here, which may hold
+            nothing else; None: all that the rank has to write.
     """
     part = Part(rank, plan_digest(plans))
-    small: list[np.ndarray] = []
-    size = 0
+    packed: list[np.ndarray] = []
+    size = number = 0
     with _Writer(storage, part) as writer:
         for leaf, x, some in zip(plans, tensors, chunks or [None] * len(plans), strict=True):
             if leaf.home == "grid":
                 if todo := chunks_to_write(leaf, rank) if some is None else some:
                     writer.grid(leaf, todo, x)
-            elif leaf.home != "empty" and leaf.writes(rank):
+            elif leaf.writes(rank):
                 boxes = leaf.layout.boxes(rank)
                 if leaf.home == "packed":
                     data = raw(_on_host(x)).reshape(-1).view(np.uint8)
-                    part.pieces[leaf.path] = Piece(packed_name(rank), size, boxes)
-                    small += [data, np.zeros(-data.nbytes % ALIGN_BYTES, np.uint8)]
-                    size += data.nbytes + small[-1].nbytes
+                    if packed and size + data.nbytes > _PACKED_BYTES:
+                        writer.packed(packed_name(rank, number), packed, size)
+                        packed, size, number = [], 0, number + 1
+                    part.pieces[leaf.path] = Piece(packed_name(rank, number), size, boxes)
+                    packed.append(data)
+                    size += data.nbytes + -data.nbytes % ALIGN_BYTES
                 else:
                     name = piece_name(leaf.path, rank)
                     part.pieces[leaf.path] = Piece(name, 0, boxes)
                     data, staged = writer.host_bits(x)
-                    flat = data.view(-1).numpy()
-                    writer.whole(one_chunk(name, flat.size, dtype_text(x.dtype)), [flat], leaf.path, staged)
-        if small:
-            writer.whole(one_chunk(packed_name(rank), size, "uint8"), small, "the small leaves", 0)
+                    writer.whole(one_chunk(name, data.numel(), dtype_text(x.dtype)), data.view(-1), leaf.path, staged)
+        if packed:
+            writer.packed(packed_name(rank, number), packed, size)
     return part
 
 
+class _Write(NamedTuple):
+    """A write that tensorstore has been given."""
+
+    what: str
+    future: Any
+    nbytes: int
+    staged: int
+    buffer: np.ndarray | None
+
+
 class _Writer:
-    """Threads that write chunks; on leaving the block all is written, or, after an error, nothing is any more."""
+    """Gives chunks to tensorstore; on leaving the block all is written, or, after an error, nothing is any more."""
 
     def __init__(self, storage: Storage, part: Part):
-        self.storage, self.part, self.staged, self.failed = storage, part, 0, False
-        self.pool = ThreadPoolExecutor(storage.writers)
-        self.pending: deque[tuple[str, int, Future]] = deque()
+        self.storage, self.part = storage, part
+        self.pending: deque[_Write] = deque()
+        self.ahead = self.staged = self.buffered = 0  # bytes in `pending`
+        self.free: list[np.ndarray] = []
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         try:
-            if error is None:
-                while self.pending:
-                    self._wait_for_oldest()
+            while self.pending and error is None:
+                self._wait_for_oldest()
         finally:
-            self.failed = True  # for what is still in the queue; the hidden directory is about to be removed
-            self.pool.shutdown(cancel_futures=True)
+            for write in self.pending:  # the hidden directory is about to be removed
+                write.future.exception()
 
     def grid(self, leaf: LeafPlan, chunks: Chunks, x: torch.Tensor) -> None:
         """Write these chunks of a leaf that has an array of its own in global shape."""
         array = grid_array(leaf)
         self.part.chunks[array.name] = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks]
         table = self.part.digests[array.name] = np.zeros((len(chunks), math.prod(array.bands)), "<u8")
-        # A strided tensor is made contiguous band by band, if the boxes have the dims that it has.
+        # A strided tensor is made contiguous chunk by chunk, if the boxes have the dims that it has.
         in_place = _is_plain(x) and all(box.strides == row_major_strides(x.shape) for _, box in chunks)
         local, staged = (torch.from_numpy(raw(x)), 0) if in_place else self.host_bits(x)
+        with _named(leaf.path):
+            stored = self.storage.array(array)
         if 0 in self.part.chunks[array.name]:  # of several ranks that write an array, one writes the metadata
-            self._describe(array, leaf.path)
+            self._give(leaf.path, stored.describe)
         for row, (index, box) in zip(table, chunks, strict=True):
-            view = _part(local, box)
-            blocks = lambda view=view: band_blocks(view, array.chunk, array.band)  # noqa: E731
-            self._start(leaf.path, array.chunk_file(index), blocks, row, staged if index == chunks[-1][0] else 0)
+            self._chunk(leaf.path, stored, index, _part(local, box), row, staged if index == chunks[-1][0] else 0)
 
-    def whole(self, array: Array, data: list[np.ndarray], what: str, staged: int) -> None:
-        """Write an array of one chunk, which is all of `data` (flat) one after another."""
+    def whole(self, array: Array, data: torch.Tensor, what: str, staged: int) -> None:
+        """Write an array of one chunk."""
         self.part.arrays[array.name], self.part.chunks[array.name] = array, [0]
         table = self.part.digests[array.name] = np.zeros((1, math.prod(array.bands)), "<u8")
-        self._describe(array, what)
-        band = array.band[0] * array.itemsize
-        self._start(what, array.chunk_file((0,)), lambda: _even_blocks(data, band), table[0], staged)
+        with _named(what):
+            stored = self.storage.array(array)
+        self._give(what, stored.describe)
+        self._chunk(what, stored, (0,), data.numpy(), table[0], staged)
+
+    def packed(self, name: str, leaves: list[np.ndarray], size: int) -> None:
+        """Write an array of `size` bytes of packed leaves."""
+        while self.pending and self.staged + size > 2 * _PACKED_BYTES:
+            self._wait_for_oldest()
+        self.staged += size
+        joined, at = torch.zeros(size, dtype=torch.uint8), 0
+        for data in leaves:
+            joined.numpy()[at : at + data.nbytes] = data
+            at += data.nbytes + -data.nbytes % ALIGN_BYTES
+        self.whole(one_chunk(name, size, "uint8"), joined, "the packed leaves", size)
 
     def host_bits(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The bits of a tensor in contiguous host memory, and how many bytes that took."""
@@ -130,26 +163,66 @@ class _Writer:
         self.staged += staged
         return torch.from_numpy(raw(host)), staged
 
-    def _describe(self, array: Array, what: str) -> None:
-        text = to_json_text(zarr_metadata(array)).encode()
-        self._start(what, f"{array.name}/{ZARR}", lambda: [text], None, 0)
-
-    def _start(
-        self, what: str, name: str, blocks: Callable[[], Iterable[np.ndarray]], digests: np.ndarray | None, staged: int
+    def _chunk(
+        self, what: str, stored: ZarrArray, index: tuple[int, ...], view: np.ndarray, digests: np.ndarray, staged: int
     ) -> None:
-        def work() -> None:
-            if not self.failed:
-                self.storage.write(name, blocks() if digests is None else _digested(blocks(), digests))
+        """Write a chunk of which `view` is all that is inside of the array; the rest is zeros."""
+        array, nbytes = stored.array, math.prod(stored.array.chunk) * view.itemsize
+        while self.pending and self.ahead + nbytes > _AHEAD_BYTES:
+            self._wait_for_oldest()
+        if view.shape == array.chunk and view.flags.c_contiguous:
+            self._give(what, lambda: stored.write(index, view), nbytes, staged)
+            _digest_bands(view, array.band, digests)
+            return
+        while self.pending and self.buffered + nbytes > _BUFFER_BYTES:
+            self._wait_for_oldest()
+        buffer = self._buffer(nbytes)
+        chunk = buffer.view(view.dtype).reshape(array.chunk)
+        _digest_bands(chunk, array.band, digests, view)
+        self._give(what, lambda: stored.write(index, chunk), nbytes, staged, buffer)
 
-        self.pending.append((what, staged, self.pool.submit(work)))
+    def _buffer(self, nbytes: int) -> np.ndarray:
+        found = next((i for i, buffer in enumerate(self.free) if buffer.nbytes == nbytes), None)
+        buffer = self.free.pop(found) if found is not None else None
+        if buffer is None:
+            self.free.clear()
+            buffer = np.empty(nbytes, np.uint8)
+        self.buffered += nbytes
+        return buffer
+
+    def _give(
+        self,
+        what: str,
+        write: Callable[[], Any],
+        nbytes: int = 0,
+        staged: int = 0,
+        buffer: np.ndarray | None = None,
+    ) -> None:
+        """Start a write; staged, buffer: host memory that is free when it is done."""
+        with _named(what):
+            self.pending.append(_Write(what, write(), nbytes, staged, buffer))
+        self.ahead += nbytes
+        while self.pending and self.pending[0].future.done():
+            self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        what, staged, future = self.pending.popleft()
-        try:
-            future.result()
-        except Exception as error:
-            raise OSError(f"{what}: a chunk could not be written: {error}") from error
-        self.staged -= staged
+        what, future, nbytes, staged, buffer = self.pending[0]
+        with _named(what):
+            done(future)
+        self.pending.popleft()
+        self.ahead, self.staged = self.ahead - nbytes, self.staged - staged
+        if buffer is not None:
+            self.buffered -= nbytes
+            self.free.append(buffer)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """An error says whose bytes it concerns."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{what}: a chunk could not be written: {error}") from error
 
 
 def _part(local: torch.Tensor, box: Box) -> np.ndarray:
@@ -163,37 +236,22 @@ def _part(local: torch.Tensor, box: Box) -> np.ndarray:
     return local.numpy()[tuple(at)]
 
 
-def _digested(blocks: Iterable[np.ndarray], digests: np.ndarray) -> Iterator[np.ndarray]:
-    """The blocks, each digested just before it is written."""
-    for i, block in enumerate(blocks):
-        digests[i] = digest(block)
-        yield block
-
-
-def band_blocks(view: np.ndarray, chunk: tuple[int, ...], band: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """The bands of a chunk, row-major, contiguous. Where `view` is smaller, the chunk is padded with zeros."""
-    for start in itertools.product(*(range(0, c, b) for c, b in zip(chunk, band, strict=True))):
-        shape = tuple(min(b, c - a) for a, b, c in zip(start, band, chunk, strict=True))
-        data = view[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
-        if data.shape != shape:
-            data = np.pad(data, [(0, n - m) for n, m in zip(shape, data.shape, strict=True)])
-        yield np.ascontiguousarray(data)
-
-
-def _even_blocks(parts: list[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """The bytes of flat arrays one after another, in blocks of `size` (the last may be shorter)."""
-    held, count = [], 0
-    for part in parts:
-        data = part.view(np.uint8)
-        while count + data.nbytes >= size:
-            head, data = data[: size - count], data[size - count :]
-            yield np.concatenate([*held, head]) if held else head
-            held, count = [], 0
-        if data.nbytes:
-            held.append(data)
-            count += data.nbytes
-    if held:
-        yield np.concatenate(held)
+def _digest_bands(
+    chunk: np.ndarray, band: tuple[int, ...], digests: np.ndarray, source: np.ndarray | None = None
+) -> None:
+    """The digests of a contiguous chunk's bands, row-major; with a source, copied from it first and padded by zeros."""
+    if not band:
+        digests[0] = digest(chunk.reshape(1))
+        return
+    for i, start in enumerate(itertools.product(*(range(0, c, b) for c, b in zip(chunk.shape, band, strict=True)))):
+        at = tuple(slice(a, a + b) for a, b in zip(start, band, strict=True))
+        data = chunk[at]
+        if source is not None:
+            part = source[at]
+            if part.shape != data.shape:
+                data[...] = 0
+            data[tuple(map(slice, part.shape))] = part
+        digests[i] = digest(data)
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
@@ -205,5 +263,5 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether the elements lie in host memory as they are."""
+    """Whether the elements are in host memory as they are."""
     return x.device.type == "cpu" and not x.is_conj() and not x.is_neg()

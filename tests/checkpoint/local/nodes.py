@@ -1,26 +1,22 @@
 """Fake clusters: ranks as threads, a directory for each node, states whose bits name their step and rank."""
 
 import contextlib
+import json
 import shutil
 import warnings
-from unittest import mock
 
 import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import Manager
-from fmegatron.checkpoint.local import LocalReplicas, blob
+from fmegatron.checkpoint.files.manifest import marker_to_json
+from fmegatron.checkpoint.files.parse import parse_manifest
+from fmegatron.checkpoint.local import LocalReplicas
+from fmegatron.checkpoint.local.shard import content_id
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 
 RUN = "run"
-
-
-@contextlib.contextmanager
-def tiny_bands(size=64):
-    """Digests of bands of a few bytes instead of a MiB."""
-    with mock.patch.object(blob, "BAND_BYTES", size):
-        yield
 
 
 def layouts_on(mesh):
@@ -48,13 +44,28 @@ def state(layouts, step):
     return {**tree.map(bits, layouts), "step": torch.tensor(step)}
 
 
+def resign(shard, manifest, ids=None):
+    """Put an altered manifest (text, or JSON) into a shard, with a marker that fits; with ids, among them a right one
+    of the shard's own."""
+    if ids is not None:
+        about = manifest["metadata"].get("replica")
+        if isinstance(about, dict) and isinstance(about.get("shards"), list):
+            about["shards"] = [f"{one:016x}" for one in ids]
+            with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):
+                ids[about["rank"]] = content_id(parse_manifest(json.loads(json.dumps(manifest))))
+                about["shards"] = [f"{one:016x}" for one in ids]
+    data = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
+    (shard / "manifest.json").write_bytes(data)
+    (shard / "COMPLETE").write_bytes(marker_to_json(data))
+
+
 class Cluster:
     """`size` ranks, `spacing` on each node; each node has a directory in `root`."""
 
     def __init__(self, root, size=4, spacing=1, layouts=None, **options):
         self.root, self.size, self.spacing = root, size, spacing
         self.layouts = layouts or layouts_on(Mesh(fsdp=size))
-        self.options = {"spacing": spacing, "portion_bytes": 2 * blob.BAND_BYTES, **options}
+        self.options = {"spacing": spacing, "portion_bytes": 128, **options}
 
     def directory(self, rank):
         return self.root / f"node-{rank // self.spacing}"
@@ -85,13 +96,21 @@ class Cluster:
             got = run(self.size, restore)
         return got, [str(w.message) for w in caught]
 
-    def files(self, rank):
+    def kept(self, rank):
         """(step, rank) of all shards in the directory of a rank."""
         return sorted((step, of) for step, _, of in self.replicas(rank).shelf.keys())
 
     def paths(self):
         """All files, by name."""
         return sorted(path for path in self.root.rglob("*") if path.is_file())
+
+    def shards(self):
+        """The directories of all shards, by name."""
+        return sorted(p for p in self.root.rglob("step_*") if p.parent.name == RUN)
+
+    def content(self):
+        """What every file holds."""
+        return {path: path.read_bytes() for path in self.paths()}
 
     def wipe(self, *ranks):
         for rank in ranks:

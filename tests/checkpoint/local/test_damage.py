@@ -1,17 +1,21 @@
 """Random damage: what comes back is, bit for bit, the newest step that an independent look at the bytes finds whole."""
 
+import json
+import math
 import os
 import random
 import shutil
 
 import pytest
 
-from fmegatron.checkpoint import CheckpointError, Manager
-from fmegatron.checkpoint.local import blob, cliques
-from fmegatron.checkpoint.local.shelf import shard_name
+from fmegatron.checkpoint import CheckpointError, Manager, open_store
+from fmegatron.checkpoint.files.format import digest, digest_text
+from fmegatron.checkpoint.files.leases import step_name
+from fmegatron.checkpoint.local import cliques
+from fmegatron.checkpoint.local.shard import open_shard, set_id, shard_name
 from fmegatron.layout import Mesh
-from tests.checkpoint.fake_world import cut_tree, run
-from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state, tiny_bands
+from tests.checkpoint.fake_world import cut_tree, run, small_sizes
+from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, resign, state
 from tests.sampling import seeds
 
 CLUSTERS = (  # (ranks, spacing, copies or groups)
@@ -21,114 +25,152 @@ CLUSTERS = (  # (ranks, spacing, copies or groups)
 
 @pytest.fixture(autouse=True)
 def _tiny():
-    with tiny_bands():
+    with small_sizes():
         yield
 
 
 def shards(cluster):
-    return [p for p in cluster.paths() if p.parent.name == RUN and not p.name.startswith(".")]
+    return [p for p in cluster.shards() if not p.name.startswith(".")]
 
 
-# ---- damage: each takes a random source, the cluster, and one of its files
+def content(shard):
+    """What a restore reads of a shard: all files but the descriptions of groups, which are for other programs; of
+    packed leaves (there is one, in the first band) not the bands that are only padding, but their size."""
+    files = sorted(p for p in shard.rglob("*") if p.is_file() and (p.name != "zarr.json" or [*p.parent.glob("c*")]))
+    packed = shard / "packed/0/c.0"
+    return {str(p.relative_to(shard)): (p.stat().st_size, p.read_bytes()[: 32 if p == packed else None]) for p in files}
 
 
-def flip(rng, cluster, path):
+# ---- damage: each takes a random source, the cluster, and one of its shards
+
+
+def some_file(rng, shard):
+    """A file of a shard; the large ones are not hit more often than the small ones."""
+    return rng.choice([p for p in sorted(shard.rglob("*")) if p.is_file() and p.stat().st_size])
+
+
+def in_a_file(damage):
+    """Damage of bytes: not where links or directories were put in the place of a shard."""
+
+    def work(rng, cluster, shard):
+        if shard.is_dir() and not shard.is_symlink() and any(p.is_file() for p in shard.rglob("*")):
+            damage(rng, some_file(rng, shard))
+
+    return work
+
+
+@in_a_file
+def flip(rng, path):
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
 
-def truncate(rng, cluster, path):
+@in_a_file
+def truncate(rng, path):
     os.truncate(path, rng.randrange(path.stat().st_size))
 
 
-def extend(rng, cluster, path):
+@in_a_file
+def extend(rng, path):
     path.write_bytes(path.read_bytes() + bytes(rng.randrange(1, 100)))
 
 
-def zero(rng, cluster, path):
+@in_a_file
+def zero(rng, path):
     data = bytearray(path.read_bytes())
     a = rng.randrange(len(data))
     data[a : a + 64] = bytes(len(data[a : a + 64]))
     path.write_bytes(data)
 
 
-def delete(rng, cluster, path):
+@in_a_file
+def delete_file(rng, path):
     path.unlink()
 
 
-def swap(rng, cluster, path):
-    other = rng.choice(shards(cluster))
-    mine, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs), other.write_bytes(mine)
+def delete(rng, cluster, shard):
+    shard.unlink() if shard.is_symlink() else shutil.rmtree(shard)
 
 
-def move(rng, cluster, path):
+def swap(rng, cluster, shard):
+    other, between = rng.choice(shards(cluster)), cluster.root / "between"
+    if other != shard:
+        shard.rename(between), other.rename(shard), between.rename(other)
+
+
+def move(rng, cluster, shard):
     """To another node, under its own name: still good there."""
     target = cluster.directory(rng.randrange(cluster.size)) / RUN
     target.mkdir(parents=True, exist_ok=True)
-    shutil.move(path, target / path.name)
+    if not (target / shard.name).exists():
+        shutil.move(shard, target / shard.name)
 
 
-def rename(rng, cluster, path):
-    path.rename(path.with_name(shard_name(rng.randrange(60), rng.randrange(cluster.size), rng.getrandbits(64))))
+def rename(rng, cluster, shard):
+    shard.rename(shard.with_name(shard_name(rng.randrange(60), rng.randrange(cluster.size), rng.getrandbits(64))))
 
 
-def link(rng, cluster, path):
+def link(rng, cluster, shard):
     """The same good bytes, but reached through a link out of the directory."""
     away = cluster.root.parent / f"away-{rng.getrandbits(64):x}"
-    shutil.move(path, away)
-    path.symlink_to(away)
+    shutil.move(shard, away)
+    shard.symlink_to(away)
 
 
-def wipe(rng, cluster, path):
+def wipe(rng, cluster, shard):
     cluster.wipe(rng.randrange(cluster.size))
 
 
-def edit(rng, cluster, path):
-    """Change JSON, payload or digests and make the digests of the file right again; sometimes its name, too."""
+def edit(rng, cluster, shard):
+    """Change metadata, leaves or elements and make the digests of the shard right again; sometimes its name, too."""
     try:
-        shard = blob.read_shard(str(path))
-    except CheckpointError:
+        found = open_shard(open_store(shard))
+    except (CheckpointError, OSError):
         return
-    digests, header = shard.digests.copy(), dict(shard.header)
-    payload = bytearray(path.read_bytes()[: shard.payload_bytes])
-    what = rng.choice(("step", "rank", "metadata", "leaves", "payload", "payload_bytes"))
-    if what == "payload" and payload:
-        payload[0] ^= 1
-        digests[0] = blob.digest(payload[: blob.BAND_BYTES])
-    elif what in ("step", "rank"):
-        header[what] = rng.randrange(99) if what == "step" else rng.randrange(cluster.size)
-    elif what == "payload_bytes":
-        payload = payload[:-1]
+    manifest = json.loads((shard / "manifest.json").read_text())
+    about, ids = manifest["metadata"]["replica"], [int(x, 16) for x in found.about["shards"]]
+    what = rng.choice(("step", "rank", "metadata", "leaves", "elements", "shape"))
+    if what == "elements" and (shard / "arrays/w/c.0.0").exists() and (shard / "digests.bin").exists():
+        array, digests = found.snapshot.manifest.arrays["arrays/w"], bytearray((shard / "digests.bin").read_bytes())
+        data = bytearray((shard / "arrays/w/c.0.0").read_bytes())
+        data[0] ^= 1
+        (shard / "arrays/w/c.0.0").write_bytes(data)
+        nbytes = math.prod(array.band) * array.itemsize
+        lo, hi = 8 * array.first_digest, 8 * (array.first_digest + array.digest_count)
+        digests[lo : lo + 8] = digest(data[:nbytes]).to_bytes(8, "little")
+        (shard / "digests.bin").write_bytes(digests)
+        manifest["arrays"]["arrays/w"]["digest"] = digest_text(bytes(digests[lo:hi]))
+    elif what == "step":
+        manifest["step"] = rng.randrange(99)
+    elif what == "rank":
+        about["rank"] = rng.randrange(cluster.size)
+    elif what == "shape":
+        about["layouts"]["w"] = [[1 << 61, 1 << 61], {}]
     else:
-        header[what] = rng.choice(
-            ({}, [], {"step": 98}, None, 7, "../../../etc/passwd", [["../../x", [1 << 61], "float32", {}]])
-        )
-    ids = [
-        int.from_bytes(shard.tail[i : i + 8], "little")
-        for i in range(8 * len(digests), 8 * len(digests) + 8 * cluster.size, 8)
-    ]
-    new = blob.to_json_text(header).encode()
-    if rng.random() < 0.5:
-        ids[shard.header["rank"]] = blob.shard_id(digests, new)
-    path.write_bytes(bytes(payload) + blob.tail_bytes(len(payload), digests, ids, new))
-    if rng.random() < 0.5 and isinstance(header["step"], int):
-        name = shard_name(header["step"], header["rank"], blob.set_id(ids))
-        path.rename(path.with_name(name))
+        new = rng.choice(({}, [], {"step": 98}, None, 7, "../../../etc/passwd", {"../../x": [[1 << 61], {}]}))
+        manifest["metadata"][what if what == "metadata" else "replica"] = new
+    if manifest == json.loads((shard / "manifest.json").read_text()):  # another rank was wanted, and it is the same
+        return
+    resign(shard, manifest, ids if rng.random() < 0.5 else None)
+    target = shard.with_name(shard_name(manifest["step"], found.about["rank"], set_id(ids)))
+    if rng.random() < 0.5 and not target.exists():
+        shard.rename(target)
 
 
-DAMAGES = (flip, flip, truncate, extend, zero, delete, swap, move, rename, link, wipe, edit, edit, edit)
+DAMAGES = (
+    flip, flip, truncate, extend, zero, delete_file, delete, swap, move, rename, link, wipe, edit, edit, edit,
+)  # fmt: skip
 
 
 # ---- the oracle: nothing but names and bytes
 
 
 def newest_recoverable(cluster, pristine):
-    """The newest step of one set of which every rank's file is, somewhere, byte for byte what was saved; -1: none."""
+    """The newest step of one set of which every rank's shard is, somewhere, byte for byte what was saved; -1: none."""
     good = set()
     for path in shards(cluster):
-        if not path.is_symlink() and pristine.get(path.name) == path.read_bytes():
+        if not path.is_symlink() and pristine.get(path.name) == content(path):
             step, rank, one = path.name.split(".")[0][5:], path.name.split(".")[1][5:], path.name.split(".")[2]
             good.add((int(step), one, int(rank)))
     whole = {(step, one) for step, one, _ in good if all((step, one, r) in good for r in range(cluster.size))}
@@ -149,7 +191,7 @@ def one_life(seed, root):
         run(size, lambda w: Manager(of, world=w).save(2, local[w.rank], cluster.layouts, metadata))
     for step in range(1, rng.randrange(2, 6)):
         assert cluster.save(step) == [None] * size
-        pristine.update((path.name, path.read_bytes()) for path in shards(cluster))
+        pristine.update((path.name, content(path)) for path in shards(cluster))
     count = rng.choice((1, 2, 3, 5, 8, 13))
     for _ in range(count):
         if files := shards(cluster):
@@ -165,17 +207,17 @@ def one_life(seed, root):
         assert cluster.save(0) == [None] * size  # a new start
         return count, None
     cluster.assert_restored(got, wanted)
-    if wanted < step and any(f"step_{step:08d}" in path.name for path in shards(cluster)):
+    if wanted < step and any(step_name(step) in path.name for path in shards(cluster)):
         assert warned, (seed, "a newer step was left out in silence")
     if newest_recoverable(cluster, pristine) == wanted and not (of and wanted == 2):
         groups = how if isinstance(how, list) else cliques(size, how, spacing)
         for group in groups:  # the replication is back
             for rank in group:
-                assert set(cluster.files(rank)) >= {(wanted, of) for of in group}, (seed, rank)
+                assert set(cluster.kept(rank)) >= {(wanted, of) for of in group}, (seed, rank)
     assert cluster.save(wanted + 1) == [None] * size, seed
     cluster.assert_restored(cluster.restore()[0], wanted + 1)
     for rank in range(size):
-        steps = {step for step, _ in cluster.files(rank)}
+        steps = {step for step, _ in cluster.kept(rank)}
         assert max(steps) == wanted + 1 and len(steps) <= cluster.options["keep"]
     return count, wanted
 

@@ -6,27 +6,28 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.local import blob, store
-from tests.checkpoint.fake_world import cut_tree, run
-from tests.checkpoint.local.nodes import Cluster, state, tiny_bands
+from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.local import saving
+from tests.checkpoint.fake_world import cut_tree, run, small_sizes
+from tests.checkpoint.local.nodes import Cluster, state
 
 
 @pytest.fixture(autouse=True)
 def _tiny():
-    with tiny_bands():
+    with small_sizes():
         yield
 
 
 @pytest.fixture
 def gate(monkeypatch):
     """Nothing is written to a disk while the gate is closed."""
-    gate, real = threading.Event(), blob.Writer.write
+    gate, real = threading.Event(), Folder.write
 
-    def waiting(self, data):
+    def waiting(self, *args, **options):
         assert gate.wait(30)
-        real(self, data)
+        real(self, *args, **options)
 
-    monkeypatch.setattr(blob.Writer, "write", waiting)
+    monkeypatch.setattr(Folder, "write", waiting)
     yield gate
     gate.set()
 
@@ -47,7 +48,7 @@ def test_the_state_may_change_at_once_and_the_set_counts_at_the_end(tmp_path, ga
         handle = start(cluster, 2, world, local)
         for x in local[world.rank].values():
             x.view(-1).view(torch.uint8).zero_()
-        early.append((handle.poll(), cluster.files(world.rank)))
+        early.append((handle.poll(), cluster.kept(world.rank)))
         world.agree(None, "wait for the others")
         gate.set()
         while not handle.poll():
@@ -57,19 +58,19 @@ def test_the_state_may_change_at_once_and_the_set_counts_at_the_end(tmp_path, ga
 
     assert run(4, train) == [None] * 4
     assert {(done, tuple(step for step, _ in files)) for done, files in early} == {(False, (1, 1))}
-    assert cluster.files(0) == [(2, 0), (2, 1)] and len(cluster.paths()) == 8
+    assert cluster.kept(0) == [(2, 0), (2, 1)] and len(cluster.shards()) == 8
     cluster.assert_restored(cluster.restore()[0], 2)
 
 
 def test_a_disk_that_fails_behind_is_said_on_all_ranks(tmp_path, monkeypatch):
-    def failing(self, data):
-        if "/.2-" in self.path:
+    def failing(self, *args, **options):
+        if "/node-2/" in self.text:
             raise OSError(28, "No space left on device")
-        real(self, data)
+        real(self, *args, **options)
 
-    cluster, real = Cluster(tmp_path, 4), blob.Writer.write
+    cluster, real = Cluster(tmp_path, 4), Folder.write
     cluster.save(1)
-    before = {path: path.read_bytes() for path in cluster.paths()}
+    before = cluster.content()
     local = cut_tree(state(cluster.layouts, 2), cluster.layouts)
 
     def train(world):
@@ -85,11 +86,11 @@ def test_a_disk_that_fails_behind_is_said_on_all_ranks(tmp_path, monkeypatch):
         return "told"
 
     with monkeypatch.context() as patch:
-        patch.setattr(blob.Writer, "write", failing)
+        patch.setattr(Folder, "write", failing)
         # In memory this disk is so quick that the error may be seen at the end of the exchange already.
         got = run(4, train)
     assert all(one == "told" or "No space left" in str(one) for one in got), got
-    assert {path: path.read_bytes() for path in cluster.paths()} == before
+    assert cluster.content() == before
     assert cluster.save(2) == [None] * 4
 
 
@@ -102,7 +103,7 @@ def test_one_save_at_a_time(tmp_path, gate):
         try:
             start(cluster, 2, world, local)
         except ValueError as error:
-            assert "is being written by another save" in str(error)
+            assert "got a save while another one is under way" in str(error)
         else:
             raise AssertionError("two saves at a time")
         world.agree(None, "wait for the others")
@@ -114,13 +115,13 @@ def test_one_save_at_a_time(tmp_path, gate):
 
 
 def test_what_waits_for_the_disk_is_bounded(tmp_path, monkeypatch):
-    waiting, real = [], store._Disk.write
+    waiting, real = [], saving._Disk.write
 
-    def noted(self, writer, data):
-        real(self, writer, data)
+    def noted(self, draft, portion, data):
+        real(self, draft, portion, data)
         waiting.append(self._waiting)
 
-    monkeypatch.setattr(store._Disk, "write", noted)
+    monkeypatch.setattr(saving._Disk, "write", noted)
     cluster = Cluster(tmp_path, 2)
     local = cut_tree(state(cluster.layouts, 1), cluster.layouts)
     assert run(2, lambda world: start(cluster, 1, world, local, most_bytes=300).result()) == [None] * 2

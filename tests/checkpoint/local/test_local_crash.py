@@ -7,16 +7,18 @@ import threading
 
 import pytest
 
-from fmegatron.checkpoint.local import blob, shelf
-from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
-from tests.checkpoint.faulty import Killed
-from tests.checkpoint.local.nodes import Cluster, state, tiny_bands
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.folder import Folder, FolderStore
+from fmegatron.checkpoint.local import saving, shelf
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
+from tests.checkpoint.faulty import Killed, lives
+from tests.checkpoint.local.nodes import Cluster, state
 from tests.sampling import seeds
 
 
 @pytest.fixture(autouse=True)
 def _tiny():
-    with tiny_bands():
+    with small_sizes():
         yield
 
 
@@ -24,10 +26,11 @@ class Fates:
     """Threads that die at their n-th thing done to a file; `done`: the most things that one of them lived to do."""
 
     def __init__(self, patch):
-        self.left, self.writers, self.done = threading.local(), [], 0
+        self.left, self.done = threading.local(), 0
         for holder, name in (
-            (blob.Writer, "__init__"), (blob.Writer, "_write"), (blob.Writer, "discard"), (os, "replace"),
-            (os, "remove"), (os, "fsync"), (os, "makedirs"), (shelf.Shelf, "retain"),
+            (FolderStore, "begin"), (FolderStore, "publish"), (FolderStore, "end"), (Folder, "write"),
+            (saving, "write_part"), (saving, "complete"), (commit, "_exchange"), (commit, "discard"),
+            (os, "rename"), (os, "remove"), (os, "rmdir"), (os, "mkdir"), (os, "fsync"), (shelf.Shelf, "retain"),
         ):  # fmt: skip
             patch.setattr(holder, name, self.mortal(getattr(holder, name)))
 
@@ -39,20 +42,12 @@ class Fates:
                     raise Killed
                 self.left.count, self.left.did = left - 1, getattr(self.left, "did", 0) + 1
                 self.done = max(self.done, self.left.did)
-            if args and isinstance(args[0], blob.Writer):
-                self.writers.append(args[0])
             return function(*args, **kwargs)
 
         return call
 
-    def bury(self):
-        """Close what the dead had open, as the system does."""
-        for writer in self.writers:
-            if hasattr(writer, "_file"):
-                writer._file.close()
 
-
-def one_death(seed, root):
+def one_death(seed, root, bury):
     """Save state 1, then die while state 2 is saved (as another step, or as the same again). Returns what was found."""
     rng = random.Random(seed)
     size, spacing = rng.choice(((2, 1), (4, 1), (4, 2)))
@@ -73,7 +68,7 @@ def one_death(seed, root):
                 raise
 
         got = run(size, work)
-        fates.bury()
+        bury()
         assert all(error is None or isinstance(error, RuntimeError | Killed) for error in got), got
         return any(isinstance(error, Killed) for error in got), fates.done
 
@@ -92,7 +87,8 @@ def one_death(seed, root):
         assert result[0] == (1 if content == 1 else step) and (dead or content == 2), seed
         assert_same_bits(result[1], local[content][rank], seed)
     assert cluster.save(3) == [None] * size
-    assert all(path.name.startswith("step_00000003") for path in cluster.paths())
+    assert {path.name[:13] for path in cluster.shards()} == {"step_00000003"}
+    assert [path.name for path in cluster.root.glob("*/run/.*")] == []
     cluster.assert_restored(cluster.restore()[0], 3)
     return content if dead else None
 
@@ -100,7 +96,8 @@ def one_death(seed, root):
 def deaths(tmp_path, seeds):
     ends = []
     for seed in seeds:
-        ends.append(one_death(seed, tmp_path / str(seed)))
+        with lives() as bury:
+            ends.append(one_death(seed, tmp_path / str(seed), bury))
         shutil.rmtree(tmp_path / str(seed))
     return ends
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.local import LocalReplicas, blob, store
+from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from fmegatron.testing.ranks import RankError
@@ -25,7 +26,7 @@ def layouts_and_state(rank, step):
 
 
 def replicas_of(folder, rank, world=None):
-    return LocalReplicas(f"{folder}/node-{rank}", "run", world, spacing=1, portion_bytes=blob.BAND_BYTES)
+    return LocalReplicas(f"{folder}/node-{rank}", "run", world, spacing=1, portion_bytes=1 << 20)
 
 
 def save(rank, folder, step):
@@ -39,20 +40,20 @@ def save_and_die(rank, folder, step, moments):
     count = [0]
 
     def mortal(function):
-        def call(*args):
+        def call(*args, **options):
             count[0] += 1
             if count[0] == moments.get(rank):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args)
+            return function(*args, **options)
 
         return call
 
-    real = blob.Writer._write, store.os.replace
-    blob.Writer._write, store.os.replace = map(mortal, real)
+    real = Folder.write, os.rename
+    Folder.write, os.rename = map(mortal, real)
     try:
         save(rank, folder, step)
     finally:
-        blob.Writer._write, store.os.replace = real
+        Folder.write, os.rename = real
 
 
 def restore(rank, folder):

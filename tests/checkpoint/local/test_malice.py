@@ -1,195 +1,187 @@
-"""Files made to harm: an error for that file, quickly and in little memory; nothing outside is read or written."""
+"""Files made to harm: an error for that shard, quickly and in little memory; nothing outside is read or written.
 
+Manifests, markers and chunks that are hostile in themselves are in tests/checkpoint/test_malice.py and test_bombs.py.
+"""
+
+import json
 import os
 import random
-import struct
-import tracemalloc
+import shutil
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.format import digest
-from fmegatron.checkpoint.local import blob
-from fmegatron.checkpoint.local.shelf import shard_name
-from tests.checkpoint.local.nodes import RUN, Cluster, tiny_bands
+from fmegatron.checkpoint import CheckpointError, open_store
+from fmegatron.checkpoint.local.shard import open_shard, set_id, shard_name
+from tests.checkpoint.fake_world import small_sizes
+from tests.checkpoint.local.nodes import RUN, Cluster, resign
 from tests.work import counted
-
-MAGIC = int.from_bytes(b"fmlocal1", "little")
 
 
 @pytest.fixture(autouse=True)
 def _tiny():
-    with tiny_bands():
+    with small_sizes():
         yield
 
 
-def trailer(*values):
-    front = struct.pack("<7Q", *values, *([0] * (7 - len(values))))
-    return front + struct.pack("<Q", digest(front))
+@pytest.fixture
+def shard(tmp_path):
+    """The directory of a good shard of rank 0 of 2."""
+    cluster = Cluster(tmp_path / "nodes", 2)
+    cluster.save(1)
+    return cluster.shards()[0]
 
 
-def signed(text, rank=0, world=2, step=1):
-    """A file without payload whose every digest is right, as far as one file can tell."""
-    ids = np.zeros(world, "<u8")
-    ids[rank] = blob.shard_id(np.zeros(0, "<u8"), text)
-    return shard_name(step, rank, blob.set_id(ids)), blob.tail_bytes(0, np.zeros(0, "<u8"), ids, text)
+def altered(shard, *at, to):
+    """The manifest of a shard with another value at a place of its metadata (or of all)."""
+    manifest = json.loads((shard / "manifest.json").read_text())
+    *above, last = at
+    value = manifest
+    for key in above:
+        value = value[key]
+    value[last] = to
+    return manifest
 
 
-def plain(**changes):
-    header = {
-        "run": RUN,
-        "step": 1,
-        "rank": 0,
-        "world": 2,
-        "payload_bytes": 0,
-        "metadata": {},
-        "meshes": [],
-        "leaves": [],
-    }
-    return blob.to_json_text({**header, **changes}).encode()
-
-
-TEXTS = {
-    "no object": b"[]",
-    "nonsense": b"\xff\xfe{",
-    "empty": b"",
-    "deep": b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
-    "twice": plain()[:-1] + b',"step":1}',
-    "NaN": plain()[:-1] + b',"x":NaN}',
-    "many": b'{"leaves":[' + b"[]," * 5_000_000 + b"[]]}",
-    "rank beyond": plain(rank=2),
-    "rank below": plain(rank=-1),
-    "rank true": plain(rank=True),
-    "rank text": plain(rank="0"),
-    "step huge": plain(step=1 << 80),
-    "world other": plain(world=3),
-    "payload other": plain(payload_bytes=1),
-    "no leaves": plain(leaves=None),
-    "metadata list": plain(metadata=[]),
+REPLICA = ("metadata", "replica")
+WRONG = {
+    "rank beyond": (*REPLICA, "rank", 2),
+    "rank below": (*REPLICA, "rank", -1),
+    "rank true": (*REPLICA, "rank", True),
+    "rank text": (*REPLICA, "rank", "0"),
+    "step huge": ("step", 1 << 80),
+    "step none": ("step", None),
+    "world other": (*REPLICA, "world", 3),
+    "world huge": (*REPLICA, "world", 1 << 62),
+    "no layouts": (*REPLICA, "layouts", None),
+    "no ids": (*REPLICA, "shards", []),
+    "ids of numbers": (*REPLICA, "shards", [1, 2]),
+    "ids of text": (*REPLICA, "shards", ["../../x", "y" * 16]),
+    "many ids": (*REPLICA, "shards", ["0" * 16] * 1_000_000),
+    "metadata list": ("metadata", "metadata", []),
+    "no replica": (*REPLICA, None),
+    "nothing": ("metadata", {}),
 }
 
 
-@pytest.mark.parametrize("what", TEXTS)
-def test_bad_json_with_right_digests(tmp_path, what):
-    path = tmp_path / "x"
-    path.write_bytes(signed(TEXTS[what])[1])
-    with counted() as work, pytest.raises(CheckpointError, match="/x: "):
-        blob.read_shard(str(path))
-    size = path.stat().st_size
-    assert work.calls < 5000 and work.read < 2 * size + (1 << 16) and work.memory < 200 << 20, (size, work)
+@pytest.mark.parametrize("what", WRONG)
+def test_a_bad_description_with_right_digests(shard, what):
+    *at, value = WRONG[what]
+    manifest = altered(shard, *at, to=value)
+    resign(shard, manifest, None if "ids" in what else [5, 7])
+    size = (shard / "manifest.json").stat().st_size
+    with counted() as work, pytest.raises(CheckpointError, match=shard.name):
+        open_shard(open_store(shard))
+    assert work.calls < 60_000 and work.read < 2 * size + (1 << 16) and work.memory < 200 << 20, (size, work)
 
 
-@pytest.mark.parametrize(
-    "values, size",
-    [
-        ((MAGIC, 1 << 63, 2, 2), 4096), ((MAGIC, 1 << 45, 2, 2), 1 << 45), ((MAGIC, 0, 1 << 44, 2), 1 << 44),
-        ((MAGIC, 0, 2, 1 << 40), 1 << 43), ((MAGIC, (1 << 64) - 64, 2, 2), 4096), ((7, 0, 2, 2), 4096), ((MAGIC,), 64),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_huge_sizes(tmp_path, values, size):
-    """Sparse files, trailers that promise the world."""
-    path = tmp_path / "x"
-    end = trailer(*values)
-    with open(path, "wb") as f:
-        f.truncate(max(size, 64) - 64)
-        f.seek(0, os.SEEK_END)
-        f.write(end)
-    tracemalloc.start()
-    with pytest.raises(CheckpointError, match="/x: "):
-        blob.read_shard(str(path))
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
+@pytest.mark.parametrize("text", [b"[]", b"\xff\xfe{", b"", b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"], ids=len)
+def test_no_manifest_with_a_right_marker(shard, text):
+    resign(shard, text)
+    with counted() as work, pytest.raises(CheckpointError, match=shard.name):
+        open_shard(open_store(shard))
+    assert work.calls < 5000 and work.memory < 200 << 20, work
 
 
 def test_a_forged_member_of_a_set_is_refused(tmp_path):
-    """Right digests, the name and the trailer of a real set, but another content: its id is not among the set's."""
+    """Right digests, the name and the ids of a real set, but another content: its id is not among the set's."""
     cluster = Cluster(tmp_path, 4)
     cluster.save(1)
-    keys = cluster.replicas(0).shelf.keys()
-    path = keys[next(key for key in keys if key[2] == 0)]
-    real = blob.read_shard(path)
-    ids = np.frombuffer(real.tail, "<u8", 4, 8 * len(real.digests)).copy()
-    text = blob.to_json_text({**real.header, "metadata": {"step": 1, "loss": -7.0}}).encode()
-    ids[0] = blob.shard_id(real.digests, text)
-    end = trailer(MAGIC, real.payload_bytes, len(text), 4, int(ids[0]), real.set)
-    with open(path, "r+b") as f:
-        f.seek(real.payload_bytes)
-        f.write(real.digests.tobytes() + ids.tobytes() + text + end)
-        f.truncate()
+    shard = next(p for p in cluster.shards() if "node-0" in str(p) and "rank_00000" in p.name)
+    resign(shard, altered(shard, "metadata", "metadata", to={"step": 1, "loss": -7.0}))
     got, warned = cluster.restore()
     cluster.assert_restored(got, 1)
     assert any("were altered after the save" in w for w in warned)
+
+
+def test_a_forged_set_has_another_name(tmp_path):
+    """All ids are right, for the forged content: then the directory is not called after its set."""
+    cluster = Cluster(tmp_path, 4)
+    cluster.save(1)
+    shard = next(p for p in cluster.shards() if "node-0" in str(p) and "rank_00000" in p.name)
+    resign(shard, altered(shard, "metadata", "metadata", to={"step": 1, "loss": -7.0}), [1, 2, 3, 4])
+    got, warned = cluster.restore()
+    cluster.assert_restored(got, 1)
+    assert any("holds another shard: step_00000001.rank_00000" in w for w in warned)
 
 
 def test_names_and_paths_lead_nowhere(tmp_path):
     """Leaves that are named after files, links, pipes, directories with the names of shards: skipped, untouched."""
     cluster = Cluster(tmp_path / "nodes", 2)
     cluster.save(1)
-    shelf = cluster.directory(0) / RUN
+    shelf, good = cluster.directory(0) / RUN, cluster.shards()[0]
     secret = tmp_path / "secret"
     secret.write_text("not for you")
     for step, leaf in ((5, "../../../secret"), (6, "/etc/passwd")):
-        row = [leaf, [1 << 61, 1 << 61], "float32", {"mesh": 0, "spec": [], "flat": []}]
         for rank in (0, 1):
-            name, data = signed(plain(step=step, rank=rank, leaves=[row]), rank, step=step)
-            (shelf / name).write_bytes(data)
+            forged = shutil.copytree(good, tmp_path / "forged")
+            manifest, ids = altered(forged, *REPLICA, "layouts", leaf, to=[[1 << 61, 1 << 61], {}]), [rank, rank]
+            manifest["step"], manifest["metadata"]["replica"]["rank"] = step, rank
+            resign(forged, manifest, ids)
+            forged.rename(shelf / shard_name(step, rank, set_id(ids)))
     (shelf / shard_name(7, 0, 7)).symlink_to(secret)
     (shelf / shard_name(7, 1, 7)).symlink_to(shard_name(7, 1, 7))
     os.mkfifo(shelf / shard_name(8, 0, 8))
     (shelf / shard_name(8, 1, 8)).mkdir()
+    (shelf / shard_name(9, 1, 9)).symlink_to(good)
     got, warned = cluster.restore()
     cluster.assert_restored(got, 1)
     for step in (5, 6):
         assert any(f"step {step}: they have other layouts" in w for w in warned)
     for name in (shard_name(7, 0, 7), shard_name(7, 1, 7), shard_name(8, 0, 8), shard_name(8, 1, 8)):
-        assert any(name in w and "cannot be read" in w for w in warned)
+        assert any(name in w for w in warned), name
+    assert sum("it is a link" in w for w in warned) == 3
     assert secret.read_text() == "not for you" and sorted(os.listdir(tmp_path)) == ["nodes", "secret"]
+    assert cluster.save(10) == [None] * 2  # what cannot be removed as a shard is removed as what it is
+    assert {path.name[:13] for path in cluster.shards()} == {"step_00000010"}
+    assert secret.read_text() == "not for you"
 
 
 def test_a_link_in_the_way_of_a_save_is_not_followed(tmp_path):
     cluster = Cluster(tmp_path / "nodes", 2)
     cluster.save(1)
     victim = tmp_path / "victim"
-    victim.write_text("mine")
-    replicas = cluster.replicas(0)
-    for rank in (0, 1):
-        os.symlink(victim, replicas.shelf.hidden(0, 2, rank))
+    victim.mkdir()
+    (victim / "mine").write_text("mine")
     assert cluster.save(2) == [None] * 2
-    for path in cluster.paths():
-        content = path.read_bytes()
-        path.unlink()
+    for path in cluster.shards():
+        shutil.rmtree(path)
         path.symlink_to(victim)
-        assert content
-    assert cluster.save(2) == [None] * 2  # renamed over the links
-    assert victim.read_text() == "mine" and not any(path.is_symlink() for path in cluster.paths())
+    assert cluster.save(2) == [None] * 2  # exchanged with the links
+    assert [path.read_text() for path in victim.iterdir()] == ["mine"]
+    assert not any(path.is_symlink() for path in cluster.shards())
     cluster.assert_restored(cluster.restore()[0], 2)
 
 
 def fuzz(tmp_path, count):
-    cluster = Cluster(tmp_path, 2)
+    cluster = Cluster(tmp_path / "nodes", 2)
     cluster.save(1)
-    good = cluster.paths()[0].read_bytes()
+    good = cluster.shards()[0]
+    saved = open_shard(open_store(good))
+    manifest = (good / "manifest.json").read_bytes()
     rng, path = random.Random(0), tmp_path / "x"
+    shutil.copytree(good, path)
     for i in range(count):
-        data = bytearray(good)
+        data = bytearray(manifest)
         for _ in range(rng.randrange(1, 4)):
-            a = rng.randrange(len(data)) if rng.random() < 0.5 else max(0, len(data) - 1 - rng.randrange(64))
-            new = rng.choice((rng.randbytes(1), rng.randbytes(8), b"\xff" * 8, b"", bytes(rng.randrange(40))))
+            a = rng.randrange(len(data))
+            new = rng.choice(
+                (rng.randbytes(1), rng.randbytes(8), b"\xff" * 8, b"", b"0", b'"', bytes(rng.randrange(40)))
+            )
             data[a : a + rng.choice((len(new), 0, 8))] = new
-        if rng.random() < 0.7 and len(data) >= 64:  # the trailer's own digest is right again
-            data[-8:] = struct.pack("<Q", digest(bytes(data[-64:-8])))
-        path.write_bytes(data)
+        resign(path, bytes(data)) if rng.random() < 0.7 else (path / "manifest.json").write_bytes(data)
         try:
-            shard = blob.read_shard(str(path))
+            shard = open_shard(open_store(path))
         except CheckpointError:
             continue
-        assert shard.tail == good[-len(shard.tail) :], i  # only the payload differs; reading that finds it
+        if shard.set != saved.set:  # ids of other ranks: its directory has not the name of that set
+            continue
+        assert shard.key == saved.key, i
+        assert replace(shard.snapshot.manifest, digest="") == replace(saved.snapshot.manifest, digest=""), i
 
 
 def test_fuzzed(tmp_path):
-    fuzz(tmp_path, 3000)
+    fuzz(tmp_path, 1500)
 
 
 @pytest.mark.slow

@@ -7,27 +7,31 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError, Manager
-from fmegatron.checkpoint.local import LocalReplicas, blob, fetch_set
+from fmegatron.checkpoint.local import LocalReplicas, fetch
 from fmegatron.layout import Layout, Mesh
-from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
-from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state, tiny_bands
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
+from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state
 
 
 @pytest.fixture(autouse=True)
 def _tiny():
-    with tiny_bands():
+    with small_sizes():
         yield
 
 
 def flip(path, at=5):
+    """Damage a file; of a shard, a chunk of its leaf w."""
+    if path.is_dir():
+        path = min(path.glob("arrays/w/c*"))
     data = bytearray(path.read_bytes())
     data[at] ^= 16
     path.write_bytes(data)
 
 
-def file_of(cluster, holder, rank, step):
-    (path,) = (p for (s, _, r), p in cluster.replicas(holder).shelf.keys().items() if (s, r) == (step, rank))
-    return cluster.root / path
+def shard_of(cluster, holder, rank, step):
+    places = cluster.replicas(holder).shelf.keys().items()
+    (place,) = (place for (s, _, r), place in places if (s, r) == (step, rank))
+    return cluster.root / place.path
 
 
 def save_global(cluster, directory, *steps):
@@ -59,12 +63,12 @@ def test_own_disk_first_and_nothing_sent(tmp_path):
 def test_replaced_nodes_get_their_shards_and_replicas_back(tmp_path, wiped):
     cluster = Cluster(tmp_path, 4)
     cluster.save(1), cluster.save(2)
-    before = {path: path.read_bytes() for path in cluster.paths()}
+    before = cluster.content()
     cluster.wipe(*wiped)
     got, warned = cluster.restore()
     cluster.assert_restored(got, 2)
     assert warned == []
-    assert {path: path.read_bytes() for path in cluster.paths()} == before
+    assert cluster.content() == before
     cluster.wipe(*(rank ^ 1 for rank in wiped))  # now those go that the replaced nodes were filled from
     cluster.assert_restored(cluster.restore()[0], 2)
 
@@ -74,7 +78,7 @@ def test_protection_can_be_left_out(tmp_path):
     cluster.save(1)
     cluster.wipe(1)
     cluster.assert_restored(cluster.restore(protect=False)[0], 1)
-    assert cluster.files(1) == []
+    assert cluster.kept(1) == []
 
 
 def test_protection_that_fails_does_not_fail_the_recovery(tmp_path):
@@ -90,34 +94,34 @@ def test_protection_that_fails_does_not_fail_the_recovery(tmp_path):
 def test_a_bad_replica_falls_to_the_next_holder(tmp_path):
     cluster = Cluster(tmp_path, 4, copies=4)
     cluster.save(1)
-    before = {path: path.read_bytes() for path in cluster.paths()}
-    flip(file_of(cluster, 1, 1, 1))
-    flip(file_of(cluster, 2, 1, 1), at=100)
-    tail = file_of(cluster, 3, 1, 1)
-    os.truncate(tail, tail.stat().st_size - 1)
+    before = cluster.content()
+    flip(shard_of(cluster, 1, 1, 1))
+    flip(shard_of(cluster, 2, 1, 1), at=100)
+    manifest = shard_of(cluster, 3, 1, 1) / "manifest.json"
+    os.truncate(manifest, manifest.stat().st_size - 1)
     got, warned = cluster.restore()
     cluster.assert_restored(got, 1)
     texts = " ".join(warned)
-    for holder, reason in ((1, "damaged: bytes 0 and on"), (2, "damaged: bytes 64 and on"), (3, "was cut or altered")):
+    for holder, reason in ((1, "between bytes 0 and"), (2, "between bytes 96 and"), (3, "was altered after the save")):
         assert f"node-{holder}/run/step_00000001.rank_00001" in texts and reason in texts
     assert len({w for w in warned if "rank 1:" in w}) == 1  # the same words on all ranks
-    assert {path: path.read_bytes() for path in cluster.paths()} == before  # the bad ones were replaced
+    assert cluster.content() == before  # the bad ones were replaced
 
 
 def test_no_source_is_tried_twice(tmp_path, monkeypatch):
-    def opening(self, shard):
-        opened.append(shard.path)
-        real(self, shard)
+    def turn(tensors, plans, mine, pairs, world, *rest):
+        asked.extend((mine[rank].text, rank) for rank, holder in pairs.items() if holder == world.rank)
+        return real(tensors, plans, mine, pairs, world, *rest)
 
-    opened, real = [], fetch_set.Reader.__init__
-    monkeypatch.setattr(fetch_set.Reader, "__init__", opening)
+    asked, real = [], fetch._one_turn
+    monkeypatch.setattr(fetch, "_one_turn", turn)
     cluster = Cluster(tmp_path, 4, copies=4, keep=2)
     cluster.save(1), cluster.save(2)
-    for path in cluster.paths():
+    for path in cluster.shards():
         flip(path)
     got, _ = cluster.restore()
     assert all(isinstance(e, CheckpointError) and "no good copy" in str(e) for e in got)
-    assert len(opened) == len(set(opened)) == 32
+    assert len(asked) == len(set(asked)) == 32
 
 
 def test_older_steps_then_the_global_checkpoint(tmp_path):
@@ -126,11 +130,11 @@ def test_older_steps_then_the_global_checkpoint(tmp_path):
     for step in (1, 2, 3):
         cluster.save(step)
     for holder in (0, 1):
-        flip(file_of(cluster, holder, 0, 3))
+        flip(shard_of(cluster, holder, 0, 3))
     got, warned = cluster.restore(fallback=of, protect=False)
     cluster.assert_restored(got, 2)
     assert any("step 3: no good copy of the shards of ranks 0" in w for w in warned)
-    os.remove(file_of(cluster, 2, 2, 2)), os.remove(file_of(cluster, 3, 2, 2))
+    shutil.rmtree(shard_of(cluster, 2, 2, 2)), shutil.rmtree(shard_of(cluster, 3, 2, 2))
     cluster.assert_restored(cluster.restore(fallback=of, protect=False)[0], 1)
     cluster.wipe(2, 3)
     got, warned = cluster.restore(fallback=of)
@@ -145,10 +149,10 @@ def test_training_goes_on_from_an_older_step(tmp_path):
     cluster = Cluster(tmp_path, 4, keep=3)
     for step in (10, 20):
         cluster.save(step)
-    flip(file_of(cluster, 0, 0, 20)), flip(file_of(cluster, 1, 0, 20))
+    flip(shard_of(cluster, 0, 0, 20)), flip(shard_of(cluster, 1, 0, 20))
     cluster.assert_restored(cluster.restore()[0], 10)
     assert cluster.save(15) == [None] * 4
-    assert cluster.files(0) == [(10, 0), (10, 1), (15, 0), (15, 1)]
+    assert cluster.kept(0) == [(10, 0), (10, 1), (15, 0), (15, 1)]
     assert all(isinstance(e, ValueError) for e in cluster.save(14))
     cluster.assert_restored(cluster.restore()[0], 15)
 
@@ -209,13 +213,13 @@ def test_other_layouts_go_to_the_global_checkpoint(tmp_path, mesh):
     saved = Cluster(tmp_path / "nodes", 4)
     of = save_global(saved, tmp_path / "global", 3)
     saved.save(7)
-    kept = {path: path.read_bytes() for path in saved.paths()}
+    kept = saved.content()
     asking = Cluster(tmp_path / "nodes", mesh.size, layouts=layouts_on(mesh))
     got, warned = asking.restore(fallback=of)
     asking.assert_restored(got, 3)
     assert any("step 7: they have other layouts" in w and "do not reshard" in w for w in warned)
     saved.assert_restored(saved.restore(fallback=of)[0], 7)  # whoever asked wrongly has broken nothing
-    assert {path: path.read_bytes() for path in saved.paths() if path.name != ".abandoned"} == kept
+    assert {path: data for path, data in saved.content().items() if path.name != ".abandoned"} == kept
 
 
 def test_targets_that_do_not_fit(tmp_path):
@@ -233,7 +237,7 @@ def test_targets_that_do_not_fit(tmp_path):
         layouts = {"w": Layout((4 + world.rank,), f32, Mesh(fsdp=2))}
         return cluster.replicas(world.rank, world).restore_latest(layouts)
 
-    assert all("the ranks ask for different layouts" in str(e) for e in run(2, differ))
+    assert all("got different layouts on the ranks" in str(e) for e in run(2, differ))
 
 
 def test_files_of_another_run_or_rank_or_step(tmp_path):
@@ -242,15 +246,16 @@ def test_files_of_another_run_or_rank_or_step(tmp_path):
     other = Cluster(tmp_path / "b", 2, copies=1)
     cluster.save(1), other.save(2)
     run(2, lambda w: other.replicas(w.rank, w).save(3, *_tiny_state(w)))
-    source = file_of(other, 0, 0, 3)
+    source = shard_of(other, 0, 0, 3)
     target = cluster.directory(0) / RUN
-    shutil.copy(source, target / source.name.replace("step_00000003", "step_00000009"))
-    shutil.copy(file_of(cluster, 0, 0, 1), target / file_of(cluster, 0, 0, 1).name.replace("rank_00000", "rank_00001"))
+    mine = shard_of(cluster, 0, 0, 1)
+    shutil.copytree(source, target / source.name.replace("step_00000003", "step_00000009"))
+    shutil.copytree(mine, target / mine.name.replace("rank_00000", "rank_00001"))
     stranger = LocalReplicas(tmp_path / "c", "stranger", copies=1, portion_bytes=64)
     layouts = layouts_on(Mesh(fsdp=1))
     stranger.save(8, *cut_tree(state(layouts, 8), layouts), layouts)
     (theirs,) = (tmp_path / "c" / "stranger").iterdir()
-    shutil.copy(theirs, target)
+    shutil.copytree(theirs, target / theirs.name)
     got, warned = cluster.restore()
     cluster.assert_restored(got, 1)
     texts = " ".join(warned)
@@ -289,13 +294,13 @@ def test_nodes_that_changed_places(tmp_path):
     got, _ = cluster.restore()
     cluster.assert_restored(got, 1)
     for rank in range(4):
-        assert set(cluster.files(rank)) >= {(1, rank), (1, rank ^ 1)}
+        assert set(cluster.kept(rank)) >= {(1, rank), (1, rank ^ 1)}
 
 
 def test_one_rank_alone(tmp_path):
     layouts = layouts_on(Mesh(fsdp=1))
     (local,) = cut_tree(state(layouts, 1), layouts)
-    replicas = LocalReplicas(tmp_path, RUN, copies=1, portion_bytes=blob.BAND_BYTES)
+    replicas = LocalReplicas(tmp_path, RUN, copies=1, portion_bytes=64)
     replicas.save(1, local, layouts, metadata={"a": [1, 2.5, None, "ü"]})
     step, got, metadata = replicas.restore_latest(layouts)
     assert (step, metadata) == (1, {"a": [1, 2.5, None, "ü"]})

@@ -1,17 +1,24 @@
 """Saving local replicas: who holds what, all or nothing, older ones go when all have agreed and never before."""
 
+import io
 import json
-import os
+import math
+import shutil
 
 import pytest
 import torch
 
+from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.local import LocalReplicas, blob, shelf
-from fmegatron.checkpoint.local.shelf import parse_name, shard_name
+from fmegatron.checkpoint.__main__ import main
+from fmegatron.checkpoint.files import folder, keyvalue
+from fmegatron.checkpoint.files.folder import Folder, FolderStore
+from fmegatron.checkpoint.local import LocalReplicas, saving
+from fmegatron.checkpoint.local.shard import open_shard, parse_name, shard_name, shard_plan
+from fmegatron.checkpoint.tools import listing, verify
 from fmegatron.layout import Layout, Mesh
-from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
-from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state, tiny_bands
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
+from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 IRREGULAR = [[2, 6, 7], [3, 1], [5], [0, 4]]
@@ -19,7 +26,7 @@ IRREGULAR = [[2, 6, 7], [3, 1], [5], [0, 4]]
 
 @pytest.fixture(autouse=True)
 def _tiny():
-    with tiny_bands():
+    with small_sizes():
         yield
 
 
@@ -43,13 +50,13 @@ def test_each_directory_holds_exactly_its_cliques_files(tmp_path, groups):
     cluster = Cluster(tmp_path, 8, layouts=layouts_on(Mesh(fsdp=4, tp=2)), groups=groups)
     assert cluster.save(1) == [None] * 8
     for rank in range(8):
-        assert cluster.files(rank) == [(1, of) for of in sorted(next(g for g in groups if rank in g))]
+        assert cluster.kept(rank) == [(1, of) for of in sorted(next(g for g in groups if rank in g))]
     wiped = [0, 3, 7]  # at most one of each pair; 5, which is alone in the irregular groups, stays
     cluster.wipe(*wiped)
     got, warned = cluster.restore()
     cluster.assert_restored(got, 1)
     assert warned == []
-    assert cluster.files(0) == [(1, of) for of in sorted(groups[-1 if groups is IRREGULAR else 0])]  # protected again
+    assert cluster.kept(0) == [(1, of) for of in sorted(groups[-1 if groups is IRREGULAR else 0])]  # protected again
 
 
 @pytest.mark.parametrize("durable", [True, False], ids=["disk", "ramdisk"])
@@ -65,43 +72,57 @@ def test_save_and_restore(tmp_path, mesh, durable):
         assert warned == []
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_only_durable_shards_wait_for_the_disk(tmp_path, monkeypatch, durable):
+    synced, real = set(), keyvalue.file_values
+
+    def seen(root, durable=True):
+        synced.add(durable)
+        return real(root, durable)
+
+    for module in (folder, saving):
+        monkeypatch.setattr(module, "file_values", seen)
+    assert Cluster(tmp_path, 2, durable=durable).save(1) == [None] * 2
+    assert synced == {durable}
+
+
 def test_without_copies_one_lost_file_leaves_nothing(tmp_path):
     cluster = Cluster(tmp_path, 4, copies=1)
     cluster.save(1)
-    before = {path: path.read_bytes() for path in cluster.paths()}
-    os.remove(next(iter(cluster.replicas(2).shelf.keys().values())))
+    before = cluster.content()
+    shutil.rmtree(next(iter(cluster.replicas(2).shelf.keys().values())).path)
     got, warned = cluster.restore()
     assert all(isinstance(error, CheckpointError) for error in got)
     assert all("step 1: no node holds the shards of ranks 2" in str(error) for error in got)
     assert "no node holds" in warned[0]
     cluster.save(1)
-    assert {path: path.read_bytes() for path in cluster.paths()} == before  # the same state gives the same bytes
+    assert cluster.content() == before  # the same state gives the same bytes
     cluster.save(2)
-    assert [cluster.files(rank) for rank in range(4)] == [[(2, rank)] for rank in range(4)]
+    assert [cluster.kept(rank) for rank in range(4)] == [[(2, rank)] for rank in range(4)]
 
 
 def test_keep(tmp_path):
     cluster = Cluster(tmp_path, 2, keep=2)
     for step in (3, 5, 9):
         cluster.save(step)
-    assert cluster.files(0) == cluster.files(1) == [(5, 0), (5, 1), (9, 0), (9, 1)]
+    assert cluster.kept(0) == cluster.kept(1) == [(5, 0), (5, 1), (9, 0), (9, 1)]
 
 
 def test_ranks_of_a_node_share_a_directory(tmp_path):
     cluster = Cluster(tmp_path, 8, spacing=2, layouts=layouts_on(Mesh(fsdp=4, tp=2)))
     assert cluster.save(1) == [None] * 8
-    assert cluster.files(0) == cluster.files(1) == [(1, r) for r in (0, 1, 2, 3)]
+    assert cluster.kept(0) == cluster.kept(1) == [(1, r) for r in (0, 1, 2, 3)]
     cluster.wipe(0, 4)
     got, warned = cluster.restore()
     cluster.assert_restored(got, 1)
-    assert warned == [] and cluster.files(0) == [(1, r) for r in (0, 1, 2, 3)]
+    assert warned == [] and cluster.kept(0) == [(1, r) for r in (0, 1, 2, 3)]
 
 
 def test_one_step_saved_twice_with_other_values(tmp_path):
     """A run that was set back reaches the step again: the sets do not mix, and the later one stays alone."""
     cluster = Cluster(tmp_path, 4)
     cluster.save(7)
-    first = {path.name for path in cluster.paths()}
+    first = {path.name for path in cluster.shards()}
 
     def again(world):
         x = {"w": torch.full((1,), float(world.rank))}
@@ -109,69 +130,62 @@ def test_one_step_saved_twice_with_other_values(tmp_path):
         return cluster.replicas(world.rank, world).save(7, x, layouts)
 
     assert run(4, again) == [None] * 4
-    assert not first & {path.name for path in cluster.paths()} and len(cluster.paths()) == 8
+    assert not first & {path.name for path in cluster.shards()} and len(cluster.shards()) == 8
 
 
 def test_steps_only_go_up(tmp_path):
     cluster = Cluster(tmp_path, 2)
     cluster.save(10)
     errors = cluster.save(9)
-    assert all(type(e) is ValueError and "got step 9 to save, but step 10 is here already" in str(e) for e in errors)
-    assert cluster.files(0) == [(10, 0), (10, 1)]
+    assert all(type(e) is ValueError and "got step 9 to save, wanted 10 or more" in str(e) for e in errors)
+    assert cluster.kept(0) == [(10, 0), (10, 1)]
     assert cluster.save(10) == [None] * 2 and cluster.save(11) == [None] * 2
 
 
-def fail_on(monkeypatch, rank, method, when, error=OSError):
-    """The n-th call of a Writer's method fails, where it writes for `rank`."""
-    real, calls = getattr(blob.Writer, method), []
+def fail_on(monkeypatch, rank, where, when, error=OSError):
+    """The n-th call of a function of the disk fails, on the node of `rank`."""
+    holder, method, *names = where
+    real, calls = getattr(holder, method), []
 
     def failing(self, *args):
-        if f"/.{rank}-" in self.path:
+        if f"/node-{rank}/" in self.text and (not names or args[0] in names):
             calls.append(1)
             if len(calls) == when:
                 raise error(28, "No space left on device")
         return real(self, *args)
 
-    monkeypatch.setattr(blob.Writer, method, failing)
+    monkeypatch.setattr(holder, method, failing)
 
 
-@pytest.mark.parametrize("method, when", [("__init__", 2), ("write", 1), ("write", 4), ("finish", 1), ("finish", 2)])
+WRITE, BEGIN, PUBLISH = (Folder, "write"), (FolderStore, "begin"), (FolderStore, "publish")
+MANIFEST = (Folder, "write", "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "where, when",
+    [(BEGIN, 1), (BEGIN, 2), (WRITE, 1), (WRITE, 9), (MANIFEST, 2), (PUBLISH, 1), (PUBLISH, 2)],
+    ids=lambda x: str(x) if isinstance(x, int) else x[-1],
+)
 @pytest.mark.parametrize("existing", [True, False], ids=["older", "first"])
-def test_a_failure_on_one_rank(tmp_path, monkeypatch, method, when, existing):
+def test_a_failure_on_one_rank(tmp_path, monkeypatch, where, when, existing):
     """An error on all, partial files removed, the older set as it was, and the next save works."""
     cluster = Cluster(tmp_path, 4)
     if existing:
         cluster.save(1)
-    before = {path: path.read_bytes() for path in cluster.paths()}
+    before = cluster.content()
     with monkeypatch.context() as patch:
-        if method == "__init__":
-            (cluster.directory(2) / RUN).mkdir(parents=True, exist_ok=True)
-            patch.setattr(shelf.Shelf, "hidden", _in_the_way(shelf.Shelf.hidden))
-        else:
-            fail_on(patch, 2, method, when)
+        fail_on(patch, 2, where, when)
         got = cluster.save(2)
     assert len({str(e) for e in got}) == 1 and all(isinstance(e, RuntimeError) for e in got)
     assert "saving local replicas of step 2 failed on rank 2 of 4" in str(got[0])
-    assert {path: path.read_bytes() for path in cluster.paths() if ".2-step_00000009" not in path.name} == before
+    assert cluster.content() == before
     got, _ = cluster.restore()
     if existing:
         cluster.assert_restored(got, 1)
     else:
         assert all(isinstance(e, CheckpointError) for e in got)
     assert cluster.save(2) == [None] * 4
-    assert cluster.files(2) == [(2, 2), (2, 3)] and len(cluster.paths()) == 8
-
-
-def _in_the_way(real):
-    def hidden(self, writer, step, rank):
-        path = real(self, writer, step, rank)
-        if writer == 2 and rank == 3:
-            path = real(self, writer, 9, rank)
-            with open(path, "w"):
-                pass
-        return path
-
-    return hidden
+    assert cluster.kept(2) == [(2, 2), (2, 3)] and len(cluster.shards()) == 8
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
@@ -179,11 +193,11 @@ def test_a_directory_that_cannot_be_made(tmp_path):
     cluster.directory(1).write_text("a file")
     got = cluster.save(1)
     assert all(isinstance(e, RuntimeError) and "rank 1" in str(e) and "node-1" in str(e) for e in got)
-    assert cluster.files(0) == []
+    assert cluster.kept(0) == []
 
 
 def test_an_interrupt_on_one_rank_ends_all(tmp_path, monkeypatch):
-    fail_on(monkeypatch, 1, "write", 3, KeyboardInterrupt)
+    fail_on(monkeypatch, 1, WRITE, 3, KeyboardInterrupt)
     cluster = Cluster(tmp_path, 4)
     got = cluster.save(1)
     assert isinstance(got[1], KeyboardInterrupt)
@@ -208,7 +222,7 @@ def test_a_shard_that_changes_on_its_way(tmp_path):
 
     cluster = Cluster(tmp_path, 4)
     got = run(4, save)
-    assert all("the shard of rank 0 was altered on its way to rank 1" in str(e) for e in got)
+    assert all("rank 0: its shard was altered on its way to rank 1" in str(e) for e in got)
     assert cluster.paths() == []
 
 
@@ -227,8 +241,8 @@ def test_ragged_shards(tmp_path):
 
     got = run(4, lambda w: cluster.replicas(w.rank, w).save(1, {n: part(w.rank, n) for n in layouts}, layouts))
     assert got == [None] * 4
-    sizes = {path.name: path.stat().st_size for path in cluster.paths()}
-    assert len(sizes) == 4 and max(sizes.values()) < 5000
+    assert len({path.name for path in cluster.shards()}) == 4
+    assert max(report.nbytes for report in map(verify, cluster.shards())) < 20_000
     cluster.wipe(0, 2, 3)
     got, _ = cluster.restore()
     for rank, (step, local, _) in enumerate(got):
@@ -243,7 +257,7 @@ def test_tensors_that_are_not_contiguous(tmp_path):
         "conj": Layout((20, 30), x.dtype, Mesh()),
         "every": Layout((10, 30), x.dtype, Mesh()),
     }
-    local = LocalReplicas(tmp_path, RUN, copies=1, portion_bytes=blob.BAND_BYTES)
+    local = LocalReplicas(tmp_path, RUN, copies=1, portion_bytes=64)
     local.save(1, {"t": x.t(), "conj": x.conj(), "every": x[::2].requires_grad_()}, layouts)
     step, got, metadata = local.restore_latest(layouts)
     assert (step, metadata) == (1, {})
@@ -253,18 +267,43 @@ def test_tensors_that_are_not_contiguous(tmp_path):
 def test_the_hollow_part_is_small_typed_json(tmp_path):
     cluster = Cluster(tmp_path, 2)
     cluster.save(5)
-    for path in cluster.paths():
-        shard = blob.read_shard(str(path))
-        header = json.loads(json.dumps(shard.header))
-        assert (header["run"], header["step"], header["world"], header["metadata"]) == (
-            RUN,
-            5,
-            2,
-            {"step": 5, "loss": 0.1},
-        )
-        assert [row[0] for row in header["leaves"]] == ["empty", "flat", "fp8", "step", "uneven", "w"]
-        assert header["leaves"][2][1:3] == [[9], "float8_e4m3fn"]
-        assert path.stat().st_size == shard.payload_bytes + len(shard.tail)
+    for place in cluster.replicas(0).shelf.keys().values():
+        shard = open_shard(place)
+        manifest = json.loads((cluster.root / place.path / "manifest.json").read_text())
+        about = manifest["metadata"]["replica"]
+        assert (about["run"], manifest["step"], about["world"]) == (RUN, 5, 2)
+        assert manifest["metadata"]["metadata"] == shard.metadata == {"step": 5, "loss": 0.1}
+        assert list(about["layouts"]) == list(manifest["leaves"]) == ["empty", "flat", "fp8", "step", "uneven", "w"]
+        assert about["layouts"]["fp8"][0] == [9] and manifest["leaves"]["fp8"]["dtype"] == "float8_e4m3fn"
+
+
+def call(*argv):
+    out, err = io.StringIO(), io.StringIO()
+    return main([str(a) for a in argv], out, err), out.getvalue() + err.getvalue()
+
+
+def test_a_shard_is_a_checkpoint_for_every_tool(tmp_path):
+    """ls, show, verify, diff, layouts and restore read what a node keeps; gc finds nothing to remove."""
+    cluster = Cluster(tmp_path, 2)
+    cluster.save(5)
+    folder, (one, two) = cluster.directory(0) / RUN, (p for p in cluster.shards() if "node-0" in str(p))
+    found = listing(folder)
+    assert [(c.name, c.step, c.problem) for c in found.checkpoints] == [(p.name, 5, None) for p in (one, two)]
+    assert found.leftovers == () and call("ls", folder)[0] == 0
+    status, text = call("verify", folder)
+    assert status == 0 and text.count("good (step 5") == 2
+    assert "uneven" in call("show", one, "--stats")[1]
+    status, text = call("diff", one, cluster.directory(1) / RUN / one.name)
+    assert (status, "0 of 6 leaves differ" in text) == (0, True)
+    assert call("diff", one, two)[0] == 1
+    assert "0 in all" in call("gc", folder)[1]
+    local = cut_tree(state(cluster.layouts, 5), cluster.layouts)
+    for rank, path in enumerate((one, two)):
+        assert_same_bits(checkpoint.restore(path, checkpoint.layouts(path)), local[rank])
+    path = next(path for path in one.rglob("c.*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    status, text = call("verify", folder)
+    assert status == 1 and f"{one}: 1 damage" in text
 
 
 def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
@@ -283,22 +322,29 @@ def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", empty)
         assert run(4, lambda w: cluster.replicas(w.rank, w).save(1, {"w": local}, layouts)) == [None] * 4
-    tables = 4 * 8 * blob.band_count(25_000) + 4 * 2000
-    assert sum(made) <= 4 * 2 * 1024 + tables, made
+    assert sum(made) <= 4 * 2 * 1024, made
     made.clear()
     cluster.wipe(1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", empty)
         got, _ = cluster.restore(protect=False)
     assert not any(isinstance(e, BaseException) for e in got)
-    assert sum(made) <= 4 * 25_000 + 5 * 1024 + tables, made
+    assert sum(made) <= 4 * 25_000 + 5 * 1024, made
+
+
+def test_no_chunk_is_larger_than_what_is_held():
+    """A vocabulary of 29 * 1733 rows has no divisor that gives moderate chunks; the last one is padded."""
+    for shape in ((50257, 4096), (100_000_007,), (3, 50257, 1024)):
+        (plan,) = shard_plan(["w"], [Layout(shape, torch.float32, Mesh())], 0)
+        stored = math.prod(-(-n // c) * c for n, c in zip(shape, plan.chunk, strict=True))
+        assert 4 * math.prod(plan.chunk) <= 32 << 20 and stored < 1.01 * math.prod(shape), plan.chunk
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"run": "../x"}, "got run"), ({"run": ".x"}, "got run"), ({"run": ""}, "got run"), ({"copies": 0}, "copies=0"),
-        ({"keep": 0}, "keep=0"), ({"portion_bytes": 100}, "portion_bytes=100"), ({"keep": True}, "keep=True"),
+        ({"keep": 0}, "keep=0"), ({"portion_bytes": 0}, "portion_bytes=0"), ({"keep": True}, "keep=True"),
     ],
 )  # fmt: skip
 def test_bad_arguments(tmp_path, options, message):
@@ -323,4 +369,4 @@ def test_too_few_nodes_are_said(tmp_path):
     cluster = Cluster(tmp_path, 2, spacing=2)
     with pytest.warns(RuntimeWarning, match="some shards are on 1 node only, 2 were wanted"):
         assert cluster.save(1) == [None, None]
-    assert cluster.files(0) == [(1, 0), (1, 1)]
+    assert cluster.kept(0) == [(1, 0), (1, 1)]

@@ -7,7 +7,7 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import PaperWorld, build_train_step, compiled_layer, state_specs
+from fmegatron.step import PaperWorld, build_train_step, state_specs
 from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Target
 from tests.step import tiny
@@ -34,7 +34,7 @@ def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=None, strate
     """The usual step, its weights gathered for use. strategy: a DataParallel; None: as the model's rules say."""
     layouts, axes = model.layouts(of, mesh, strategy=strategy), Axes(mesh)
     loss = functools.partial(
-        model.loss, config=of, layouts=layouts, axes=axes, layer=compiled_layer(save), reshard_after_forward=reshard
+        model.loss, config=of, layouts=layouts, axes=axes, save=save, reshard_after_forward=reshard
     )
     if strategy is not None:
         return build_train_step(

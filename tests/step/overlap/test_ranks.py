@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from fmegatron import model, nn, tree
+from fmegatron import tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout
-from fmegatron.model.gpt import layer_layout
-from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, launches, timeline
+from fmegatron.step import Overlap, build_train_step, jit, launches, layers, timeline
 from fmegatron.step.timeline import launched
 from fmegatron.testing import relative_error, split
 from tests.fresh_state import fresh_state
@@ -40,17 +39,14 @@ def of_the_decoder(rank, **options):
 def of_mlp_layers(rank):
     """The same of two layers of tiny.mlp, gathered for use: a third of the kernels."""
     layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, FSDP, ((), ("fsdp",))), tiny.mlp_params())
-    axis, of_a_layer = Axes(FSDP)["fsdp"], tree.map(layer_layout, layouts)
-    layer = compiled_layer("mincut")(tiny.mlp, lambda shards: nn.gather_tree(shards, of_a_layer, axis))
+    axes = Axes(FSDP)
 
     def loss_fn(params, batch):
-        x_BD = batch["x"]
-        for shards in model.unstack(params):
-            x_BD = layer(x_BD, shards)
+        x_BD = layers(tiny.mlp, params, layouts, axes)(batch["x"])
         loss = (x_BD - batch["y"]).square().sum() / 32
-        return loss, {"loss": psum(loss.detach(), axis)}
+        return loss, {"loss": psum(loss.detach(), axes["fsdp"])}
 
-    step = build_train_step(loss_fn, tiny.OPTIMIZER, layouts, Axes(FSDP))
+    step = build_train_step(loss_fn, tiny.OPTIMIZER, layouts, axes)
     state = fresh_state(tree.map(torch.clone, split(tiny.mlp_params(), layouts)[rank]), tiny.OPTIMIZER)
     return step, state, lambda i: tree.map(lambda x: x.chunk(2)[rank], tiny.mlp_batch(seed=i))
 

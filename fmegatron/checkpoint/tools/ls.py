@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +19,6 @@ from fmegatron.checkpoint.files.look import is_directory, is_link, is_there, loo
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.snapshot import snapshot_of
 from fmegatron.checkpoint.files.storage import Storage, Store, open_store
-from fmegatron.checkpoint.tools.files import walk
 
 TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
 _KINDS = (
@@ -52,7 +53,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Leftover:
     """A hidden directory beside a checkpoint. kind: "tmp", "old", "gone" or "aside".  changed: newest time of all in
-    it, None if unknown.  holds: whether the checkpoint `of` lies here and nowhere else."""
+    it, None if unknown.  holds: whether the checkpoint `of` is here and nowhere else."""
 
     name: str
     path: str
@@ -65,7 +66,7 @@ class Leftover:
 
     @property
     def what(self) -> str:
-        """The kind in words."""
+        """What the kind means."""
         return dict(_KINDS)[self.kind]
 
 
@@ -87,7 +88,7 @@ class Listing:
 
 
 def listing(path: str | os.PathLike | Store) -> Listing:
-    """The checkpoints in a directory, or the one that lies at the path itself; URLs as far as their store tells.
+    """The checkpoints in a directory, or the one at the path itself; of URLs what their store lists.
 
     A Manager's directory has temporary ones, too, in its directory `temporary`.
 
@@ -181,7 +182,7 @@ def _leftovers(directory: str, of: str | None = None) -> list[Leftover]:
 
 
 def _listing_of_store(store: Store) -> Listing:
-    """What a store of objects tells: which checkpoints are complete; nothing of what killed saves left."""
+    """What a store of objects lists: complete checkpoints; nothing of what killed saves left."""
     if store.is_complete():
         return Listing(store.text, False, (_stored(store, store.text.rstrip("/").rsplit("/", 1)[-1]),), ())
     names = [name for name in store.children() if store.child(name).is_complete()]
@@ -214,3 +215,60 @@ def stored_bytes(manifest: Manifest) -> int:
     """Bytes of all chunk files of a checkpoint."""
     arrays = manifest.arrays.values()
     return sum(math.prod(a.grid) * math.prod(a.chunk) * a.itemsize for a in arrays)
+
+
+UNKNOWN = -1  # size of a file in a store that does not tell
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name below a directory, by its relative path. kind: "file", "directory", "link" or "special"."""
+
+    name: str
+    kind: str
+    size: int
+    changed: float  # seconds since 1970
+
+
+def walk(root: str, fd: int | None = None) -> Iterator[Entry]:
+    """Everything below a directory. What vanishes on the way (another process deletes) is left out.
+
+    fd: of the directory held open; what is below it is told, whatever has taken the name `root` since.
+    """
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            found = _inside(os.path.join(root, folder)) if fd is None else _inside_held(fd, folder)
+        except FileNotFoundError:
+            continue
+        for name, seen in sorted(found):
+            name, kind = f"{folder}/{name}" if folder else name, _kind(seen.st_mode)
+            yield Entry(name, kind, seen.st_size if kind == "file" else 0, seen.st_mtime)
+            if kind == "directory":
+                waiting.append(name)
+
+
+def _inside(path: str | int) -> list[tuple[str, os.stat_result]]:
+    found = []
+    with os.scandir(path) as entries:
+        for e in entries:
+            with contextlib.suppress(FileNotFoundError):
+                found.append((e.name, e.stat(follow_symlinks=False)))
+    return found
+
+
+def _inside_held(fd: int, folder: str) -> list[tuple[str, os.stat_result]]:
+    below = os.open(folder or ".", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+    try:
+        return _inside(below)
+    finally:
+        os.close(below)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "directory"
+    if stat.S_ISLNK(mode):
+        return "link"
+    return "file" if stat.S_ISREG(mode) else "special"

@@ -16,7 +16,7 @@ from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.tools.listing import TEMPORARY, Leftover, Listing, listing
+from fmegatron.checkpoint.tools.ls import TEMPORARY, Leftover, Listing, listing
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
 _LOOK_S = 5.0  # while others are watched
@@ -65,13 +65,19 @@ def collect(
 ) -> Collected:
     """Remove what dead saves left, steps set aside at least `age` seconds ago, and old complete steps if asked.
 
-    Hidden directories and notes tell their owners. One whose process is gone from this machine goes at once; one of
-    another machine when it is watched for `watch` seconds (at least 90; 0: not at all) and not renewed. Those without
-    an owner (of older versions) go when nothing in them has changed for `age` seconds, by the clock of the file system.
+    Hidden directories and notes have owners. What belongs to a process that is gone from this machine goes at once.
+    Checkpoints that are not complete and have no hidden name are left to a person. Never removed: the newest complete
+    checkpoint, and the newest good one (its manifest is readable, and its save did not say that its loss was not
+    finite).
 
-    keep_last: how many of the newest complete steps stay (at least 1); None keeps all. Checkpoints that are not
-    complete and have no hidden name are left to a person. Never removed: the newest complete checkpoint, and the newest
-    good one (its manifest is readable, and its save did not say that its loss was not finite).
+    Args:
+        directory: of checkpoints.
+        keep_last: how many of the newest complete steps stay (at least 1); None keeps all.
+        age: seconds, by the clock of the file system, for which nothing may have changed in what has no owner (of older
+            versions), so that it goes.
+        watch: seconds (at least 90; 0: not at all) for which owners on other machines are watched; what is not renewed
+            in that time goes.
+        dry_run: decide, and remove nothing.
 
     Raises ValueError for a directory without checkpoints, OSError for what cannot be looked at or removed.
     """
@@ -181,7 +187,7 @@ class _Leftovers:
         path = os.path.join(notes.at, note)
         if kind is None:  # a file before it takes its name
             return [Action("remove", path, "a note that was never finished", 0)] if notes.is_left(note) else []
-        if kind == "saving":  # goes after what it tells the owner of
+        if kind == "saving":  # goes after what it names the owner of
             name, _, token = note[1:].rpartition(".saving-")
             if kept & {commit.hidden(os.path.join(notes.at, name), k, token) for k in ("tmp", "old")}:
                 return []

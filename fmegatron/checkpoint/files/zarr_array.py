@@ -1,0 +1,53 @@
+"""zarr3 arrays of a checkpoint, written through tensorstore: the same on every store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from fmegatron.checkpoint.files.format import ZARR, Array, zarr_json, zarr_metadata
+from fmegatron.checkpoint.files.keyvalue import KeyValues, done
+
+
+@dataclass(frozen=True)
+class ZarrArray:
+    """A stored array to write: every call returns a future, whose error `done` makes an OSError."""
+
+    array: Array
+    values: KeyValues
+
+    @cached_property
+    def _store(self) -> ts.TensorStore:
+        """The array, open; no file is read or written. Its shape is that of all chunks, so that each is written whole:
+        the last ones are padded by who writes them."""
+        metadata = zarr_metadata(self.array)
+        shape = [n * c for n, c in zip(self.array.grid, self.array.chunk, strict=True)]
+        spec = {
+            "driver": "zarr3",
+            "kvstore": self.values.below(f"{self.array.name}/").spec,
+            "metadata": {**metadata, "shape": shape},
+            "store_data_equal_to_fill_value": True,
+            "fill_missing_data_reads": False,
+        }
+        return done(ts.open(spec, open=True, assume_metadata=True, context=self.values.context))
+
+    def describe(self) -> ts.Future:
+        """Write the array's zarr.json."""
+        return self.values.kv.write(f"{self.array.name}/{ZARR}", zarr_json(self.array))
+
+    def write(self, index: Sequence[int], data: np.ndarray) -> ts.Future:
+        """Write a chunk from `data`, its raw elements, contiguous, in the chunk's shape: without a copy, but for memory://,
+        where what is written would be that very memory.
+
+        The memory must stay as it is until the future is done.
+        """
+        part: Any = self._store
+        if data.size and any(n > 1 for n in self.array.grid):
+            part = part[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.array.chunk, strict=True))]
+        copies = self.values.spec["driver"] == "memory"
+        return part.write(data.view(part.dtype.numpy_dtype), can_reference_source_data_indefinitely=not copies)

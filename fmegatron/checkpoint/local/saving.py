@@ -1,0 +1,276 @@
+"""Saves one set of shards: exchange within cliques by portions, write, agree, commit; all or nothing."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmegatron.checkpoint.background.staging import Portion, groups, portions, stage
+from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.files.folder import Folder, FolderStore
+from fmegatron.checkpoint.files.format import Manifest, digest
+from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
+from fmegatron.checkpoint.files.manifest import to_json_text
+from fmegatron.checkpoint.local.shard import Content, content_id, set_id, with_ids
+from fmegatron.checkpoint.local.shelf import Shelf, remove
+from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
+from fmegatron.checkpoint.writing.plan import LeafPlan
+from fmegatron.checkpoint.writing.write import write_part
+
+
+class _Guard:
+    """Work that may fail while the other ranks wait for this one in the next exchange: the first error is kept."""
+
+    def __init__(self):
+        self.error: BaseException | None = None
+
+    def do(self, work: Callable[..., Any], *args: Any) -> None:
+        """`work(*args)`, unless something failed before."""
+        if self.error is None:
+            try:
+                work(*args)
+            except BaseException as error:  # an interrupt, too, must not leave the others waiting
+                self.error = error
+
+    def check(self) -> None:
+        """Raise what was kept."""
+        if self.error is not None:
+            raise self.error
+
+
+class _Disk:
+    """Does what is given to it in order: at once, or (with `most_bytes`) in a thread, with at most so much waiting."""
+
+    def __init__(self, guard: _Guard, most_bytes: int | None):
+        self._guard, self._most, self._waiting = guard, most_bytes, 0
+        self._pool = None if most_bytes is None else ThreadPoolExecutor(1, "local-replicas")
+        self._queue: collections.deque[tuple[Future, int]] = collections.deque()
+
+    def write(self, draft: _Draft, portion: Portion, data: torch.Tensor) -> None:
+        """Write a portion, whose memory may be used for other things when this returns."""
+        if self._pool is None:
+            self._guard.do(draft.write, portion, data)
+            return
+        while self._queue and self._waiting + data.nbytes > self._most:
+            self._next()
+        self._waiting += data.nbytes
+        self._queue.append((self._pool.submit(self._guard.do, draft.write, portion, data.clone()), data.nbytes))
+
+    def do(self, work: Callable[..., None], *args: Any) -> None:
+        """`work(*args)`, after all that was given before."""
+        if self._pool is None:
+            self._guard.do(work, *args)
+        else:
+            self._queue.append((self._pool.submit(self._guard.do, work, *args), 0))
+
+    def idle(self) -> bool:
+        """Whether all is done."""
+        return all(future.done() for future, _ in self._queue)
+
+    def drain(self) -> None:
+        """Wait until all is done."""
+        while self._queue:
+            self._next()
+
+    def close(self) -> None:
+        """Leave out what has not begun, and end the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _next(self) -> None:
+        future, size = self._queue.popleft()
+        future.result()
+        self._waiting -= size
+
+
+class _Volatile(Folder):
+    """Files that need not survive the system: nothing waits for the disk."""
+
+    @cached_property
+    def _values(self) -> KeyValues:
+        return file_values(self.root, durable=False)
+
+    def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
+        super().write(name, blocks, durable=False)
+
+    def sync(self) -> None:
+        pass
+
+
+@dataclass
+class _Draft:
+    """One shard while it is written, in a hidden directory. marker: when all but the marker is written."""
+
+    place: FolderStore
+    storage: Folder
+    plans: tuple[LeafPlan, ...]
+    part: Part = field(init=False)
+    marker: bytes = b""
+
+    def __post_init__(self):
+        self.part = Part(0, plan_digest(self.plans))
+
+    def write(self, portion: Portion, data: torch.Tensor) -> None:
+        """Write a portion of the elements. Raises OSError."""
+        for plans, tensors, chunks, _ in groups(portion, self.plans, 0, data, 0):
+            self.part.add(write_part(self.storage, plans, tensors, 0, chunks))
+
+    def merge(self, content: Content, rank: int) -> tuple[Manifest, np.ndarray]:
+        """The manifest of what was written, and its digests."""
+        return merge(self.plans, [self.part], content.step, content.about(rank), content.finite)
+
+    def complete(self, manifest: Manifest, digests: np.ndarray) -> None:
+        """Write the manifest; all is durable then. Raises OSError."""
+        self.marker = complete(self.storage, manifest, digests)
+
+
+class Saving:
+    """One rank's part in saving a set: `exchange`, `seal`, `commit`, by all ranks. `set`: its id, 0 before `seal`.
+
+    Args:
+        shelf: the directory of this node.
+        content: what is saved, the same on all ranks.
+        group: the ranks that keep each other's shards, this one among them.
+        world: all ranks.
+        portion_bytes: exchanged and written at a time.
+        durable: whether files are synced to the disk.
+        most_bytes: that may wait for a thread that writes; None: written at once.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        content: Content,
+        group: Sequence[int],
+        world: Ranks,
+        portion_bytes: int,
+        durable: bool,
+        most_bytes: int | None,
+    ):
+        self.set, self.world, self.content = 0, world, content
+        self._shelf, self._group, self._portion, self._durable = shelf, group, portion_bytes, durable
+        self._guard, self._drafts = _Guard(), {}
+        self._disk = _Disk(self._guard, most_bytes)
+        self._what = f"saving local replicas of step {content.step}"
+
+    def exchange(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Bring this rank's shard to its group and theirs here, into hidden directories.
+
+        The tensors may change when this returns. Extra host memory: a portion for each of the group, and what waits
+        for the disk. Raises RuntimeError on all ranks when anything fails on one; then nothing is left behind.
+        """
+        try:
+            self._exchange(tensors)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _exchange(self, tensors: Sequence[torch.Tensor]) -> None:
+        world, rank, group, guard, content = self.world, self.world.rank, self._group, self._guard, self.content
+        plans = {member: content.plan(member) for member in group}
+        cut = {member: portions(plans[member], 0, self._portion) for member in group}
+        layouts = digest(to_json_text(content.rows).encode()) >> 1  # 63 bits: a positive int64
+        rows = world.gather_rows(torch.tensor([len(cut[rank]), layouts])).tolist()
+        if len({one for _, one in rows}) > 1:
+            raise ValueError("layouts: got different ones on the ranks, wanted the same tree; give it to save on all")
+        peers = [member for member in group if member != rank]
+        buffers: dict[int, torch.Tensor] = {}
+
+        def begin():
+            for member in group:
+                buffers[member] = torch.empty(max(p.nbytes for p in cut[member]), dtype=torch.uint8)
+                self._drafts[member] = self._begin(member, plans[member])
+
+        together(world, self._what, begin)
+        # As many rounds on all ranks as the longest shard needs; those who have nothing left to tell stay silent.
+        for n in range(max(count for count, _ in rows)):
+            parts = {m: buffers[m][: cut[m][n].nbytes if n < len(cut[m]) else 0] for m in group}
+            if n < len(cut[rank]):
+                guard.do(stage, cut[rank][n], plans[rank], tensors, buffers[rank], 0)
+            world.exchange([(m, parts[rank]) for m in peers], [(m, parts[m]) for m in peers])
+            for member in group:
+                if n < len(cut[member]):
+                    guard.do(self._disk.write, self._drafts[member], cut[member][n], parts[member])
+        together(world, self._what, guard.check)
+
+    def _begin(self, member: int, plans: tuple[LeafPlan, ...]) -> _Draft:
+        place = self._shelf.draft(self.content.step, member)
+        storage = place.begin()
+        return _Draft(place, storage if self._durable else _Volatile(storage.root, lease=storage.lease), plans)
+
+    def idle(self) -> bool:
+        """Whether the disk has done all that this rank gave it, or has failed."""
+        return self._disk.idle()
+
+    def seal(self) -> None:
+        """Wait for the elements, then write the manifests, which name the set. Raises as `exchange`."""
+        try:
+            self._seal()
+        except BaseException:
+            self._discard()
+            raise
+
+    def _seal(self) -> None:
+        world = self.world
+
+        def merged() -> tuple[dict[int, tuple[Manifest, np.ndarray]], dict[int, int]]:
+            self._disk.drain()
+            self._guard.check()
+            found = {member: draft.merge(self.content, member) for member, draft in self._drafts.items()}
+            return found, {member: content_id(manifest) for member, (manifest, _) in found.items()}
+
+        manifests, ids = together(world, self._what, merged)
+        own = torch.from_numpy(np.array([ids[world.rank]], "<u8").view(np.int64))
+        known = world.gather_rows(own).numpy().reshape(-1).view("<u8").tolist()
+
+        def verify() -> None:
+            for member, (manifest, digests) in manifests.items():
+                if ids[member] != known[member]:
+                    text = f"its shard was altered on its way to rank {world.rank}; save again, and look at the network"
+                    raise RuntimeError(f"rank {member}: {text}")
+                self._disk.do(self._drafts[member].complete, with_ids(manifest, known), digests)
+
+        together(world, self._what, verify)
+        self.set = set_id(known)
+
+    def commit(self) -> None:
+        """Wait for the disk, then give the shards their names; the set counts when this returns, on all ranks.
+
+        Raises RuntimeError on all ranks when anything failed on one; then nothing is left of the set, and what was
+        there before is untouched.
+        """
+        made: list[FolderStore] = []
+
+        def publish():
+            self._disk.drain()
+            self._guard.check()
+            for member, draft in self._drafts.items():
+                place = self._shelf.place(self.content.step, member, self.set)
+                if not place.is_complete():  # one that was there holds, or should hold, the same
+                    made.append(place)
+                place.publish(draft.storage, draft.marker)
+
+        try:
+            self._guard.do(publish)
+            # If a peer dies now, this raises, and it is not known here whether others have heard that all is well and
+            # have deleted older steps. Then the new shards must stay: only a failure that all know of removes them.
+            failed = self.world.gather_rows(torch.tensor([int(self._guard.error is not None)]))
+            if bool(failed.any()):
+                for place in made:
+                    remove(place)
+                together(self.world, self._what, self._guard.check)
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Leave nothing hidden behind."""
+        self._disk.close()
+        for draft in self._drafts.values():
+            draft.place.end(draft.storage)

@@ -1,0 +1,173 @@
+"""Shards: what one rank holds of a state, as a checkpoint of its own; run, rank and global layouts are in its metadata.
+
+The leaves are the rank's local tensors, each in the layout of a single process. The metadata is
+`{"metadata": {...}, "replica": {...}}`: the user's, and what `Content.about` says of the shard. `replica["shards"]` has
+an id for the shard of every rank: the digest of its manifest (of elements, step, rank, layouts) without these ids. The
+digest of the ids names the set: shards of one set were saved together, whatever their directories are called, and the
+same state gives the same set each time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, CheckpointError, Manifest, digest, dtype_of
+from fmegatron.checkpoint.files.leases import STEP, step_name
+from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, to_json_text
+from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.writing.plan import LeafPlan, plan, split_chunk
+from fmegatron.layout import Layout, Mesh
+
+_NAME = re.compile(rf"({STEP.pattern})\.rank_(\d{{5,9}})\.([0-9a-f]{{16}})")
+_ABOUT = (("run", str), ("rank", int), ("world", int), ("meshes", list), ("layouts", dict), ("shards", list))
+_CHUNK_BYTES = 2 * CHUNK_BYTES  # the largest chunk of a shard: one is held for each of a clique, whatever the portions
+
+Key = tuple[int, int, int]  # step, set, rank
+
+
+def draft_name(step: int, rank: int) -> str:
+    """The name of a shard while it is written, when its set is not known yet."""
+    return f"{step_name(step)}.rank_{rank:05d}"
+
+
+def shard_name(step: int, rank: int, set_id: int) -> str:
+    """The name of a shard.
+
+    >>> shard_name(100, 3, 0xABC), parse_name("step_00000100.rank_00003.0000000000000abc")
+    ('step_00000100.rank_00003.0000000000000abc', (100, 2748, 3))
+    """
+    return f"{draft_name(step, rank)}.{set_id:016x}"
+
+
+def parse_name(name: str) -> Key | None:
+    """(step, set, rank) of a name, None for one that `shard_name` does not make."""
+    m = _NAME.fullmatch(name)
+    key = (int(m[2]), int(m[4], 16), int(m[3])) if m else None
+    return key if key and shard_name(key[0], key[2], key[1]) == name else None
+
+
+@dataclass(frozen=True)
+class Content:
+    """What all ranks save together, except the elements. world: number of ranks."""
+
+    run: str
+    step: int
+    world: int
+    paths: Sequence[str]
+    layouts: Sequence[Layout]
+    metadata: dict[str, Any]
+    finite: bool | None
+
+    @cached_property
+    def rows(self) -> dict[str, Any]:
+        """Global shapes and layouts, as the JSON has them."""
+        return layout_rows(self.paths, self.layouts)
+
+    def plan(self, rank: int) -> tuple[LeafPlan, ...]:
+        """How the shard of a rank is stored."""
+        return shard_plan(self.paths, self.layouts, rank)
+
+    def about(self, rank: int) -> dict[str, Any]:
+        """The metadata of the shard of a rank, without ids."""
+        replica = {"run": self.run, "rank": rank, "world": self.world, **self.rows, "shards": []}
+        return {"metadata": self.metadata, "replica": replica}
+
+
+def shard_plan(paths: Sequence[str], layouts: Sequence[Layout], rank: int) -> tuple[LeafPlan, ...]:
+    """The plan of a shard: local tensors of one process, in chunks of bounded size, as they are sent one by one."""
+    plans = plan(paths, [Layout(x.local_shape(rank), x.dtype, Mesh()) for x in layouts])
+    return tuple(replace(p, chunk=split_chunk(p.chunk, p.layout.dtype.itemsize, _CHUNK_BYTES)) for p in plans)
+
+
+def layout_rows(paths: Sequence[str], layouts: Sequence[Layout]) -> dict[str, Any]:
+    """Global shapes and layouts by path, and the meshes that they refer to, as JSON."""
+    meshes: list[Mesh] = []
+    rows = {p: [x.shape, layout_to_json(x, meshes)] for p, x in zip(paths, layouts, strict=True)}
+    return json.loads(to_json_text({"meshes": [mesh.to_json() for mesh in meshes], "layouts": rows}))
+
+
+def content_id(manifest: Manifest) -> int:
+    """What names a shard's content: elements, metadata, step, rank and layouts."""
+    replica = {**manifest.metadata["replica"], "shards": []}
+    return digest(manifest_to_json(replace(manifest, metadata={**manifest.metadata, "replica": replica})))
+
+
+def set_id(ids: Sequence[int]) -> int:
+    """What names the shards of all ranks together."""
+    return digest(np.array(ids, "<u8").tobytes())
+
+
+def with_ids(manifest: Manifest, ids: Sequence[int]) -> Manifest:
+    """The manifest of a shard with the ids of the shards of all ranks."""
+    replica = {**manifest.metadata["replica"], "shards": [f"{one:016x}" for one in ids]}
+    return replace(manifest, metadata={**manifest.metadata, "replica": replica})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that is stored. Its manifest is checked; elements are verified when they are read. set: its id."""
+
+    snapshot: Snapshot
+    set: int
+
+    @property
+    def text(self) -> str:
+        """Its directory, for messages."""
+        return self.snapshot.text
+
+    @property
+    def key(self) -> Key:
+        """(step, set, rank)."""
+        return self.snapshot.manifest.step, self.set, self.about["rank"]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Run, rank, world and global layouts."""
+        return self.snapshot.manifest.metadata["replica"]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The user's."""
+        return self.snapshot.manifest.metadata["metadata"]
+
+    def fits(self, rows: dict[str, Any], paths: Sequence[str], layouts: Sequence[Layout], world: int) -> bool:
+        """Whether this is the shard of its rank under these layouts. rows: `layout_rows` of them."""
+        rank, leaves = self.about["rank"], self.snapshot.manifest.leaves
+        if self.about["world"] != world or any(self.about[key] != rows[key] for key in rows):
+            return False
+        stored = {path: (leaf.shape, dtype_of(leaf.dtype)) for path, leaf in leaves.items()}
+        return stored == {p: (x.local_shape(rank), x.dtype) for p, x in zip(paths, layouts, strict=True)}
+
+
+def open_shard(store: Store) -> Shard:
+    """The shard at a place; all but the elements is checked. Raises CheckpointError."""
+    snapshot = snapshot_of(store)
+    manifest, at = snapshot.manifest, snapshot.text
+    about, user = manifest.metadata.get("replica"), manifest.metadata.get("metadata")
+    if not isinstance(about, dict) or not isinstance(user, dict):
+        raise CheckpointError(f"{at}: got a checkpoint of another kind, wanted a shard of local replicas")
+    for key, kind in _ABOUT:
+        if type(about.get(key)) is not kind:
+            raise CheckpointError(f"{at}: {key}: got {about.get(key)!r:.60}, wanted {kind.__name__}")
+    rank, world, texts = about["rank"], about["world"], about["shards"]
+    if not 0 <= rank < world or manifest.step is None or not 0 <= manifest.step < 1 << 62:
+        got = f"rank {rank!r:.20} of {world!r:.20}, step {manifest.step!r:.20}"
+        raise CheckpointError(f"{at}: got {got}, wanted a rank below the number of ranks, and a step of 0 or more")
+    if len(texts) != world or not all(isinstance(x, str) and re.fullmatch("[0-9a-f]{16}", x) for x in texts):
+        raise CheckpointError(f"{at}: shards: got {texts!r:.60}, wanted the ids of {world} shards")
+    ids = [int(text, 16) for text in texts]
+    try:
+        own = content_id(manifest)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{at}: its manifest cannot be that of a save ({str(error)[:200]})") from None
+    if own != ids[rank]:
+        raise CheckpointError(f"{at}: its metadata or its digests were altered after the save")
+    return Shard(snapshot, set_id(ids))
