@@ -91,6 +91,9 @@ class Manager:
 
     # ---- what there is
 
+    def __repr__(self) -> str:
+        return f"Manager({str(self.directory)!r}, keep={self.keep}): {self._both[0].in_words()}"
+
     def path(self, step: int, temporary: bool = False) -> str:
         """The directory (or URL) of a step."""
         check_step(step)
