@@ -81,6 +81,7 @@ class Manager:
         self.directory, self.world, self.show_progress = directory, ranks_of(world), show_progress
         self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
         self.keep_temporary, self._warned = Keep(last=keep_temporary), False  # warned: of content that is not ours
+        self._shown = show_progress if self.world.rank == 0 else False
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
@@ -272,10 +273,6 @@ class Manager:
     def _busy(self, temporary: bool) -> set[int]:
         """Steps that are being saved."""
         return {begun.step for _, begun in self._background.pending if begun.temporary is temporary}
-
-    @property
-    def _shown(self) -> bool | None:
-        return self.show_progress if self.world.rank == 0 else False
 
     def _bar(self, what: str, total: int, so_far: Callable[[], int | None]):
         return progress(what, total, so_far, self._shown)
