@@ -15,7 +15,7 @@ own ways; `averaged`, `compressed` and `skip_nonfinite` wrap an optimizer. One o
 
 from fmegatron.optim.adafactor import adafactor, scale_by_factored_rms
 from fmegatron.optim.adamw import adamw, add_decayed_weights, scale_by_adam, scale_by_learning_rate
-from fmegatron.optim.average import averaged
+from fmegatron.optim.average import average_of, averaged
 from fmegatron.optim.blockwise import float8, float16, int8
 from fmegatron.optim.clip import GradNorm, clip, clip_by_global_norm, global_norm, group_norms
 from fmegatron.optim.compressed import compressed
@@ -28,9 +28,10 @@ from fmegatron.optim.muon import fused_parts, muon, scale_by_muon
 from fmegatron.optim.mup import mup_init, mup_multipliers
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
+from fmegatron.optim.settable import set_rate, settable
 from fmegatron.optim.sgd import accumulate_momentum, sgd
 from fmegatron.optim.soap import scale_by_soap, soap
-from fmegatron.optim.transform import Transform
+from fmegatron.optim.transform import Transform, chain
 
 __all__ = [
     # optimizers, and what makes one
@@ -38,6 +39,7 @@ __all__ = [
     "Transform",
     "adafactor",
     "adamw",
+    "averaged",
     "lion",
     "muon",
     "optimizer",
@@ -46,6 +48,7 @@ __all__ = [
     # transforms
     "accumulate_momentum",
     "add_decayed_weights",
+    "chain",
     "clip_by_global_norm",
     "scale_by_adam",
     "scale_by_factored_rms",
@@ -64,14 +67,16 @@ __all__ = [
     "constant",
     "cosine",
     "linear",
+    "set_rate",
+    "settable",
     "wsd",
     # norms of gradients
     "GradNorm",
     "clip",
     "global_norm",
     "group_norms",
-    # an average of the parameters
-    "averaged",
+    # the average of the parameters
+    "average_of",
     # steps that are skipped
     "LossScale",
     "Spike",

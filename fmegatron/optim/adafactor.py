@@ -45,7 +45,7 @@ def adafactor(
     flattened when none of its dims can be shared out), so that state and steps are the same under every layout.
 
     Args:
-        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
         layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
         axes: Axes(mesh), with layouts.
         decay_power: c in β̂₂ₜ = 1 - tᶜ, negative.

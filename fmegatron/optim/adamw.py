@@ -12,10 +12,11 @@ from fmegatron import tree
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.schedule import Schedule
+from fmegatron.optim.settable import Settable
 from fmegatron.optim.transform import Transform, Where, masked, stateless
 from fmegatron.tree import Tree
 
-LearningRate = float | Schedule | Callable[[torch.Tensor], torch.Tensor]
+LearningRate = float | Schedule | Settable | Callable[[torch.Tensor], torch.Tensor]
 
 
 def adamw(
@@ -34,7 +35,7 @@ def adamw(
         p = (1 - lr·weight_decay) p  -  lr · m/(1 - b1ᵗ) / (√v/√(1 - b2ᵗ) + eps)
 
     Args:
-        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
         b1: decay rate of the first moment, in [0, 1).
         b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
@@ -86,8 +87,18 @@ def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Tran
 
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
-    """u -> -lr·u, where a schedule gives lr as a function of the count of updates done before (0, 1, 2 …)."""
+    """u -> -lr·u, where a schedule gives lr as a function of the count of updates done before (0, 1, 2 …).
+
+    A `settable` rate is the transform's state.
+    """
     checked_rate(learning_rate)
+    if isinstance(learning_rate, Settable):
+
+        def follow(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+            rates = per_dtype(updates, lambda dtype: [-state.learning_rate.to(dtype)])
+            return tree.map(lambda u: u * rates[u.dtype][0], updates), state
+
+        return Transform(learning_rate.init, follow)
     if not callable(learning_rate):
         return stateless(lambda updates, params, count: tree.map(lambda u: u * -learning_rate, updates))
 
@@ -100,7 +111,9 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
 
 def checked_rate(learning_rate: LearningRate) -> None:
     """ValueError for a number that is negative or not finite."""
-    if not callable(learning_rate) and not (learning_rate >= 0 and math.isfinite(learning_rate)):
+    if callable(learning_rate) or isinstance(learning_rate, Settable):
+        return
+    if not (learning_rate >= 0 and math.isfinite(learning_rate)):
         raise ValueError(f"learning_rate: got {learning_rate}, wanted a finite number of 0 or more, or a schedule")
 
 

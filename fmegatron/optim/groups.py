@@ -13,6 +13,7 @@ from fmegatron.optim.adamw import LearningRate, checked_rate
 from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.scalars import per_dtype
+from fmegatron.optim.settable import Settable
 from fmegatron.optim.transform import Transform, masked, stateless
 from fmegatron.tree import Tree
 
@@ -37,6 +38,11 @@ class Group:
             raise ValueError(f"Group: lr: got {self.lr}, wanted a finite factor of 0 or more")
         if self.weight_decay is not None and not self.weight_decay >= 0:
             raise ValueError(f"Group: weight_decay: got {self.weight_decay}, wanted 0 or more")
+        if isinstance(self.rate, Settable):
+            raise ValueError(
+                "Group: rate: got a settable rate, wanted a number or a schedule; give the group its factor lr, of the "
+                "common rate of `grouped`, which can be settable"
+            )
         if self.rate is not None:
             checked_rate(self.rate)
 
@@ -69,7 +75,7 @@ def grouped(
     A leaf moves by -rate·lr·multiplier·(direction + decay·p), decoupled as in AdamW.
 
     Args:
-        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
         rules: (pattern, Group), first match wins; a pattern is a regular expression over full segments of the path, as
             in layout.Rules.
         weight_decay: of leaves without their own, norms and biases excepted (they have 0).
@@ -123,7 +129,7 @@ def grouped(
         return lambda path: direction_of(path) == name
 
     named = {name: masked(transform, only(name)) for name, transform in transforms.items()}
-    inner = optimizer(**named, decay=stateless(add_decay), rate=scale_by_rates(rate_of))
+    inner = optimizer(**named, decay=stateless(add_decay), rate=scale_by_rates(rate_of, learning_rate))
 
     def init(params: Tree) -> Tree:
         _require_that_rules_decide(rules, tree.paths(params))
@@ -137,27 +143,32 @@ def grouped(
     return Optimizer(init, update, trains)
 
 
-def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]]) -> Transform:
-    """u -> -rate·factor·u, where rate_of(path) = (rate, factor); each schedule is evaluated once for all leaves."""
+def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]], common: LearningRate) -> Transform:
+    """u -> -rate·factor·u, where rate_of(path) = (rate, factor); each schedule is evaluated once for all leaves.
 
-    def update(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
-        schedules = {rate for rate, _ in map(rate_of, tree.paths(updates)) if callable(rate)}
+    common: the one rate that may be `settable`, and then is the state.
+    """
 
-        def evaluated(rate: Callable[[torch.Tensor], Any]) -> dict:
-            return per_dtype(updates, lambda dtype: [-torch.as_tensor(rate(count)).to(count.device, dtype)])
+    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        del params
+        rates = {rate for rate, _ in map(rate_of, tree.paths(updates)) if callable(rate) or isinstance(rate, Settable)}
 
-        values = {rate: evaluated(rate) for rate in schedules}
+        def evaluated(rate: Any) -> dict:
+            value = state.learning_rate if isinstance(rate, Settable) else torch.as_tensor(rate(count))
+            return per_dtype(updates, lambda dtype: [-value.to(count.device, dtype)])
+
+        values = {rate: evaluated(rate) for rate in rates}
 
         def one(path: str, u: torch.Tensor) -> torch.Tensor:
             rate, factor = rate_of(path)
-            if not callable(rate):
+            if rate not in values:
                 return u * (-rate * factor)
             u = u * values[rate][u.dtype][0]
             return u if factor == 1 else u * factor
 
-        return tree.map_with_path(one, updates)
+        return tree.map_with_path(one, updates), state
 
-    return stateless(update)
+    return Transform(common.init if isinstance(common, Settable) else lambda params: {}, update)
 
 
 def whole_segments(pattern: str) -> re.Pattern:

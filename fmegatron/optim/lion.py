@@ -21,7 +21,7 @@ def lion(
     Half the state of AdamW; its paper takes a learning rate 3 to 10 times smaller and a decay as much larger.
 
     Args:
-        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
         b1: weight of the momentum in the direction, in [0, 1).
         b2: decay rate of the momentum, in [0, 1).
         weight_decay: λ, 0 or more.

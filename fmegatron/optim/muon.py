@@ -48,7 +48,7 @@ def muon(
     With scale="rms" one learning rate serves both. Norms and biases do not decay.
 
     Args:
-        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
         layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
         axes: Axes(mesh), with layouts.
         momentum: decay rate of the momentum, in [0, 1).

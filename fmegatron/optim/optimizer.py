@@ -1,14 +1,14 @@
 """Optimizer: (init, update), made of a chain of transforms, one count, and master copies of narrow parameters."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout
 from fmegatron.optim.clip import GradNorm, clip
-from fmegatron.optim.transform import Transform, chain
+from fmegatron.optim.transform import Transform, chain, require_named
 from fmegatron.tree import ArraySpec, Tree
 
 _RESERVED = ("count", "master")
@@ -59,13 +59,14 @@ class Optimizer(NamedTuple):
     loss_scale: Callable[[Tree], torch.Tensor | None] = no_loss_scale
 
 
-def optimizer(**transforms: Transform) -> Optimizer:
+def optimizer(*unnamed: Any, **transforms: Transform) -> Optimizer:
     """The optimizer that adds to the parameters what a chain of transforms makes of the gradients.
 
     All arithmetic is in working precision: float64 for float64 parameters, float32 for all others, whose float32 master
-    copy the state keeps and whose parameters are the rounded master. ValueError for a transform named "count" or
-    "master"; `init` raises it for complex parameters, naming the path.
+    copy the state keeps and whose parameters are the rounded master. ValueError for a transform without a name,
+    or named "count" or "master"; `init` raises it for complex parameters, naming the path.
     """
+    require_named("optimizer", unnamed, transforms)
     if taken := sorted(set(_RESERVED) & set(transforms)):
         raise ValueError(
             f"optimizer: got a transform named {taken[0]!r}, wanted another name; the state uses this one itself"

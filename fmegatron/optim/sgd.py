@@ -21,7 +21,7 @@ def sgd(
     The decay is an L2 penalty, as in torch.optim.SGD: it goes through the momentum.
 
     Args:
-        learning_rate: a number, a `Schedule`, or a function of the count (0-d int64 -> 0-d tensor).
+        learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
         momentum: between 0 and 1; 0 for none.
         nesterov: look ahead along the momentum.
         weight_decay: λ, 0 or more.

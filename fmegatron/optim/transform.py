@@ -6,7 +6,7 @@ of it). Leaves of a tree may be absent: None, which optree treats as an empty no
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,12 +34,13 @@ def stateless(update: Callable[[Tree, Tree, torch.Tensor], Tree]) -> Transform:
     return Transform(lambda params: {}, lambda updates, state, params, count: (update(updates, params, count), state))
 
 
-def chain(**transforms: Transform) -> Transform:
+def chain(*unnamed: Any, **transforms: Transform) -> Transform:
     """Apply transforms one after the other, in the order written; the names become the first part of the state's paths.
 
     `chain(adam=scale_by_adam(), rate=scale_by_learning_rate(1e-3))` has the state {"adam": …}: transforms without state
-    leave no entry.
+    leave no entry. ValueError for transforms without a name, and for what is no transform.
     """
+    require_named("chain", unnamed, transforms)
 
     def init(params: Tree) -> Tree:
         states = {name: transform.init(params) for name, transform in transforms.items()}
@@ -54,6 +55,19 @@ def chain(**transforms: Transform) -> Transform:
         return updates, new_state
 
     return Transform(init, update)
+
+
+def require_named(who: str, unnamed: tuple, transforms: dict) -> None:
+    """ValueError for transforms that are given by position, and for what is no Transform, with the call that works."""
+    if unnamed:
+        raise ValueError(
+            f"{who}: got {len(unnamed)} arguments without a name, wanted each transform by name, under which its "
+            f"state is saved; {who}(adam=optim.scale_by_adam(), rate=optim.scale_by_learning_rate(1e-3))"
+        )
+    for name, transform in transforms.items():
+        if not isinstance(transform, Transform):
+            fix = "give scale_by_adam() and the like; averaged, compressed and skip_nonfinite wrap an Optimizer"
+            raise ValueError(f"{who}: {name}: got {tree.in_words(transform)}, wanted a Transform; {fix}")
 
 
 def masked(transform: Transform, where: Where) -> Transform:

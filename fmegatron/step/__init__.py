@@ -12,7 +12,7 @@ from fmegatron.step.partition import Policy
 from fmegatron.step.timeline import Event, PaperWorld, Rates, Timeline, launches, timeline
 from fmegatron.step.trace import Traced, trace
 from fmegatron.step.traffic import Transfer, bytes_sent, collectives_of
-from fmegatron.step.train_step import State, build_train_step, placements, state_specs
+from fmegatron.step.train_step import State, averaged_params, build_train_step, placements, state_specs
 
 __all__ = [
     "Declared",
@@ -32,6 +32,7 @@ __all__ = [
     "Transfer",
     "Unproven",
     "accumulate",
+    "averaged_params",
     "build_train_step",
     "bytes_sent",
     "check",

@@ -17,7 +17,7 @@ from fmegatron.step.trace import described
 __all__ = ["loss_and_aux", "raw_gradient_layout", "reduce_gradients", "value_and_grad"]
 
 
-def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Callable:
+def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax: Any) -> Callable:
     """`loss_fn(params, *args) -> (loss, aux)` becomes `f(params, *args) -> ((loss, aux), grads)`.
 
     params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
@@ -27,7 +27,7 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
     dtype: floating parameters that are narrower are cast to it before they are differentiated, so that their gradients
     have it: sums that were reduced in fp32 are not rounded to the 16 bits of a parameter. None: as the parameters are.
     """
-
+    _require_own_arguments(dtype, of_jax)
     if not callable(loss_fn):
         raise ValueError(f"value_and_grad: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, *args)")
 
@@ -61,6 +61,21 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None) -> Calla
         return (loss.detach(), tree.map(_without_history, aux)), tree.unflatten(spec, [g.detach() for g in grads])
 
     return with_grad
+
+
+_OF_JAX = {
+    "has_aux": "leave it out: aux is given whenever loss_fn returns (loss, aux), and is {} otherwise",
+    "argnums": "leave it out: the first argument is differentiated; put all of them into it, as one tree",
+}
+
+
+def _require_own_arguments(dtype: Any, others: dict) -> None:
+    """ValueError for arguments of other libraries' functions of this name, with what takes their place."""
+    if not others and isinstance(dtype, torch.dtype | None):
+        return
+    name, value = next(iter(others.items()), ("argnums" if isinstance(dtype, int | tuple) else "dtype", dtype))
+    fix = _OF_JAX.get(name, "arguments of loss_fn go to the function that value_and_grad returns")
+    raise ValueError(f"value_and_grad: got {name}={value!r}, wanted a loss_fn and perhaps a torch dtype; {fix}")
 
 
 def loss_and_aux(loss_fn: Callable, out: Any) -> tuple[Any, Any]:

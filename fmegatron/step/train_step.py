@@ -18,7 +18,7 @@ from fmegatron.step.check import Declared
 from fmegatron.step.grad import loss_and_aux, reduce_gradients, value_and_grad
 from fmegatron.step.trace import described
 
-__all__ = ["State", "build_train_step", "placements", "state_specs"]
+__all__ = ["State", "averaged_params", "build_train_step", "placements", "state_specs"]
 
 
 class State(NamedTuple):
@@ -194,6 +194,11 @@ def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
     """ValueError for what is none of these, and for layouts of another mesh than that of the axes."""
     if not isinstance(axes, Axes):
         raise ValueError(f"build_train_step: axes: got {tree.in_words(axes)}, wanted Axes(mesh)")
+    if isinstance(optimizer, optim.Transform):
+        raise ValueError(
+            "build_train_step: optimizer: got an optim.Transform, wanted an optim.Optimizer; make one of it and a "
+            "rate: optim.optimizer(direction=transform, rate=optim.scale_by_learning_rate(1e-3))"
+        )
     if not isinstance(optimizer, optim.Optimizer):
         raise ValueError(
             f"build_train_step: optimizer: got {tree.in_words(optimizer)}, wanted an optim.Optimizer, such as "
@@ -241,6 +246,26 @@ def _with_samples(batch: Any, step: torch.Tensor, strategy: DataParallel, axes: 
 
 def _has_rows(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0
+
+
+def averaged_params(state: State, layouts: Any, axes: Axes, strategy: DataParallel | None = None) -> Any:
+    """The average of the parameters (`optim.averaged`) in the place of the parameters: same layouts, same dtypes.
+
+    A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it
+    inside the jitted step that evaluates. Parameters that are not trained are those of the state.
+
+    Args:
+        state: of the run, whose optimizer keeps an average.
+        layouts: of the parameters at rest.
+        axes: of their mesh.
+        strategy: as `build_train_step` was given it.
+    """
+    average = optim.average_of(state.opt)
+    paths = set(tree.paths(average))
+    at = placements(tree.partition(layouts, paths.__contains__)[0], strategy or DataParallel(axes.data))
+    trained, frozen = tree.partition(state.params, paths.__contains__)
+    average = tree.map(lambda a, p: a.to(p.dtype), average, trained)
+    return tree.merge(_moved(average, at.optim, at.params, axes, Wire(), 1 << 20), frozen)
 
 
 def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, together: int) -> Any:

@@ -301,6 +301,17 @@ def test_arguments_by_name():
             lambda: build_train_step(good, torch.optim.AdamW, LAYOUTS, Axes(ONE)),
             "got the class AdamW, wanted an optim.Optimizer",
         ),
+        (
+            lambda: build_train_step(good, optim.scale_by_adam(), LAYOUTS, Axes(ONE)),
+            r"got an optim.Transform, wanted an optim.Optimizer; make one of it .*optim.optimizer\(direction=transform",
+        ),
+        (
+            lambda: value_and_grad(good, has_aux=True),
+            "got has_aux=True, wanted .*; leave it out: aux is given whenever",
+        ),
+        (lambda: value_and_grad(good, argnums=(0, 1)), r"got argnums=\(0, 1\), wanted .*first argument is differ"),
+        (lambda: value_and_grad(good, 0), "got argnums=0, wanted a loss_fn and perhaps a torch dtype; leave it out"),
+        (lambda: value_and_grad(good, holomorphic=True), "got holomorphic=True, wanted .*arguments of loss_fn go to"),
         (lambda: compiled_layer("min-cut"), "compiled_layer: got save='min-cut', wanted 'mincut', 'inputs'"),
         (lambda: compiled_layer()(torch.ones(1)), "compiled_layer: got a tensor of shape .*, wanted a function"),
         (lambda: compiled_layer()(good)(2.0, {}), r"good \(.*\): x: got 2.0, wanted a tensor; give fn its constants"),
