@@ -1,7 +1,7 @@
 """A causal MLP-Mixer as a language model, with an average of its weights, which is what is evaluated.
 
-Claim    Positions mixed by learned lower triangular matrices, without attention, predict the next byte, and the average
-         of the weights predicts it better than the newest weights.
+Claim    Positions mixed by learned lower triangular matrices, without attention, learn to predict the next byte, by the
+         same losses on every mesh. What is evaluated is the average of the weights.
 Command  torchrun --nproc-per-node=4 experiments/mixer.py --config_mesh=dp=2,fsdp=2
 """
 

@@ -1,6 +1,6 @@
 """Two towers that learn which image belongs to which text: a softmax over all ranks' batch, microbatches, and Muon.
 
-Claim    The loss, which couples all rows of a microbatch, is the same number on every mesh, and so is the run.
+Claim    The loss, which couples all rows of a microbatch, means the same on every mesh.
 Command  torchrun --nproc-per-node=4 experiments/two_towers.py --config_mesh=dp=2,fsdp=2
 """
 

@@ -1,7 +1,7 @@
 """A decoder with windowed attention, learned sinks and label smoothing, split over tp by heads, columns and vocabulary.
 
-Claim    Attention over the last 16 positions, with a learned logit of each head that takes what no position deserves,
-         trains under tensor parallelism as on one rank.
+Claim    Attention over the last 16 positions, with a learned logit of each head that takes its share of the softmax,
+         trains under tensor parallelism with the losses of one rank.
 Command  torchrun --nproc-per-node=2 experiments/windowed.py --config_mesh=tp=2
 """
 

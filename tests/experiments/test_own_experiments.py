@@ -91,5 +91,26 @@ def test_it_is_small(name):
     assert code_lines(ROOT / f"experiments/{name}.py") <= 80
 
 
+def peer(rank, folder, **changes):
+    """On a real rank: the mixer in FSDP2 and DCP."""
+    mixer = importlib.import_module("experiments.benchmarks.peers.mixer")
+    sizes = {"dim": 16, "layers": 1, "seq_len": 16, "batch_size": 8, "every": 2, "backend": "eager"}
+    mixer.main(mixer.Config(folder=folder, **sizes, **changes))
+
+
+def peer_stopped(rank, folder):
+    peer(rank, folder, fsdp=2, steps=2)
+
+
+def peer_resumed(rank, folder):
+    peer(rank, folder, dp=2, steps=4)
+
+
+def test_the_peer_of_the_mixer_runs_and_is_resumed(tmp_path, ranks):
+    ranks.run(peer_stopped, str(tmp_path), ranks=2)
+    ranks.run(peer_resumed, str(tmp_path), ranks=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000004"]
+
+
 def test_the_peer_of_the_mixer_has_as_many_lines():
     assert code_lines(ROOT / "experiments/mixer.py") <= code_lines(ROOT / "experiments/benchmarks/peers/mixer.py")
