@@ -1,4 +1,4 @@
-"""Nested containers <-> leaves by path, and what the paths do not tell about the containers.
+"""Nested containers <-> leaves by path, and the kinds of containers that paths leave open.
 
     flatten({"w": tensor, "opt": {0: array}, "betas": (0.9, 0.95)})
     leaves      {"w": tensor, "opt/0": array, "betas": (0.9, 0.95)}
