@@ -61,7 +61,7 @@ class Run:
     Attributes:
         start: updates that the state had seen when this process began; 0 for a new run.
         state: the newest state; from `step` with a donated state, valid until the next step.
-        metrics: of the last evaluation.
+        metrics: of the last evaluation; without `evaluate`, those of the last step that was logged.
         stopped: whether a signal ended the run before its last step.
         manager: the `checkpoint.Manager` of `checkpoints/`.
 
@@ -163,6 +163,8 @@ class Run:
                     self.state, self.stopped = info.state, info.stopping
                     if info.metrics:
                         log(info.step, info.record())
+                        if self._evaluate is None:
+                            self.metrics = dict(info.metrics)
                     if info.last or info.step % self.save_every == 0:
                         claim.check()
                         known = self.settings.metadata(samples(info.step))

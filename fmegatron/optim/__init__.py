@@ -39,7 +39,6 @@ __all__ = [
     "Transform",
     "adafactor",
     "adamw",
-    "averaged",
     "lion",
     "muon",
     "optimizer",
@@ -75,8 +74,9 @@ __all__ = [
     "clip",
     "global_norm",
     "group_norms",
-    # the average of the parameters
+    # an average of the parameters
     "average_of",
+    "averaged",
     # steps that are skipped
     "LossScale",
     "Spike",

@@ -95,8 +95,8 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
     if isinstance(learning_rate, Settable):
 
         def follow(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
-            rates = per_dtype(updates, lambda dtype: [-state.learning_rate.to(dtype)])
-            return tree.map(lambda u: u * rates[u.dtype][0], updates), state
+            rates = per_dtype(updates, lambda dtype: [-state["settable"].to(dtype)])
+            return tree.map(lambda u: u * rates[u.dtype][0], updates), tree.map(torch.clone, state)
 
         return Transform(learning_rate.init, follow)
     if not callable(learning_rate):

@@ -1,6 +1,8 @@
-"""The exponential moving average of the parameters, as part of an optimizer's state (Polyak & Juditsky 1992)."""
+"""Exponential moving average (EMA) of the parameters, in the state of any optimizer."""
 
 from __future__ import annotations
+
+import torch
 
 from fmegatron import tree
 from fmegatron.optim.clip import GradNorm
@@ -8,32 +10,54 @@ from fmegatron.optim.optimizer import Optimizer
 from fmegatron.tree import Tree
 
 
-def averaged(opt: Optimizer, decay: float = 0.999) -> Optimizer:
-    """`opt`, which also keeps an average of the parameters: average = decay·average + (1 - decay)·new parameters.
+def averaged(opt: Optimizer, decay: float) -> Optimizer:
+    """`opt`, whose state also has the average of the parameters, as its entry "average".
 
-    The state is {"opt": …, "average": a tree as the parameters that are trained}, in float32 (float64 for float64
-    parameters). It begins as the parameters, and has their layouts as the optimizer sees them; `step.averaged_params`
-    gives the parameters to evaluate with. Parameters are updated as by `opt` alone. ValueError unless 0 <= decay < 1.
+        average = decay·average + (1 - decay)·p, after each update; it begins as the parameters
+
+    The average has the paths of the trained parameters and is laid out as the optimizer sees them, float64 for float64
+    parameters and float32 for all others, of whose master copies it is the average where the state has them.
+    `step.averaged_params` gives the parameters to evaluate with. Wrap the optimizer itself, and put `compressed` and
+    `skip_nonfinite` around.
+
+    Raises ValueError for a decay outside of [0, 1) and, from `init`, for an optimizer whose state has an average.
+
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> from fmegatron import optim
+    >>> opt = averaged(optim.sgd(1.0), decay=0.75)
+    >>> params, state = opt.update({"w": torch.tensor([4.0])}, opt.init(params), params)
+    >>> params["w"].item(), state["average"]["w"].item()
+    (-3.0, 0.0)
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"averaged: got decay={decay}, wanted 0 <= decay < 1, such as 0.999")
+        raise ValueError(f"averaged: decay: got {decay}, wanted 0 <= decay < 1, such as 0.999")
 
     def trained(params: Tree) -> Tree:
         return tree.partition(params, opt.trains)[0]
 
     def init(params: Tree) -> Tree:
-        return {"opt": opt.init(params), "average": tree.copies(trained(params), tree.working_dtype)}
+        state = opt.init(params)
+        if "average" in state:
+            raise ValueError('averaged: got an optimizer with the state "average", wanted one without; average once')
+        return {**state, "average": tree.copies(trained(params), tree.working_dtype)}
 
     def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
-        params, new = opt.update(grads, state["opt"], params, norm)
-        average = tree.map(lambda a, p: decay * a + (1 - decay) * p.to(a.dtype), state["average"], trained(params))
-        return params, {"opt": new, "average": average}
+        inner = {name: value for name, value in state.items() if name != "average"}
+        params, new = opt.update(grads, inner, params, norm)
+        master = dict(zip(tree.paths(new.get("master", {})), tree.leaves(new.get("master", {})), strict=True))
 
-    return opt._replace(init=init, update=update, loss_scale=lambda state: opt.loss_scale(state["opt"]))
+        def one(path: str, average: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            own = master.get(path, p)
+            own = own if own.dtype == average.dtype else p.to(average.dtype)  # a master may be stored in parts
+            return decay * average + (1 - decay) * own
+
+        return params, {**new, "average": tree.map_with_path(one, state["average"], trained(params))}
+
+    return opt._replace(init=init, update=update)
 
 
 def average_of(state: Tree) -> Tree:
-    """The average in the state of an optimizer that `averaged` made, through what wraps it. ValueError without one."""
+    """The average in the state of an optimizer that `averaged` made, through its guards. ValueError without one."""
     inner = state
     while "average" not in inner:
         if not (isinstance(inner, dict) and "opt" in inner):

@@ -154,7 +154,7 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]], common:
         rates = {rate for rate, _ in map(rate_of, tree.paths(updates)) if callable(rate) or isinstance(rate, Settable)}
 
         def evaluated(rate: Any) -> dict:
-            value = state.learning_rate if isinstance(rate, Settable) else torch.as_tensor(rate(count))
+            value = state["settable"] if isinstance(rate, Settable) else torch.as_tensor(rate(count))
             return per_dtype(updates, lambda dtype: [-value.to(count.device, dtype)])
 
         values = {rate: evaluated(rate) for rate in rates}
@@ -166,7 +166,7 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]], common:
             u = u * values[rate][u.dtype][0]
             return u if factor == 1 else u * factor
 
-        return tree.map_with_path(one, updates), state
+        return tree.map_with_path(one, updates), tree.map(torch.clone, state)
 
     return Transform(common.init if isinstance(common, Settable) else lambda params: {}, update)
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fmegatron import tree
 from fmegatron.optim.loss_scale import scalar
-
-
-class Rate(NamedTuple):
-    """The rate as it is in the state: 0-d float64, the same on all ranks."""
-
-    learning_rate: Any
 
 
 @dataclass(frozen=True)
@@ -24,9 +18,9 @@ class Settable:
 
     first: float
 
-    def init(self, params: tree.Tree) -> Rate:
-        """The leaf of the state; its ArraySpec for a tree of ArraySpecs."""
-        return Rate(scalar(tree.leaves(params)[0], self.first, torch.float64))
+    def init(self, params: tree.Tree) -> dict[str, Any]:
+        """The rate in the state, 0-d float64, the same on all ranks; its ArraySpec for a tree of ArraySpecs."""
+        return {"settable": scalar(tree.leaves(params)[0], self.first, torch.float64)}
 
 
 def settable(learning_rate: float) -> Settable:
@@ -46,24 +40,31 @@ def set_rate(state: tree.Tree, learning_rate: float) -> tree.Tree:
 
     >>> from fmegatron import optim
     >>> state = optim.sgd(optim.settable(0.5)).init({"w": torch.ones(2)})
-    >>> optim.set_rate(state, 0.25)["rate"].learning_rate.item()
+    >>> optim.set_rate(state, 0.25)["rate"]["settable"].item()
     0.25
     """
     value, found = _checked("set_rate", learning_rate), []
 
     def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Rate):
+        if not _is_rate(leaf):
             return leaf
         found.append(leaf)
-        return Rate(torch.full_like(leaf.learning_rate, value))
+        return {"settable": torch.full_like(leaf["settable"], value)}
 
-    changed = tree.map(one, state, is_leaf=lambda x: isinstance(x, Rate))
+    changed = tree.map(one, state, is_leaf=_is_rate)
     if not found:
         raise ValueError(
             f"set_rate: got {tree.in_words(state)} without a rate in it, wanted the state of an optimizer with a "
             "settable rate; make it with optim.settable(learning_rate)"
         )
     return changed
+
+
+def _is_rate(x: Any) -> bool:
+    if not isinstance(x, dict) or set(x) != {"settable"}:
+        return False
+    rate = x["settable"]
+    return isinstance(rate, torch.Tensor) and rate.dtype == torch.float64 and not rate.dim()
 
 
 def _checked(who: str, rate: Any) -> float:

@@ -63,10 +63,10 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax
     return with_grad
 
 
-_OF_JAX = {
-    "has_aux": "leave it out: aux is given whenever loss_fn returns (loss, aux), and is {} otherwise",
-    "argnums": "leave it out: the first argument is differentiated; put all of them into it, as one tree",
-}
+_OF_JAX = (
+    ("has_aux", "leave it out: aux is given whenever loss_fn returns (loss, aux), and is {} otherwise"),
+    ("argnums", "leave it out: the first argument is differentiated; put all of them into it, as one tree"),
+)
 
 
 def _require_own_arguments(dtype: Any, others: dict) -> None:
@@ -74,7 +74,7 @@ def _require_own_arguments(dtype: Any, others: dict) -> None:
     if not others and isinstance(dtype, torch.dtype | None):
         return
     name, value = next(iter(others.items()), ("argnums" if isinstance(dtype, int | tuple) else "dtype", dtype))
-    fix = _OF_JAX.get(name, "arguments of loss_fn go to the function that value_and_grad returns")
+    fix = dict(_OF_JAX).get(name, "arguments of loss_fn go to the function that value_and_grad returns")
     raise ValueError(f"value_and_grad: got {name}={value!r}, wanted a loss_fn and perhaps a torch dtype; {fix}")
 
 

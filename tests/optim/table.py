@@ -62,11 +62,7 @@ TABLE = {
     "adamw": Row(plain(optim.adamw, 1e-2), ADAM),
     "adamw-cosine-no-decay": Row(plain(optim.adamw, optim.cosine(1e-2, 50, 5), weight_decay=0), ADAM),
     "adamw-patterns": Row(plain(optim.adamw, 1e-2, decay=["table$"]), ADAM),
-    "adamw-settable": Row(plain(optim.adamw, optim.settable(1e-2)), ADAM | {"rate/learning_rate"}),
-    "averaged": Row(
-        plain(lambda: optim.averaged(optim.adamw(1e-2), 0.9)),
-        {f"opt/{path}" for path in ADAM} | {"average/w"},
-    ),
+    "adamw-settable": Row(plain(optim.adamw, optim.settable(1e-2)), ADAM | {"rate/settable"}),
     "sgd": Row(plain(optim.sgd, 1e-1), {"count"}),
     "sgd-momentum": Row(plain(optim.sgd, 1e-1, momentum=0.9, weight_decay=0.01), MOMENTUM),
     "sgd-nesterov": Row(plain(optim.sgd, optim.cosine(1e-1, 50), momentum=0.9, nesterov=True), MOMENTUM),

@@ -27,7 +27,7 @@ def test_formula():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_begins_as_the_parameters(dtype):
     specs = make_specs([dtype] * 4)
-    state = tree.init(step.state_specs(specs, optim.averaged(optim.adamw(1e-3))), key=3, rank=0)
+    state = tree.init(step.state_specs(specs, optim.averaged(optim.adamw(1e-3), 0.9)), key=3, rank=0)
     assert_same(tree.map(lambda a: a.to(dtype), optim.average_of(state.opt)), state.params)
     assert {a.dtype for a in tree.leaves(optim.average_of(state.opt))} == {torch.float32}
 
@@ -67,7 +67,7 @@ def test_to_evaluate_with_on_a_mesh(strategy):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="averaged: got decay=1.0, wanted 0 <= decay < 1"):
+    with pytest.raises(ValueError, match="averaged: decay: got 1.0, wanted 0 <= decay < 1"):
         optim.averaged(optim.adamw(1e-3), 1.0)
     with pytest.raises(ValueError, match=r"average_of: got .* without an average, wanted .*optim.averaged\(optimizer"):
         optim.average_of(optim.adamw(1e-3).init({"w": torch.ones(2)}))

@@ -29,6 +29,8 @@ _FSYNCS = 8  # a disk takes many at a time
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
 
+_TAKEN = "got a path that exists and is no checkpoint, wanted a new one or a checkpoint; choose another, or remove it"
+
 
 class Held:
     """A directory that is held open: its files are reached by it whatever has taken its name since.
@@ -343,18 +345,18 @@ class FolderStore:
         if len(name) > most:
             raise ValueError(f"{self.path}: got a name of {len(name)} bytes, wanted at most {most}; use a shorter one")
         if (around := commit.checkpoint_around(self.path)) is not None:
-            raise ValueError(f"{self.path}: lies inside the checkpoint {around}; choose a path beside it")
+            raise ValueError(f"{self.path}: got a path inside of the checkpoint {around}, wanted one beside it")
         if not commit.is_there(self.path):
             return
         if not is_directory(self.path):
-            raise ValueError(f"{self.path}: exists and is no checkpoint; choose another path, or remove it")
+            raise ValueError(f"{self.path}: {_TAKEN}")
         if commit.is_mount_point(self.path):
             raise ValueError(
                 f"{self.path}: got a mount point, which no rename can replace, wanted a path below one; add a name"
             )
         names = names_in(self.path)
         if names and not {MARKER, MANIFEST} & set(names):
-            raise ValueError(f"{self.path}: exists and is no checkpoint; choose another path, or remove it")
+            raise ValueError(f"{self.path}: {_TAKEN}")
 
     def _clear(self, name: str, watch: Watch) -> list[tuple[str, Holder]]:
         """Remove what dead saves and deletions have left of this checkpoint. Raises OSError.

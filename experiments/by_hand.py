@@ -1,0 +1,79 @@
+"""A training step in sight: gradients, their sum over the ranks, norm, clip and update, on any mesh of dp and fsdp.
+
+Command  python experiments/by_hand.py
+         torchrun --nproc-per-node=2 experiments/by_hand.py --config_mesh=fsdp=2     goes on from there, on two ranks
+Expect   2.6 nats per byte at step 100, 2.2 at 500; seconds on one core.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from fmegatron import checkpoint, data, loop, nn, optim, step, tree
+from fmegatron.collectives import Axes, connect, psum
+from fmegatron.layout import DataParallel, Mesh
+
+TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What this experiment varies."""
+
+    mesh: Mesh = Mesh()
+    run: str = "runs/by_hand"
+    steps: int = 500
+    dtype: str = "float32"
+    backend: str = "inductor"
+
+
+def describe(config):
+    """(train_step, specs of its state, layouts of its batch)."""
+    mesh, axes = config.mesh, Axes(config.mesh)
+    shapes = {"letters": (256, 16), "hidden": (8 * 16, 192), "head": (192, 256)}
+    specs = tree.specs(shapes, mesh, [(".*", ("fsdp",))], tree.Normal(0.1), getattr(torch, config.dtype))
+    layouts, optimizer, ranks = tree.layouts(specs), optim.adamw(3e-3), axes[axes.data]
+
+    def loss_fn(params, batch):
+        w = nn.gather_tree(params, layouts, ranks)
+        seen = w["letters"][batch["tokens"]].unfold(1, 8, 1).flatten(2)  # the eight letters up to each position
+        labels = batch["labels"][:, 7:].flatten()
+        logits = torch.tanh(seen @ w["hidden"]) @ w["head"]
+        return F.cross_entropy(logits.flatten(0, 1), labels) / ranks.size  # this rank's part of the mean
+
+    def train_step(state, batch):
+        (loss, _), grads = step.value_and_grad(loss_fn)(state.params, batch)
+        grads = step.reduce_gradients(grads, layouts, axes)  # a psum over dp; over fsdp the gather's transpose was it
+        norm = optim.global_norm(grads, layouts, axes)
+        grads = optim.clip(grads, norm, 1.0)
+        params, opt = optimizer.update(grads, state.opt, state.params)
+        return step.State(state.step + 1, params, opt), {"loss": psum(loss, ranks), "grad_norm": norm}
+
+    rows = DataParallel(axes.data).batch_layout((16, 64), torch.int64, mesh)
+    return train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+
+
+def main(config):
+    """Check, train or go on, and save every 100 steps; returns the metrics of the last one."""
+    world, (train_step, specs, rows) = connect(config.mesh), describe(config)
+    print(step.check(train_step, specs, rows, config.mesh))
+    train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
+    tokens, layouts, metrics = data.ByteTokenizer().encode(TEXT.read_text()), tree.layouts(specs), {}
+    batches = data.Batches(tokens, 16, 64, seed=0).for_rank(rows["tokens"], world.rank, world.device)
+    with checkpoint.Manager(config.run, keep=2, world=world) as manager:
+        begin, state = 0, None
+        if manager.steps():
+            begin, state, _ = manager.restore_latest(layouts)
+        state = state or tree.init(specs, 0, world.rank, world.device)
+        for done in range(begin + 1, config.steps + 1):
+            state, metrics = train_step(state, batches.at(done - 1))
+            if done % 100 == 0 or done == config.steps:
+                manager.save(done, state, layouts)
+                print(done, {name: x.item() for name, x in metrics.items()} if world.rank == 0 else "")
+    return {name: x.item() for name, x in metrics.items()}
+
+
+if __name__ == "__main__":
+    loop.launch(main, Config)

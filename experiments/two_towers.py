@@ -1,0 +1,109 @@
+"""Two towers that learn which image belongs to which text: a softmax over all ranks' batch, microbatches, and Muon.
+
+Claim    The loss, which couples all rows of a microbatch, is the same number on every mesh, and so is the run.
+Command  torchrun --nproc-per-node=4 experiments/two_towers.py --config_mesh=dp=2,fsdp=2
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from fmegatron import loop, nn, optim, step, tree
+from fmegatron.collectives import Axes, all_gather, axis_index, connect, psum
+from fmegatron.layout import DataParallel, Mesh
+
+STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicated over dp
+
+
+@dataclass(frozen=True)
+class Config:
+    """What this experiment varies."""
+
+    mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp and fsdp
+    run: str = loop.field("runs/two_towers", resume="free")
+    hidden: int = 16  # numbers that an image and its text have in common
+    image: int = 96  # numbers of an image
+    text: int = 64  # numbers of a text
+    dim: int = 128
+    layers: int = 2
+    out: int = 32  # numbers that both towers end in
+    batch_size: int = 64
+    microbatches: int = 2
+    steps: int = loop.field(500, resume="named", least=1)
+    lr: float = loop.field(3e-3, resume="named", above=0)
+    every: int = loop.field(100, resume="free", least=1)  # steps between checkpoints
+    backend: Literal["inductor", "aot_eager", "eager"] = loop.field("inductor", resume="named")
+
+
+def block(x_BD, w):
+    """A residual MLP."""
+    return x_BD + F.gelu(nn.rms_norm(x_BD, w["norm"]) @ w["up"]) @ w["down"]
+
+
+def model(config: Config):
+    """(specs, loss_fn) of both towers on the mesh of the config."""
+    D, L, axes = config.dim, config.layers, Axes(config.mesh)
+
+    def tower(width):
+        blocks = {"norm": (L, D), "up": (L, D, 4 * D), "down": (L, 4 * D, D)}
+        return {"first": (width, D), "blocks": blocks, "last": (D, config.out)}
+
+    shapes = {"image": tower(config.image), "text": tower(config.text), "scale": ()}
+    init = [("norm", tree.ones), ("scale", tree.Constant(2.0)), (".*", tree.Normal(0.1))]
+    specs = tree.specs(shapes, config.mesh, (), init, strategy=STRATEGY, stacked="blocks")
+    layouts, data = tree.layouts(specs), axes[axes.data]
+
+    def encode(params, layouts, x_BD):
+        first, last = (nn.gather_tree(params[name], layouts[name], data) for name in ("first", "last"))
+        x_BD = step.layers(block, params["blocks"], layouts["blocks"], axes)(x_BD @ first)
+        return F.normalize(x_BD @ last, dim=-1)
+
+    def loss_fn(params, batch):
+        images, texts = (encode(params[name], layouts[name], batch[name]) for name in ("image", "text"))
+        rows = len(images)
+        own = axis_index(data, like=images) * rows + torch.arange(rows, device=images.device)
+        loss = 0
+        for mine, others in ((images, texts), (texts, images)):
+            scores = params["scale"].exp() * mine @ all_gather(others, data, 0).mT
+            loss = loss + F.cross_entropy(scores, own, reduction="sum") / (2 * rows * data.size)
+        return loss, {"loss": psum(loss.detach(), data)}
+
+    return specs, loss_fn
+
+
+def pairs(config: Config, position: int) -> dict:
+    """The batch of a step: images and texts, row by row two views of one hidden vector."""
+    draw = torch.Generator().manual_seed(0)
+    views = {name: torch.randn(config.hidden, getattr(config, name), generator=draw) for name in ("image", "text")}
+    hidden = torch.randn(config.batch_size, config.hidden, generator=draw.manual_seed(1 + position))
+    return {name: (hidden @ view * config.hidden**-0.5).tanh() for name, view in views.items()}
+
+
+def describe(config: Config):
+    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
+    (specs, loss_fn), axes = model(config), Axes(config.mesh)
+    layouts, how = tree.layouts(specs), {"strategy": STRATEGY, "microbatches": config.microbatches}
+    optimizer = optim.muon(config.lr, step.placements(layouts, STRATEGY).optim, axes)
+    train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, **how)
+    batch = {
+        name: STRATEGY.batch_layout(x.shape, x.dtype, config.mesh, config.microbatches)
+        for name, x in pairs(config, 0).items()
+    }
+    return train_step, step.state_specs(specs, optimizer, STRATEGY), batch
+
+
+def main(config: Config) -> dict[str, float]:
+    """Train, or go on; returns the last metrics."""
+    with loop.set_up():
+        world, (train_step, specs, rows) = connect(config.mesh), describe(config)
+        train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
+        run = loop.Run(config.run, train_step, specs, world=world, settings=config, save_every=config.every)
+    for _ in run(lambda at: world.put(tree.local(pairs(config, at), rows, world.rank)), config.steps):
+        pass
+    return run.metrics
+
+
+if __name__ == "__main__":
+    loop.launch(main, Config)
