@@ -66,6 +66,7 @@ def test_ambiguous_paths(tmp_path):
 
 def test_odd_names(tmp_path):
     names = ["..", ".", "zarr.json", "manifest.json", "c.0", "a b", "ü", "%2E", "COMPLETE", "c.0.0", "part.1", "a\\b"]
+    names += ["a.__lock", ".__lock", "__lock", "a.__lock.__lock"]  # tensorstore refuses files below such names
     state = {name: torch.full((1 << 15,), float(i)) for i, name in enumerate(names)}
     layouts = {name: Layout((1 << 15,), F32, Mesh()) for name in names}
     checkpoint.save(tmp_path / "a", state, layouts)

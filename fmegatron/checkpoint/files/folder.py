@@ -18,7 +18,7 @@ import numpy as np
 
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, ZARR, Array
-from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
+from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values, unusual
 from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
 from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
@@ -344,6 +344,8 @@ class FolderStore:
         name, most = os.fsencode(os.path.basename(self.path)), self.limits()[0] - len("..reading-") - 12
         if len(name) > most:
             raise ValueError(f"{self.path}: got a name of {len(name)} bytes, wanted at most {most}; use a shorter one")
+        if (why := unusual(self.path)) is not None:
+            raise ValueError(f"{self.path!a}: got a path with {why}, wanted one that tensorstore writes to; rename it")
         if (around := commit.checkpoint_around(self.path)) is not None:
             raise ValueError(f"{self.path}: got a path inside of the checkpoint {around}, wanted one beside it")
         if not commit.is_there(self.path):
