@@ -93,7 +93,6 @@ class Manager:
         self._failures: list[str] = []  # of saves in the background, still to be raised
 
     # ---- what there is
-
     def __repr__(self) -> str:
         return f"Manager({str(self.directory)!r}, keep={self.keep}): {self._both[0].in_words()}"
 
