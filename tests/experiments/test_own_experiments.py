@@ -35,6 +35,7 @@ class Case(NamedTuple):
 CASES = {
     "mixer": Case(Mesh(dp=2, fsdp=2), Mesh(fsdp=2), {"seq_len": 16}, 1.0),
     "windowed": Case(Mesh(tp=2), Mesh(tp=2), {"seq_len": 16, "window": 4, "heads": 2}, 1.0),
+    "own_model": Case(Mesh(fsdp=2, tp=2), Mesh(tp=2), {"seq_len": 16, "heads": 2}, 1.0),
     "two_towers": Case(Mesh(dp=2, fsdp=2), Mesh(fsdp=2), {"image": 32, "text": 24, "out": 8, "hidden": 4}, 0.5),
 }
 every_experiment = pytest.mark.parametrize("name", CASES)
