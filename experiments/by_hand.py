@@ -2,7 +2,7 @@
 
 Command  python experiments/by_hand.py
          torchrun --nproc-per-node=2 experiments/by_hand.py --config_mesh=fsdp=2     goes on from there, on two ranks
-Expect   2.6 nats per byte at step 100, 2.2 at 500; seconds on one core.
+Expect   2.41 nats per byte at step 100, 2.14 at 500; seconds on one core.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,8 @@ def describe(config):
         seen = w["letters"][batch["tokens"]].unfold(1, 8, 1).flatten(2)  # the eight letters up to each position
         labels = batch["labels"][:, 7:].flatten()
         logits = torch.tanh(seen @ w["hidden"]) @ w["head"]
-        return F.cross_entropy(logits.flatten(0, 1), labels) / ranks.size  # this rank's part of the mean
+        loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+        return loss / (labels.numel() * ranks.size)  # this rank's part of the mean
 
     def train_step(state, batch):
         (loss, _), grads = step.value_and_grad(loss_fn)(state.params, batch)

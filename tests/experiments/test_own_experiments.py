@@ -34,6 +34,7 @@ class Case(NamedTuple):
 CASES = {
     "mixer": Case(Mesh(dp=2, fsdp=2), Mesh(fsdp=2), {"seq_len": 16}, 1.0, 1e-4),
     "windowed": Case(Mesh(tp=2), Mesh(tp=2), {"seq_len": 16, "window": 4, "heads": 2}, 1.0, 1e-4),
+    "own_model": Case(Mesh(fsdp=2, tp=2), Mesh(tp=2), {"seq_len": 16, "heads": 2}, 1.0, 1e-4),
     "two_towers": Case(Mesh(dp=2, fsdp=2), Mesh(fsdp=2), {"image": 32, "text": 24, "out": 8, "hidden": 4}, 1.0, 0.1),
 }
 every_experiment = pytest.mark.parametrize("name", CASES)

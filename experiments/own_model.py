@@ -1,0 +1,109 @@
+"""A model of one's own: attention that forgets, an own loss, an average of the parameters; on dp, fsdp and tp.
+
+Claim    Attention without a softmax, whose heads forget at rates that they learn (gated retention, arXiv 2307.08621),
+         learns the next byte, trained by a focal loss (arXiv 1708.02002).
+Command  torchrun --nproc-per-node=4 experiments/own_model.py --config_mesh=fsdp=2,tp=2
+         python -m fmegatron.check experiments/own_model.py --mesh dp=2,fsdp=4,tp=2
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from fmegatron import data, loop, nn, optim, step, tree
+from fmegatron.collectives import Axes, connect, psum
+from fmegatron.layout import DataParallel, Mesh
+from fmegatron.loop import field
+
+TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
+RULES = [
+    ("embed|head", ("tp", "fsdp")),  # dim 0 is the vocabulary
+    ("wqkvg", (None, "fsdp", None, "tp")),  # [layer, D, (q, k, v, gate), H·K]
+    ("wo", (None, "tp", "fsdp")),
+    ("forget", (None, "tp")),  # [layer, H]
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What this experiment varies."""
+
+    mesh: Mesh = field(Mesh(), resume="named")
+    run: str = field("runs/own_model", resume="free")
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    seq_len: int = 64
+    focus: float = field(1.0, least=0)  # γ of the focal loss: 0 is the plain one
+    batch_size: int = 32
+    steps: int = field(1000, resume="named", least=1)
+    lr: float = field(3e-3, resume="named", above=0)
+    every: int = field(100, resume="free", least=1)  # steps between checkpoints
+    dtype: Literal["float32", "float64"] = "float32"
+    backend: Literal["inductor", "aot_eager", "eager"] = field("inductor", resume="named")
+
+
+def retention(q_BHSK, k_BHSK, v_BHSK, forget_H):
+    """What a position reads of those before it: its product with them, less for each position in between."""
+    S = torch.arange(q_BHSK.shape[-2], device=q_BHSK.device)
+    age_ST = (S[:, None] - S).to(q_BHSK.dtype)
+    kept_HST = (-F.softplus(forget_H)[:, None, None] * age_ST.clamp(min=0)).exp().masked_fill(age_ST < 0, 0)
+    return (q_BHSK @ k_BHSK.mT * q_BHSK.shape[-1] ** -0.5 * kept_HST) @ v_BHSK
+
+
+def model(config):
+    """(specs, loss_fn) on the mesh of the config."""
+    D, L, H, axes, dtype = config.dim, config.layers, config.heads, Axes(config.mesh), getattr(torch, config.dtype)
+    blocks = {"norm": (L, D), "wqkvg": (L, D, 4, D), "forget": (L, H), "wo": (L, D, D)}
+    shapes = {"embed": (256, D), "blocks": blocks, "final_norm": (D,), "head": (256, D)}
+    init = [(r"\w*norm", tree.ones), ("forget", tree.Constant(-2.0)), (".*", tree.Normal(0.02))]
+    specs = tree.specs(shapes, config.mesh, RULES, init, dtype)
+    layouts, tp, ranks = tree.layouts(specs), axes["tp"], axes[axes.data]
+
+    def block(x_BSD, w):
+        u_BSF = nn.column_parallel(nn.rms_norm(x_BSD, w["norm"]), w["wqkvg"].flatten(1), tp)
+        q, k, v, gate = u_BSF.unflatten(-1, (4, H // tp.size, D // H)).permute(2, 0, 3, 1, 4)
+        o_BHSK = nn.rms_norm(retention(q, k, v, w["forget"]), v.new_ones(D // H)) * F.silu(gate)
+        return x_BSD + nn.row_parallel(o_BHSK.transpose(1, 2).flatten(2), w["wo"], tp)
+
+    def loss_fn(params, batch):
+        ends = ("embed", "final_norm", "head")
+        w = nn.gather_tree({k: params[k] for k in ends}, {k: layouts[k] for k in ends}, ranks)
+        x_BSD = nn.embed(batch["tokens"], w["embed"], tp)
+        x_BSD = step.layers(block, params["blocks"], layouts["blocks"], axes)(x_BSD)
+        logits_BSV = nn.column_parallel(nn.rms_norm(x_BSD, w["final_norm"]), w["head"].t(), tp)
+        nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], tp)
+        focal_BS = (1 - (-nll_BS).exp()) ** config.focus * nll_BS  # what is known already counts less
+        loss, nll = (x.sum() / (x.numel() * ranks.size) for x in (focal_BS, nll_BS))
+        return loss, {"loss": psum(loss.detach(), ranks), "nll": psum(nll.detach(), ranks)}
+
+    return specs, loss_fn
+
+
+def describe(config):
+    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and parity."""
+    specs, loss_fn = model(config)
+    rate = optim.cosine(config.lr, config.steps, warmup=config.steps // 10)
+    optimizer = optim.averaged(optim.adamw(rate), decay=0.99)
+    train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh))
+    rows = DataParallel().batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
+    return train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+
+
+def main(config):
+    """Train, or go on; returns the last metrics. `step.averaged_params` gives what to evaluate or sample with."""
+    with loop.set_up():
+        world, (train_step, specs, _) = connect(config.mesh), describe(config)
+        train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
+        ids = data.ByteTokenizer().encode(TEXT.read_text())
+        run = loop.Run(config.run, train_step, specs, world=world, settings=config, save_every=config.every)
+    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=0), config.steps):
+        pass
+    return run.metrics
+
+
+if __name__ == "__main__":
+    loop.launch(main, Config)
