@@ -20,7 +20,7 @@ FOLDERS = ("experiments", "notebooks")
 def sentence(path) -> str:
     """First sentence of the first line of a file's docstring."""
     line = (ast.get_docstring(syntax(path.relative_to(ROOT))) or "").partition("\n")[0]
-    return line.partition(". ")[0].rstrip(".")
+    return re.split(r"(?<!et al)\. ", line)[0].rstrip(".")
 
 
 def rooms_tree() -> str:
