@@ -56,7 +56,9 @@ def _walk(node: Any, path: str, above: tuple[int, ...], found: Flat) -> None:
     items = _items(node)
     if items is None:
         if path in found.leaves:
-            raise ValueError(f"{path}: got two leaves of this path (a key that is another's text?); rename one")
+            raise ValueError(
+                f"{path}: got two leaves of this path (a key that is another's text?), wanted one; rename one"
+            )
         found.leaves[path] = node
         if isinstance(node, np.ndarray | np.generic):
             found.containers[path] = ARRAY if isinstance(node, np.ndarray) else SCALAR
@@ -65,7 +67,9 @@ def _walk(node: Any, path: str, above: tuple[int, ...], found: Flat) -> None:
         raise ValueError(f"{path or 'state'}: got a container that contains itself, wanted a tree; take it out")
     if (kind := _kind(node, path)) is not None:
         if path in found.containers:
-            raise ValueError(f"{path}: got two containers of this path (a key that is another's text?); rename one")
+            raise ValueError(
+                f"{path}: got two containers of this path (a key that is another's text?), wanted one; rename one"
+            )
         found.containers[path] = kind
     for key, item in items:
         _walk(item, below(path, key), (*above, id(node)), found)
@@ -112,7 +116,8 @@ def _kind(node: Any, path: str) -> Any:
         if text == "":
             raise ValueError(f"{path or 'state'}: got the key '', wanted text; rename the key")
         if any("/".join(parts[:i]) in texts for i in range(1, len(parts))):
-            raise ValueError(f"{below(path, text)}: got a key that is below another key of its dict; rename one")
+            at = below(path, text)
+            raise ValueError(f"{at}: got a key that is below another key of its dict, wanted neither; rename one")
     if all(type(key) is str and "/" not in key for key in node):
         return None
     return {"dict": [to_json(key, f"{below(path, key)} (its key)") for key in node]}
@@ -194,7 +199,7 @@ def rebuilt(node: Any, leaves: Mapping[str, Any], in_place: bool, path: str = ""
         return node
     if gone := next((below(path, key) for key, x in new if x is Absent), None):
         raise ValueError(
-            f"{gone}: not in the checkpoint, and its container is no dict, so it cannot be left out;"
+            f"{gone}: got nothing, as it is not in the checkpoint, and its container is no dict, wanted a value;"
             " pass initial= with a value for it"
         )
     values = [x for _, x in new]

@@ -353,9 +353,7 @@ class FolderStore:
         if not is_directory(self.path):
             raise ValueError(f"{self.path}: {_TAKEN}")
         if commit.is_mount_point(self.path):
-            raise ValueError(
-                f"{self.path}: got a mount point, which no rename can replace, wanted a path below one; add a name"
-            )
+            raise ValueError(f"{self.path}: got a mount point, wanted a path below one, as no rename replaces it")
         names = names_in(self.path)
         if names and not {MARKER, MANIFEST} & set(names):
             raise ValueError(f"{self.path}: {_TAKEN}")

@@ -83,7 +83,7 @@ class Wanted:
         )
         if problems := kinds or complaints(difference, mode):
             lines = "\n".join(f"  {p}" for p in problems[:10])
-            raise ValueError(f"{where} does not fit the target:\n{lines}")
+            raise ValueError(f"{where}: got leaves that do not fit the target, wanted all to fit:\n{lines}")
         return difference
 
     def build(

@@ -29,15 +29,17 @@ from fmegatron.collectives import (
     Sharded,
     collective_of,
 )
-from fmegatron.layout import Mesh
 from fmegatron.step.check.context import Scope, op_name, suspected
 from fmegatron.step.check.dims import (
     UNIFORM,
     Atom,
     Dim,
     Fold,
+    beside,
     canonical,
+    constant_along,
     cut,
+    filled_in,
     folds_of,
     interleaved,
     over,
@@ -266,7 +268,7 @@ def _dim_gathered(
                    f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
         marks = dict.fromkeys(axes, wrong)
     if terms:
-        after: Dim = (*_beside(scope.mesh, axes, terms), *stripped(atoms, axes))
+        after: Dim = (*beside(scope.mesh, axes, terms), *stripped(atoms, axes))
     elif constant:  # the same everywhere: of the parts of a dim, too
         after = (Atom(size_of(atoms) * n, UNIFORM),)
     elif any(marks.values()) and not loose:
@@ -277,35 +279,13 @@ def _dim_gathered(
         cuts = frozenset(c * n for c in first.cuts) if left else frozenset()
         after = (Atom(first.size * n, left, cuts, first.inner), *atoms[1:])
     elif first.plain and not first.cuts and set(axes) <= set(own):
-        after = (*_filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
+        after = (*filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
     else:  # rank by rank
         after = (Atom(n, ()), *stripped(atoms, axes))
     out = x.marked(marks)
     dims = list(out.dims)
     dims[dim] = tuple(after)
     return replace(out, constant=None if loose else out.constant).with_dims(dims)
-
-
-def constant_along(atoms: Dim) -> bool:
-    """Whether a value is the same all along a dim: as well of all of the dim as of each rank's part."""
-    return bool(atoms) and all(atom.axes is UNIFORM for atom in atoms)
-
-
-def _beside(mesh: Mesh, axes: tuple[str, ...], folds: dict[str, Fold]) -> Dim:
-    """The ranks' parts side by side: a factor for each axis, major first."""
-    return tuple(Atom(mesh[axis], (), fold=folds.get(axis)) for axis in axes)
-
-
-def _filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size: int) -> tuple[Atom, ...]:
-    """Atoms of a dim of `size` sharded by `own` when some of these axes are gathered: each takes its place in order."""
-    out, before = [], ()
-    for axis in own:
-        if axis in gathered:
-            out.append(Atom(mesh[axis], before))
-            before = ()
-        else:
-            before += (axis,)
-    return (*out, Atom(size, before))
 
 
 def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, split_dim: int, concat_dim: int) -> Value:
@@ -329,7 +309,7 @@ def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, spl
     whole = replace(x.without(axes), data=False)
     dims = list(whole.dims)
     if terms:
-        dims[concat_dim] = (*_beside(scope.mesh, axes, terms), *x.dims[concat_dim])
+        dims[concat_dim] = (*beside(scope.mesh, axes, terms), *x.dims[concat_dim])
     else:
         dims[concat_dim] = canonical(_whole_again(x.dims[concat_dim], axes, n))
     out = _dim_cut(scope, node, whole.with_dims(dims), split_dim, axes, ())
