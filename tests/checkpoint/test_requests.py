@@ -60,8 +60,8 @@ def test_metadata_is_json(tmp_path):
 
 def test_ambiguous_paths(tmp_path):
     x, layout = torch.ones(3), Layout((3,), F32, Mesh())
-    refused(tmp_path, {"a/b": x, "a": {"b": x}}, {"a/b": layout, "a": {"b": layout}}, "a/b: two leaves")
-    refused(tmp_path, {"a/b": x, "a": x}, {"a/b": layout, "a": layout}, "a/b: a is a leaf")
+    refused(tmp_path, {"a/b": x, "a": {"b": x}}, {"a/b": layout, "a": {"b": layout}}, "a/b: got two leaves")
+    refused(tmp_path, {"a/b": x, "a": x}, {"a/b": layout, "a": layout}, "a/b: got a path below the leaf a")
 
 
 def test_odd_names(tmp_path):

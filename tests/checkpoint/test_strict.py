@@ -122,7 +122,7 @@ def test_only_items_of_dicts_can_be_left_out(tmp_path):
     assert got[0]["z"] == {}
     wanted = [{"x": layout()}, layout()]
     with pytest.raises(
-        ValueError, match="1: got nothing, as it is not in the checkpoint, and its container is no dict.*pass initial="
+        ValueError, match="1: not in the checkpoint, and its container is no dict.*pass initial="
     ):
         restore(tmp_path / "a", wanted, strict="ignore_all")
     got = restore(tmp_path / "a", wanted, strict="ignore_all", initial=[{"x": torch.zeros(4)}, torch.full((4,), 7.0)])
