@@ -55,7 +55,7 @@ class Compiled:
         leaves = [Leaf(position, paths[position], name) for position in self.donated.values()]
         return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves])
 
-    def compile(self, tell: Callable[[str], None]) -> None:
+    def compile(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Compile the layers inside, then the graph around them. tell: hears what is being compiled."""
         self.run = self.program.compile(self.options, tell)
         if self.donation is not None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.house import sources, syntax
 
-ORDER = ("calls", "files", "writing", "reading", "background", "manage", "local", "tools")
-BESIDE = {"calls", "files"}  # what writing and reading have in common; neither needs the other
+ORDER = ("calls", "files", "dicts", "writing", "reading", "background", "manage", "local", "tools")
+BESIDE = {"calls", "files", "dicts"}  # what writing and reading have in common; neither needs the other
 
 
 @pytest.mark.parametrize("path", [path for path in sources("fmegatron/checkpoint") if len(path.parts) > 3], ids=str)

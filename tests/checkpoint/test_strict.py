@@ -121,9 +121,7 @@ def test_only_items_of_dicts_can_be_left_out(tmp_path):
     got = restore(tmp_path / "a", [{"x": layout(), "z": {"y": layout()}}], strict="ignore_all")
     assert got[0]["z"] == {}
     wanted = [{"x": layout()}, layout()]
-    with pytest.raises(
-        ValueError, match="1: not in the checkpoint, and its container is no dict.*pass initial="
-    ):
+    with pytest.raises(ValueError, match="1: not in the checkpoint, and its container is no dict.*pass initial="):
         restore(tmp_path / "a", wanted, strict="ignore_all")
     got = restore(tmp_path / "a", wanted, strict="ignore_all", initial=[{"x": torch.zeros(4)}, torch.full((4,), 7.0)])
     assert torch.equal(got[0]["x"], torch.ones(4)) and torch.equal(got[1], torch.full((4,), 7.0))

@@ -75,7 +75,7 @@ def refuse(rank, path, size):
     with connect(Mesh(world=size), device="cpu") as world:
         for state, match in (
             ({"x": torch.zeros(2), "lr": 0.1 * (rank + 1)}, "values.*differ between ranks 0 and 1: lr"),
-            ({"x": torch.zeros(2 + rank)}, "differ from rank 0"),
+            ({"x": torch.zeros(2 + rank)}, "differ, wanted that of rank 0"),
         ):
             with pytest.raises((ValueError, RuntimeError), match=match):
                 save_state_dict(path, state, world)

@@ -228,7 +228,7 @@ def test_followers_load_what_the_leader_compiled(ranks, tmp_path):
 def compile_with_a_bug_on_the_leader(rank):
     with connect(Mesh(dp=2)) as world, pytest.MonkeyPatch.context() as patched:
         if rank == 0:
-            patched.setattr(Compiled, "compile", lambda self: 1 / 0)
+            patched.setattr(Compiled, "compile", lambda self, tell: 1 / 0)
         try:
             jit(lambda x: x + 1, world=world)(torch.ones(1))
         except RuntimeError as e:
