@@ -3,8 +3,8 @@
 from fmegatron.checkpoint import rank_state
 from fmegatron.checkpoint.background.async_save import AsyncSaver, save_async
 from fmegatron.checkpoint.background.handle import Handle
+from fmegatron.checkpoint.dicts.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.files.claim import Claim, ClaimedError, claim
-from fmegatron.checkpoint.files.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.snapshot import Snapshot, open_snapshot
 from fmegatron.checkpoint.files.storage import open_store

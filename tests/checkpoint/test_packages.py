@@ -6,7 +6,7 @@ import pytest
 
 from tests.house import sources, syntax
 
-ORDER = ("calls", "dicts", "files", "writing", "reading", "background", "manage", "local", "tools")
+ORDER = ("calls", "files", "dicts", "writing", "reading", "background", "manage", "local", "tools")
 BESIDE = {"calls", "files", "dicts"}  # what writing and reading have in common; neither needs the other
 
 

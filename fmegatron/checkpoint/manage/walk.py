@@ -17,9 +17,9 @@ import torch
 
 from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.dicts.describe import describe
 from fmegatron.checkpoint.dicts.values import own_metadata
 from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.describe import describe
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.snapshot import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
