@@ -168,8 +168,8 @@ class Run:
                     if info.last or info.step % self.save_every == 0:
                         claim.check()
                         known = self.settings.metadata(samples(info.step))
-                        how = {"finite": info.finite(), "wait": info.last or not self.async_save}
-                        manager.save(info.step, info.state, self.specs, known, **how)
+                        wait = info.last or not self.async_save
+                        manager.save(info.step, info.state, self.specs, known, finite=info.finite(), wait=wait)
                     for report in manager.poll():
                         log(report.step, report.record())
                     if self._evaluate is not None and (info.last or info.step % self.eval_every == 0):
@@ -227,9 +227,12 @@ def _rows_of(batches: Any, step: Any, mesh: Any, world: World) -> RankBatches | 
     return batches
 
 
-def _from(batches: Any, samples: int | None, step: int) -> tuple[Callable, Callable[[int], int | None], int]:
+def _from(
+    batches: Any, samples: int | None, step: int
+) -> tuple[Callable[[int], Any], Callable[[int], int | None], int]:
     """(position -> batch, updates -> samples seen, tokens per step) of data that goes on behind these samples."""
     if not isinstance(batches, RankBatches) or not isinstance(batches.batches, Batches):
-        return getattr(batches, "at", batches), lambda step: None, 0
+        at = batches.at if isinstance(batches, RankBatches) else batches
+        return at, lambda step: None, 0
     of = batches.batches.after(samples, step)
     return dataclasses.replace(batches, batches=of).at, of.samples, of.batch_size * of.seq_len
