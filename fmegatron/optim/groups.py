@@ -161,7 +161,7 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]], common:
 
         def one(path: str, u: torch.Tensor) -> torch.Tensor:
             rate, factor = rate_of(path)
-            if rate not in values:
+            if not callable(rate) and not isinstance(rate, Settable):
                 return u * (-rate * factor)
             u = u * values[rate][u.dtype][0]
             return u if factor == 1 else u * factor
