@@ -1,7 +1,7 @@
 """Optimizer: (init, update), made of a chain of transforms, one count, and master copies of narrow parameters."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -59,7 +59,7 @@ class Optimizer(NamedTuple):
     loss_scale: Callable[[Tree], torch.Tensor | None] = no_loss_scale
 
 
-def optimizer(*unnamed: Any, **transforms: Transform) -> Optimizer:
+def optimizer(*unnamed: Transform, **transforms: Transform) -> Optimizer:
     """The optimizer that adds to the parameters what a chain of transforms makes of the gradients.
 
     All arithmetic is in working precision: float64 for float64 parameters, float32 for all others, whose float32 master

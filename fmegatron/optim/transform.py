@@ -6,7 +6,7 @@ of it). Leaves of a tree may be absent: None, which optree treats as an empty no
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ def stateless(update: Callable[[Tree, Tree, torch.Tensor], Tree]) -> Transform:
     return Transform(lambda params: {}, lambda updates, state, params, count: (update(updates, params, count), state))
 
 
-def chain(*unnamed: Any, **transforms: Transform) -> Transform:
+def chain(*unnamed: Transform, **transforms: Transform) -> Transform:
     """Apply transforms one after the other, in the order written; the names become the first part of the state's paths.
 
     `chain(adam=scale_by_adam(), rate=scale_by_learning_rate(1e-3))` has the state {"adam": …}: transforms without state

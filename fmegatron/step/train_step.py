@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,15 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax
     _require_own_arguments(dtype, of_jax)
     if not callable(loss_fn):
         raise ValueError(f"value_and_grad: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, *args)")
+    return _with_grad(loss_fn, dtype, _anything)
+
+
+def _anything(aux: Any) -> None:
+    """No aux is refused."""
+
+
+def _with_grad(loss_fn: Callable, dtype: torch.dtype | None, require: Callable) -> Callable:
+    """`value_and_grad`, which gives aux to `require` as loss_fn returned it."""
 
     @functools.wraps(loss_fn)
     def with_grad(params, *args, **named):
@@ -58,6 +68,7 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax
         leaves = [(leaf if dtype is None else widened(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
             loss, aux = loss_and_aux(loss_fn, loss_fn(tree.unflatten(spec, leaves), *args, **named))
+            require(aux)
             _require_gradient(loss_fn, loss)
             if is_tracing():
                 mark_backward([loss.grad_fn])
@@ -68,10 +79,12 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax
     return with_grad
 
 
-_OF_JAX = {
-    "has_aux": "leave it out: aux is given whenever loss_fn returns (loss, aux), and is {} otherwise",
-    "argnums": "leave it out: the first argument is differentiated; put all of them into it, as one tree",
-}
+_OF_JAX = MappingProxyType(
+    {
+        "has_aux": "leave it out: aux is given whenever loss_fn returns (loss, aux), and is {} otherwise",
+        "argnums": "leave it out: the first argument is differentiated; put all of them into it, as one tree",
+    }
+)
 
 
 def _require_own_arguments(dtype: Any, others: dict) -> None:
@@ -192,7 +205,7 @@ def build_train_step(
         return reduce_gradients(grads, trained_at.params, axes, to, wires, together)
 
     def gradient_of(loss: Callable) -> Callable:
-        gradient = value_and_grad(loss, None if precision is None else summed)
+        gradient = _with_grad(loss, None if precision is None else summed, functools.partial(_require_metrics, loss_fn))
         if microbatches is not True and microbatches == 1:  # nothing to accumulate
             return gradient
         return accumulate(gradient, microbatches, each=reduced, weight=weight, dtype=summed)
@@ -213,7 +226,6 @@ def build_train_step(
             (loss, metrics), grads = general(trained, batch, frozen, scale)
         else:
             (loss, metrics), grads = plain(trained, batch)
-        _require_metrics(loss_fn, metrics)
         if microbatches > 1:
             grads = moved(grads, trained_at.grads, trained_at.optim, axes, wires, together)
         else:
