@@ -1,7 +1,7 @@
 """A causal MLP-Mixer as a language model, with an average of its weights, which is what is evaluated.
 
-Claim    Positions mixed by learned lower triangular matrices, without attention, predict the next byte, and the average
-         of the weights predicts it better than the newest weights.
+Claim    Positions mixed by learned lower triangular matrices, without attention, learn to predict the next byte, by the
+         same losses on every mesh. What is evaluated is the average of the weights.
 Command  torchrun --nproc-per-node=4 experiments/mixer.py --config_mesh=dp=2,fsdp=2
 """
 
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from fmegatron import data, loop, nn, optim, step, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicated over dp
@@ -25,18 +24,17 @@ STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicat
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = field(Mesh(), resume="named")  # axes dp and fsdp
-    run: str = field("runs/mixer", resume="free")
+    mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp and fsdp
+    run: str = loop.field("runs/mixer", resume="free")
     dim: int = 128
     layers: int = 4
     seq_len: int = 64
     batch_size: int = 32
-    steps: int = field(1000, resume="named", least=1)
-    lr: float = field(3e-3, resume="named", above=0)
+    steps: int = loop.field(1000, resume="named", least=1)
+    lr: float = loop.field(3e-3, resume="named", above=0)
     decay: float = 0.99  # of the average of the weights, for each step
-    every: int = field(100, resume="free", least=1)  # steps between checkpoints and evaluations
-    dtype: Literal["float32", "float64"] = "float32"
-    backend: Literal["inductor", "aot_eager", "eager"] = field("inductor", resume="named")
+    every: int = loop.field(100, resume="free", least=1)  # steps between checkpoints and evaluations
+    backend: Literal["inductor", "aot_eager", "eager"] = loop.field("inductor", resume="named")
 
 
 def block(x_BSD, w):
@@ -52,24 +50,23 @@ def model(config: Config):
     blocks = {"position_norm": (L, D), "first": (L, S, S), "last": (L, S, S)}
     blocks |= {"channel_norm": (L, D), "up": (L, D, 4 * D), "down": (L, 4 * D, D)}
     shapes = {"embed": (256, D), "blocks": blocks, "final_norm": (D,), "head": (D, 256)}
-    init, dtype = [(r"\w+_norm", tree.ones), (".*", tree.Normal(0.02))], getattr(torch, config.dtype)
-    specs = tree.specs(shapes, config.mesh, init=init, dtype=dtype, strategy=STRATEGY, stacked="blocks")
+    init = [(r"\w+_norm", tree.ones), (".*", tree.Normal(0.02))]
+    specs = tree.specs(shapes, config.mesh, init=init, strategy=STRATEGY, stacked="blocks")
+    layouts, data_axis = tree.layouts(specs), axes[axes.data]
 
     def loss_fn(params, batch):
-        params = nn.gather_tree(params, tree.layouts(specs), axes[axes.data])
-        x_BSD = params["embed"][batch["tokens"]]
-        for i in range(L):
-            x_BSD = block(x_BSD, tree.map(lambda w, i=i: w[i], params["blocks"]))
-        logits_BSV = nn.rms_norm(x_BSD, params["final_norm"]) @ params["head"]
+        embed, norm, head = (nn.gather_tree(params[k], layouts[k], data_axis) for k in ("embed", "final_norm", "head"))
+        x_BSD = step.layers(block, params["blocks"], layouts["blocks"], axes)(embed[batch["tokens"]])
+        logits_BSV = nn.rms_norm(x_BSD, norm) @ head
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        loss = loss / (batch["labels"].numel() * axes[axes.data].size)
-        return loss, {"loss": psum(loss.detach(), axes[axes.data])}
+        loss = loss / (batch["labels"].numel() * data_axis.size)
+        return loss, {"loss": psum(loss.detach(), data_axis)}
 
     return specs, loss_fn
 
 
 def describe(config: Config):
-    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and parity."""
+    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
     specs, loss_fn = model(config)
     rate = optim.cosine(config.lr, config.steps, warmup=config.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), config.decay)
@@ -85,19 +82,19 @@ def main(config: Config) -> dict[str, float]:
         ids = data.ByteTokenizer().encode(TEXT.read_text())
         train, held_out = data.train_and_held_out(ids)
         batches = data.Batches(ids, config.batch_size, config.seq_len, seed=0, split=train)
-        windows = data.EvaluationBatches(
-            ids, config.batch_size, config.seq_len, held_out, windows=config.batch_size * 4
-        )
-        held_out_at = windows.for_rank(windows.layout(config.mesh), world.rank, world.device).at
-        (train_step, specs, _), (_, loss_fn), jitted = (
-            describe(config),
-            model(config),
-            {"world": world, "backend": config.backend},
-        )
-        held_out_step = step.jit(lambda params, batch: {"held_out_loss": loss_fn(params, batch)[1]["loss"]}, **jitted)
+        windows = data.EvaluationBatches(ids, config.batch_size, config.seq_len, held_out, config.batch_size * 4)
+        windows_at = windows.for_rank(windows.layout(config.mesh), world.rank, world.device).at
+        (train_step, specs, _), (params, loss_fn), axes = describe(config), model(config), Axes(config.mesh)
+
+        def held_out_step(state, batch):
+            average = step.averaged_params(state, tree.layouts(params), axes, STRATEGY)
+            return {"held_out_loss": loss_fn(average, batch)[1]["loss"]}
+
+        jitted = {"world": world, "backend": config.backend}
+        held_out_step = step.jit(held_out_step, **jitted)
 
         def evaluate(state):
-            return loop.evaluate(held_out_step, state.opt["average"], held_out_at, len(windows), windows.real_tokens)
+            return loop.evaluate(held_out_step, state, windows_at, len(windows), windows.real_tokens)
 
         how = {"settings": config, "evaluate": evaluate, "eval_every": config.every, "save_every": config.every}
         run = loop.Run(config.run, step.jit(train_step, donate=0, **jitted), specs, world=world, **how)

@@ -1,6 +1,6 @@
 """Two towers that learn which image belongs to which text: a softmax over all ranks' batch, microbatches, and Muon.
 
-Claim    The loss, which couples all rows of a microbatch, is the same number on every mesh, and so is the run.
+Claim    The loss, which couples all rows of a microbatch, means the same on every mesh.
 Command  torchrun --nproc-per-node=4 experiments/two_towers.py --config_mesh=dp=2,fsdp=2
 """
 
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from fmegatron import loop, nn, optim, step, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, connect, psum
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.loop import field
 
 STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicated over dp
 
@@ -22,8 +21,8 @@ STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicat
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = field(Mesh(), resume="named")  # axes dp and fsdp
-    run: str = field("runs/two_towers", resume="free")
+    mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp and fsdp
+    run: str = loop.field("runs/two_towers", resume="free")
     hidden: int = 16  # numbers that an image and its text have in common
     image: int = 96  # numbers of an image
     text: int = 64  # numbers of a text
@@ -32,11 +31,10 @@ class Config:
     out: int = 32  # numbers that both towers end in
     batch_size: int = 64
     microbatches: int = 2
-    steps: int = field(500, resume="named", least=1)
-    lr: float = field(3e-3, resume="named", above=0)
-    every: int = field(100, resume="free", least=1)  # steps between checkpoints
-    dtype: Literal["float32", "float64"] = "float32"
-    backend: Literal["inductor", "aot_eager", "eager"] = field("inductor", resume="named")
+    steps: int = loop.field(500, resume="named", least=1)
+    lr: float = loop.field(3e-3, resume="named", above=0)
+    every: int = loop.field(100, resume="free", least=1)  # steps between checkpoints
+    backend: Literal["inductor", "aot_eager", "eager"] = loop.field("inductor", resume="named")
 
 
 def block(x_BD, w):
@@ -47,7 +45,6 @@ def block(x_BD, w):
 def model(config: Config):
     """(specs, loss_fn) of both towers on the mesh of the config."""
     D, L, axes = config.dim, config.layers, Axes(config.mesh)
-    data = axes[axes.data]
 
     def tower(width):
         blocks = {"norm": (L, D), "up": (L, D, 4 * D), "down": (L, 4 * D, D)}
@@ -55,17 +52,16 @@ def model(config: Config):
 
     shapes = {"image": tower(config.image), "text": tower(config.text), "scale": ()}
     init = [("norm", tree.ones), ("scale", tree.Constant(2.0)), (".*", tree.Normal(0.1))]
-    specs = tree.specs(shapes, config.mesh, (), init, getattr(torch, config.dtype), STRATEGY, "blocks")
+    specs = tree.specs(shapes, config.mesh, (), init, strategy=STRATEGY, stacked="blocks")
+    layouts, data = tree.layouts(specs), axes[axes.data]
 
-    def encode(w, x_BD):
-        x_BD = x_BD @ w["first"]
-        for i in range(L):
-            x_BD = block(x_BD, tree.map(lambda a, i=i: a[i], w["blocks"]))
-        return F.normalize(x_BD @ w["last"], dim=-1)
+    def encode(params, layouts, x_BD):
+        first, last = (nn.gather_tree(params[name], layouts[name], data) for name in ("first", "last"))
+        x_BD = step.layers(block, params["blocks"], layouts["blocks"], axes)(x_BD @ first)
+        return F.normalize(x_BD @ last, dim=-1)
 
     def loss_fn(params, batch):
-        params = nn.gather_tree(params, tree.layouts(specs), data)
-        images, texts = encode(params["image"], batch["image"]), encode(params["text"], batch["text"])
+        images, texts = (encode(params[name], layouts[name], batch[name]) for name in ("image", "text"))
         rows = len(images)
         own = axis_index(data, like=images) * rows + torch.arange(rows, device=images.device)
         loss = 0
@@ -79,14 +75,14 @@ def model(config: Config):
 
 def pairs(config: Config, position: int) -> dict:
     """The batch of a step: images and texts, row by row two views of one hidden vector."""
-    dtype, draw = getattr(torch, config.dtype), torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     views = {name: torch.randn(config.hidden, getattr(config, name), generator=draw) for name in ("image", "text")}
     hidden = torch.randn(config.batch_size, config.hidden, generator=draw.manual_seed(1 + position))
-    return {name: (hidden @ view * config.hidden**-0.5).tanh().to(dtype) for name, view in views.items()}
+    return {name: (hidden @ view * config.hidden**-0.5).tanh() for name, view in views.items()}
 
 
 def describe(config: Config):
-    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and parity."""
+    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
     (specs, loss_fn), axes = model(config), Axes(config.mesh)
     layouts, how = tree.layouts(specs), {"strategy": STRATEGY, "microbatches": config.microbatches}
     optimizer = optim.muon(config.lr, step.placements(layouts, STRATEGY).optim, axes)

@@ -20,7 +20,7 @@ FOLDERS = ("experiments", "notebooks")
 def sentence(path) -> str:
     """First sentence of the first line of a file's docstring."""
     line = (ast.get_docstring(syntax(path.relative_to(ROOT))) or "").partition("\n")[0]
-    return line.partition(". ")[0].rstrip(".")
+    return re.split(r"(?<!et al)\. ", line)[0].rstrip(".")
 
 
 def rooms_tree() -> str:
@@ -46,8 +46,10 @@ def files_tree() -> str:
     for name in FOLDERS:
         lines.append(f"{name}/")
         files = sorted((ROOT / name).rglob("*.py")) + sorted((ROOT / name).glob("*.ipynb"))
+        files += sorted((ROOT / name).glob("*.md")) if name == "notebooks" else []
         for path in files:
             text = sentence(path) if path.suffix == ".py" else "executed by a test"
+            text = path.read_text().partition("\n")[0].removeprefix("# ") if path.suffix == ".md" else text
             lines.append(f"  {path.relative_to(ROOT / name).as_posix():<18} {text}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 

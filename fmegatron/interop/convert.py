@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.dicts.described import stored_values
+from fmegatron.checkpoint.dicts.values import CONTAINERS, VALUES, to_json
 from fmegatron.checkpoint.files.format import CHUNK_BYTES, dtype_of
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store, open_store
@@ -25,8 +27,6 @@ from fmegatron.interop.dcp_directory import Directory, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
 from fmegatron.interop.dcp_write import Shard, ShardPlanner, write_dcp
 from fmegatron.interop.flat import flat_items
-from fmegatron.interop.state_dict import VALUES, stored_values
-from fmegatron.interop.values import to_json
 from fmegatron.layout import Box, Layout, Mesh, row_major_strides
 
 _GROUP_BYTES = 256 << 20  # elements in memory at a time
@@ -87,7 +87,7 @@ def fmegatron_to_dcp(source: str | os.PathLike | Store | Snapshot, target: str |
     snapshot = snapshot_of(source)
     manifest = snapshot.manifest
     values = stored_values(manifest.metadata, snapshot.text)
-    own = {key: value for key, value in manifest.metadata.items() if key != VALUES}
+    own = {key: value for key, value in manifest.metadata.items() if key not in (VALUES, CONTAINERS)}
     if manifest.step is not None or own:
         values[_NOTE] = {"step": manifest.step, "metadata": own}
     shards = []

@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fmegatron.checkpoint.dicts.described import stored_values
+from fmegatron.checkpoint.dicts.values import VALUES, to_json
 from fmegatron.checkpoint.files.format import MOST_SMALL, dtype_of
 from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
@@ -46,9 +48,7 @@ from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.interop.dcp_write import name_of
 from fmegatron.interop.scattered import Scattered
-from fmegatron.interop.state_dict import VALUES, stored_values
 from fmegatron.interop.torch_blob import plain_object
-from fmegatron.interop.values import to_json
 from fmegatron.layout import Box, check_cover, row_major_strides
 
 

@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.dicts.described import stored_values
+from fmegatron.checkpoint.dicts.flat import flatten
+from fmegatron.checkpoint.dicts.values import VALUES, with_state
 from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
 from fmegatron.checkpoint.files.snapshot import Snapshot
@@ -38,10 +40,7 @@ from fmegatron.collectives import World, connect
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put
 from fmegatron.interop.stateful import Unmade, give_back, opened
-from fmegatron.interop.values import from_json, to_json
 from fmegatron.layout import Layout, Mesh
-
-VALUES = "state_dict"  # key of the values in the checkpoint's metadata
 
 
 def from_state_dict(
@@ -128,13 +127,11 @@ def save_state_dict(
         def prepare():
             state, _ = opened(state_dict)
             tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
-            if VALUES in (metadata or {}):
-                raise ValueError(f"metadata: got the key {VALUES!r}, wanted another; the state dict's values have it")
-            return tree, layouts, {path: to_json(value, path) for path, value in values.items()}
+            return tree, layouts, with_state(metadata, values, flatten(state).containers)
 
-        tree, layouts, values = together(ranks, f"saving the state dict to {open_store(path).text}", prepare)
-        _check_same(ranks, values)
-        checkpoint.save(path, tree, layouts, ranks, {**(metadata or {}), VALUES: values}, step=step)
+        tree, layouts, words = together(ranks, f"saving the state dict to {open_store(path).text}", prepare)
+        _check_same(ranks, words[VALUES])
+        checkpoint.save(path, tree, layouts, ranks, words, step=step)
 
 
 def load_state_dict(
@@ -257,15 +254,6 @@ def _fill(tensors: list[torch.Tensor], request: Request, snapshot: Snapshot, ver
 def _is_direct(x: torch.Tensor) -> bool:
     """Whether bytes can be read straight into its memory."""
     return x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-
-
-def stored_values(metadata: dict[str, Any], root: str) -> dict[str, Any]:
-    """The values in a checkpoint's metadata, by path. Raises CheckpointError for what is not ours."""
-    values = metadata.get(VALUES, {})
-    try:
-        return {name: from_json(value) for name, value in values.items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{root}: the values of the state dict cannot be read ({error})") from None
 
 
 def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:

@@ -108,6 +108,10 @@ class Run:
         self.start, self.state, self.stopped = 0, None, False
         self.metrics: dict[str, float] = {}
 
+    def __repr__(self) -> str:
+        at = "not begun" if self.state is None else f"begun at step {self.start}{', stopped' * self.stopped}"
+        return f"Run({str(self.directory)!r}, rank {self.world.rank} of {self.mesh}): {at}; {self.manager!r}"
+
     def __call__(self, batches: Batches | RankBatches | Callable[[int], Any], steps: int) -> Iterator[StepInfo]:
         """Train until `steps` updates are done, yielding a StepInfo after each.
 

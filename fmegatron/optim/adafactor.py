@@ -16,11 +16,13 @@ from fmegatron.layout import Layout
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
 from fmegatron.optim.matrices import in_layout, layouts_by_path
 from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.transform import Transform, Where, path_predicate, stateless
 from fmegatron.tree import ArraySpec, Tree
 
 
+@recorded
 def adafactor(
     learning_rate: LearningRate,
     layouts: Tree | None = None,
@@ -87,6 +89,7 @@ def adafactor(
     )
 
 
+@recorded
 def scale_by_factored_rms(
     layouts: Tree | None = None,
     axes: Axes | None = None,

@@ -10,6 +10,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.schedule import Schedule
 from fmegatron.optim.settable import Settable
@@ -19,6 +20,7 @@ from fmegatron.tree import Tree
 LearningRate = float | Schedule | Settable | Callable[[torch.Tensor], torch.Tensor]
 
 
+@recorded
 def adamw(
     learning_rate: LearningRate,
     b1: float = 0.9,
@@ -53,6 +55,7 @@ def adamw(
     )
 
 
+@recorded
 def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Transform:
     """g -> m/(1 - b1ᵗ) / (√v/√(1 - b2ᵗ) + eps), with the moments {"m", "v"} as state."""
     checked_betas("adam", b1, b2, eps)
@@ -76,6 +79,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
     return Transform(init, update)
 
 
+@recorded
 def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Transform:
     """u -> u + weight_decay·p on the leaves that `decay` selects (see `adamw`)."""
     if not weight_decay >= 0:
@@ -86,6 +90,7 @@ def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Tran
     return masked(add, tree.neither_norm_nor_bias if decay is None else decay)
 
 
+@recorded
 def scale_by_learning_rate(learning_rate: LearningRate) -> Transform:
     """u -> -lr·u, where a schedule gives lr as a function of the count of updates done before (0, 1, 2 …).
 

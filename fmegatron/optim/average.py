@@ -7,9 +7,11 @@ import torch
 from fmegatron import tree
 from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.tree import Tree
 
 
+@recorded
 def averaged(opt: Optimizer, decay: float) -> Optimizer:
     """`opt`, whose state also has the average of the parameters, as its entry "average".
 

@@ -9,6 +9,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, stateless
 from fmegatron.tree import Tree
 
@@ -93,6 +94,7 @@ def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
     return tree.scale(grads, clip_scale(norm, max_norm))
 
 
+@recorded
 def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes | None = None) -> Transform:
     """`clip` by `global_norm` as a transform, for the front of a chain."""
     return stateless(lambda updates, params, count: clip(updates, global_norm(updates, layouts, axes), max_norm))

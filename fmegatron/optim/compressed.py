@@ -12,9 +12,11 @@ from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.codec import Codec
 from fmegatron.optim.formats import Format, FormatTable, require_that_rules_match
 from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.tree import ArraySpec, Tree
 
 
+@recorded
 def compressed(
     opt: Optimizer,
     rules: Sequence[tuple[str, Format]],

@@ -12,6 +12,7 @@ from fmegatron import tree
 from fmegatron.optim.adamw import LearningRate, checked_rate
 from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.settable import Settable
 from fmegatron.optim.transform import Transform, masked, stateless
@@ -50,6 +51,7 @@ class Group:
 Rules = Sequence[tuple[str, Group]]
 
 
+@recorded
 def grouped(
     learning_rate: LearningRate,
     rules: Rules,

@@ -11,6 +11,7 @@ from fmegatron.collectives import Axes
 from fmegatron.optim.clip import GradNorm, global_norm
 from fmegatron.optim.loss_scale import LossScale, scalar
 from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.tree import Tree
 
 
@@ -44,6 +45,7 @@ class Spike:
         return norm <= limit, {"mean": torch.where(finite, new, mean), "seen": seen + finite}
 
 
+@recorded
 def skip_nonfinite(
     opt: Optimizer,
     layouts: Tree | None = None,

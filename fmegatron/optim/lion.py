@@ -5,10 +5,12 @@ import torch
 from fmegatron import tree
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
 from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, Where
 from fmegatron.tree import Tree
 
 
+@recorded
 def lion(
     learning_rate: LearningRate,
     b1: float = 0.9,
@@ -38,6 +40,7 @@ def lion(
     )
 
 
+@recorded
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Transform:
     """g -> sign(b1 m + (1 - b1) g), then m = b2 m + (1 - b2) g; the state is the tree of m."""
     for name, value in {"b1": b1, "b2": b2}.items():

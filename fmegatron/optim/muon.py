@@ -17,6 +17,7 @@ from fmegatron.optim.adamw import LearningRate, scale_by_adam
 from fmegatron.optim.groups import Group, grouped, whole_segments
 from fmegatron.optim.matrices import layouts_by_path, on_whole_matrices
 from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, Where, path_predicate
 from fmegatron.tree import Tree
 
@@ -28,6 +29,7 @@ _SCALES = ("original", "rms", "none")
 Parts = int | tuple[int, ...]
 
 
+@recorded
 def muon(
     learning_rate: LearningRate,
     layouts: Tree | None = None,
@@ -73,6 +75,7 @@ def muon(
     )
 
 
+@recorded
 def scale_by_muon(
     layouts: Tree | None = None,
     axes: Axes | None = None,

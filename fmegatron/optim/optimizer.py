@@ -8,6 +8,7 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Layout
 from fmegatron.optim.clip import GradNorm, clip
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, chain, require_named
 from fmegatron.tree import ArraySpec, Tree
 
@@ -48,6 +49,7 @@ class Optimizer(NamedTuple):
     its place) and come back from `update` as the tensors that they were.
     loss_scale(state): the 0-d factor by which the loss is to be multiplied before the backward pass, and out of which
     the gradients are taken before `update`; None for none.
+    text: the call that made it, which is its repr.
 
     `optimizer(...)` makes one of transforms. A wrapper replaces what it changes and keeps the rest:
     `opt._replace(update=...)`.
@@ -57,9 +59,14 @@ class Optimizer(NamedTuple):
     update: Update
     trains: Callable[[str], bool] = every_path
     loss_scale: Callable[[Tree], torch.Tensor | None] = no_loss_scale
+    text: str = ""
+
+    def __repr__(self) -> str:
+        return self.text or f"Optimizer of {self.update.__module__}"
 
 
-def optimizer(*unnamed: Transform, **transforms: Transform) -> Optimizer:
+@recorded
+def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
     """The optimizer that adds to the parameters what a chain of transforms makes of the gradients.
 
     All arithmetic is in working precision: float64 for float64 parameters, float32 for all others, whose float32 master

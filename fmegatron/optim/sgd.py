@@ -5,10 +5,12 @@ import torch
 from fmegatron import tree
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
 from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, Where
 from fmegatron.tree import Tree
 
 
+@recorded
 def sgd(
     learning_rate: LearningRate,
     momentum: float = 0.0,
@@ -37,6 +39,7 @@ def sgd(
     return optimizer(**steps, rate=scale_by_learning_rate(learning_rate))
 
 
+@recorded
 def accumulate_momentum(momentum: float, nesterov: bool = False) -> Transform:
     """m = momentum·m + g; g -> m, or with Nesterov's look-ahead g -> g + momentum·m. The state is the tree of m."""
     if not 0 < momentum < 1:

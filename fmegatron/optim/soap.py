@@ -16,6 +16,7 @@ from fmegatron.optim.groups import Group, grouped
 from fmegatron.optim.matrices import dealt_layout, in_layout, layouts_by_path
 from fmegatron.optim.muon import is_hidden_matrix
 from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.transform import Transform, Where, path_predicate
 from fmegatron.tree import ArraySpec, Tree
@@ -24,6 +25,7 @@ _SIDES = ("left", "right")
 _RIDGE = 1e-6  # of the mean eigenvalue: keeps the basis of what no gradient has reached as it was
 
 
+@recorded
 def soap(
     learning_rate: LearningRate,
     layouts: Tree | None = None,
@@ -67,6 +69,7 @@ def soap(
     )
 
 
+@recorded
 def scale_by_soap(
     layouts: Tree | None = None,
     axes: Axes | None = None,

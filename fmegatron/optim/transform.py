@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fmegatron import tree
+from fmegatron.optim.recorded import recorded
 from fmegatron.tree import Tree
 
 Where = Callable[[str], bool] | Sequence[str]
@@ -23,10 +24,15 @@ class Transform(NamedTuple):
     update(updates, state, params, count) -> (updates, state): `updates` is the gradient, or what the transform before
     made of it; `count` (0-d int64) is the number of updates done before this one. The last transform's result is added
     to the parameters. A transform without state has the state {}.
+    text: the call that made it, which is its repr.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree, torch.Tensor], tuple[Tree, Tree]]
+    text: str = ""
+
+    def __repr__(self) -> str:
+        return self.text or f"Transform of {self.update.__module__}"
 
 
 def stateless(update: Callable[[Tree, Tree, torch.Tensor], Tree]) -> Transform:
@@ -34,7 +40,8 @@ def stateless(update: Callable[[Tree, Tree, torch.Tensor], Tree]) -> Transform:
     return Transform(lambda params: {}, lambda updates, state, params, count: (update(updates, params, count), state))
 
 
-def chain(*unnamed: Transform, **transforms: Transform) -> Transform:
+@recorded
+def chain(*unnamed: object, **transforms: Transform) -> Transform:
     """Apply transforms one after the other, in the order written; the names become the first part of the state's paths.
 
     `chain(adam=scale_by_adam(), rate=scale_by_learning_rate(1e-3))` has the state {"adam": …}: transforms without state
@@ -70,6 +77,7 @@ def require_named(who: str, unnamed: tuple, transforms: dict) -> None:
             raise ValueError(f"{who}: {name}: got {tree.in_words(transform)}, wanted a Transform; {fix}")
 
 
+@recorded
 def masked(transform: Transform, where: Where) -> Transform:
     """Apply a transform to the leaves that `where` selects; the others pass unchanged and have no state.
 

@@ -20,6 +20,7 @@ from fmegatron.step.donation import Donation, Leaf, require_own_memory
 from fmegatron.step.opaque import Entry
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.passes import Program, Target
+from fmegatron.step.progress import progress
 from fmegatron.step.signature import differences, require_constants, signature_of
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
 from fmegatron.step.trace import Traced, described, trace
@@ -54,9 +55,9 @@ class Compiled:
         leaves = [Leaf(position, paths[position], name) for position in self.donated.values()]
         return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves])
 
-    def compile(self) -> None:
-        """Compile the layers inside, then the graph around them."""
-        self.run = self.program.compile(self.options)
+    def compile(self, tell: Callable[[str], None]) -> None:
+        """Compile the layers inside, then the graph around them. tell: hears what is being compiled."""
+        self.run = self.program.compile(self.options, tell)
         if self.donation is not None:
             self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
 
@@ -89,6 +90,12 @@ class Jitted:
         self.name = _name(fn)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
 
+    def __repr__(self) -> str:
+        where = "one process" if self.world is None else f"rank {self.world.rank} of {self.world.mesh}"
+        donated = f", donates {', '.join(map(str, self.donate))}" if self.donate else ""
+        compiled = "1 signature" if len(self.cache) == 1 else f"{len(self.cache)} signatures"
+        return f"jit of {described(self.fn)} on {where}: {self.target.backend}{donated}, {compiled} compiled"
+
     def __call__(self, *args, **named):
         if named:
             raise ValueError(
@@ -118,13 +125,17 @@ class Jitted:
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         target = replace(self.target, backend=usable_backend(self.target.backend, device))
-        compiled = Compiled(self.fn, args, self.donate, target, self._check, self.options)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        require_own_memory(tensors, compiled.traced.in_paths, compiled.donated.values())
-        if self.world is None:
-            compiled.compile()
-        else:
-            self.world.leader_first(compiled.compile, f"compiling {self.name}")
+        hint = "" if target.in_order else ' (backend="eager" starts without compiling)'
+        with progress(self.name, hint, None if self.world is None or self.world.rank == 0 else False) as tell:
+            tell("tracing")
+            compiled = Compiled(self.fn, args, self.donate, target, self._check, self.options)
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            require_own_memory(tensors, compiled.traced.in_paths, compiled.donated.values())
+            compile_ = functools.partial(compiled.compile, tell)
+            if self.world is None:
+                compile_()
+            else:
+                self.world.leader_first(compile_, f"compiling {self.name}")
         return compiled
 
     def _check(self, traced):

@@ -113,6 +113,7 @@ class Bound:
 
     def __init__(self, entry: Entry, target: Target, name: str):
         self.program, self.run = Program(entry.graph_module, entry.fakes, entry.fake_mode, target), None
+        self.label = entry.name.rpartition("_")[0]  # without the digest
         self.graph_module = self.program.graph_module
         self.op = _define(_COMPILED, name, self._call, entry.out_meta, self)
 

@@ -58,13 +58,18 @@ class Program:
             graph_module = self.stages[name] = run(graph_module, self)
         self.graph_module = graph_module
 
-    def compile(self, options: Mapping[str, Any] = _NOTHING) -> Callable:
+    def compile(
+        self, options: Mapping[str, Any] = _NOTHING, tell: Callable[[str], None] = lambda text: None
+    ) -> Callable:
         """Compile the layers inside, then the graph around them -> callable(*tensors) -> list of tensors.
 
-        options: Inductor's settings for this graph alone.
+        options: Inductor's settings for this graph alone. tell: hears what is being compiled.
         """
-        for entry in opaque_entries(self.graph_module.graph):
+        entries = opaque_entries(self.graph_module.graph)
+        for number, entry in enumerate(entries, 1):
+            tell(f"compiling graph {number} of {len(entries) + 1} ({entry.label})")
             entry.compile()
+        tell(f"compiling graph {len(entries) + 1} of {len(entries) + 1}" if entries else "compiling")
         module, target = self.graph_module, self.target
         if target.in_order and self.donated:
             module, self.written, self.harmless = writes_last(module)

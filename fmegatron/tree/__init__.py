@@ -6,6 +6,7 @@ from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
 from fmegatron.tree.shapes import local, specs
+from fmegatron.tree.show import Shown, show
 from fmegatron.tree.spec import (
     ArraySpec,
     Constant,
@@ -40,6 +41,7 @@ __all__ = [
     "Constant",
     "Init",
     "Normal",
+    "Shown",
     "Tree",
     "Uniform",
     "add",
@@ -67,6 +69,7 @@ __all__ = [
     "paths",
     "require_mesh",
     "scale",
+    "show",
     "specs",
     "squared_norm",
     "stored",

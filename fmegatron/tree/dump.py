@@ -1,11 +1,13 @@
-"""dump: the layouts of a tree as text, one line a leaf, so that a change of layout is a readable diff."""
+"""dump: a tree of layouts, specs or tensors as text, one line a leaf, so that a change of layout is a readable diff."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 
-from fmegatron.layout import Layout
+import torch
+
+from fmegatron.layout import Layout, dtype_name
 from fmegatron.tree.spec import ArraySpec
 from fmegatron.tree.structure import Tree, flatten
 
@@ -13,7 +15,8 @@ from fmegatron.tree.structure import Tree, flatten
 def dump(layouts: Tree) -> str:
     """One line for each leaf: path, layout, local shapes (with the number of ranks that have each), replicas, init.
 
-    layouts: tree of Layouts or ArraySpecs. The last line has the totals. Compare it with a file to guard a layout.
+    layouts: tree of Layouts or ArraySpecs, or of tensors, of which shape, dtype and device are told. The last line has
+    the totals. Compare it with a file to guard a layout.
 
     >>> import torch
     >>> from fmegatron.layout import Mesh
@@ -24,6 +27,10 @@ def dump(layouts: Tree) -> str:
     paths, leaves, _ = flatten(layouts)
     lines, elements, nbytes, local_nbytes = [], 0, 0, 0
     for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            lines.append(f"{path}: {dtype_name(leaf.dtype)}{list(leaf.shape)} on {leaf.device}")
+            elements, nbytes = elements + leaf.numel(), nbytes + leaf.nbytes
+            continue
         layout = leaf if isinstance(leaf, Layout) else leaf.layout
         init = f", {leaf.init}" if isinstance(leaf, ArraySpec) else ""
         replicas = f"{layout.replicas} replica{'s' * (layout.replicas > 1)}"
@@ -31,7 +38,8 @@ def dump(layouts: Tree) -> str:
         elements += layout.nbytes // layout.dtype.itemsize
         nbytes += layout.nbytes
         local_nbytes += layout.local_nbytes(0)
-    lines.append(f"{elements:,} elements in {len(leaves)} leaves, {nbytes:,} bytes; on rank 0: {local_nbytes:,} bytes")
+    local = f"; on rank 0: {local_nbytes:,} bytes" if local_nbytes else ""
+    lines.append(f"{elements:,} elements in {len(leaves)} leaves, {nbytes:,} bytes{local}")
     return "\n".join(lines)
 
 

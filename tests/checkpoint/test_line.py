@@ -363,7 +363,7 @@ def test_a_copied_checkpoint_in_a_bucket_is_not_set_aside(tmp_path):
     store.values.write(".checkpoints/step_00000005", [b""])
     manager = Manager(store)
     manager.rewind(1)
-    with pytest.raises(ValueError, match="was copied to this place, so it cannot be set aside"):
+    with pytest.raises(ValueError, match="got a copy that other means made here"):
         manager.save(3, state(3), ONE)
     assert manager.steps() == [5]
 

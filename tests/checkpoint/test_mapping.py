@@ -209,7 +209,7 @@ def test_a_subtree(tmp_path):
     single = restore(tmp_path / "a", Layout((3,), F32, Mesh()), prefix="params/b")
     assert torch.equal(single, state["params"]["b"])
     with pytest.raises(
-        ValueError, match=r"prefix: got 'param', but no stored leaf lies below it \(did you mean params"
+        ValueError, match=r"prefix: got 'param', wanted the path of stored leaves \(did you mean params"
     ):
         restore(tmp_path / "a", Layout((3,), F32, Mesh()), prefix="param")
     check(tmp_path, state, {"params": state["params"]}, (), strict="subset")

@@ -165,7 +165,7 @@ def test_ranks_that_ask_for_different_trees_are_told(tmp_path):
         return restore(tmp_path / "a", wanted, world=world, read="once", strict="subset")
 
     for error in run(2, work):
-        assert "ranks 0 and 1 asked for different trees" in str(error)
+        assert "got different trees from ranks 0 and 1" in str(error)
 
 
 def test_requests_that_make_no_sense(tmp_path):

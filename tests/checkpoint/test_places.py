@@ -65,7 +65,7 @@ def test_a_mount_point(tmp_path, monkeypatch, kind, name):
     with mounted(tmp_path / name, kind):
         with monkeypatch.context() as patch:
             nothing_written(patch)
-            with pytest.raises(ValueError, match="got a mount point, which no rename can replace.*add a name"):
+            with pytest.raises(ValueError, match="got a mount point, wanted a path below one, as no rename"):
                 checkpoint.save(tmp_path / name, state(1), LAYOUTS)
         checkpoint.save(tmp_path / name / "below", state(1), LAYOUTS)  # that is a good place
         assert_same_bits(checkpoint.restore(tmp_path / name / "below", LAYOUTS), state(1))
@@ -92,6 +92,27 @@ def test_a_tilde(path, tmp_path, monkeypatch):
     for good in ("./~", "a~", "~no-such-user-here"):
         checkpoint.save(good, state(1), LAYOUTS)
         assert_same_bits(checkpoint.restore(good, LAYOUTS), state(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a.__lock/b", "a part that ends in .__lock"),
+        ("a\\b", "a backslash"),
+        ("a\nb", "a line break"),
+        (os.fsdecode(b"\xff"), "bytes that are not UTF-8"),
+    ],
+)
+def test_directories_that_tensorstore_does_not_write_to(tmp_path, monkeypatch, saver, name, why):
+    """They are refused before anything is written; in tensorstore it would end in files elsewhere, or a TypeError."""
+    nothing_written(monkeypatch)
+    at = os.path.join(tmp_path, name)
+    local = LocalReplicas(at, "run", copies=1)
+    for call in (checkpoint.save, saver.save, lambda path, *state: local.save(1, *state)):
+        if call in (checkpoint.save, saver.save) or "\n" not in name:
+            with pytest.raises((ValueError, RuntimeError), match=f"got a path with {why}.*; rename it"):
+                call(at, state(1), LAYOUTS)
+    assert saver.pending == () and not any(files for _, _, files in os.walk(tmp_path))
 
 
 @pytest.mark.parametrize("key", ["k" * 256, "é" * 64, "a b" * 60, "x" * 300], ids=["256", "quoted", "spaces", "300"])

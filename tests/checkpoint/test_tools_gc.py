@@ -188,3 +188,14 @@ def test_wrong_requests(run):
         collect(run, keep_last=0)
     with pytest.raises(ValueError, match="0 or more"):
         collect(run, age=float("nan"))
+
+
+def test_a_directory_in_which_the_first_save_was_killed(tmp_path):
+    """All that there is may be the note of that save: it goes, and the directory is an empty one, not a foreign one."""
+    note = tmp_path / leases.saving_note("a", "0" * 12)
+    note.write_bytes(leases.NOBODYS)
+    assert call("ls", tmp_path)[0] == 0
+    status, out, err = call("gc", tmp_path)
+    assert (status, err) == (0, "") and str(note) in out and os.listdir(tmp_path) == []
+    (tmp_path / "other").write_text("")
+    assert "directory without checkpoints" in call("gc", tmp_path)[2]

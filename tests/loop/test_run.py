@@ -53,6 +53,8 @@ def test_a_run_is_resumed_where_it_stopped(tmp_path):
     second = Run(tmp_path, halve, SPECS, save_every=3, log_every=1)
     steps = [info.step for info in second(batch_at, steps=9)]
     assert second.start == 6 and steps == [7, 8, 9]
+    newest = [record["loss"] for record in records(tmp_path) if "loss" in record][-1]
+    assert second.metrics == {"loss": newest}  # nothing is evaluated: those of the last logged step
     assert torch.equal(second.state["w"], straight(9)["w"]) and second.state["n"] == 9
     assert [record["step"] for record in records(tmp_path) if "loss" in record] == list(range(1, 10))
     assert second.manager.steps() == [6, 9]

@@ -89,7 +89,6 @@ TABLE = {
         | {f"loss_scale/{name}" for name in ("factor", "finite", "left")},
         by_leaf=False,
     ),
-    "averaged": Row(plain(lambda: optim.averaged(optim.adamw(1e-2), 0.9)), ADAM | {"average/w"}),
     "chain-of-chains": Row(_clipped, {"count", "body/adam/m/w", "body/adam/v/w"}, by_leaf=False),
 }
 

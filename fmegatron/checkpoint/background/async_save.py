@@ -26,6 +26,7 @@ from fmegatron.checkpoint.background.staging import Portion, portions, stage
 from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
+from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
@@ -36,7 +37,7 @@ from fmegatron.layout import Layout
 def save_async(
     path: str | os.PathLike | Store,
     state: Any,
-    layouts: Any,
+    layouts: Any = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,
@@ -152,7 +153,7 @@ class AsyncSaver:
         self,
         path: str | os.PathLike | Store,
         state: Any,
-        layouts: Any,
+        layouts: Any = None,
         world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
@@ -166,7 +167,6 @@ class AsyncSaver:
         others hear at the next poll that it has failed.
         """
         flights, handle, began = self._flights, None, time.perf_counter()
-        world = ranks_of(world)
         try:
             with held_interrupt() as pressed:
                 handle, *job = self._begin(path, state, layouts, world, metadata, step, finite, pressed)
@@ -186,9 +186,10 @@ class AsyncSaver:
         return handle
 
     def _begin(
-        self, path, state, layouts, world: Ranks, metadata: Any, step: Any, finite: Any, pressed: list[BaseException]
+        self, path, state, layouts, given: Any, metadata: Any, step: Any, finite: Any, pressed: list[BaseException]
     ) -> tuple[Handle, _Known, list[torch.Tensor], dict[str, Any]]:
         """A pending save, on all ranks; or an error on all of them, and nothing is pending."""
+        world = ranks_of(given)
         flights, lead, draft, handle = self._flights, world.rank == 0, None, None
         if flights.closed:
             raise ValueError("AsyncSaver.save: got a saver that is closed, wanted an open one; make another")
@@ -209,7 +210,8 @@ class AsyncSaver:
             return len(flights.pending) < self.in_flight and all(h.text != store.text for h in flights.pending)
 
         def prepare():
-            nonlocal draft
+            nonlocal draft, state, layouts, metadata
+            state, layouts, metadata = described(state, layouts, given, metadata)
             known = self._plan(layouts, world)
             check_names(store, known.plans, world.size)
             tensors = known.tensors(state, world.rank)

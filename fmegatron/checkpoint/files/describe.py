@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from fmegatron.checkpoint.dicts.values import own_metadata
 from fmegatron.checkpoint.files.format import FORMAT, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, mesh_from_json
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
@@ -43,7 +44,7 @@ def describe(path: str | os.PathLike | Store | Snapshot) -> Description:
     return Description(
         snapshot.text,
         manifest.step,
-        manifest.metadata,
+        own_metadata(manifest.metadata),
         FORMAT,
         manifest.version,
         len(manifest.leaves),
@@ -68,4 +69,4 @@ def layouts(path: str | os.PathLike | Store | Snapshot) -> dict[str, Any]:
 
 def metadata(path: str | os.PathLike | Store | Snapshot) -> dict[str, Any]:
     """The user's metadata that was saved with a checkpoint."""
-    return snapshot_of(path).manifest.metadata
+    return own_metadata(snapshot_of(path).manifest.metadata)

@@ -18,7 +18,7 @@ import numpy as np
 
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, ZARR, Array
-from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
+from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values, unusual
 from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
 from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
@@ -28,6 +28,8 @@ _FSYNCS = 8  # a disk takes many at a time
 # Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
+
+_TAKEN = "got a path that exists and is no checkpoint, wanted a new one or a checkpoint; choose another, or remove it"
 
 
 class Held:
@@ -342,19 +344,19 @@ class FolderStore:
         name, most = os.fsencode(os.path.basename(self.path)), self.limits()[0] - len("..reading-") - 12
         if len(name) > most:
             raise ValueError(f"{self.path}: got a name of {len(name)} bytes, wanted at most {most}; use a shorter one")
+        if (why := unusual(self.path)) is not None:
+            raise ValueError(f"{self.path!a}: got a path with {why}, wanted one that tensorstore writes to; rename it")
         if (around := commit.checkpoint_around(self.path)) is not None:
-            raise ValueError(f"{self.path}: lies inside the checkpoint {around}; choose a path beside it")
+            raise ValueError(f"{self.path}: got a path inside of the checkpoint {around}, wanted one beside it")
         if not commit.is_there(self.path):
             return
         if not is_directory(self.path):
-            raise ValueError(f"{self.path}: exists and is no checkpoint; choose another path, or remove it")
+            raise ValueError(f"{self.path}: {_TAKEN}")
         if commit.is_mount_point(self.path):
-            raise ValueError(
-                f"{self.path}: got a mount point, which no rename can replace, wanted a path below one; add a name"
-            )
+            raise ValueError(f"{self.path}: got a mount point, wanted a path below one, as no rename replaces it")
         names = names_in(self.path)
         if names and not {MARKER, MANIFEST} & set(names):
-            raise ValueError(f"{self.path}: exists and is no checkpoint; choose another path, or remove it")
+            raise ValueError(f"{self.path}: {_TAKEN}")
 
     def _clear(self, name: str, watch: Watch) -> list[tuple[str, Holder]]:
         """Remove what dead saves and deletions have left of this checkpoint. Raises OSError.

@@ -19,6 +19,7 @@ FORMAT, VERSION = "fmegatron.checkpoint", 3
 READABLE = (1, 3)  # versions of markers and manifests
 MARKER_VERSION = 2  # of a pointer in an object store: a marker that is not of files beside it
 MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "zarr.json"
+LOCK = ".__lock"  # the end of the name that tensorstore gives a file while it writes it
 SMALL_BYTES = 64 << 10  # leaves below this (global) are small,
 MOST_SMALL = 256  # and packed if there are more: a file of its own costs about 1 ms (LOG.md), in a pack 0.1
 CHUNK_BYTES = 16 << 20  # aim for the size of a chunk
@@ -173,8 +174,8 @@ def digest_text(data: Any) -> str:
 def array_name(path: str) -> str:
     """The directory of a leaf's array: its path, percent-quoted where a file system or zarr would object.
 
-    >>> array_name("blocks/w qkv"), array_name("../x"), array_name("a/zarr.json")
-    ('arrays/blocks/w%20qkv', 'arrays/%2E./x', 'arrays/a/%7Aarr.json')
+    >>> array_name("blocks/w qkv"), array_name("../x"), array_name("a/zarr.json"), array_name("a.__lock")
+    ('arrays/blocks/w%20qkv', 'arrays/%2E./x', 'arrays/a/%7Aarr.json', 'arrays/a%2E__lock')
     """
     return f"arrays/{_quoted(path)}"
 
@@ -196,6 +197,8 @@ def _quoted(path: str) -> str:
         )
         if not text:
             return "%"
+        if text.endswith(LOCK):  # tensorstore takes no name for a file that ends as those do which it is still writing
+            text = f"{text.removesuffix(LOCK)}%2E{LOCK[1:]}"
         return f"%{ord(text[0]):02X}{text[1:]}" if text[0] == "." or text == ZARR else text
 
     return "/".join(map(quote, path.split("/")))

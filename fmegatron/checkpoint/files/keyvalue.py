@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import tensorstore as ts
+
+from fmegatron.checkpoint.files.format import LOCK
 
 _REQUEST_BYTES = 8 << 20  # most bytes of one read
 _GAP_BYTES = 128 << 10  # a gap that is cheaper to read than to ask twice
@@ -95,6 +98,21 @@ def file_values(root: str, durable: bool = True) -> KeyValues:
         }
     )
     return KeyValues({"driver": "file", "path": f"{root}/"}, context)
+
+
+def unusual(root: str) -> str | None:
+    """What in the path of a directory keeps `file_values` from writing there (reading needs nothing of it), or None.
+
+    >>> unusual("/runs/a"), unusual("/runs/b.__lock/a")
+    (None, 'a part that ends in .__lock')
+    """
+    if not root.isprintable() and any("\ud800" <= c <= "\udfff" for c in root):
+        return "bytes that are not UTF-8"
+    if "\\" in root or "\n" in os.path.basename(root):
+        return "a backslash" if "\\" in root else "a line break in its name"
+    if any(part.endswith(LOCK) for part in root.split("/")):
+        return f"a part that ends in {LOCK}"
+    return None
 
 
 class KeyNotes:

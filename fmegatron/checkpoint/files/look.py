@@ -52,7 +52,7 @@ def look(ask: Callable[[], T], *absent: T) -> T:
             if pause is None or error.errno not in TRANSIENT:
                 raise
         time.sleep(pause)
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("look: the last try returns or raises")
 
 
 def check_damage(error: OSError, where: str) -> None:

@@ -79,8 +79,8 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         check_memory(data)
     except ValueError as error:
         raise ValueError(
-            f"metadata and {len(leaves)} leaves: got a manifest of {error}, which no reader takes;"
-            " keep large values in tensors, or stack the leaves of layers"
+            f"metadata and {len(leaves)} leaves: got a manifest that no reader takes ({error}), wanted a smaller"
+            " one; keep large values in tensors, or stack the leaves of layers"
         ) from None
     return data
 
@@ -194,4 +194,4 @@ def mesh_from_json(row: Any) -> Mesh:
     try:
         return parse_mesh(row)
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"a stored mesh cannot be read ({str(error)[:300]}); {RESTORE_ANOTHER}") from None
+        raise CheckpointError(f"a stored mesh: cannot be read ({str(error)[:300]}); {RESTORE_ANOTHER}") from None

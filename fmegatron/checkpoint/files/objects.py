@@ -75,10 +75,10 @@ class ObjectStore:
         match = re.fullmatch(r"([a-z0-9]+)://([^/?#]*)((?:/[^?#]*)?)", self.url)
         if match is None or match[1] not in _DRIVERS or (not match[2] and match[1] != "memory"):
             raise ValueError(
-                f"{self.url}: no URL of an object store; write s3://bucket/prefix, gs://... or memory://..."
+                f"{self.url}: got no URL of an object store, wanted s3://bucket/prefix, gs://... or memory://..."
             )
         if any(part in ("", ".", "..") for part in match[3].split("/")[1:] if match[3].strip("/")[:1]):
-            raise ValueError(f"{self.url}: got an empty or dotted part; write s3://bucket/prefix/name")
+            raise ValueError(f"{self.url}: got an empty or dotted part, wanted names: s3://bucket/prefix/name")
 
     @property
     def text(self) -> str:
@@ -133,7 +133,10 @@ class ObjectStore:
         keys = self._keys()
         strange = [k for k in keys if k != MARKER and not _ASIDE.fullmatch(k) and not _TOKEN.fullmatch(_part(k))]
         if strange and MARKER not in keys:
-            raise ValueError(f"{self.text}: holds {strange[0]} and is no checkpoint; choose another URL, or empty it")
+            raise ValueError(
+                f"{self.text}: got a place that holds {strange[0]}, wanted an empty one, or a checkpoint;"
+                " choose another URL, or empty it"
+            )
         say_doubts(self.text, self._clear(Watch()), "if they have died, delete these objects")
         token = new_token()
         lease = Lease(self._notes, self._note(token), exclusive=True)
@@ -195,7 +198,8 @@ class ObjectStore:
         data, root = self._marker(), (self._pointer() or {}).get("root")
         if data is None or type(root) is not str or not _TOKEN.fullmatch(root):
             raise ValueError(
-                f"{self.text}: was copied to this place, so it cannot be set aside here; move or delete it"
+                f"{self.text}: got a copy that other means made here, wanted what was saved here to set aside;"
+                " move or delete it"
             )
         self.values.write(f"ASIDE-{root}", [data])
         self.values.remove(MARKER)

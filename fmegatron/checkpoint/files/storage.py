@@ -168,7 +168,7 @@ def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None =
         return path
     store = _store_at(os.fspath(path), options)
     if options is None and store.text.startswith("memory://"):
-        raise ValueError(f"{path}: got a path, but each memory:// has its own; make a Store: open_store(path, {{}})")
+        raise ValueError(f"{path}: got a URL, wanted a Store, as each memory:// is its own: open_store(path, {{}})")
     return store
 
 
@@ -177,14 +177,14 @@ def _store_at(path: str, options: dict[str, Any] | None) -> Store:
     if colon and scheme != "file" and scheme.isalnum():
         return ObjectStore(path, dict(options or {}))
     if options:
-        raise ValueError(f"{path}: got options {sorted(options)}, but a directory has none; leave them out")
+        raise ValueError(f"{path}: got options {sorted(options)}, wanted none for a directory; leave them out")
     return FolderStore(os.path.realpath(url_path(rest) if colon and scheme == "file" else path))
 
 
 def url_path(rest: str) -> str:
     """The path in a file URL, after "file://"."""
     if not rest.startswith("/"):
-        raise ValueError(f"file://{rest}: wanted file:/// and an absolute path")
+        raise ValueError(f"file://{rest}: got a relative path, wanted file:/// and an absolute one")
     return unquote(rest)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from fmegatron.checkpoint.background.async_save import AsyncSaver
 from fmegatron.checkpoint.calls.arguments import check_step, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
+from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.snapshot import SavedAgain
@@ -79,8 +80,10 @@ class Manager:
                     f"Manager: got {name}={kind}, wanted a whole number of at least 1{more}; pass {name}=2"
                 )
         self.directory, self.world, self.show_progress = directory, ranks_of(world), show_progress
+        self._given = world
         self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
         self.keep_temporary, self._warned = Keep(last=keep_temporary), False  # warned: of content that is not ours
+        self._shown = show_progress if self.world.rank == 0 else False
         self.last: Report | None = None
         lasting = Steps(directory)
         self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
@@ -90,6 +93,8 @@ class Manager:
         self._failures: list[str] = []  # of saves in the background, still to be raised
 
     # ---- what there is
+    def __repr__(self) -> str:
+        return f"Manager({str(self.directory)!r}, keep={self.keep}): {self._both[0].in_words()}"
 
     def path(self, step: int, temporary: bool = False) -> str:
         """The directory (or URL) of a step."""
@@ -150,8 +155,9 @@ class Manager:
             raise ValueError(f"Manager.delete: got step {step}, wanted one of {of.complete()}")
         removal = "it is being saved" if step in self._busy(temporary) else of.withdraw(step)
         if isinstance(removal, str):
-            free = "wanted one that is not saved, read or pinned now; wait, or unpin it"
-            raise ValueError(f"Manager.delete: got step {step} ({removal}), {free}")
+            raise ValueError(
+                f"Manager.delete: got step {step} ({removal}), wanted one not in use or pinned; wait, or unpin it"
+            )
         self._deleter.add(of.place(step).text, removal)
         self._attempt("the tracker could not be written", self._track)
 
@@ -178,7 +184,7 @@ class Manager:
         self,
         step: int,
         state: Any,
-        layouts: Any,
+        layouts: Any = None,
         metadata: dict[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
@@ -204,13 +210,14 @@ class Manager:
 
         def prepare():
             check_step(step)
-            return with_metrics(metadata, metrics), of.place(step), state_bytes(layouts)
+            words = with_metrics(metadata, metrics)
+            return *described(state, layouts, self._given, words), of.place(step)
 
         def go_on() -> None:
             if ranks.rank == 0 and (aside := self._line.begin(step, temporary, said_finite)):
                 warnings.warn(aside, RuntimeWarning, stacklevel=4)
 
-        (metadata, place, nbytes), (all_say,) = compared(ranks, what, prepare, lambda _: [finite is False], 1)
+        (state, layouts, metadata, place), (all_say,) = compared(ranks, what, prepare, lambda _: [finite is False], 1)
         said_finite = all_say and finite is not False
         if any(begun.step > step for _, begun in self._background.pending):
             self._note(self._background.finish(self._bar))  # then it is on the disk what is newer
@@ -220,7 +227,7 @@ class Manager:
             self._deleter.wait_for(place.text)
         if ranks.rank == 0:
             self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
-        report = Report("save", step, place.text, nbytes, 0.0, 0.0, temporary, durable=wait)
+        report = Report("save", step, place.text, state_bytes(layouts), 0.0, 0.0, temporary, durable=wait)
         if not wait:
             return self._background.begin(place, state, layouts, metadata, finite, report)
         with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown):
@@ -268,10 +275,6 @@ class Manager:
     def _busy(self, temporary: bool) -> set[int]:
         """Steps that are being saved."""
         return {begun.step for _, begun in self._background.pending if begun.temporary is temporary}
-
-    @property
-    def _shown(self) -> bool | None:
-        return self.show_progress if self.world.rank == 0 else False
 
     def _bar(self, what: str, total: int, so_far: Callable[[], int | None]):
         return progress(what, total, so_far, self._shown)
@@ -328,7 +331,7 @@ class Manager:
 
     def restore_latest(
         self,
-        target_layouts: Any,
+        target: Any = None,
         *,
         rank: int | None = None,
         prefer_finite: bool = True,
@@ -343,13 +346,13 @@ class Manager:
         Raises CheckpointError when no step is good, ValueError when the target does not fit a good one, RuntimeError on
         all ranks when files cannot be looked at: what is there is then unknown, and no older step is taken for it.
         """
-        search = Search(self._both, target_layouts, self.world, rank, options, self.show_progress, prefer_finite)
-        found = self._timed(search.newest, target_layouts)
+        search = Search(self._both, target, self.world, rank, options, self.show_progress, prefer_finite)
+        found = self._timed(search.newest)
         self._went_back(found.step, sure=True)
         return found.step, found.state, found.metadata
 
     def restore(
-        self, step: int, target_layouts: Any, *, rank: int | None = None, **options: Any
+        self, step: int, target: Any = None, *, rank: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
 
@@ -357,16 +360,16 @@ class Manager:
         for this. To only look at a step while a run goes on, use `checkpoint.restore(manager.path(step), ...)`.
         """
         together(self.world, f"restoring from {self._both[0].store.text}", lambda: check_step(step))
-        search = Search(self._both, target_layouts, self.world, rank, options, self.show_progress)
-        found = self._timed(lambda: search.one(step), target_layouts)
+        search = Search(self._both, target, self.world, rank, options, self.show_progress)
+        found = self._timed(lambda: search.one(step))
         self._went_back(found.step, sure=False)
         return found.state, found.metadata
 
-    def _timed(self, work: Callable[[], Found], target_layouts: Any) -> Found:
+    def _timed(self, work: Callable[[], Found]) -> Found:
         began = time.perf_counter()
         found, seconds = work(), time.perf_counter() - began
-        path, size = self.path(found.step, found.temporary), state_bytes(target_layouts)
-        self.last = Report("restore", found.step, path, size, seconds, seconds, found.temporary)
+        path = self.path(found.step, found.temporary)
+        self.last = Report("restore", found.step, path, found.nbytes, seconds, seconds, found.temporary)
         return found
 
     # ---- life

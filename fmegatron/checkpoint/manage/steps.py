@@ -61,6 +61,14 @@ class Steps:
         """Where a step is, or will be."""
         return self.store.child(self.name(step))
 
+    def in_words(self) -> str:
+        """The complete steps as text; where they cannot be looked at, the reason: for a repr, which does not fail."""
+        try:
+            steps = [str(step) for step in self.complete()]
+        except (OSError, ValueError) as error:
+            return str(error)
+        return f"steps {', '.join([*steps[:2], '...', steps[-1]] if len(steps) > 4 else steps) or 'none'}"
+
     def complete(self, above: int = -1) -> list[int]:
         """All complete steps (saved to their end; what is in them is verified when it is read), in rising order.
 

@@ -17,13 +17,19 @@ import torch
 
 from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.dicts.values import own_metadata
 from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files.describe import describe
 from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.snapshot import SavedAgain
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.line import Choice, in_order, newest_first, not_complete
 from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
+from fmegatron.checkpoint.manage.report import state_bytes
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.read import rank_of, restore_save
+from fmegatron.checkpoint.reading.target import Wanted, target_of
 
 _LOOKS = 3  # how often the directory is listed again because steps were deleted before they could be read
 _GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # the result of an attempt on one rank; the gravest decides
@@ -31,12 +37,13 @@ _GOOD, _FAILED, _DAMAGED, _UNFIT = range(4)  # the result of an attempt on one r
 
 @dataclass(frozen=True)
 class Found:
-    """A step that was restored: this rank's state, and the user's metadata."""
+    """A step that was restored: this rank's state, the user's metadata, and the bytes of the state of all ranks."""
 
     step: int
     temporary: bool
     state: Any
     metadata: dict[str, Any]
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Search:
     """
 
     both: tuple[Steps, Steps]
-    target_layouts: Any
+    target: Any
     world: Ranks
     rank: int | None
     options: dict[str, Any]
@@ -136,7 +143,7 @@ class Search:
         ranks = self.world
 
         def work():
-            rank_of(self.target_layouts, self.world, self.rank)
+            self._rank()
             if ranks.rank == 0 and (choice := choose()) is not None:
                 steps = self.both[choice[1]]
                 held.enter_context(leases.reading(steps.notes, steps.name(choice[0])))
@@ -155,15 +162,34 @@ class Search:
 
         together(self.world, f"restoring from {self.both[0].store.text}", work)
 
+    def _wanted(self) -> Wanted | None:
+        return target_of(self.target, self.options.get("into"), self.world, self.rank)
+
+    def _rank(self) -> int:
+        """The rank whose tensors are asked for. Raises ValueError for a wrong request."""
+        return rank_of(self.target, self.world, self.rank) if self._wanted() is None else 0
+
+    def _bytes(self, place: Store) -> int:
+        """Bytes of the tensors of this rank."""
+        wanted = self._wanted()
+        if wanted is None:
+            return local_bytes(self.target, self._rank())
+        if wanted.like is not None:
+            return local_bytes(wanted.layouts, 0)
+        try:
+            return describe(place).total_bytes
+        except (CheckpointError, OSError, SavedAgain):
+            return 0  # the restore reports it
+
     def _attempt(self, step: int, temporary: bool) -> tuple[Found | None, CheckpointError | None]:
         """The step, or, on all ranks, what is damaged. Any other error of any rank is raised on all of them."""
         ranks, place, kind, error, state = self.world, self.both[temporary].place(step), _GOOD, None, None
-        size = local_bytes(self.target_layouts, rank_of(self.target_layouts, self.world, self.rank))
+        size = self._bytes(place)
         bar = self.progress if ranks.rank == 0 else False
         try:
             with progress(f"restoring step {step}", size, read_from_now(), bar):
                 state, manifest = restore_save(
-                    place, self.target_layouts, world=self.world, rank=self.rank, stacklevel=6, **self.options
+                    place, self.target, world=self.world, rank=self.rank, stacklevel=6, **self.options
                 )
         except BaseException as e:  # a rank that is interrupted must tell the others, too
             damaged, unfit = isinstance(e, CheckpointError), isinstance(e, ValueError) or not isinstance(e, Exception)
@@ -172,7 +198,8 @@ class Search:
         firsts = ranks.minimum(torch.tensor([ranks.rank if kind == k else ranks.size for k in range(_UNFIT + 1)]))
         gravest = max(k for k in range(_UNFIT + 1) if firsts[k] < ranks.size)
         if gravest == _GOOD:
-            return Found(step, temporary, state, manifest.metadata), None
+            nbytes = size if self._wanted() is not None else state_bytes(self.target)
+            return Found(step, temporary, state, own_metadata(manifest.metadata), nbytes), None
         first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:

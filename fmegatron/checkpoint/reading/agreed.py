@@ -51,8 +51,8 @@ def on_one_save(
         found, (same, alike) = compared(ranks, what, read, lambda found: (found[0].digest, asked(found[1])), 2)
         if same and not alike:
             raise ValueError(
-                f"{what}: ranks 0 and {_other(ranks, asked(found[1]))} asked for different trees; give all ranks the"
-                " same layouts, rules and options, or pass read='own'"
+                f"{what}: got different trees from ranks 0 and {_other(ranks, asked(found[1]))}, wanted one; give all"
+                " ranks the same layouts, rules and options, or pass read='own'"
             )
         if same:
             return found

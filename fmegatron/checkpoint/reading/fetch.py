@@ -160,7 +160,7 @@ class Fetch:
             text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
         if data != wanted and load_json(data, what) != json.loads(wanted):
-            raise CheckpointError(f"{what} does not describe the array that was saved; {RESTORE_ANOTHER}")
+            raise CheckpointError(f"{what}: does not describe the array that was saved; {RESTORE_ANOTHER}")
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ against 0.65), and a file that gets shorter while it is read is an error instead
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_device, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.dicts.arrays import as_tensor
+from fmegatron.checkpoint.dicts.flat import Array, flatten
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.storage import Store, holding, open_store
@@ -29,15 +32,17 @@ from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.mapping import Rule
 from fmegatron.checkpoint.reading.once import Exchange, Want, deal, exchange_all
 from fmegatron.checkpoint.reading.pages import fresh
-from fmegatron.checkpoint.reading.request import Request, match
-from fmegatron.checkpoint.reading.strict import Strictness, strictness, unflatten_some, warn
+from fmegatron.checkpoint.reading.request import Request, match, subtree
+from fmegatron.checkpoint.reading.strict import Difference, Strictness, strictness, unflatten_some, warn
+from fmegatron.checkpoint.reading.target import Wanted, target_of, values_of
 from fmegatron.checkpoint.reading.view import Fill, regions
 
 
 def restore(
     path: str | os.PathLike | Store | Snapshot,
-    target_layouts: Any,
+    target: Any = None,
     *,
+    into: Any = None,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
@@ -49,43 +54,53 @@ def restore(
     device: str | torch.device | None = None,
     verify: bool = True,
 ) -> Any:
-    """The state at `path` as local tensors of a rank under target layouts: a tree of the structure of `target_layouts`.
+    """The state at `path` as local tensors of a rank under target layouts: a tree of the structure of `target`.
 
-    path: of a directory, a URL, a Store, or a Snapshot (`open_snapshot`).  target_layouts: tree of Layouts (or
-    ArraySpecs), on any mesh.  world: the ranks that restore together (an error on one is raised on all); or rank: whose
-    tensors to return (needed when the mesh has several ranks and there is no world).
-
-    strict: about leaves that are asked for and not stored ("unexpected") or stored and not asked for ("missing").
-    "error" (or "raise_all"): the target names exactly the stored leaves.  "subset" ("raise_unexpected",
-    "assume_ok_unexpected"): what the target does not name is left out.  "log_unexpected", "log_all": warn with every
-    path; "return_unexpected", "return_all": return (state, missing, unexpected), tuples of paths; "ignore_all". In
-    these modes an unexpected leaf comes from `initial`, or without `initial` is left out of its dict.
-
-    rules: how stored names and shapes become wanted ones (mapping.py).  prefix: restore the stored subtree below this
-    path.  initial: tree of this rank's current tensors, as `target_layouts` has them, for leaves that are not stored
-    and for what rules take from it; whole leaves are returned as they are, without a copy.
-
-    read: "own": every rank reads all that it needs.  "once": ranks that hold the same shard read a part of it each and
-    exchange the parts through `world`; with one replica nothing is exchanged.  cast: convert to the target's dtype
-    where it differs.  device: where the tensors go (default: that of the world, the CPU
-    without one).  verify: check the digests.
+    On one process the target may be a state instead, or be left out; then it is all global arrays and plain values that
+    are stored, in dicts, lists and tuples as they were saved (a NamedTuple as a dict of its fields).
 
     All ranks return what one save holds. When the checkpoint is saved again meanwhile, or ranks see different saves,
     they read again; if that does not help they raise RuntimeError, which names the path and what differs.
 
-    Raises CheckpointError when the checkpoint is missing, incomplete or damaged (naming leaf and file), ValueError when
-    the target does not fit it. Nothing in the files is executed.
+    Args:
+        path: of a directory, a URL, a Store, or a Snapshot (`open_snapshot`).
+        target: tree of Layouts (or ArraySpecs), on any mesh; or, on one process, a state: tensors (meta tensors, too)
+            and numpy arrays give shapes, dtypes and devices, plain values are replaced by those stored.
+        into: a state, in the place of a target, whose tensors and writable arrays are overwritten; its dicts and lists
+            get the plain values. It is what is returned. Its memory may be partly overwritten when damage is found.
+        world: the ranks that restore together (an error on one is raised on all); or
+        rank: whose tensors to return (needed when the mesh has several ranks and there is no world).
+        strict: about leaves that are asked for and not stored ("unexpected") or stored and not asked for ("missing").
+            "error" (or "raise_all"): the target names exactly the stored leaves.  "subset" ("raise_unexpected",
+            "assume_ok_unexpected"): what the target does not name is left out.  "log_unexpected", "log_all": warn with
+            every path; "return_unexpected", "return_all": return (state, missing, unexpected), tuples of paths;
+            "ignore_all". In these modes an unexpected leaf comes from `initial`, or without `initial` is left out of
+            its dict (`into`: stays as it is). Plain values count where the target is a state.
+        rules: how stored names and shapes of arrays become wanted ones (mapping.py).
+        prefix: restore the stored subtree below this path.
+        initial: tree of this rank's current tensors, as `target` has them, for leaves that are not stored and for what
+            rules take from it; full leaves are returned as they are, without a copy.
+        read: "own": every rank reads all that it needs.  "once": ranks that hold the same shard read a part of it each
+            and exchange the parts through `world`; with one replica nothing is exchanged.
+        cast: convert to the target's dtype where it differs.
+        device: where the tensors go (default: those of the target's tensors, else of the world, else the CPU).
+        verify: check the digests.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete or damaged (naming leaf and file).
+        ValueError: the target does not fit it. Nothing in the files is executed.
     """
     return restore_save(
-        path, target_layouts, world=world, rank=rank, strict=strict, rules=rules, prefix=prefix, initial=initial,
+        path, target, into=into, world=world, rank=rank, strict=strict, rules=rules, prefix=prefix, initial=initial,
         read=read, cast=cast, device=device, verify=verify, stacklevel=3,
     )[0]  # fmt: skip
 
 
 def restore_save(
     path: str | os.PathLike | Store | Snapshot,
-    target_layouts: Any,
+    target: Any,
     *,
+    into: Any = None,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
@@ -96,23 +111,25 @@ def restore_save(
 ) -> tuple[Any, Manifest]:
     """`restore`, and the manifest of the one save that it read on all ranks; options: rules, prefix, initial, ..."""
     ranks, what = ranks_of(world), f"restoring the checkpoint {getattr(path, 'text', path)}"
-    once = read == "once" and ranks.size > 1
+    once, wanted = read == "once" and ranks.size > 1, None
 
     def check() -> None:
+        nonlocal wanted
         if read not in ("own", "once"):
             raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
         check_device(device)
-        rank_of(target_layouts, ranks, rank)
-        if (
-            read == "once"
-            and ranks.size == 1
-            and any(layout.mesh.size > 1 for layout in flat_layouts(target_layouts)[1])
-        ):
+        wanted = target_of(target, into, ranks, rank)
+        if wanted is not None:
+            return
+        rank_of(target, ranks, rank)
+        if read == "once" and ranks.size == 1 and any(layout.mesh.size > 1 for layout in flat_layouts(target)[1]):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
 
     def work(snapshot: Snapshot) -> tuple[Started, Any]:
-        me = rank_of(target_layouts, ranks, rank)
-        started = start_reading(snapshot, target_layouts, me, strict, once=once, **options)
+        if wanted is not None:
+            return read_wanted(snapshot, wanted, ranks, device, strict, **options)
+        me = rank_of(target, ranks, rank)
+        started = start_reading(snapshot, target, me, strict, once=once, **options)
         return started, None if once else finish_reading(started, ranks, device)
 
     # Rank 0 keeps retention away from the files until all ranks have read.
@@ -162,13 +179,18 @@ def start_reading(
     cast: bool = False,
     verify: bool = True,
     once: bool = False,
+    into: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Started:
-    """All of a restore up to the exchange, for one rank and without a word to the others (see `restore`)."""
+    """All of a restore up to the exchange, for one rank and without a word to the others (see `restore`).
+
+    into: by path, memory of leaves in the place of new memory, contiguous on the CPU.
+    """
     mode, manifest = strictness(strict), snapshot.manifest
     has = {"cast": cast, "has_initial": initial is not None}
     request = match(snapshot.text, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
     current = _current(initial, target_layouts, rank)
-    tensors, wants = destinations(request, rank, current)
+    memory = [into.get(path) for path in request.paths]
+    tensors, wants = destinations(request, rank, current, into=memory)
     mine, exchanges = deal(manifest, wants, rank) if once else ([(want.leaf, want.target) for want in wants], [])
     by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
     for leaf, target in mine:
@@ -184,12 +206,67 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
     """The restored tree; with exchanges, all ranks of the world call this, by `together`."""
     if started.exchanges and not exchange_all(started.exchanges, world):
         return None  # the rank that failed tells why, where the ranks agree
-    request, tensors = started.request, started.tensors
-    for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
+    request, tensors = started.request, finish_tensors(started, device or world.device)
+    return returned(started, unflatten_some(request.spec, tensors, request.left_out))
+
+
+def finish_tensors(started: Started, device: str | torch.device) -> list[torch.Tensor | None]:
+    """The tensors on the device that is asked for, one by one, so that host memory is given back on the way."""
+    tensors = started.tensors
+    for i, x in enumerate(tensors):
         if x is not None:
-            tensors[i] = x.to(device or world.device)
-    state = unflatten_some(request.spec, tensors, request.left_out)
-    return (state, request.difference.missing, request.difference.unexpected) if started.mode.returns else state
+            tensors[i] = x.to(device)
+    return tensors
+
+
+def returned(started: Started, state: Any) -> Any:
+    """What `restore` returns in this mode of strictness."""
+    difference = started.request.difference
+    return (state, difference.missing, difference.unexpected) if started.mode.returns else state
+
+
+def read_wanted(
+    snapshot: Snapshot,
+    wanted: Wanted,
+    world: Ranks,
+    device: str | torch.device | None,
+    strict: str,
+    *,
+    rules: Sequence[Rule] = (),
+    prefix: str = "",
+    initial: Any = None,
+    **options: Any,
+) -> tuple[Started, Any]:
+    """A restore for a target that is no tree of layouts, on one process."""
+    mode, where = strictness(strict), snapshot.text
+    rules = (rules,) if isinstance(rules, Rule) else rules
+    layouts = wanted.asked(snapshot, rules, prefix)
+    values, containers = values_of(snapshot, prefix)
+    stored = subtree(snapshot.manifest, prefix)
+    difference = wanted.compare(values, stored, mode, where)
+    first = flatten(initial).leaves if initial is not None else {}
+    current = (
+        None if initial is None else {p: as_tensor(first[p], p) for p in layouts if isinstance(first.get(p), Array)}
+    )
+    started = start_reading(
+        snapshot,
+        layouts,
+        0,
+        strict,
+        rules=rules,
+        prefix=prefix,
+        initial=None if initial is None else current,
+        into=wanted.memory(),
+        **options,
+    )
+    request, host = started.request, "cpu" if wanted.like is not None else world.device
+    difference = Difference(
+        request.difference.missing + difference.missing, request.difference.unexpected + difference.unexpected
+    )
+    started = replace(started, request=replace(request, difference=difference))
+    tensors = finish_tensors(started, device or host)
+    found = {path: x for path, x in zip(request.paths, tensors, strict=True) if x is not None}
+    return started, returned(started, wanted.build(found, values, containers, first, device, where))
 
 
 def rank_of(target_layouts: Any, ranks: Ranks, rank: int | None) -> int:
@@ -199,13 +276,13 @@ def rank_of(target_layouts: Any, ranks: Ranks, rank: int | None) -> int:
     for mesh in {layout.mesh for layout in flat_layouts(target_layouts)[1]}:
         if ranks.size > 1 and mesh.size != ranks.size:
             raise ValueError(
-                f"restore: got target layouts on {mesh} ({mesh.size} ranks), but {ranks.size} restore together;"
-                f" make the layouts with a mesh of {ranks.size}"
+                f"restore: got target layouts on {mesh} ({mesh.size} ranks), wanted {ranks.size}, which"
+                f" restore together; make the layouts with a mesh of {ranks.size}"
             )
         if ranks.size == 1 and rank is None and mesh.size > 1:
             raise ValueError(f"restore: got no rank, wanted one of the {mesh.size} of {mesh}; pass world= or rank=")
     if ranks.size > 1 and rank not in (None, ranks.rank):
-        raise ValueError(f"restore: got rank {rank} and a world in which this is rank {ranks.rank}; pass one of them")
+        raise ValueError(f"restore: got rank={rank}, wanted {ranks.rank}, as in the world; pass one of them")
     return ranks.rank if rank is None else rank
 
 
@@ -221,11 +298,11 @@ def destinations(
     rank: int,
     current: Sequence[torch.Tensor] | None = None,
     device: str = "cpu",
-    into: Sequence[torch.Tensor] | None = None,
+    into: Sequence[torch.Tensor | None] | None = None,
 ) -> tuple[list[torch.Tensor | None], list[Want]]:
     """The tensors of a rank's result, with zeros and current values in place, and what is to be read into them.
 
-    into: the tensors themselves, contiguous on the CPU, instead of new ones.
+    into: the tensors themselves, contiguous on the CPU, instead of new ones; None for a new one.
     """
     tensors: list[torch.Tensor | None] = [None] * len(request.paths)
     wants: list[Want] = []
@@ -235,7 +312,7 @@ def destinations(
         if current is not None and all(part.source is Fill.FRESH for part in view.parts):
             tensors[i] = current[i].detach()
             continue
-        if into is not None:
+        if into is not None and into[i] is not None:
             x = tensors[i] = into[i]
         else:
             x = tensors[i] = fresh(layout.local_shape(rank), layout.dtype, device)

@@ -52,7 +52,7 @@ def subtree(manifest: Manifest, prefix: str) -> dict[str, Leaf]:
     if not found:
         above = {"/".join(name.split("/")[: start.count("/")]) for name in manifest.leaves}
         hint = tree.did_you_mean(prefix, sorted(above))
-        raise ValueError(f"prefix: got {prefix!r}, but no stored leaf lies below it{hint}; name a stored subtree")
+        raise ValueError(f"prefix: got {prefix!r}, wanted the path of stored leaves{hint}; name a stored subtree")
     return found
 
 
@@ -98,7 +98,7 @@ def match(
     if problems:
         more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         lines = "\n".join(f"  {p}" for p in problems[:10])
-        raise ValueError(f"{where} does not fit the target layouts:\n{lines}{more}")
+        raise ValueError(f"{where}: got leaves that do not fit the target layouts, wanted all to fit:\n{lines}{more}")
     return Request(paths, layouts, spec, leaves, found, difference)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -16,11 +15,10 @@ from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.storage import Store, open_store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.tools.ls import TEMPORARY, Leftover, Listing, listing
+from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
 _LOOK_S = 5.0  # while others are watched
-_NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ class _Leftovers:
         for folder in folders:
             notes = Notes(folder)
             for note in notes.names():
-                if m := _NOTE.fullmatch(note):
+                if m := NOTE.fullmatch(note):
                     actions += self._note(notes, note, m[2], kept, now[folder])
         return actions
 

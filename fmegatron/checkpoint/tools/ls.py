@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.snapshot import snapshot_of
 from fmegatron.checkpoint.files.storage import Storage, Store, open_store
 
+NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
 TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
 _KINDS = (
     ("tmp", "being saved, or left by a killed save"),
@@ -107,7 +109,7 @@ def listing(path: str | os.PathLike | Store) -> Listing:
     paths = [path for folder in folders for path in checkpoint_paths(folder)]
     checkpoints = tuple(sorted((_checkpoint(p, os.path.relpath(p, store.path)) for p in paths), key=_order))
     left = tuple(leftover for folder in folders for leftover in _leftovers(folder))
-    if not checkpoints and not left and names_in(store.path):
+    if not checkpoints and not left and not all(map(NOTE.fullmatch, names_in(store.path))):
         hint = recognized(store.locate()) or "check the path"
         raise ValueError(
             f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some; {hint}"

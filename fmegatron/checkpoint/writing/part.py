@@ -142,7 +142,7 @@ def merge(
     for part in parts:
         if part.plan != expected:
             raise ValueError(
-                f"rank {part.rank} saved a tree whose paths, shapes, dtypes or layouts differ from rank 0's;"
+                f"rank {part.rank}: got a tree whose paths, shapes, dtypes or layouts differ, wanted that of rank 0;"
                 " give the same layouts to save on all ranks"
             )
         for name, numbers in part.chunks.items():

@@ -19,6 +19,7 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import array_name, piece_name
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
 from fmegatron.checkpoint.files.storage import Store, open_store
@@ -31,7 +32,7 @@ from fmegatron.layout import Layout
 def save(
     path: str | os.PathLike | Store,
     state: Any,
-    layouts: Any,
+    layouts: Any = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,
@@ -40,15 +41,24 @@ def save(
 ) -> None:
     """Write a checkpoint to a directory, URL or Store; durable and complete when this returns, on all ranks.
 
-    state: tree of this rank's local tensors, any device.  layouts: the same tree of Layouts (or ArraySpecs).
-    world: the ranks that call this together, with one file system or object store; None for one process.
-    metadata: JSON values.  finite: whether loss and gradient norm of this step are finite; None if that is not known.
-    It is stored (`describe(path).finite`); one rank that says False speaks for all.
     An existing checkpoint at `path` stays complete until the new one takes its place.
 
-    Raises ValueError when state and layouts disagree or the metadata is not JSON (then nothing is written);
-    RuntimeError, on every rank and with the first failing rank's message, when anything fails later (full disk). Then
-    nothing is left behind and earlier checkpoints are untouched.
+    Args:
+        path: where to save.
+        state: tree of this rank's local tensors, any device. Without layouts any nesting of dicts, lists and tuples of
+            tensors, numpy arrays, numbers, strings, None, bytes and dtypes, such as the state dicts of modules.
+        layouts: the same tree of Layouts (or ArraySpecs); None on one process that holds the full state.
+        world: the ranks that call this together, with one file system or object store; None for one process.
+        metadata: JSON values.
+        step: whole number.
+        finite: whether loss and gradient norm of this step are finite; None if that is not known. It is stored
+            (`describe(path).finite`); one rank that says False speaks for all.
+
+    Raises:
+        ValueError: state and layouts disagree, a leaf cannot be stored, several ranks save without layouts, or the
+            metadata is not JSON; then nothing is written.
+        RuntimeError: on every rank and with the first failing rank's message, when anything fails later (full disk).
+            Then nothing is left behind and earlier checkpoints are untouched.
 
     >>> import tempfile
     >>> from fmegatron.layout import Layout, Mesh
@@ -56,15 +66,17 @@ def save(
     >>> layouts = {"w": Layout((2, 3), torch.float32, Mesh())}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(folder + "/first", state, layouts, metadata={"note": "hello"})
-    ...     os.listdir(folder)
-    ['first']
+    ...     save(folder + "/second", {"epoch": 3, "w": torch.ones(2)})
+    ...     sorted(os.listdir(folder))
+    ['first', 'second']
     """
-    world = ranks_of(world)
+    given, world = world, ranks_of(world)
     lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
 
     def prepare():
-        nonlocal store, begun
+        nonlocal store, begun, state, layouts, metadata
         store = open_store(path)
+        state, layouts, metadata = described(state, layouts, given, metadata)
         tensors, plans = check_request(state, layouts, world, metadata, step, finite)
         check_names(store, plans, world.size)
         if lead:
@@ -133,7 +145,7 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
     for path, layout in zip(paths, leaves, strict=True):
         if layout.mesh.size != size:
             raise ValueError(
-                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), but {size} save together;"
+                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), wanted {size}, which save together;"
                 " pass world= of the ranks that hold the state, or layouts on their mesh"
             )
         if layout.unreduced:
@@ -150,8 +162,10 @@ def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
     known = set(paths)
     if len(known) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
-        raise ValueError(f"{twice}: two leaves have this path (a key that contains '/'?); rename one")
+        raise ValueError(f"{twice}: got two leaves of this path (a key that contains '/'?), wanted one; rename one")
     for path in paths:
         parts = path.split("/")
         if above := next((p for i in range(1, len(parts)) if (p := "/".join(parts[:i])) in known), None):
-            raise ValueError(f"{path}: {above} is a leaf, so nothing can lie below it; rename a key that contains '/'")
+            raise ValueError(
+                f"{path}: got a path below the leaf {above}, wanted none there; rename a key that contains '/'"
+            )

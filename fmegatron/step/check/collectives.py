@@ -1,11 +1,12 @@
 """The rule for all collectives, from the types that their entries state: partial, sharded, replicated.
 
-A `declare` has no type before: it is the one statement that is taken without proof.
+A type before of None states nothing of the operand, and what is stated after is taken without proof: of `declare`, and
+of collectives whose result is another value than their operand (a broadcast).
 
 Proofs: a collective over an axis that shards another dim, a pending maximum that is summed, a sum of a pending sum of
 another kind. A sum of replicas is n times too large until it is divided by n (`marks.py`). Open: a sum of what depends
 on the rank's index without a `declare`. Parts that are brought together although they are terms of a sum (all_gather
-of a pending sum, psum of shards) mean something once they are reduced along the dim (`atoms.Fold`).
+of a pending sum, psum of shards) mean something once they are reduced along the dim (`dims.Fold`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import (
+    DECLARE,
     FLAT,
     Partial,
     Permuted,
@@ -27,15 +29,17 @@ from fmegatron.collectives import (
     Sharded,
     collective_of,
 )
-from fmegatron.layout import Mesh
 from fmegatron.step.check.context import Scope, op_name, suspected
 from fmegatron.step.check.dims import (
     UNIFORM,
     Atom,
     Dim,
     Fold,
+    beside,
     canonical,
+    constant_along,
     cut,
+    filled_in,
     folds_of,
     interleaved,
     over,
@@ -76,26 +80,42 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     """What a collective leaves of each tensor of its list."""
     collective, axes, xs = collective_of(node.target), tuple(given["axes"]), given["xs"]
     own = collective.each(node.args[3:], len(xs))
-    return [_after(scope, node, x, axes, *collective.type(*mine)) for x, mine in zip(xs, own, strict=True)]
+    shapes = [result.shape for result in node.meta["val"]]
+    return [
+        _after(scope, node, x, axes, *collective.type(*mine), shape)
+        for x, mine, shape in zip(xs, own, shapes, strict=True)
+    ]
 
 
-def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any) -> Value:
-    match before, after:
+def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
+    match _over(axes, before), _over(axes, after):
         case Partial(kind), Replicated():
             return _zeros(_reduced(scope, node, x, axes, kind))
         case Partial(kind), Sharded(place):
             return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
         case Sharded(place), Replicated():
             return _gathered(scope, node, x, axes, place)
-        case Sharded(Place((concat_dim,))), Sharded(Place((split_dim,))):
-            return _exchanged(scope, node, x, axes, split_dim, concat_dim)
+        case Sharded(Place((concat, *_) as concats)), Sharded(Place((split, *_) as splits)) if (
+            len({*concats}) == len({*splits}) == 1
+        ):
+            return _exchanged(scope, node, x, axes, concat_dim=concat, split_dim=split)
         case None, RankIndex():
             return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
         case None, Permuted():
             return _permuted(x, axes)
-        case None, stated:
-            return _declared(scope, node, x, axes, stated)
-    raise ValueError(f"{op_name(node)}: type: got {before} -> {after}, wanted one that the check has a rule for")
+        case None, Replicated() | Partial() | Sharded() as stated:
+            if collective_of(node.target) is DECLARE:
+                return _declared(scope, node, x, axes, stated)
+            return _made(scope, node, x, axes, stated, shape)
+    open_ = scope.unknown(node, f"its type is {before} -> {after}, for which the check has no rule")
+    return Value(tuple(plain(n) for n in shape)).marked(dict.fromkeys((*axes, *sorted(x.axes())), open_))
+
+
+def _over(axes: tuple[str, ...], type_: Any) -> Any:
+    """A type over these axes: a place of one dim is that of all of them."""
+    if not isinstance(type_, Sharded) or len(type_.place.dims) != 1:
+        return type_
+    return Sharded(replace(type_.place, dims=type_.place.dims * len(axes)))
 
 
 def _zeros(x: Value) -> Value:
@@ -248,7 +268,7 @@ def _dim_gathered(
                    f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
         marks = dict.fromkeys(axes, wrong)
     if terms:
-        after: Dim = (*_beside(scope.mesh, axes, terms), *stripped(atoms, axes))
+        after: Dim = (*beside(scope.mesh, axes, terms), *stripped(atoms, axes))
     elif constant:  # the same everywhere: of the parts of a dim, too
         after = (Atom(size_of(atoms) * n, UNIFORM),)
     elif any(marks.values()) and not loose:
@@ -259,7 +279,7 @@ def _dim_gathered(
         cuts = frozenset(c * n for c in first.cuts) if left else frozenset()
         after = (Atom(first.size * n, left, cuts, first.inner), *atoms[1:])
     elif first.plain and not first.cuts and set(axes) <= set(own):
-        after = (*_filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
+        after = (*filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
     else:  # rank by rank
         after = (Atom(n, ()), *stripped(atoms, axes))
     out = x.marked(marks)
@@ -268,29 +288,7 @@ def _dim_gathered(
     return replace(out, constant=None if loose else out.constant).with_dims(dims)
 
 
-def constant_along(atoms: Dim) -> bool:
-    """Whether a value is the same all along a dim: as well of all of the dim as of each rank's part."""
-    return bool(atoms) and all(atom.axes is UNIFORM for atom in atoms)
-
-
-def _beside(mesh: Mesh, axes: tuple[str, ...], folds: dict[str, Fold]) -> Dim:
-    """The ranks' parts side by side: a factor for each axis, major first."""
-    return tuple(Atom(mesh[axis], (), fold=folds.get(axis)) for axis in axes)
-
-
-def _filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size: int) -> tuple[Atom, ...]:
-    """Atoms of a dim of `size` sharded by `own` when some of these axes are gathered: each takes its place in order."""
-    out, before = [], ()
-    for axis in own:
-        if axis in gathered:
-            out.append(Atom(mesh[axis], before))
-            before = ()
-        else:
-            before += (axis,)
-    return (*out, Atom(size, before))
-
-
-def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Value:
+def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, split_dim: int, concat_dim: int) -> Value:
     """all_to_all over `axes`: one dim is gathered, another cut. Of a pending sum the parts of all ranks are beside each
     other then, to be summed."""
     n = scope.mesh.extent(axes)
@@ -311,7 +309,7 @@ def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], split_
     whole = replace(x.without(axes), data=False)
     dims = list(whole.dims)
     if terms:
-        dims[concat_dim] = (*_beside(scope.mesh, axes, terms), *x.dims[concat_dim])
+        dims[concat_dim] = (*beside(scope.mesh, axes, terms), *x.dims[concat_dim])
     else:
         dims[concat_dim] = canonical(_whole_again(x.dims[concat_dim], axes, n))
     out = _dim_cut(scope, node, whole.with_dims(dims), split_dim, axes, ())
@@ -335,6 +333,35 @@ def _permuted(x: Value, axes: tuple[str, ...]) -> Value:
     open_ = {a: _left(x.marks[a]) for a in axes if x.is_(a, Unknown)}
     out = x.marked(open_).marked(dict.fromkeys(moved, Varying()))
     return replace(out, data=False, index_of=(), ramp=False) if moved else out
+
+
+def _made(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: Any, shape: Any) -> Value:
+    """The result of a collective that states what it is over its axes, of whatever operand. Of another shape than the
+    operand, nothing is known of it over other axes over which the operand is not replicated."""
+    marks = {axis: _left(x.marks.get(axis)) for axis in axes}
+    out = x.marked(marks)
+    if tuple(map(size_of, out.dims)) != tuple(shape):
+        why = f"{op_name(node)} of a value that is sharded or pending over an axis that is none of its own"
+        rest = {a: x.marks[a] if x.is_(a, *_OPEN) else scope.unknown(node, why) for a in out.axes() if a not in axes}
+        excess = {axis: one for axis, one in out.excess.items() if axis not in rest}
+        out = Value(tuple(plain(n) for n in shape), {**{a: m for a, m in marks.items() if m}, **rest}, excess)
+    out = replace(out, data=False, index_of=(), ramp=False, equal_terms=False)
+    sound = tuple(axis for axis in axes if marks[axis] is None)
+    match stated:
+        case Partial(kind):
+            return out.marked({axis: Pending(kind, node) for axis in sound})
+        case Sharded(place):
+            dims = list(replace(out, constant=None).dims)
+            for d in set(place.dims) - {FLAT}:
+                names = tuple(axis for axis in _on(axes, place, d) if axis in sound)
+                left = (dims[d][0].axes or ()) if dims[d] else ()
+                cuts = _starts(place.parts) if d == place.interleaved else frozenset()
+                dims[d] = (Atom(size_of(dims[d]), left + names, cuts),)
+            out = replace(out, constant=None).with_dims(dims)
+            if place.block:
+                why = f"{op_name(node)} states a flattened block, for which the check has no rule"
+                out = out.marked({axis: scope.unknown(node, why) for axis in sound})
+    return out
 
 
 def _is_more(mark: Mark) -> bool:
@@ -361,7 +388,7 @@ def _declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated:
     if kind == "partial":
         return out.marked({a: Pending("sum", node) for a in believed if not x.pending(a, "sum")})
     if believed:
-        (dim,) = stated.place.dims
+        dim = stated.place.dims[0]
         out = out.without(believed)
         dims, atoms = list(out.dims), out.dims[dim]
         before = (atoms[0].axes or ()) if atoms else ()

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fmegatron.layout import Mesh
+
 UNIFORM = None  # axes of an atom along which the value is constant (from expand, ones, zeros): it fits any other
 NOWHERE: frozenset[str] = frozenset()
 _PARTS = 4096  # so many equal parts of a dim are written out as cuts at most
@@ -307,3 +309,25 @@ def _in_parts(atom: Atom, count: int) -> bool:
         and bool(atom.cuts)
         and atom.cuts == frozenset(range(atom.size // count, atom.size, atom.size // count))
     )
+
+
+def constant_along(atoms: Dim) -> bool:
+    """Whether a value is the same all along a dim: as well of all of the dim as of each rank's part."""
+    return bool(atoms) and all(atom.axes is UNIFORM for atom in atoms)
+
+
+def beside(mesh: Mesh, axes: tuple[str, ...], folds: dict[str, Fold]) -> Dim:
+    """The ranks' parts side by side: a factor for each axis, major first."""
+    return tuple(Atom(mesh[axis], (), fold=folds.get(axis)) for axis in axes)
+
+
+def filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size: int) -> tuple[Atom, ...]:
+    """Atoms of a dim of `size` sharded by `own` when some of these axes are gathered: each takes its place in order."""
+    out, before = [], ()
+    for axis in own:
+        if axis in gathered:
+            out.append(Atom(mesh[axis], before))
+            before = ()
+        else:
+            before += (axis,)
+    return (*out, Atom(size, before))

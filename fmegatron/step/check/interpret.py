@@ -128,10 +128,12 @@ def _value_after(scope: Scope, node: Node) -> Any:
 
 
 def unproven(scope: Scope, node: Node, why: str, fix: str = GO_ON) -> Any:
-    """Nothing is claimed about the result over the axes that come in: what is equal on all ranks stays so."""
+    """Nothing is claimed about the result over the axes that come in, and those of a collective: what is equal on all
+    ranks stays so."""
     sources = [scope.values.get(n) for n in node.all_input_nodes]
     flat = [v for s in sources for v in (s if isinstance(s, Sequence) else [s]) if v is not None]
-    axes = sorted(frozenset().union(*(v.axes() for v in flat)))
+    made = node.args[1] if collective_of(node.target) else ()  # over these its result may be anything
+    axes = sorted(frozenset(axis for axis in made if scope.mesh[axis] > 1).union(*(v.axes() for v in flat)))
     if not axes and any(v.constant != 0 and atom.axes is UNIFORM for v in flat for dim in v.dims for atom in dim):
         # Ones in the shape of a shard are a part of larger ones as well, and so may be what is made of them.
         axes = sorted(name for name in scope.mesh.names if scope.mesh[name] > 1)

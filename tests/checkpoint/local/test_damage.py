@@ -34,9 +34,11 @@ def shards(cluster):
 
 
 def content(shard):
-    """What a restore reads of a shard: all files but the descriptions of groups, which are for other programs."""
-    files = sorted(p for p in shard.rglob("*") if p.is_file())
-    return {str(p.relative_to(shard)): p.read_bytes() for p in files if p.name != "zarr.json" or [*p.parent.glob("c*")]}
+    """What a restore reads of a shard: all files but the descriptions of groups, which are for other programs; of
+    packed leaves (there is one, in the first band) not the bands that are only padding, but their size."""
+    files = sorted(p for p in shard.rglob("*") if p.is_file() and (p.name != "zarr.json" or [*p.parent.glob("c*")]))
+    packed = shard / "packed/0/c.0"
+    return {str(p.relative_to(shard)): (p.stat().st_size, p.read_bytes()[: 32 if p == packed else None]) for p in files}
 
 
 # ---- damage: each takes a random source, the cluster, and one of its shards
@@ -151,8 +153,9 @@ def edit(rng, cluster, shard):
     if manifest == json.loads((shard / "manifest.json").read_text()):  # another rank was wanted, and it is the same
         return
     resign(shard, manifest, ids if rng.random() < 0.5 else None)
-    if rng.random() < 0.5 and isinstance(manifest["step"], int):
-        shard.rename(shard.with_name(shard_name(manifest["step"], found.about["rank"], set_id(ids))))
+    target = shard.with_name(shard_name(manifest["step"], found.about["rank"], set_id(ids)))
+    if rng.random() < 0.5 and not target.exists():
+        shard.rename(target)
 
 
 DAMAGES = (

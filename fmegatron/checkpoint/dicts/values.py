@@ -1,4 +1,4 @@
-"""What a state dict holds beside tensors, as JSON that gives back exactly what went in.
+"""What a state holds beside arrays, as JSON that gives back exactly what went in: metadata["state_dict"].
 
 null, true, false, whole numbers, finite floats, strings and lists are themselves. The rest is an object of one key:
 {"float": "nan"}, {"tuple": [...]}, {"dict": [[key, value], ...]}, {"bytes": base64}, {"dtype": "bfloat16"}.
@@ -12,6 +12,22 @@ import math
 from typing import Any
 
 import torch
+
+VALUES, CONTAINERS = "state_dict", "containers"  # keys in the checkpoint's metadata: by path, values and containers
+
+
+def own_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata that the user passed: without values and containers, where a save has put them there."""
+    if not isinstance(metadata.get(VALUES), dict) or not isinstance(metadata.get(CONTAINERS), dict):
+        return metadata
+    return {key: value for key, value in metadata.items() if key not in (VALUES, CONTAINERS)}
+
+
+def with_state(metadata: dict[str, Any] | None, values: dict[str, Any], containers: dict[str, Any]) -> dict[str, Any]:
+    """The user's metadata with values and containers. Raises ValueError for a key that these need."""
+    if taken := {VALUES, CONTAINERS}.intersection(metadata or {}):
+        raise ValueError(f"metadata: got the key {min(taken)!r}, wanted another; the values of the state have it")
+    return {**(metadata or {}), VALUES: {p: to_json(x, p) for p, x in values.items()}, CONTAINERS: containers}
 
 
 def to_json(value: Any, where: str) -> Any:
@@ -31,9 +47,11 @@ def to_json(value: Any, where: str) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is torch.dtype:
         return {"dtype": str(value).removeprefix("torch.")}
+    has = callable(getattr(value, "state_dict", None))
+    fix = "pass its state_dict()" if has else "convert it, or leave it out of the state dict"
     raise ValueError(
         f"{where}: got {value!r:.80} ({kind.__module__}.{kind.__qualname__}), wanted a tensor, number, string, None,"
-        " bytes, dtype, or a dict, list or tuple of them; convert it, or leave it out of the state dict"
+        f" bytes, dtype, or a dict, list or tuple of them; {fix}"
     )
 
 

@@ -1,0 +1,64 @@
+"""Tensors and numpy arrays of a state without layouts, as plain tensors with layouts of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmegatron import tree
+from fmegatron.checkpoint.files.format import bits, dtype_of, dtype_text, raw_dtype
+from fmegatron.layout import Layout, Mesh
+
+
+def as_tensor(x: Any, path: str) -> torch.Tensor:
+    """A tensor or numpy array as a tensor of its own memory, detached; numpy's is copied where torch cannot share it.
+
+    Raises ValueError, naming the path, for what has no plain elements: subclasses, sparse and meta tensors, objects.
+    """
+    if isinstance(x, torch.Tensor):
+        _check_plain(x, path)
+        return x.detach().resolve_conj().resolve_neg()
+    value = np.asarray(x)
+    dtype = layout_of(value, path).dtype
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    if not (value.flags.c_contiguous and value.flags.writeable):
+        value = value.copy(order="C")
+    return torch.from_numpy(value.view(raw_dtype(dtype.itemsize))).view(dtype)
+
+
+def as_numpy(x: torch.Tensor) -> np.ndarray:
+    """A tensor as a numpy array of its dtype; the same memory on the CPU."""
+    return bits(x.cpu()).numpy().view(dtype_text(x.dtype))
+
+
+def layout_of(x: Any, path: str) -> Layout:
+    """The layout, on one process, of what a tensor, meta tensor, array, Layout or ArraySpec asks for."""
+    if isinstance(x, Layout | tree.ArraySpec):
+        return x if isinstance(x, Layout) else x.layout
+    if isinstance(x, torch.Tensor):
+        _check_plain(x, path, meta=True)
+        return Layout(tuple(x.shape), x.dtype, Mesh())
+    try:
+        dtype = dtype_of(x.dtype.name)
+        if np.dtype(x.dtype.name).itemsize != dtype.itemsize:
+            raise ValueError
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{path}: got a numpy array of dtype {x.dtype}, wanted bools, numbers, or lists of text;"
+            " pass x.tolist(), or x.astype(...) of a number type"
+        ) from None
+    return Layout(tuple(x.shape), dtype, Mesh())
+
+
+def _check_plain(x: torch.Tensor, path: str, meta: bool = False) -> None:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        kind, fix = type(x).__qualname__, "save what it is made of"
+        if hasattr(x, "device_mesh"):
+            fix = "interop.save_state_dict and interop.load_state_dict take it, on any number of ranks"
+        raise ValueError(f"{path}: got a {kind}, wanted a plain tensor; {fix}")
+    if x.layout is not torch.strided or x.is_quantized:
+        raise ValueError(f"{path}: got {x.layout}, {x.dtype}, wanted a dense tensor; pass x.to_dense()")
+    if x.is_meta and not meta:
+        raise ValueError(f"{path}: got a meta tensor, wanted one with memory; pass x.to_empty(...) or initialize it")
