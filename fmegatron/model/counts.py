@@ -7,7 +7,7 @@ import math
 from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.model.config import Config
-from fmegatron.model.gpt import specs
+from fmegatron.model.specs import specs
 
 
 def parameters(config: Config) -> dict[str, int]:

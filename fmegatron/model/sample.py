@@ -17,9 +17,8 @@ from torch import Tensor
 
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Axis, all_gather
-from fmegatron.model.block import finish_block, project_qkv
 from fmegatron.model.config import Config
-from fmegatron.model.gpt import gather_weights, prepared, read_out
+from fmegatron.model.gpt import finish_block, gather_weights, prepared, project_qkv, read_out
 from fmegatron.step import layer_layout, unstack
 
 

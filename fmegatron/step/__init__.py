@@ -3,16 +3,17 @@
 from fmegatron.step.accumulate import accumulate
 from fmegatron.step.check import Declared, Finding, Report, Unproven, check
 from fmegatron.step.costs import StateBytes, Traffic, least_traffic, state_bytes
-from fmegatron.step.grad import raw_gradient_layout, reduce_gradients, value_and_grad
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
 from fmegatron.step.layer import compiled_layer, layer_layout, layers, remat, unstack
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.partition import Policy
+from fmegatron.step.reduce import raw_gradient_layout, reduce_gradients
+from fmegatron.step.state import State, averaged_params, placements, state_specs
 from fmegatron.step.timeline import Event, PaperWorld, Rates, Timeline, launches, timeline
 from fmegatron.step.trace import Traced, trace
 from fmegatron.step.traffic import Transfer, bytes_sent, collectives_of
-from fmegatron.step.train_step import State, averaged_params, build_train_step, placements, state_specs
+from fmegatron.step.train_step import build_train_step, value_and_grad
 
 __all__ = [
     "Declared",

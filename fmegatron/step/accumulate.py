@@ -10,10 +10,10 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step.batch_rows import cut_rows
-from fmegatron.step.grad import widened
 from fmegatron.step.graph.nodes import meta_of, storage_of
 from fmegatron.step.jit import jit
 from fmegatron.step.output_buffers import barrier
+from fmegatron.step.reduce import widened
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
 from fmegatron.step.trace import trace
 
@@ -64,16 +64,16 @@ def accumulate(
     if n == 1:
 
         def once(params, batch, *args):
-            _require_parts(batch, 1)
+            require_parts(batch, 1)
             out, grads = grad_fn(params, batch, *args)
-            _weight(*out, weight)
+            weight_of(*out, weight)
             return out, each(grads)
 
         return once
     one_node, known = jit(_with_own_metrics(grad_fn)), {}
 
     def accumulated(params, batch, *args):
-        _require_parts(batch, n)
+        require_parts(batch, n)
         run = one_node if is_tracing() else grad_fn
         _, leaves, spec = tree.flatten(batch)
         cut = [cut_rows(x, n) if isinstance(x, torch.Tensor) else [x] * n for x in leaves]
@@ -84,7 +84,7 @@ def accumulate(
             (loss, aux), grads = run(params, tree.unflatten(spec, list(parts)), *args)
             losses.append(loss)
             metrics.append(tree.flatten(aux))
-            weights.append(_weight(loss, aux, weight))
+            weights.append(weight_of(loss, aux, weight))
             grads = _weighted(tree.map(lambda g: widened(g, dtype), each(grads)), weights[-1])
             total = grads if total is None else tree.map(torch.add, total, grads)
         count = n if weights[0] is None else _not_zero(sum(weights[1:], weights[0]))
@@ -98,7 +98,7 @@ def accumulate(
     return accumulated
 
 
-def _require_parts(batch: Any, n: int) -> None:
+def require_parts(batch: Any, n: int) -> None:
     """ValueError, naming the leaf, unless every tensor of the batch can be cut into n parts and one has rows."""
     tensors = [(p, x) for p, x in zip(tree.paths(batch), tree.leaves(batch), strict=True) if torch.is_tensor(x)]
     if n > 1 and not tensors:
@@ -128,7 +128,7 @@ def _after(parts: list, sums: list) -> list:
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
-def _weight(loss: torch.Tensor, aux: Any, name: str | None) -> torch.Tensor | None:
+def weight_of(loss: torch.Tensor, aux: Any, name: str | None) -> torch.Tensor | None:
     """The number by which a microbatch counts, 0-d; None: all count equally."""
     known = aux if isinstance(aux, dict) else {}
     if name is not None and name not in known:

@@ -14,7 +14,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import DataParallel, Layout
-from fmegatron.step.train_step import placements, state_specs
+from fmegatron.step.state import placements, state_specs
 
 __all__ = ["StateBytes", "Traffic", "least_traffic", "state_bytes"]
 

@@ -1,64 +1,140 @@
-"""The standard training step, built from public parts."""
+"""One update: `value_and_grad`, and the standard training step, built from public parts."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, Precision, Wire, positions, reshard_many
-from fmegatron.layout import DataParallel, Layout, Placed
-from fmegatron.step.accumulate import accumulate
+from fmegatron.collectives import Axes, Precision, Wire, positions
+from fmegatron.layout import DataParallel, Layout
+from fmegatron.step.accumulate import accumulate, require_parts, weight_of
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.check import Declared
-from fmegatron.step.grad import loss_and_aux, reduce_gradients, value_and_grad
+from fmegatron.step.reduce import reduce_gradients, widened
+from fmegatron.step.state import State, moved, placements, require_state, state_specs
+from fmegatron.step.torch_private import is_tracing, mark_backward
 from fmegatron.step.trace import described
 
-__all__ = ["State", "averaged_params", "build_train_step", "placements", "state_specs"]
+__all__ = ["build_train_step", "value_and_grad"]
 
 
-class State(NamedTuple):
-    """What a run carries from step to step: number of steps done (0-d int64), parameters, optimizer state."""
+def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax: Any) -> Callable:
+    """`loss_fn(params, *args) -> (loss, aux)` becomes `f(params, *args) -> ((loss, aux), grads)`.
 
-    step: Any
-    params: Any
-    opt: Any
-
-
-def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
-    """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
-
-    Matrix optimizers (`optim.muon`) take `placements(...).optim` as their layouts.
+    params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
+    parameter that the loss does not use). loss: a 0-d tensor. aux: a tree, returned without its gradient history.
+    A loss_fn that returns only the loss gives aux = {}. Keyword arguments go to loss_fn.
+    Raises ValueError, naming loss_fn's line, for a result that is none of these, and for a loss without a gradient.
+    dtype: floating parameters that are narrower are cast to it before they are differentiated, so that their gradients
+    have it: sums that were reduced in fp32 are not rounded to the 16 bits of a parameter. None: as the parameters are.
     """
-    grads = tree.map(strategy.grads_layout, param_layouts)
-    return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
+    _require_own_arguments(dtype, of_jax)
+    if not callable(loss_fn):
+        raise ValueError(f"value_and_grad: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, *args)")
+    return _with_grad(loss_fn, dtype, _anything)
 
 
-def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
-    """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
-
-    `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
-    `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is
-    the state at step 0 of parameters that are known already.
-    strategy: how the optimizer's state is sharded beyond the parameters; None: exactly as they are.
-    """
-    mesh = tree.leaves(param_specs)[0].mesh
-    step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
-    params = tree.named(param_specs)
-    return State(step, params, optimizer.init(_seen(params, strategy)))
+def _anything(aux: Any) -> None:
+    """No aux is refused."""
 
 
-def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
-    """The parameters' specs as the optimizer sees them."""
-    if strategy is None:
-        return param_specs
-    return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
+def _with_grad(loss_fn: Callable, dtype: torch.dtype | None, require: Callable) -> Callable:
+    """`value_and_grad`, which gives aux to `require` as loss_fn returned it."""
+
+    @functools.wraps(loss_fn)
+    def with_grad(params, *args, **named):
+        paths, leaves, spec = tree.flatten(params)
+        if not leaves:
+            raise ValueError(
+                f"{described(loss_fn)}: its parameters: got {tree.in_words(params)}, wanted a tree with a tensor in it"
+            )
+        for path, leaf in zip(paths, leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                module = "; of a module: dict(module.named_parameters())" if isinstance(leaf, torch.nn.Module) else ""
+                raise ValueError(
+                    f"parameter {path!r}: got {tree.in_words(leaf)}, wanted a tensor; pass constants as another "
+                    f"argument{module}"
+                )
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                raise ValueError(
+                    f"parameter {path!r}: got {leaf.dtype}, which has no gradient, wanted a floating dtype; pass it as "
+                    "another argument, not among the parameters"
+                )
+        leaves = [(leaf if dtype is None else widened(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
+        with torch.enable_grad():
+            loss, aux = loss_and_aux(loss_fn, loss_fn(tree.unflatten(spec, leaves), *args, **named))
+            require(aux)
+            _require_gradient(loss_fn, loss)
+            if is_tracing():
+                mark_backward([loss.grad_fn])
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+        return (loss.detach(), tree.map(_without_history, aux)), tree.unflatten(spec, [g.detach() for g in grads])
+
+    return with_grad
 
 
+_OF_JAX = MappingProxyType(
+    {
+        "has_aux": "leave it out: aux is given whenever loss_fn returns (loss, aux), and is {} otherwise",
+        "argnums": "leave it out: the first argument is differentiated; put all of them into it, as one tree",
+    }
+)
+
+
+def _require_own_arguments(dtype: Any, others: dict) -> None:
+    """ValueError for arguments of other libraries' functions of this name, with what takes their place."""
+    if not others and isinstance(dtype, torch.dtype | None):
+        return
+    name, value = next(iter(others.items()), ("argnums" if isinstance(dtype, int | tuple) else "dtype", dtype))
+    fix = _OF_JAX.get(name, "arguments of loss_fn go to the function that value_and_grad returns")
+    raise ValueError(f"value_and_grad: got {name}={value!r}, wanted a loss_fn and perhaps a torch dtype; {fix}")
+
+
+def loss_and_aux(loss_fn: Callable, out: Any) -> tuple[Any, Any]:
+    """(loss, aux) of what loss_fn returned: both, or the loss alone. ValueError for other numbers of values."""
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    if isinstance(out, tuple | list):
+        raise ValueError(
+            f"{described(loss_fn)}: its result: got {tree.in_words(out)}, wanted loss or (loss, aux); "
+            "put all else that it returns into aux, a dict"
+        )
+    return out, {}
+
+
+def _require_gradient(loss_fn: Callable, loss: Any) -> None:
+    """ValueError unless a gradient of the loss can be taken."""
+    if not isinstance(loss, torch.Tensor):
+        got, fix = tree.in_words(loss), "keep it a tensor: no .item(), no float()"
+        if loss is None:
+            fix = "return it"
+        elif isinstance(loss, dict):
+            fix = "return the loss first and the rest behind it: return out['loss'], out"
+    elif loss.dim() != 0:
+        got, fix = f"a tensor of shape {tuple(loss.shape)}", "take its .mean() or .sum()"
+    elif not loss.is_floating_point():
+        got, fix = f"a tensor of {loss.dtype}", "counts, argmax and complex numbers have no gradient to follow"
+    elif not loss.requires_grad:
+        got = "a 0-d tensor without a gradient: it depends on no parameter, or it was detached"
+        fix = "look for .detach(), .data, torch.no_grad(), argmax, comparisons and whole numbers on its way"
+    else:
+        return
+    raise ValueError(
+        f"{described(loss_fn)}: the loss: got {got}, wanted a 0-d floating tensor that depends on the parameters; {fix}"
+    )
+
+
+def _without_history(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+# ---- the standard step -----------------------------------------------------------------------------------------------
 def build_train_step(
     loss_fn: Callable,
     optimizer: optim.Optimizer,
@@ -108,59 +184,62 @@ def build_train_step(
     The step declares its layouts, so that every jit of it on a mesh is checked (`step.check`).
     """
 
-    @functools.wraps(loss_fn)
-    def scaled_loss(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
-        given = (batch["batch"], batch["samples"]) if numbered else (batch,)
-        loss, metrics = loss_and_aux(loss_fn, loss_fn(tree.merge(trained, frozen), *given))
-        if not isinstance(metrics, dict):
-            raise ValueError(
-                f"{described(loss_fn)}: its metrics: got {tree.in_words(metrics)}, wanted a dict of 0-d tensors; "
-                'give each a name: return loss, {"accuracy": accuracy}'
-            )
-        return loss if scale is None else loss * scale.to(loss.dtype), metrics
-
     _require_arguments(optimizer, layouts, axes)
     strategy = strategy or DataParallel(axes.data)
     _require_known_axes(axes, strategy, layouts)
     trained_at = placements(tree.partition(layouts, optimizer.trains)[0], strategy)
+    wires, summed = (
+        (Wire(), torch.float32) if precision is None else (precision.wires(trained_at.params), precision.accumulate)
+    )
 
-    def reduce_each(grads: Any) -> Any:
+    @functools.wraps(loss_fn)
+    def of_trained(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
+        """The loss as a function of what is trained, of numbered rows, scaled: where there is any of these."""
+        given = (batch["batch"], batch["samples"]) if numbered else (batch,)
+        loss, metrics = loss_and_aux(loss_fn, loss_fn(tree.merge(trained, frozen), *given))
+        return loss if scale is None else loss * scale.to(loss.dtype), metrics
+
+    def reduced(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
         to = trained_at.grads if microbatches > 1 else trained_at.optim
-        return reduce_gradients(grads, trained_at.params, axes, to, wire, together)
+        return reduce_gradients(grads, trained_at.params, axes, to, wires, together)
 
-    wire, summed = Wire(), torch.float32
-    if precision is not None:
-        wire, summed = precision.wires(trained_at.params), precision.accumulate
-    grad_fn = value_and_grad(scaled_loss, None if precision is None else summed)
-    grad_fn = accumulate(grad_fn, microbatches, each=reduce_each, weight=weight, dtype=summed)
+    def gradient_of(loss: Callable) -> Callable:
+        gradient = _with_grad(loss, None if precision is None else summed, functools.partial(_require_metrics, loss_fn))
+        if microbatches is not True and microbatches == 1:  # nothing to accumulate
+            return gradient
+        return accumulate(gradient, microbatches, each=reduced, weight=weight, dtype=summed)
+
+    plain, general = gradient_of(loss_fn), gradient_of(of_trained)
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
-        _require_state(state, batch)
+        require_state(state, batch)
         # While tracing; inside a step all ranks have the same shapes.
         tree.check(state.params, layouts, 0, "state.params", "the layouts of build_train_step")
         tree.check(state.opt, opt_layouts, 0, "state.opt", "what the optimizer makes of the layouts")
+        require_parts(batch, microbatches)
         trained, frozen = tree.partition(state.params, optimizer.trains)
         scale = optimizer.loss_scale(state.opt)
         if numbered:
             batch = _with_samples(batch, state.step, strategy, axes, microbatches)
-        (_, metrics), grads = grad_fn(trained, batch, frozen, scale)
-        if "grad_norm" in metrics:
-            raise ValueError(
-                "metric 'grad_norm': got one of loss_fn, wanted another name, as the step reports the norm of all "
-                "gradients under this one; rename yours, such as 'own_grad_norm'"
-            )
+        if numbered or scale is not None or tree.leaves(frozen):
+            (loss, metrics), grads = general(trained, batch, frozen, scale)
+        else:
+            (loss, metrics), grads = plain(trained, batch)
         if microbatches > 1:
-            grads = _moved(grads, trained_at.grads, trained_at.optim, axes, wire, together)
+            grads = moved(grads, trained_at.grads, trained_at.optim, axes, wires, together)
+        else:
+            weight_of(loss, metrics, weight)  # an error where microbatches would be one
+            grads = reduced(grads)
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         norm = optim.global_norm(grads, trained_at.optim, axes)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
-        whole = _moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
+        whole = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
         params = tree.merge(whole, frozen)
         params, opt = optimizer.update(grads, state.opt, params, optim.GradNorm(norm, clip_norm))
         params, _ = tree.partition(params, optimizer.trains)
-        params = tree.merge(_moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
+        params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
@@ -170,24 +249,18 @@ def build_train_step(
     return train_step
 
 
-def _require_state(state: Any, batch: Any) -> None:
-    """ValueError for what has no step, params and opt, such as a dict of them or the parameters alone."""
-    if _is_state(state):
-        return
-    fix = "draw one: tree.init(step.state_specs(specs, optimizer), key, rank)"
-    if _is_state(batch):
-        fix = "the second argument is one: call train_step(state, batch)"
-    elif isinstance(state, dict) and set(state) == set(State._fields):
-        fix = "give State(**it)"
-    elif isinstance(state, tuple | list) and len(state) == len(State._fields):
-        fix = "give State(*it)"
-    raise ValueError(
-        f"train_step: its first argument: got {tree.in_words(state)}, wanted a State(step, params, opt); {fix}"
-    )
-
-
-def _is_state(x: Any) -> bool:
-    return all(hasattr(x, name) for name in State._fields)
+def _require_metrics(loss_fn: Callable, metrics: Any) -> None:
+    """ValueError for metrics that are no dict, or that have the name of one of the step's."""
+    if not isinstance(metrics, dict):
+        raise ValueError(
+            f"{described(loss_fn)}: its metrics: got {tree.in_words(metrics)}, wanted a dict of 0-d tensors; "
+            'give each a name: return loss, {"accuracy": accuracy}'
+        )
+    if "grad_norm" in metrics:
+        raise ValueError(
+            "metric 'grad_norm': got one of loss_fn, wanted another name, as the step reports the norm of all "
+            "gradients under this one; rename yours, such as 'own_grad_norm'"
+        )
 
 
 def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
@@ -246,32 +319,6 @@ def _with_samples(batch: Any, step: torch.Tensor, strategy: DataParallel, axes: 
 
 def _has_rows(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0
-
-
-def averaged_params(state: State, layouts: Any, axes: Axes, strategy: DataParallel | None = None) -> Any:
-    """The average of the parameters (`optim.averaged`) in the place of the parameters: same layouts, same dtypes.
-
-    A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it
-    inside the jitted step that evaluates. Parameters that are not trained are those of the state.
-
-    Args:
-        state: of the run, whose optimizer keeps an average.
-        layouts: of the parameters at rest.
-        axes: of their mesh.
-        strategy: as `build_train_step` was given it.
-    """
-    average = optim.average_of(state.opt)
-    paths = set(tree.paths(average))
-    at = placements(tree.partition(layouts, paths.__contains__)[0], strategy or DataParallel(axes.data))
-    trained, frozen = tree.partition(state.params, paths.__contains__)
-    average = tree.map(lambda a, p: a.to(p.dtype), average, trained)
-    return tree.merge(_moved(average, at.optim, at.params, axes, Wire(), 1 << 20), frozen)
-
-
-def _moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, together: int) -> Any:
-    _, leaves, spec = tree.flatten(values)
-    wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
-    return tree.unflatten(spec, reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wires, together))
 
 
 def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

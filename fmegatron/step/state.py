@@ -1,0 +1,99 @@
+"""The state of a run: step, parameters, optimizer state; its specs and layouts under a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.collectives import Axes, Wire, reshard_many
+from fmegatron.layout import DataParallel, Layout, Placed
+
+__all__ = ["State", "averaged_params", "moved", "placements", "require_state", "state_specs"]
+
+
+class State(NamedTuple):
+    """What a run carries from step to step: number of steps done (0-d int64), parameters, optimizer state."""
+
+    step: Any
+    params: Any
+    opt: Any
+
+
+def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
+    """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
+
+    Matrix optimizers (`optim.muon`) take `placements(...).optim` as their layouts.
+    """
+    grads = tree.map(strategy.grads_layout, param_layouts)
+    return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
+
+
+def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
+    """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
+
+    `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
+    `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is
+    the state at step 0 of parameters that are known already.
+    strategy: how the optimizer's state is sharded beyond the parameters; None: exactly as they are.
+    """
+    mesh = tree.leaves(param_specs)[0].mesh
+    step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
+    params = tree.named(param_specs)
+    return State(step, params, optimizer.init(_seen(params, strategy)))
+
+
+def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
+    """The parameters' specs as the optimizer sees them."""
+    if strategy is None:
+        return param_specs
+    return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
+
+
+def averaged_params(state: State, layouts: Any, axes: Axes, strategy: DataParallel | None = None) -> Any:
+    """The average of the parameters (`optim.averaged`) in the place of the parameters: same layouts, same dtypes.
+
+    A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it
+    inside the jitted step that evaluates. Parameters that are not trained are those of the state.
+
+    Args:
+        state: of the run, whose optimizer keeps an average.
+        layouts: of the parameters at rest.
+        axes: of their mesh.
+        strategy: as `build_train_step` was given it.
+    """
+    average = optim.average_of(state.opt)
+    paths = set(tree.paths(average))
+    at = placements(tree.partition(layouts, paths.__contains__)[0], strategy or DataParallel(axes.data))
+    trained, frozen = tree.partition(state.params, paths.__contains__)
+    average = tree.map(lambda a, p: a.to(p.dtype), average, trained)
+    return tree.merge(moved(average, at.optim, at.params, axes, Wire(), 1 << 20), frozen)
+
+
+def moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, together: int) -> Any:
+    """A tree of values from one tree of layouts to another, small leaves together (`reshard_many`)."""
+    _, leaves, spec = tree.flatten(values)
+    wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
+    return tree.unflatten(spec, reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wires, together))
+
+
+def require_state(state: Any, batch: Any) -> None:
+    """ValueError for what has no step, params and opt, such as a dict of them or the parameters alone."""
+    if _is_state(state):
+        return
+    fix = "draw one: tree.init(step.state_specs(specs, optimizer), key, rank)"
+    if _is_state(batch):
+        fix = "the second argument is one: call train_step(state, batch)"
+    elif isinstance(state, dict) and set(state) == set(State._fields):
+        fix = "give State(**it)"
+    elif isinstance(state, tuple | list) and len(state) == len(State._fields):
+        fix = "give State(*it)"
+    raise ValueError(
+        f"train_step: its first argument: got {tree.in_words(state)}, wanted a State(step, params, opt); {fix}"
+    )
+
+
+def _is_state(x: Any) -> bool:
+    return all(hasattr(x, name) for name in State._fields)

@@ -1,0 +1,71 @@
+"""How far it is from an experiment to its maths, as the stack has it: files to open, and calls to follow.
+
+Counted are the functions of the package and of the experiment, from the step to the line in question. What records a
+graph (`RECORDERS`) is left out: it calls the function that it is given, as torch does, and is no place to look for it.
+"""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from experiments import shakespeare
+from fmegatron import step, tree
+from fmegatron.collectives.collective import Collective
+from fmegatron.layout import Mesh
+from tests.house import ROOT
+
+RECORDERS = {"trace.py", "torch_private.py", "partition.py"}
+SMALL = {"dim": 12, "layers": 2, "heads": 2, "seq_len": 8, "batch_size": 4, "prompts": ()}
+
+
+def here() -> list[tuple[str, str]]:
+    """(file, function) of the frames from the step to the caller's caller."""
+    frames = []
+    for frame in reversed(inspect.stack(0)[2:]):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT / "fmegatron") or path.is_relative_to(ROOT / "experiments"):
+            frames.append((path.relative_to(ROOT).as_posix(), frame.function))
+    first = next(i for i, (_, function) in enumerate(frames) if function == "train_step")
+    return [frame for frame in frames[first:] if frame[0].removeprefix("fmegatron/step/") not in RECORDERS]
+
+
+def traced(**changes):
+    """The step of shakespeare.py is recorded once, on rank 0 of a mesh."""
+    config = shakespeare.Config(mesh=Mesh(fsdp=2), **SMALL, **changes)
+    train_step, specs, rows = shakespeare.describe(config)
+    batch = tree.map(lambda layout: torch.zeros(layout.local_shape(0), dtype=layout.dtype), rows)
+    step.trace(train_step, (tree.init(specs, 0, 0), batch))
+
+
+def test_from_the_experiment_to_the_product_of_attention(monkeypatch):
+    product, found = F.scaled_dot_product_attention, []
+
+    def noted(*args, **options):
+        found.append(here())
+        return product(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    traced()
+    assert found
+    for frames in found:
+        files = {"experiments/shakespeare.py", *(file for file, _ in frames)}
+        assert len(files) <= 5 and len(frames) <= 8, frames
+
+
+@pytest.mark.parametrize("changes", [{"strategy": "zero1"}, {"strategy": "zero2", "microbatches": 2}, {}], ids=str)
+def test_from_the_step_to_the_reduce_scatter_of_a_gradient(monkeypatch, changes):
+    emit, found = Collective.emit, []
+
+    def noted(collective, *args):
+        if collective.name.startswith("reduce_scatter"):
+            found.append(here())
+        return emit(collective, *args)
+
+    monkeypatch.setattr(Collective, "emit", noted)
+    traced(**changes)
+    assert found
+    for frames in found:
+        assert len({file for file, _ in frames}) <= 6, frames
