@@ -73,6 +73,14 @@ OPEN = {
 }
 
 
+ROWS_COUNTED = {
+    "ones_like": lambda x: torch.ones_like(x[:, 0]).sum(),
+    "zeros_like + 1": lambda x: (torch.zeros_like(x[:, 0]) + 1).sum(),
+    "new_ones": lambda x: x.new_ones(x.shape[0]).sum(),
+    "a mask": lambda x: (x[:, 0] == x[:, 0]).sum(),
+}
+
+
 def report_of(case):
     return check(lambda state, x: (state, case(x)), STATE, Layout((8, 4), torch.float64, MESH), MESH)
 
@@ -93,3 +101,11 @@ def test_open(case):
     report = report_of(case)
     assert not report.findings and report.unproven_outputs == ("1",), report
     assert "internal" not in str(report)
+
+
+@pytest.mark.parametrize("count", ROWS_COUNTED.values(), ids=ROWS_COUNTED)
+@pytest.mark.parametrize("rows", [2, 4])
+def test_rows_are_counted_also_where_a_rank_has_one(count, rows):
+    batch = Layout((rows, 4), torch.float64, MESH, ("dp",))
+    report = check(lambda state, x: (state, psum(count(x), DP)), STATE, batch, MESH)
+    assert report.ok, report

@@ -130,8 +130,10 @@ def _unfolded(scope, node, out: Value, fold, kind: str, marks: dict) -> Value:
 
 
 def _counts(x: Value, inside: Sequence[Dim], kind: str) -> bool:
-    """Whether a sum runs along a dim on which x is constant, and which may therefore be a part of a larger one."""
-    return x.equal_terms or (kind == "sum" and any(atom.axes is UNIFORM for dim in inside for atom in dim))
+    """Whether a sum runs along a dim on which x is constant, and which may therefore be a part of a larger one: one of
+    a single element, too, of which no atom is left."""
+    one = x.constant is not None and any(not dim for dim in inside)
+    return x.equal_terms or (kind == "sum" and (one or any(atom.axes is UNIFORM for dim in inside for atom in dim)))
 
 
 def _total(x: Value, inside: Sequence[Dim], kind: str) -> float | None:
