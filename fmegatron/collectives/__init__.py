@@ -7,6 +7,7 @@ from fmegatron.collectives.axes import Axes, Axis
 from fmegatron.collectives.collective import (
     REPLICATED,
     Collective,
+    Own,
     Partial,
     Permuted,
     RankIndex,
@@ -54,6 +55,7 @@ __all__ = [
     "FailedOnRank",
     "Group",
     "Move",
+    "Own",
     "PSUM",
     "Partial",
     "Permuted",

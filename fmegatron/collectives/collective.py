@@ -19,7 +19,7 @@ from fmegatron.collectives.place import Place
 from fmegatron.collectives.real import Group
 from fmegatron.layout import Mesh
 
-__all__ = ["REPLICATED", "Collective", "Partial", "Permuted", "RankIndex", "Sharded", "collective_of"]
+__all__ = ["REPLICATED", "Collective", "Own", "Partial", "Permuted", "RankIndex", "Sharded", "collective_of"]
 __all__ += ["linear", "require_mesh_of_graph"]
 
 NAMESPACE = "fmegatron"
@@ -45,6 +45,11 @@ class Replicated(NamedTuple):
 
 class Permuted(NamedTuple):
     """The value of another rank of the axes: what was sharded is somewhere else, terms of a sum stay terms."""
+
+
+class Own(NamedTuple):
+    """A part that is this rank's own, in an order or at a place that no layout describes: routed rows, a block of keys
+    that goes round a ring."""
 
 
 class RankIndex(NamedTuple):

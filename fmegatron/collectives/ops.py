@@ -245,19 +245,37 @@ def declare(
     x: Tensor,
     axis: Axis,
     forward: str | tuple[str, int] | None = None,
-    backward: str | tuple[str, int] | None = None,
+    backward: str | tuple[str, int] | int | None = None,
 ) -> Tensor:
-    """State what no rule can see of a value: "partial", ("sharded", dim) or "replicated", for value and gradient.
+    """State what no rule can see of value and gradient: "partial", "replicated", ("sharded", dim) or "own".
 
     An identity that leaves a node only in symbolic graphs. It is the one statement that a checker believes, so use it
     only where rules end (a lookup of this rank's rows, an op that the check calls unproven); `testing.simulate` tests
     it.
+    `declare(x, axis, "own", dim)`: from here on `x[S_a]` is this rank's own part, in an order or at a place that no
+    layout describes (routed rows, a block of keys that goes round a ring); its transpose declares the part sharded on
+    `dim` again. The way back is `declare(y, axis, ("sharded", dim))`.
+
+    Args:
+        x: the ranks' values.
+        axis: over which they are what is said.
+        forward: what the value is; None: what the rules find.
+        backward: the same for its gradient. After "own" the dim on which x is sharded.
+
+    Raises ValueError for anything else.
     """
+    if forward == "own":
+        if not isinstance(backward, int):
+            raise ValueError(
+                f'declare: "own": got {backward!r} after it, wanted the dim on which the axis shards the value; its '
+                'gradient is declared sharded there: declare(x, axis, "own", 0)'
+            )
+        backward = ("sharded", _dim(x, backward, 'declare: "own"'))
     for name, kind in (("forward", forward), ("backward", backward)):
-        words = kind in (None, "partial", "replicated")
+        words = kind in (None, "own", "partial", "replicated")
         if not words and not (isinstance(kind, tuple) and len(kind) == 2 and kind[0] == "sharded"):
             raise ValueError(
-                f'declare: {name}: got {kind!r}, wanted "partial", "replicated", ("sharded", dim) or None; '
+                f'declare: {name}: got {kind!r}, wanted "own", "partial", "replicated", ("sharded", dim) or None; '
                 "say what the ranks' values are"
             )
     if axis.size == 1 or axis.world is not None:

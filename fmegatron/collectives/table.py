@@ -12,7 +12,7 @@ import math
 import torch
 
 from fmegatron.collectives import real
-from fmegatron.collectives.collective import REPLICATED, Collective, Partial, Permuted, RankIndex, Sharded
+from fmegatron.collectives.collective import REPLICATED, Collective, Own, Partial, Permuted, RankIndex, Sharded
 from fmegatron.collectives.place import Place
 from fmegatron.collectives.wire import wide
 
@@ -129,7 +129,8 @@ AXIS_INDEX = Collective(
 
 
 def _declared(kind, dim):
-    return None, {"partial": Partial("sum"), "replicated": REPLICATED, "sharded": Sharded(Place((dim,)))}[kind]
+    stated = {"own": Own(), "partial": Partial("sum"), "replicated": REPLICATED, "sharded": Sharded(Place((dim,)))}
+    return None, stated[kind]
 
 
 # x -> x, and a statement about it

@@ -77,6 +77,7 @@ CASES = {
         lambda gs: [g * i for i, g in enumerate(gs)],
     ),
     "declare": (lambda x, a: c.declare(x, a, "partial", ("sharded", 0)), lambda xs: xs, lambda gs: gs),
+    "declare_own": (lambda x, a: c.declare(x, a, "own", 1), lambda xs: xs, lambda gs: gs),
 }
 
 # mesh -> the axes to try, joint ones included
