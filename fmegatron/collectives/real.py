@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmegatron.collectives.place import Place
-from fmegatron.collectives.torch_private import functional_ops, group_named
+from fmegatron.collectives.torch_private import functional_ops, group_named, register_work
 from fmegatron.collectives.wire import wide
 from fmegatron.layout import dtype_from_name, dtype_name
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World
 
-__all__ = ["Group", "all_gather", "all_reduced", "all_to_all", "ppermute", "psum", "reduce_scatter"]
+__all__ = ["Group", "all_gather", "all_reduced", "all_to_all", "all_to_all_rows", "filled_up", "ppermute", "psum"]
+__all__ += ["reduce_scatter"]
 
 _LITTLE = 1 << 16  # bytes below which a collective costs its latency, and a copy less than another buffer
 
@@ -214,6 +215,51 @@ def all_to_all(xs: list[Tensor], group: Group, split_dims: list[int], concat_dim
     return [torch.cat(row.unbind(0), dim) for row, dim in zip(rows, concat_dims, strict=True)]
 
 
+# ---- exchanges whose sizes are not in the graph ----------------------------------------------------------------------
+def all_to_all_rows(xs: list[Tensor], group: Group, send: Tensor, recv: Tensor, given: int, rows: int) -> list[Tensor]:
+    """Rows sorted by destination, counts of them in tensors; see the table.
+
+    One opaque op that starts it: exact sizes of the exchange are not known before it runs. They are read on the host,
+    where a process group wants them, so on CUDA it waits for the device. (torch.ops.symm_mem.all_to_all_vdev takes them
+    from the device. It needs symmetric memory and was not tried: there was no machine with CUDA.)
+    """
+    order = group.world.order(group.axes) or range(group.n)
+    wait = functional_ops().wait_tensor
+    return [wait(_ours().all_to_all_rows(x, send, recv, group.name, order, rows)) for x in xs]
+
+
+def filled_up(x: Tensor, n: int) -> Tensor:
+    """x, with rows of zeros behind it where it has fewer than n."""
+    return x if x.shape[0] >= n else torch.cat([x, x.new_zeros(n - x.shape[0], *x.shape[1:])])
+
+
+def _all_to_all_rows(x, send, recv, group_name, order, rows):
+    sent, came = send.tolist(), recv.tolist()
+    x, total = filled_up(x, sum(sent))[: sum(sent)], sum(came)
+    out = x.new_empty(max(rows, total), *x.shape[1:])
+    out[total:] = 0
+    if list(order) == sorted(order):
+        _start(out[:total], x.clone(memory_format=torch.contiguous_format), came, sent, group_name)
+        return out[:rows]
+    # The group has its members in another order than the axis: rows change places before and behind.
+    x = torch.cat(by_position(x.split(sent), order))
+    there = _start(torch.empty_like(out[:total]), x, by_position(came, order), by_position(sent, order), group_name)
+    functional_ops().wait_tensor(there)
+    out[:total] = torch.cat(by_index(there.split(by_position(came, order)), order))
+    return out[:rows]
+
+
+def _start(out: Tensor, x: Tensor, came: list[int], sent: list[int], group_name: str) -> Tensor:
+    """Start an exchange of rows, as bytes, which every library takes -> out, to be waited for.
+
+    The memory of x must be its own: compilers reuse that of an argument after the op, though it is still read.
+    """
+    width = x.dtype.itemsize * math.prod(x.shape[1:])
+    given, room = (t.reshape(-1).view(torch.uint8).view(t.shape[0], width) for t in (x, out))
+    register_work(out, dist.all_to_all_single(room, given, came, sent, group_named(group_name), async_op=True))
+    return out
+
+
 # ---- all_reduce ------------------------------------------------------------------------------------------------------
 def all_reduced(x: Tensor, kind: str, group: Group) -> Tensor:
     """A tensor reduced element by element over the ranks. kind: "sum", "max", "min", "product" ..."""
@@ -315,6 +361,9 @@ def _define_ops():
     library.define("ppermute(Tensor x, str group, int shift, int[] order) -> Tensor")
     library.impl("ppermute", _ppermute, "CompositeExplicitAutograd")
     library.impl("ppermute", lambda x, group, shift, order: torch.empty_like(x), "Meta")
+    library.define("all_to_all_rows(Tensor x, Tensor send, Tensor recv, str group, int[] order, int rows) -> Tensor")
+    library.impl("all_to_all_rows", _all_to_all_rows, "CompositeExplicitAutograd")
+    library.impl("all_to_all_rows", lambda x, s, r, group, order, rows: x.new_empty((rows, *x.shape[1:])), "Meta")
     library.define("pack(Tensor[] xs) -> Tensor")
     library.impl("pack", _pack, "CompositeExplicitAutograd")
     library.impl("pack", _pack_meta, "Meta")

@@ -47,6 +47,7 @@ NODES = {
     "pmax": ["pmax"],
     "all_to_all": ["all_to_all", "all_to_all"],
     "all_to_all_same_dim": ["all_to_all", "all_to_all"],
+    "all_to_all_rows": ["all_to_all_rows", "all_to_all_rows", "axis_index"],
     "ppermute": ["ppermute", "ppermute"],
     "ppermute_back": ["ppermute", "ppermute"],
     "shard": ["all_gather", "axis_index"],

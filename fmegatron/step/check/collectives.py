@@ -70,10 +70,12 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     collective, axes, xs = collective_of(node.target), tuple(given["axes"]), given["xs"]
     own = collective.each(node.args[3:], len(xs))
     shapes = [result.shape for result in node.meta["val"]]
-    return [
+    out = [
         _after(scope, node, x, axes, *collective.type(*mine), shape)
         for x, mine, shape in zip(xs, own, shapes, strict=True)
     ]
+    counts = [scope.values[n] for n in node.args[3:] if isinstance(n, Node)]
+    return [_by_counts(node, x, axes, counts) for x in out] if counts else out
 
 
 def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
@@ -88,6 +90,8 @@ def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: An
             len({*concats}) == len({*splits}) == 1
         ):
             return _exchanged(scope, node, x, axes, concat_dim=concat, split_dim=split)
+        case Own(), Own():
+            return _rows(scope, node, x, axes, shape[0])
         case None, RankIndex():
             return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
         case None, Permuted():
@@ -308,6 +312,35 @@ def _whole_again(atoms, axes, n):
         return first.inner
     inner = first.inner if first.axes == left + axes else ()
     return (Atom(first.size * n, left, frozenset(), inner), *atoms[1:])
+
+
+def _rows(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], rows: int) -> Value:
+    """Rows of each rank's own that went to other ranks. They are in another order over all axes that sharded them."""
+    if x.constant == 0:
+        return filled([rows, *map(size_of, x.dims[1:])], 0)
+    marks: dict[str, Mark | None] = {axis: Varying() for axis in over(x.dims[0])}
+    for axis in axes:
+        mark = x.marks.get(axis)
+        marks[axis] = left_of(mark) or Varying()
+        if isinstance(mark, Pending) or (mark is None and axis not in over(x.dims[0])):
+            birth = mark.birth if isinstance(mark, Pending) else None
+            marks[axis] = Wrong(node, f"{op_name(node)} of rows that are {x.state(axis)}",
+                       f"rows that each rank of {axis!r} has for itself are exchanged; wrong axis?", birth)  # fmt: skip
+    out = x.marked(marks)
+    return replace(out, data=False, equal_terms=False).with_dims((plain(rows), *out.dims[1:]))
+
+
+def _by_counts(node: Node, x: Value, axes: tuple[str, ...], counts: list[Value]) -> Value:
+    """What is known of tensors by which it was decided what is sent, holds for what was sent."""
+    for one in counts:
+        marks = {axis: mark for axis, mark in one.marks.items() if isinstance(mark, OPEN) and not x.is_(axis, *OPEN)}
+        for axis in one.having(Pending):
+            marks[axis] = Wrong(node, f"{op_name(node)} by counts that are {one.state(axis)}",
+                       "count the rows of this rank", one.marks[axis].birth)  # fmt: skip
+        x = x.marked({axis: x.marks[axis] if x.is_(axis, Wrong) else mark for axis, mark in marks.items()})
+        others = [axis for axis in one.axes() if axis not in axes and x.replicated(axis)]
+        x = x.marked(dict.fromkeys(others, Varying()))
+    return x
 
 
 def _permuted(x: Value, axes: tuple[str, ...]) -> Value:
