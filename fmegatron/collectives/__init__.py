@@ -41,11 +41,20 @@ from fmegatron.collectives.random_words import positions, random_words
 from fmegatron.collectives.real import Group
 from fmegatron.collectives.reshard import reshard, reshard_many, whole_parts
 from fmegatron.collectives.reshard_plan import Move, reshard_moves
-from fmegatron.collectives.table import AXIS_INDEX, COLLECTIVES, DECLARE, PSUM, REDUCE_SCATTER
+from fmegatron.collectives.table import (
+    ALL_TO_ALL_ROWS,
+    AXIS_INDEX,
+    COLLECTIVES,
+    DECLARE,
+    PPERMUTE,
+    PSUM,
+    REDUCE_SCATTER,
+)
 from fmegatron.collectives.wire import Wire, largest_of
 from fmegatron.collectives.world import FailedOnRank, World, connect
 
 __all__ = [
+    "ALL_TO_ALL_ROWS",
     "AXIS_INDEX",
     "Axes",
     "Axis",
@@ -57,6 +66,7 @@ __all__ = [
     "Group",
     "Move",
     "Own",
+    "PPERMUTE",
     "PSUM",
     "Partial",
     "Permuted",

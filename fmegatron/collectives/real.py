@@ -225,7 +225,17 @@ def all_to_all_rows(xs: list[Tensor], group: Group, send: Tensor, recv: Tensor, 
     """
     order = group.world.order(group.axes) or range(group.n)
     wait = functional_ops().wait_tensor
-    return [wait(_ours().all_to_all_rows(x, send, recv, group.name, order, rows)) for x in xs]
+    return [wait(_ours().all_to_all_rows(x, send, recv, order, rows, group.name)) for x in xs]
+
+
+def ppermute(xs: list[Tensor], group: Group, shift: int) -> list[Tensor]:
+    """Send to the rank `shift` further along the axis (a ring), receive from the one `shift` before.
+
+    One opaque op that starts it: the split sizes of an all-to-all that moves one block would differ per rank, and the
+    graph must be the same on all ranks.
+    """
+    order = group.world.order(group.axes) or range(group.n)
+    return [functional_ops().wait_tensor(_ours().ppermute(x, shift, order, group.name)) for x in xs]
 
 
 def filled_up(x: Tensor, n: int) -> Tensor:
@@ -233,7 +243,19 @@ def filled_up(x: Tensor, n: int) -> Tensor:
     return x if x.shape[0] >= n else torch.cat([x, x.new_zeros(n - x.shape[0], *x.shape[1:])])
 
 
-def _all_to_all_rows(x, send, recv, group_name, order, rows):
+def _ppermute(x, shift, order, group_name):
+    n, me = len(order), order.index(dist.get_rank(group_named(group_name)))
+    x = x.clone(memory_format=torch.contiguous_format)
+    if shift % n == 0:
+        return x
+    sent, came = [0] * n, [0] * n
+    sent[order[(me + shift) % n]] = came[order[(me - shift) % n]] = 1
+    out = torch.empty_like(x)
+    _start(out.unsqueeze(0), x.unsqueeze(0), came, sent, group_name)
+    return out
+
+
+def _all_to_all_rows(x, send, recv, order, rows, group_name):
     sent, came = send.tolist(), recv.tolist()
     x, total = filled_up(x, sum(sent))[: sum(sent)], sum(came)
     out = x.new_empty(max(rows, total), *x.shape[1:])
@@ -281,31 +303,6 @@ def psum(xs: list[Tensor], group: Group, exact: bool) -> list[Tensor]:
     sums = _scattered(padded, [x.shape[1:] for x in padded], group, exact)
     wholes = _gathered_rows(sums, group)
     return [y.reshape(-1)[: x.numel()].view(x.shape) for x, y in zip(xs, wholes, strict=True)]
-
-
-# ---- ppermute --------------------------------------------------------------------------------------------------------
-def ppermute(xs: list[Tensor], group: Group, shift: int) -> list[Tensor]:
-    """Send to the rank `shift` further along the axis (a ring), receive from the one `shift` before.
-
-    One opaque op, because the split sizes of an all-to-all that moves one block would differ per rank, and the graph
-    must be the same on all ranks.
-    """
-    order = group.world.order(group.axes) or range(group.n)
-    return [_ours().ppermute(x.contiguous(), group.name, shift, order) for x in xs]
-
-
-def _ppermute(x, group_name, shift, order):
-    group = group_named(group_name)
-    n, me = len(order), order.index(dist.get_rank(group))
-    received = torch.empty_like(x)
-    to, source = (dist.get_global_rank(group, order[(me + s) % n]) for s in (shift, -shift))
-    if shift % n == 0:
-        return x.clone()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, received, source, group)]
-    ):
-        work.wait()
-    return received
 
 
 # ---- several dtypes in one buffer ------------------------------------------------------------------------------------
@@ -358,12 +355,12 @@ def _unpack_meta(rows, dtypes, counts):
 
 def _define_ops():
     library = torch.library.Library("fmegatron_real", "DEF")
-    library.define("ppermute(Tensor x, str group, int shift, int[] order) -> Tensor")
+    library.define("ppermute(Tensor x, int shift, int[] order, str group) -> Tensor")
     library.impl("ppermute", _ppermute, "CompositeExplicitAutograd")
-    library.impl("ppermute", lambda x, group, shift, order: torch.empty_like(x), "Meta")
-    library.define("all_to_all_rows(Tensor x, Tensor send, Tensor recv, str group, int[] order, int rows) -> Tensor")
+    library.impl("ppermute", lambda x, shift, order, group: x.new_empty(x.shape), "Meta")
+    library.define("all_to_all_rows(Tensor x, Tensor send, Tensor recv, int[] order, int rows, str group) -> Tensor")
     library.impl("all_to_all_rows", _all_to_all_rows, "CompositeExplicitAutograd")
-    library.impl("all_to_all_rows", lambda x, s, r, group, order, rows: x.new_empty((rows, *x.shape[1:])), "Meta")
+    library.impl("all_to_all_rows", lambda x, s, r, order, rows, group: x.new_empty((rows, *x.shape[1:])), "Meta")
     library.define("pack(Tensor[] xs) -> Tensor")
     library.impl("pack", _pack, "CompositeExplicitAutograd")
     library.impl("pack", _pack_meta, "Meta")
