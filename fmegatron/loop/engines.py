@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -99,9 +100,8 @@ def engines(n: int, client: Client | None = None, timeout_s: float = 120, patien
         try:
             if client is None:
                 where = undo.enter_context(tempfile.TemporaryDirectory(prefix="fmegatron-engines-"))
-                cluster = ipyparallel.Cluster(
-                    n=n, profile_dir=where, controller_ip="127.0.0.1", delay=0.0, log_level=30, engine_timeout=1 << 20
-                )
+                quiet = logging.Logger("ipyparallel", logging.CRITICAL)  # it tells engines that are ended as failures
+                cluster = ipyparallel.Cluster(n=n, profile_dir=where, controller_ip="127.0.0.1", delay=0.0, log=quiet)
                 undo.callback(cluster.stop_cluster_sync)
                 cluster.start_cluster_sync()
                 controller = getattr(cluster.controller, "pid", 0)
