@@ -67,6 +67,7 @@ def main(config):
         time.sleep(config.seconds)
         return state + 1, {"loss": state}
     with catch() as stop:
+        world.barrier()  # no rank prints its pid before all can be signalled
         for info in train(step, torch.tensor(0.0), lambda i: i, steps=config.steps, stop=stop, world=world):
             if info.step == 1:
                 print(f"pid {os.getpid()}", flush=True)
