@@ -6,7 +6,7 @@ from fmegatron.model.attention import Attention
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from fmegatron.model.decoder import Decoder, Part
 from fmegatron.model.families import llama
-from fmegatron.model.forward import block, logits, loss
+from fmegatron.model.forward import block, forward, logits, loss
 from fmegatron.model.mlp import MLP
 from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
@@ -31,6 +31,7 @@ __all__ = [
     "cache_bytes_per_token",
     "families",
     "flops_per_token",
+    "forward",
     "gather_weights",
     "generate",
     "init",

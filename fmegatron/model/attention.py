@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, Axis, enter, shard
+from fmegatron.collectives import Axes, Axis, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.norm import RMSNorm
@@ -99,11 +99,7 @@ class Attention:
         """(q[B, S, H, K], k[B, S, G, K], v[B, S, G, K]), rotated, of the full sequence."""
         tp, split, K = axes["tp"], at.splits(u_BSD), self.head_dim
         heads, kv_heads = self.heads // tp.size, max(1, self.kv_heads // tp.size)
-        if self.kv_copies:
-            w_DF = torch.cat((w["wq"], self._own(w["wkv"], tp)), -1)
-            bias_F = torch.cat((w["bias_q"], self._own(w["bias_kv"], tp)), -1) if self.bias else None
-        else:
-            w_DF, bias_F = w["wqkv"], w["bias_qkv"] if self.bias else None
+        w_DF, bias_F = self._fused(w, "w", tp), self._fused(w, "bias_", tp) if self.bias else None
         qkv_BSF = nn.column_parallel(u_BSD, w_DF, tp, split)
         qkv_BSF = qkv_BSF if bias_F is None else qkv_BSF + bias_F.to(qkv_BSF.dtype)
         q, k, v = qkv_BSF.unflatten(-1, (heads + 2 * kv_heads, K)).split((heads, kv_heads, kv_heads), -2)
@@ -112,16 +108,26 @@ class Attention:
                 nn.rms_norm(x, enter(w[name], tp), self.qk_norm.eps, self.qk_norm.offset)
                 for x, name in ((q, "q_norm"), (k, "k_norm"))
             )
-        if self.rope is None or at.angles is None or isinstance(at.angles, dict):
-            return q, k, v
-        return self.rope(q, at.angles), self.rope(k, at.angles), v
+        if self.rope is not None and at.angles is not None and not isinstance(at.angles, dict):
+            q, k = self.rope(q, at.angles), self.rope(k, at.angles)
+        if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
+            k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
+        return q, k, v
 
-    def _own(self, w_DF: Tensor, tp: Axis) -> Tensor:
-        """Of keys and values that all ranks have, [..., 2·kv], the columns that this rank's queries read."""
-        w = w_DF.unflatten(-1, (2, self.kv_heads, self.head_dim))
+    def _fused(self, w: Tree, name: str, tp: Axis) -> Tensor:
+        """Weights or biases of q, k and v side by side, those of this rank's heads."""
+        if not self.kv_copies:
+            return w[f"{name}qkv"]
+        heads = w[f"{name}kv"].unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         if tp.size > self.kv_heads:  # copies, whose gradients the transpose adds up
-            w = w.repeat_interleave(tp.size // self.kv_heads, -2)
-        return shard(w, tp, -2).flatten(-3)
+            heads = [x.repeat_interleave(tp.size // self.kv_heads, -2) for x in heads]
+        return torch.cat((w[f"{name}q"], *(self._own(x, tp) for x in heads)), -1)
+
+    def _own(self, w_DGK: Tensor, tp: Axis) -> Tensor:
+        """[D, G·K] of this rank's heads. A part that is one head leaves no trace in sizes, so it is declared."""
+        dim = w_DGK.dim() - 2
+        own = declare(shard(w_DGK, tp, dim), tp, backward=("sharded", dim))
+        return declare(own.flatten(-2), tp, forward=("sharded", dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None) -> Tensor:
         """What the heads of this rank read: o[B, S, H, K]. mask: who sees whom, where not `visible` to `at`."""

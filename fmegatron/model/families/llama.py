@@ -117,6 +117,8 @@ def sizes(keys: Keys, *, eps: float, theta: float = 10000.0, tied: bool = False)
 def _read(keys: Keys, **changes: Any) -> Decoder:
     keys.only("hidden_act", "silu")
     keys.only("mlp_bias", False)
+    keys.only("rope_interleaved", False)
+    keys.ignore("is_llama_config", "transformers.js_config")
     bias = keys.take("attention_bias", False)
     return llama(**{**sizes(keys, eps=1e-6), "bias": bias, "out_bias": bias, **changes})
 

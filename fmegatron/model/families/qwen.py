@@ -29,6 +29,7 @@ def windows(keys: Keys) -> Callable[[int], int | None]:
 
 def _read_qwen2(keys: Keys, **changes: Any) -> Decoder:
     keys.only("hidden_act", "silu")
+    keys.only("use_mrope", False)
     return llama(**{**sizes(keys, eps=1e-6), "bias": True, "window": windows(keys), **changes})
 
 
