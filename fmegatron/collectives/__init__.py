@@ -7,6 +7,7 @@ from fmegatron.collectives.axes import Axes, Axis
 from fmegatron.collectives.collective import (
     REPLICATED,
     Collective,
+    Own,
     Partial,
     Permuted,
     RankIndex,
@@ -22,6 +23,7 @@ from fmegatron.collectives.ops import (
     all_gather_many,
     all_to_all,
     all_to_all_many,
+    all_to_all_rows,
     axis_index,
     declare,
     enter,
@@ -39,11 +41,20 @@ from fmegatron.collectives.random_words import positions, random_words
 from fmegatron.collectives.real import Group
 from fmegatron.collectives.reshard import reshard, reshard_many, whole_parts
 from fmegatron.collectives.reshard_plan import Move, reshard_moves
-from fmegatron.collectives.table import AXIS_INDEX, COLLECTIVES, DECLARE, PSUM, REDUCE_SCATTER
+from fmegatron.collectives.table import (
+    ALL_TO_ALL_ROWS,
+    AXIS_INDEX,
+    COLLECTIVES,
+    DECLARE,
+    PPERMUTE,
+    PSUM,
+    REDUCE_SCATTER,
+)
 from fmegatron.collectives.wire import Wire, largest_of
 from fmegatron.collectives.world import FailedOnRank, World, connect
 
 __all__ = [
+    "ALL_TO_ALL_ROWS",
     "AXIS_INDEX",
     "Axes",
     "Axis",
@@ -54,6 +65,8 @@ __all__ = [
     "FailedOnRank",
     "Group",
     "Move",
+    "Own",
+    "PPERMUTE",
     "PSUM",
     "Partial",
     "Permuted",
@@ -70,6 +83,7 @@ __all__ = [
     "all_gather_many",
     "all_to_all",
     "all_to_all_many",
+    "all_to_all_rows",
     "axis_index",
     "collective_of",
     "connect",

@@ -19,11 +19,11 @@ from fmegatron.collectives.place import Place
 from fmegatron.collectives.real import Group
 from fmegatron.layout import Mesh
 
-__all__ = ["REPLICATED", "Collective", "Partial", "Permuted", "RankIndex", "Sharded", "collective_of"]
+__all__ = ["REPLICATED", "Collective", "Own", "Partial", "Permuted", "RankIndex", "Sharded", "collective_of"]
 __all__ += ["linear", "require_mesh_of_graph"]
 
 NAMESPACE = "fmegatron"
-Argument = Sequence[Place] | Sequence[int] | int | bool | str  # of a collective, besides tensors and axes
+Argument = Sequence[Place] | Sequence[int] | int | bool | str | Tensor  # of a collective, besides its list and axes
 
 
 # ---- types: what a value is over the axes of a collective ------------------------------------------------------------
@@ -45,6 +45,11 @@ class Replicated(NamedTuple):
 
 class Permuted(NamedTuple):
     """The value of another rank of the axes: what was sharded is somewhere else, terms of a sum stay terms."""
+
+
+class Own(NamedTuple):
+    """A part that is this rank's own, in an order or at a place that no layout describes: routed rows, a block of keys
+    that goes round a ring."""
 
 
 class RankIndex(NamedTuple):
@@ -73,12 +78,14 @@ class Collective:
     Args:
         name: of the op, and in messages.
         arguments: what the op takes besides tensors and axes, as in a torch schema ("Place[] places, bool exact"). Of
-            a list each tensor has one element, anything else is the same for all of them.
+            a list each tensor has one element, anything else is the same for all of them. A Tensor (counts) is data
+            of the rank: `type` learns nothing of it, `simulated` gets the list of those of a group.
         type: (*arguments) -> (before, after): what the value must be over the axes, and is then. before None: whatever
             it was; the check believes what is said of it after.
         real: (xs, group, *arguments) -> the results of this rank, by functional collectives on a process group.
         simulated: (x of each rank of a group, sizes, *arguments) -> the result of each of these ranks.
-        sent: (bytes of x, n) -> bytes that a rank sends, at least; None if nothing is sent.
+        sent: (bytes of x, n) -> bytes that a rank sends, at least; None if nothing is sent. Where counts decide, the
+            bytes are those of x or of the result, whichever are fewer.
         transpose: (gradients, axis, *arguments) -> gradients of xs; None if no gradient passes.
         result: (x, sizes, *arguments) -> an empty tensor of the shape and dtype of the result; by default those of x.
         functional: name of torch's functional collective that does just this, if there is one.
@@ -134,6 +141,11 @@ class Collective:
             for kind, one in zip(self._kinds, self.read(given), strict=True)
         ]
         return list(zip(*columns, strict=True)) if columns else [()] * count
+
+    @property
+    def counted(self) -> bool:
+        """Whether what is sent depends on tensors of counts."""
+        return "Tensor" in self._kinds
 
     @property
     def _kinds(self) -> list[str]:

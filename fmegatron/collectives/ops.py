@@ -19,9 +19,11 @@ from torch import Tensor
 from fmegatron.collectives.axes import Axis
 from fmegatron.collectives.collective import linear
 from fmegatron.collectives.place import Place
+from fmegatron.collectives.real import filled_up
 from fmegatron.collectives.table import (
     ALL_GATHER,
     ALL_TO_ALL,
+    ALL_TO_ALL_ROWS,
     AXIS_INDEX,
     DECLARE,
     PMAX,
@@ -32,8 +34,8 @@ from fmegatron.collectives.table import (
 from fmegatron.collectives.wire import Wire, wide
 
 __all__ = [
-    *("all_gather", "all_gather_many", "all_to_all", "all_to_all_many", "axis_index", "declare", "enter", "pmax"),
-    *("ppermute", "psum", "psum_many", "reduce_scatter", "reduce_scatter_many", "shard"),
+    *("all_gather", "all_gather_many", "all_to_all", "all_to_all_many", "all_to_all_rows", "axis_index", "declare"),
+    *("enter", "pmax", "ppermute", "psum", "psum_many", "reduce_scatter", "reduce_scatter_many", "shard"),
 ]
 
 
@@ -206,6 +208,40 @@ def all_to_all_many(
     return ALL_TO_ALL(xs, axis, splits, concats)
 
 
+def all_to_all_rows(x: Tensor, send: Tensor, recv: Tensor, axis: Axis, rows: int) -> Tensor:
+    """Each rank's own rows `x[N, ...]` to the ranks that they are for -> its own rows `y[rows, ...]`.
+
+    The shape of the result is a number of the trace, the counts are data: one graph for all ranks and all counts.
+    Transpose: the same with the counts exchanged. Over an axis of size 1: the first send[0] rows, then zeros.
+
+    Args:
+        x: rows sorted by destination; of more than send.sum() the rest stays here.
+        send: [n] int64, how many go to each index along the axis.
+        recv: [n] int64, how many come from each: `all_to_all(send, axis, 0, 0)`.
+        axis: of size n.
+        rows: of the result, which are sorted by source; behind them are zeros. Rows that do not fit are left out, and
+            where their results are sent back, zeros arrive: compare recv.sum() with rows, and refuse the step.
+
+    Raises ValueError for counts of another shape or dtype, and for rows below 0.
+    """
+    who = f"all_to_all_rows over {axis}"
+    for name, counts in (("send", send), ("recv", recv)):
+        if tuple(counts.shape) != (axis.size,) or counts.dtype != torch.int64:
+            raise ValueError(
+                f"{who}: {name}: got {counts.dtype} of shape {tuple(counts.shape)}, wanted torch.int64 of "
+                f"({axis.size},); give a count for each rank of the axis"
+            )
+    if rows < 0 or x.dim() == 0:
+        raise ValueError(
+            f"{who}: got {rows} rows of a tensor of shape {tuple(x.shape)}, wanted 0 or more rows of at least one dim; "
+            "give the number of rows that the result has room for"
+        )
+    if axis.size > 1:
+        return ALL_TO_ALL_ROWS([x], axis, send, recv, x.shape[0], rows)[0]
+    here = torch.arange(rows, device=x.device) < send[0]
+    return torch.where(here.view(-1, *[1] * (x.dim() - 1)), filled_up(x, rows)[:rows], 0)
+
+
 def ppermute(x: Tensor, axis: Axis, shift: int) -> Tensor:
     """Rank i receives the value of rank i - shift (a ring); transpose: ppermute by -shift."""
     return PPERMUTE([x], axis, shift)[0]
@@ -245,19 +281,37 @@ def declare(
     x: Tensor,
     axis: Axis,
     forward: str | tuple[str, int] | None = None,
-    backward: str | tuple[str, int] | None = None,
+    backward: str | tuple[str, int] | int | None = None,
 ) -> Tensor:
-    """State what no rule can see of a value: "partial", ("sharded", dim) or "replicated", for value and gradient.
+    """State what no rule can see of value and gradient: "partial", "replicated", ("sharded", dim) or "own".
 
     An identity that leaves a node only in symbolic graphs. It is the one statement that a checker believes, so use it
     only where rules end (a lookup of this rank's rows, an op that the check calls unproven); `testing.simulate` tests
     it.
+    `declare(x, axis, "own", dim)`: from here on `x[S_a]` is this rank's own part, in an order or at a place that no
+    layout describes (routed rows, a block of keys that goes round a ring); its transpose declares the part sharded on
+    `dim` again. The way back is `declare(y, axis, ("sharded", dim))`.
+
+    Args:
+        x: the ranks' values.
+        axis: over which they are what is said.
+        forward: what the value is; None: what the rules find.
+        backward: the same for its gradient. After "own" the dim on which x is sharded.
+
+    Raises ValueError for anything else.
     """
+    if forward == "own":
+        if not isinstance(backward, int):
+            raise ValueError(
+                f'declare: "own": got {backward!r} after it, wanted the dim on which the axis shards the value; its '
+                'gradient is declared sharded there: declare(x, axis, "own", 0)'
+            )
+        backward = ("sharded", _dim(x, backward, 'declare: "own"'))
     for name, kind in (("forward", forward), ("backward", backward)):
-        words = kind in (None, "partial", "replicated")
+        words = kind in (None, "own", "partial", "replicated")
         if not words and not (isinstance(kind, tuple) and len(kind) == 2 and kind[0] == "sharded"):
             raise ValueError(
-                f'declare: {name}: got {kind!r}, wanted "partial", "replicated", ("sharded", dim) or None; '
+                f'declare: {name}: got {kind!r}, wanted "own", "partial", "replicated", ("sharded", dim) or None; '
                 "say what the ranks' values are"
             )
     if axis.size == 1 or axis.world is not None:

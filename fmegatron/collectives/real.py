@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmegatron.collectives.place import Place
-from fmegatron.collectives.torch_private import functional_ops, group_named
+from fmegatron.collectives.torch_private import functional_ops, group_named, register_work
 from fmegatron.collectives.wire import wide
 from fmegatron.layout import dtype_from_name, dtype_name
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World
 
-__all__ = ["Group", "all_gather", "all_reduced", "all_to_all", "ppermute", "psum", "reduce_scatter"]
+__all__ = ["Group", "all_gather", "all_reduced", "all_to_all", "all_to_all_rows", "filled_up", "ppermute", "psum"]
+__all__ += ["reduce_scatter"]
 
 _LITTLE = 1 << 16  # bytes below which a collective costs its latency, and a copy less than another buffer
 
@@ -214,6 +215,73 @@ def all_to_all(xs: list[Tensor], group: Group, split_dims: list[int], concat_dim
     return [torch.cat(row.unbind(0), dim) for row, dim in zip(rows, concat_dims, strict=True)]
 
 
+# ---- exchanges whose sizes are not in the graph ----------------------------------------------------------------------
+def all_to_all_rows(xs: list[Tensor], group: Group, send: Tensor, recv: Tensor, given: int, rows: int) -> list[Tensor]:
+    """Rows sorted by destination, counts of them in tensors; see the table.
+
+    One opaque op that starts it: exact sizes of the exchange are not known before it runs. They are read on the host,
+    where a process group wants them, so on CUDA it waits for the device. (torch.ops.symm_mem.all_to_all_vdev takes them
+    from the device. It needs symmetric memory and was not tried: there was no machine with CUDA.)
+    """
+    order = group.world.order(group.axes) or range(group.n)
+    wait = functional_ops().wait_tensor
+    return [wait(_ours().all_to_all_rows(x, send, recv, order, rows, group.name)) for x in xs]
+
+
+def ppermute(xs: list[Tensor], group: Group, shift: int) -> list[Tensor]:
+    """Send to the rank `shift` further along the axis (a ring), receive from the one `shift` before.
+
+    One opaque op that starts it: the split sizes of an all-to-all that moves one block would differ per rank, and the
+    graph must be the same on all ranks.
+    """
+    order = group.world.order(group.axes) or range(group.n)
+    return [functional_ops().wait_tensor(_ours().ppermute(x, shift, order, group.name)) for x in xs]
+
+
+def filled_up(x: Tensor, n: int) -> Tensor:
+    """x, with rows of zeros behind it where it has fewer than n."""
+    return x if x.shape[0] >= n else torch.cat([x, x.new_zeros(n - x.shape[0], *x.shape[1:])])
+
+
+def _ppermute(x, shift, order, group_name):
+    n, me = len(order), order.index(dist.get_rank(group_named(group_name)))
+    x = x.clone(memory_format=torch.contiguous_format)
+    if shift % n == 0:
+        return x
+    sent, came = [0] * n, [0] * n
+    sent[order[(me + shift) % n]] = came[order[(me - shift) % n]] = 1
+    out = torch.empty_like(x)
+    _start(out.unsqueeze(0), x.unsqueeze(0), came, sent, group_name)
+    return out
+
+
+def _all_to_all_rows(x, send, recv, order, rows, group_name):
+    sent, came = send.tolist(), recv.tolist()
+    x, total = filled_up(x, sum(sent))[: sum(sent)], sum(came)
+    out = x.new_empty(max(rows, total), *x.shape[1:])
+    out[total:] = 0
+    if list(order) == sorted(order):
+        _start(out[:total], x.clone(memory_format=torch.contiguous_format), came, sent, group_name)
+        return out[:rows]
+    # The group has its members in another order than the axis: rows change places before and behind.
+    x = torch.cat(by_position(x.split(sent), order))
+    there = _start(torch.empty_like(out[:total]), x, by_position(came, order), by_position(sent, order), group_name)
+    functional_ops().wait_tensor(there)
+    out[:total] = torch.cat(by_index(there.split(by_position(came, order)), order))
+    return out[:rows]
+
+
+def _start(out: Tensor, x: Tensor, came: list[int], sent: list[int], group_name: str) -> Tensor:
+    """Start an exchange of rows, as bytes, which every library takes -> out, to be waited for.
+
+    The memory of x must be its own: compilers reuse that of an argument after the op, though it is still read.
+    """
+    width = x.dtype.itemsize * math.prod(x.shape[1:])
+    given, room = (t.reshape(-1).view(torch.uint8).view(t.shape[0], width) for t in (x, out))
+    register_work(out, dist.all_to_all_single(room, given, came, sent, group_named(group_name), async_op=True))
+    return out
+
+
 # ---- all_reduce ------------------------------------------------------------------------------------------------------
 def all_reduced(x: Tensor, kind: str, group: Group) -> Tensor:
     """A tensor reduced element by element over the ranks. kind: "sum", "max", "min", "product" ..."""
@@ -235,31 +303,6 @@ def psum(xs: list[Tensor], group: Group, exact: bool) -> list[Tensor]:
     sums = _scattered(padded, [x.shape[1:] for x in padded], group, exact)
     wholes = _gathered_rows(sums, group)
     return [y.reshape(-1)[: x.numel()].view(x.shape) for x, y in zip(xs, wholes, strict=True)]
-
-
-# ---- ppermute --------------------------------------------------------------------------------------------------------
-def ppermute(xs: list[Tensor], group: Group, shift: int) -> list[Tensor]:
-    """Send to the rank `shift` further along the axis (a ring), receive from the one `shift` before.
-
-    One opaque op, because the split sizes of an all-to-all that moves one block would differ per rank, and the graph
-    must be the same on all ranks.
-    """
-    order = group.world.order(group.axes) or range(group.n)
-    return [_ours().ppermute(x.contiguous(), group.name, shift, order) for x in xs]
-
-
-def _ppermute(x, group_name, shift, order):
-    group = group_named(group_name)
-    n, me = len(order), order.index(dist.get_rank(group))
-    received = torch.empty_like(x)
-    to, source = (dist.get_global_rank(group, order[(me + s) % n]) for s in (shift, -shift))
-    if shift % n == 0:
-        return x.clone()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, received, source, group)]
-    ):
-        work.wait()
-    return received
 
 
 # ---- several dtypes in one buffer ------------------------------------------------------------------------------------
@@ -312,9 +355,12 @@ def _unpack_meta(rows, dtypes, counts):
 
 def _define_ops():
     library = torch.library.Library("fmegatron_real", "DEF")
-    library.define("ppermute(Tensor x, str group, int shift, int[] order) -> Tensor")
+    library.define("ppermute(Tensor x, int shift, int[] order, str group) -> Tensor")
     library.impl("ppermute", _ppermute, "CompositeExplicitAutograd")
-    library.impl("ppermute", lambda x, group, shift, order: torch.empty_like(x), "Meta")
+    library.impl("ppermute", lambda x, shift, order, group: x.new_empty(x.shape), "Meta")
+    library.define("all_to_all_rows(Tensor x, Tensor send, Tensor recv, int[] order, int rows, str group) -> Tensor")
+    library.impl("all_to_all_rows", _all_to_all_rows, "CompositeExplicitAutograd")
+    library.impl("all_to_all_rows", lambda x, s, r, order, rows, group: x.new_empty((rows, *x.shape[1:])), "Meta")
     library.define("pack(Tensor[] xs) -> Tensor")
     library.impl("pack", _pack, "CompositeExplicitAutograd")
     library.impl("pack", _pack_meta, "Meta")

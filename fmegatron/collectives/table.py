@@ -12,12 +12,12 @@ import math
 import torch
 
 from fmegatron.collectives import real
-from fmegatron.collectives.collective import REPLICATED, Collective, Partial, Permuted, RankIndex, Sharded
+from fmegatron.collectives.collective import REPLICATED, Collective, Own, Partial, Permuted, RankIndex, Sharded
 from fmegatron.collectives.place import Place
 from fmegatron.collectives.wire import wide
 
-__all__ = ["ALL_GATHER", "ALL_TO_ALL", "AXIS_INDEX", "COLLECTIVES", "DECLARE", "PMAX", "PPERMUTE", "PSUM"]
-__all__ += ["REDUCE_SCATTER"]
+__all__ = ["ALL_GATHER", "ALL_TO_ALL", "ALL_TO_ALL_ROWS", "AXIS_INDEX", "COLLECTIVES", "DECLARE", "PMAX", "PPERMUTE"]
+__all__ += ["PSUM", "REDUCE_SCATTER"]
 
 
 def _dtype_of_sum(x, exact):
@@ -105,6 +105,36 @@ ALL_TO_ALL = Collective(
     functional="all_to_all_single",
 )
 
+
+def _exchanged_rows(xs, sizes, sends, recvs, given, rows):
+    for r, recv in enumerate(recvs):
+        for s, send in enumerate(sends):
+            if int(send[r]) != int(recv[s]):
+                raise ValueError(
+                    f"all_to_all_rows: got {int(recv[s])} rows that index {r} expects of index {s}, wanted the "
+                    f"{int(send[r])} that it sends; exchange the counts: recv = all_to_all(send, axis, 0, 0)"
+                )
+    sent = []
+    for x, send in zip(xs, sends, strict=True):
+        total = int(send.sum())
+        sent.append(real.filled_up(x, total)[:total].split(send.tolist()))
+    return [real.filled_up(torch.cat([parts[r] for parts in sent]), rows)[:rows] for r in range(len(xs))]
+
+
+# own rows [N, ...], sorted by destination, send[i] of them to index i -> own rows [rows, ...], sorted by source,
+# recv[i] of them from index i, then zeros. Rows that do not fit are not there. What comes back of rows that were not
+# there is zeros. given: N
+ALL_TO_ALL_ROWS = Collective(
+    "all_to_all_rows",
+    "Tensor send, Tensor recv, int given, int rows",
+    type=lambda send, recv, given, rows: (Own(), Own()),
+    result=lambda x, sizes, send, recv, given, rows: x.new_empty((rows, *x.shape[1:])),
+    real=real.all_to_all_rows,
+    simulated=_exchanged_rows,
+    transpose=lambda gs, axis, send, recv, given, rows: ALL_TO_ALL_ROWS.emit(gs, axis, recv, send, rows, given),
+    sent=REDUCE_SCATTER.sent,
+)
+
 # rank i has the value of rank i - shift
 PPERMUTE = Collective(
     "ppermute",
@@ -129,7 +159,8 @@ AXIS_INDEX = Collective(
 
 
 def _declared(kind, dim):
-    return None, {"partial": Partial("sum"), "replicated": REPLICATED, "sharded": Sharded(Place((dim,)))}[kind]
+    stated = {"own": Own(), "partial": Partial("sum"), "replicated": REPLICATED, "sharded": Sharded(Place((dim,)))}
+    return None, stated[kind]
 
 
 # x -> x, and a statement about it
@@ -142,4 +173,4 @@ DECLARE = Collective(
     sent=None,
 )
 
-COLLECTIVES = (PSUM, PMAX, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PPERMUTE, AXIS_INDEX, DECLARE)
+COLLECTIVES = (PSUM, PMAX, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_TO_ALL_ROWS, PPERMUTE, AXIS_INDEX, DECLARE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["functional_ops", "group_named", "register_group", "schema_of", "unregister_group"]
+__all__ = ["functional_ops", "group_named", "register_group", "register_work", "schema_of", "unregister_group"]
 
 
 def schema_of(op):
@@ -26,6 +26,11 @@ def group_named(name: str) -> dist.ProcessGroup:
 def register_group(name: str, group: dist.ProcessGroup) -> None:
     """Let torch's functional collectives know a group by a name, the same on all ranks."""
     torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """Let `wait_tensor` of a tensor, or of a view of its memory, wait for a collective that writes it."""
+    torch._C._distributed_c10d._register_work(tensor, work)
 
 
 def unregister_group(name: str) -> None:

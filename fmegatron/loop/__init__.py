@@ -2,6 +2,7 @@
 
 from fmegatron.loop.config import check, field
 from fmegatron.loop.curves import plot_loss
+from fmegatron.loop.engines import Engines, engines
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import UsageError, parse, set_up
 from fmegatron.loop.launch import launch
@@ -17,6 +18,7 @@ from fmegatron.loop.train import StepInfo, evaluate, train
 __all__ = [
     "Begun",
     "Changes",
+    "Engines",
     "JsonLines",
     "Log",
     "NonFiniteError",
@@ -30,6 +32,7 @@ __all__ = [
     "WeightsAndBiases",
     "catch",
     "check",
+    "engines",
     "evaluate",
     "fetch",
     "field",

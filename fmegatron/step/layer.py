@@ -41,13 +41,17 @@ def layers(
 ) -> Callable:
     """`run(x, *rest, **named) -> x`: a block applied once for each layer of a stack, as a pure function.
 
+    Of a block that returns (x, more) it is `run(x, ...) -> (x, [more of each layer])`: more is a tree of tensors, such
+    as a share of an auxiliary loss, and counts.
+
     `layers(block, params["blocks"], layouts["blocks"], axes)(x)` is `for w in stack: x = block(x, w)`, where w is one
     layer's weights, whole over the data axes: one all_gather for all its leaves before it runs, the transpose (one
     reduce_scatter of all gradients) in its backward. The block is compiled once, however many layers there are.
 
     Args:
-        block: block(x, weights, *rest, **named) -> x: a pure function of tensors; constants (a config, an axis) by
-            functools.partial. rest and named: trees of tensors, the same for all layers, to which no gradient flows.
+        block: block(x, weights, *rest, **named) -> x, or (x, more): a pure function of tensors; constants (a config, an
+            axis) by functools.partial. rest and named: trees of tensors, the same for all layers, to which no gradient
+            flows.
         params: tree of stacked tensors [L, ...], this rank's shards; `nn.Scaled` ones where they travel in 8 bits.
         layouts: of the stacked tensors; dim 0 is not split.
         axes: Axes(mesh); weights are gathered over `axes.data`, and what tp splits stays split.
@@ -60,7 +64,7 @@ def layers(
             backward (ZeRO-3; with save=None autograd keeps them). False: gathered once and kept until the backward.
 
     Raises ValueError, naming the leaf, for a stack whose leaves differ in L, for a layout of another mesh, or one that
-    splits dim 0.
+    splits dim 0, and for a block that returns something else.
     """
     axes.require(layouts, "layers")
     of_one = tree.map_with_path(_of_one_layer, layouts)
@@ -70,12 +74,21 @@ def layers(
     layer = None if save is None else compiled_layer(save, offload=offload)(block, in_layer)
 
     def run(x: Any, *rest: Any, **named: Any) -> Any:
+        others = []
         for shards in unstack(params):
             if layer is None:
                 x = block(x, gather(shards), *rest, **named)
             else:
                 x = layer(x, shards if reshard_after_forward else gather(shards), *rest, **named)
-        return x
+            if isinstance(x, tuple) and len(x) == 2:
+                x, more = x
+                others.append(more)
+            if not isinstance(x, torch.Tensor):
+                raise ValueError(
+                    f"layers: the block {described(block)} returned {tree.in_words(x)}: got no tensor that the next "
+                    "layer could take, wanted x or (x, more); put all else into one tree beside it"
+                )
+        return (x, others) if others else x
 
     return run
 
@@ -105,9 +118,10 @@ def unstack(stacked: Any) -> list:
 # ---- one layer -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Halves:
-    """The two entries of a layer at given shapes, and how the caller's tensors go in."""
+    """The two entries of a layer at given shapes, how the caller's tensors go in and how the results are nested."""
 
     parts: Partition
+    spec: Any
     forward: Entry
     backward: Entry
 
@@ -129,8 +143,8 @@ class CompiledLayer:
     def __repr__(self) -> str:
         return f"compiled_layer({self.name})"
 
-    def __call__(self, x: torch.Tensor, shards: Any, /, *rest: Any, **named: Any) -> torch.Tensor:
-        """y, differentiable in x and shards (`compiled_layer`)."""
+    def __call__(self, x: torch.Tensor, shards: Any, /, *rest: Any, **named: Any) -> Any:
+        """What fn returns, differentiable in x and shards (`compiled_layer`)."""
         _require_tensors(self.fn, x, shards, (rest, named))
         with torch.no_grad():
             weights = shards if self.prepare is None else self.prepare(shards)
@@ -142,19 +156,22 @@ class CompiledLayer:
                 self.halves[key] = _cut(joint, self.save, self.name)
         specs = tuple(tree.flatten(given)[2] for given in (shards, (rest, named)))
         gathered = [w.detach() for w in tree.leaves(weights)]
-        return _Layer.apply(self, self.halves[key], gathered, specs, x, *tree.leaves(shards), *tree.leaves(inputs[2:]))
+        pair, leaves = self.halves[key], (*tree.leaves(shards), *tree.leaves(inputs[2:]))
+        return tree.unflatten(pair.spec, list(_Layer.apply(self, pair, gathered, specs, x, *leaves)))
 
 
 def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: int | None = None) -> Callable:
     """A transformer of layers: `layer(fn, prepare=None) -> g(x, shards, *rest, **named)`, differentiable in x, shards.
 
-    fn(x, weights, *rest, **named) -> y: a pure function; x and y tensors, weights, rest and named trees of tensors (no
-    gradient flows to these: ValueError for a tensor there that needs one). prepare(shards) -> weights: runs outside of
-    the opaque node, once before the forward and again before the backward, so gathered weights live only while a layer
-    runs (ZeRO-3); its collectives stay visible in the step's graph, and its transpose (the reduce-scatter) is applied
-    to the gradients. None: the shards are the weights.
+    fn(x, weights, *rest, **named) -> y: a pure function; x a tensor, y a tensor or a tree of them (gradients flow from
+    all that have one: not from whole numbers and what is detached), weights, rest and named trees of tensors (no
+    gradient flows to the last two: ValueError for a tensor there that needs one). prepare(shards) -> weights: runs
+    outside of the opaque node, once before the forward and again before the backward, so gathered weights live only
+    while a layer runs (ZeRO-3); its collectives stay visible in the step's graph, and its transpose (the
+    reduce-scatter) is applied to the gradients. None: the shards are the weights.
     y has memory of its own, also where fn returns an argument, a view, or a value that the backward reads (one copy);
-    it has no gradient where fn's has none. Gradients of gradients are refused: ValueError in the second backward.
+    it has no gradient where fn's has none. With `offload`, what reads the first tensor of y runs after the copies.
+    Gradients of gradients are refused: ValueError in the second backward.
 
     save: what the forward keeps for the backward.
       "mincut"    what AOTAutograd's min-cut partitioner chooses, as torch.compile would
@@ -207,7 +224,7 @@ def _cut(joint: Any, save: Policy, name: str) -> _Halves:
     parts = partition(joint, save)
     forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
     backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
-    return _Halves(parts, forward, backward)
+    return _Halves(parts, joint.spec, forward, backward)
 
 
 class _Layer(torch.autograd.Function):
@@ -216,25 +233,29 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: CompiledLayer, pair: _Halves, weights: list, specs: tuple, x, *leaves):
         rest = leaves[specs[0].num_leaves :]
-        y, *residuals = pair.forward.op([x, *weights, *rest])
+        out, count = pair.forward.op([x, *weights, *rest]), pair.spec.num_leaves
+        ys, residuals = out[:count], out[count:]
         ctx.layer, ctx.pair, ctx.specs, ctx.needs_x = layer, pair, specs, 0 in pair.parts.kept_inputs
         kept = [x, *residuals] if ctx.needs_x else residuals
         ctx.moved = [layer.offload is not None and is_worth_moving(t, layer.offload) for t in kept]
-        there, y = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], y)
-        if not pair.parts.differentiable:
-            y = y.detach()  # prims.convert_element_type gives a leaf that needs a gradient, also under no_grad
-            ctx.mark_non_differentiable(y)
+        there, ys[0] = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], ys[0])
+        others = [i for i in range(count) if i not in pair.parts.taken or not pair.parts.differentiable]
+        for i in others:
+            ys[i] = ys[i].detach()  # prims.convert_element_type gives a leaf that needs a gradient, also under no_grad
+        ctx.mark_non_differentiable(*[ys[i] for i in others])
         there = iter(there)
         kept = [next(there) if moved else t for t, moved in zip(kept, ctx.moved, strict=True)]
         ctx.save_for_backward(*leaves, *kept)
-        return y
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx, *gs):
         (shard_spec, rest_spec), layer, parts = ctx.specs, ctx.layer, ctx.pair.parts
         n, count = shard_spec.num_leaves, shard_spec.num_leaves + rest_spec.num_leaves
         leaves, residuals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        residuals = [from_host(t, g) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)]
+        residuals = [
+            from_host(t, gs[parts.taken[0]]) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)
+        ]
         x = residuals.pop(0) if ctx.needs_x else None
         shards = [t.detach().requires_grad_(_has_gradient(t)) for t in leaves[:n]]
         weights = shards
@@ -242,7 +263,7 @@ class _Layer(torch.autograd.Function):
             with torch.enable_grad():
                 weights = tree.leaves(layer.prepare(tree.unflatten(shard_spec, shards)))
         inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
-        given = [*residuals, *[inputs[i] for i in parts.kept_inputs], g.contiguous()]
+        given = [*residuals, *[inputs[i] for i in parts.kept_inputs], *[gs[i].contiguous() for i in parts.taken]]
         grads = dict(zip(parts.differentiable, ctx.pair.backward.op(given), strict=True))
         of_weights = [grads.get(i + 1) for i in range(len(weights))]
         of_shards = of_weights if layer.prepare is None else _through(weights, of_weights, shards)

@@ -74,14 +74,23 @@ def _axes(node) -> tuple[str, ...]:
 
 def _inline(graph, node, axes, world, fake_mode, snippets) -> list[torch.fx.Node]:
     """Put the nodes that the real binding makes for one before it -> the results; made once per kind of call."""
-    collective, given = collective_of(node.target), node.args[0]
-    key = (collective, axes, repr(node.args[3:]), tuple(meta_of(x.meta["val"]) for x in given))
+    collective, rest = collective_of(node.target), node.args[3:]
+    counts = [x for x in rest if isinstance(x, torch.fx.Node)]
+    given = [*node.args[0], *counts]
+    fixed = [None if x in counts else x for x in rest]
+    key = (collective, axes, len(counts), repr(fixed), tuple(meta_of(x.meta["val"]) for x in given))
     if key not in snippets:
-        group, arguments = Group(world, axes), collective.read(node.args[3:])
+        group, arguments = Group(world, axes), collective.read(fixed)
+
+        def real(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            own = iter(tensors[len(given) - len(counts) :])
+            filled = [next(own) if x is None else x for x in arguments]
+            return list(collective.real(list(tensors[: len(given) - len(counts)]), group, *filled))
+
         group.name  # noqa: B018  a real group, so it is made before fake tensors rule
         with outside_of_tracing(), torch.no_grad(), fake_mode:
             fakes = [torch.empty_strided(*meta[:2], dtype=meta[2], device=meta[3]) for meta in key[-1]]
-            snippets[key] = make_fx(lambda *ts: list(collective.real(list(ts), group, *arguments)))(*fakes)
+            snippets[key] = make_fx(real)(*fakes)
     snippet = snippets[key].graph
     mapped = dict(zip(snippet.find_nodes(op="placeholder"), given, strict=True))
     with graph.inserting_before(node):

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fmegatron.collectives import ALL_TO_ALL_ROWS, PPERMUTE, collective_of
 from fmegatron.layout import Mesh
 from fmegatron.step.graph.nodes import entry_of, meta_of, opaque_entries, user_line
 from fmegatron.step.output_buffers import with_own_outputs
+from fmegatron.step.overlap import Overlap
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.torch_private import Op, below_autograd, outside_of_tracing
 from fmegatron.step.trace import line_here
@@ -80,10 +82,13 @@ class Entry:
     def bind(self, target: Target) -> Op:
         """The operator that runs the graph compiled for a target; it goes through the passes here, compiled later.
 
-        In a layer collectives keep their order unless layers are called inside.
+        In a layer collectives keep their order unless layers are called inside; those of a ring, or of rows that are
+        routed, are waited for when their results are read.
         """
-        if not opaque_entries(self.graph_module.graph):
-            target = replace(target, overlap=None)
+        graph = self.graph_module.graph
+        if target.overlap is not None and not opaque_entries(graph):
+            hides = any(collective_of(node.target) in (ALL_TO_ALL_ROWS, PPERMUTE) for node in graph.nodes)
+            target = replace(target, overlap=Overlap(0, bucket_bytes=0, join_ends=False) if hides else None)
         if target not in self.bound:
             # The ranks of a mesh have bound it as often for this mesh, but not all of them for smaller ones.
             mesh = _mesh_of(target)

@@ -32,24 +32,27 @@ Policy = str | float | Callable
 
 @dataclass
 class Joint:
-    """A layer's joint graph: placeholders are its inputs, then the gradient of y; output is [y, *gradients].
+    """A layer's joint graph: placeholders are its inputs, then gradients of its outputs; output is [*ys, *gradients].
 
-    differentiable: positions of the inputs that have a gradient, in the order of the gradients; none if y has none.
+    spec: how the outputs are nested. differentiable: positions of the inputs that have a gradient, in the order of the
+    gradients; none if no output has one. taken: positions of the outputs whose gradients the placeholders are.
     """
 
     graph_module: torch.fx.GraphModule
     inputs: list
-    tangent: Any
+    tangents: list
+    spec: Any
     differentiable: list[int]
+    taken: list[int]
     fake_mode: Any
 
 
 @dataclass
 class Partition:
-    """forward: (*inputs) -> [y, *residuals]; backward: (*residuals, *kept inputs, gradient of y) -> gradients.
+    """forward: (*inputs) -> [*ys, *residuals]; backward: (*residuals, *kept inputs, *gradients of ys) -> gradients.
 
-    kept_inputs: positions of the layer's inputs that the backward takes again. residual_bytes: what is saved per call
-    besides inputs.
+    kept_inputs: positions of the layer's inputs that the backward takes again. differentiable, taken: as in `Joint`.
+    residual_bytes: what is saved per call besides inputs.
     """
 
     forward: torch.fx.GraphModule
@@ -58,11 +61,12 @@ class Partition:
     backward_fakes: list
     kept_inputs: list[int]
     differentiable: list[int]
+    taken: list[int]
     residual_bytes: int
 
 
 def joint_graph(fn: Callable, x: Any, weights: Any, rest: tuple, named: dict, name: str) -> Joint:
-    """Trace `fn(x, weights, *rest, **named) -> y` together with the gradients of x and weights.
+    """Trace `fn(x, weights, *rest, **named) -> tree of ys` together with the gradients of x and weights.
 
     Two traces: autograd's formulas contain in-place ops, and the partitioner needs a functional graph; functionalizing
     refuses `requires_grad_`, so the gradients are taken in the first trace and functionalized in the second.
@@ -78,35 +82,40 @@ def joint_graph(fn: Callable, x: Any, weights: Any, rest: tuple, named: dict, na
         x, weights, rest, named = tree.unflatten(spec, inputs)
         return inputs, fn(x, weights, *rest, **named)
 
-    y = tried(lambda *tensors: with_gradients(tensors)[1], fakes, mode, name)
-    if not isinstance(y, torch.Tensor):
-        raise ValueError(
-            f"{name}: its result: got {tree.in_words(y)}, wanted one tensor; join several (torch.cat, torch.stack), "
-            "or make a layer of each"
-        )
-    with mode:
-        tangent = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    found = tried(lambda *tensors: with_gradients(tensors)[1], fakes, mode, name)
+    paths, ys, nesting = tree.flatten(found)
+    for path, y in zip(paths, ys, strict=True) if ys else [("", found)]:
+        if not isinstance(y, torch.Tensor):
+            raise ValueError(
+                f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(y)}, wanted a tensor; return "
+                "tensors, in any nesting"
+            )
     # Whole numbers, detached values and constants have no gradient, whatever they are made of
-    wanted = [i for i, d in enumerate(differentiable) if d and y.requires_grad]
+    taken = [i for i, y in enumerate(ys) if y.requires_grad]
+    wanted = [i for i, d in enumerate(differentiable) if d and taken]
+    with mode:
+        tangents = [torch.empty(ys[i].shape, dtype=ys[i].dtype, device=ys[i].device) for i in taken]
 
     def joint(*args):
-        inputs, y = with_gradients(args[:-1])
-        tangents = args[-1]
+        inputs, found = with_gradients(args[: len(fakes)])
+        ys = tree.leaves(found)
         if not wanted:
-            return [y.detach()]
-        mark_backward([y.grad_fn])
-        grads = torch.autograd.grad(y, [inputs[i] for i in wanted], tangents, allow_unused=True)
+            return [y.detach() for y in ys]
+        mark_backward([ys[i].grad_fn for i in taken])
+        grads = torch.autograd.grad(
+            [ys[i] for i in taken], [inputs[i] for i in wanted], args[len(fakes) :], allow_unused=True
+        )
         grads = [
             torch.zeros_like(inputs[i]) if g is None else g.contiguous() for i, g in zip(wanted, grads, strict=True)
         ]
-        return [y.detach(), *grads]
+        return [*[y.detach() for y in ys], *grads]
 
-    raw = record(joint, [*fakes, tangent], mode, name)
-    require_pure(raw, [*tree.paths((x, weights, *rest)), *tree.paths(named), "gradient"])
-    return Joint(_functionalize(raw, fakes, tangent, mode), fakes, tangent, wanted, mode)
+    raw = record(joint, [*fakes, *tangents], mode, name)
+    require_pure(raw, [*tree.paths((x, weights, *rest)), *tree.paths(named), *["gradient"] * len(taken)])
+    return Joint(_functionalize(raw, fakes, tangents, mode), fakes, tangents, nesting, wanted, taken, mode)
 
 
-def _functionalize(raw, fakes, tangent, mode) -> torch.fx.GraphModule:
+def _functionalize(raw, fakes, tangents, mode) -> torch.fx.GraphModule:
     """The same graph without in-place ops, under Inductor's decompositions; every node keeps its line."""
     for node in raw.graph.nodes:
         node.meta["stack_trace"] = node.meta.get("at", "?")
@@ -117,7 +126,7 @@ def _functionalize(raw, fakes, tangent, mode) -> torch.fx.GraphModule:
     with torch.no_grad(), mode, fx_traceback.preserve_node_meta():
         graph_module = make_fx(
             torch.func.functionalize(replay, remove="mutations"), decomposition_table=inductor_decompositions()
-        )(fakes, [tangent])
+        )(fakes, tangents)
     graph_module.graph.eliminate_dead_code()
     for node in graph_module.graph.nodes:
         node.meta["at"] = node.meta.get("stack_trace") or "?"
@@ -145,14 +154,15 @@ def partition(joint: Joint, policy: Policy) -> Partition:
     names_saved = _min_cut_names(joint, policy)  # may replace the graph, so nodes are read afterwards
     graph = graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
-    primals, tangents = placeholders[:-1], placeholders[-1:]
-    y, *grads = graph.output_node().args[0]
+    primals, tangents = placeholders[: len(joint.inputs)], placeholders[len(joint.inputs) :]
+    outputs = graph.output_node().args[0]
+    ys, grads = outputs[: joint.spec.num_leaves], outputs[joint.spec.num_leaves :]
     if policy == "inputs":
         wanted = list(primals)
     elif names_saved is not None:
         wanted = [n for n in graph.nodes if n.name in names_saved and n not in tangents]
     else:
-        wanted = _read_by_backward(graph, y)
+        wanted = _read_by_backward(graph, ys)
         if callable(policy):
             wanted = [n for n in wanted if _base(n).op == "placeholder" or policy(_base(n))] + list(primals)
     wanted = [n for n in _bases(wanted) if n not in tangents]
@@ -168,12 +178,13 @@ def partition(joint: Joint, policy: Policy) -> Partition:
         return [n.meta["val"] for n in nodes]
 
     return Partition(
-        forward=part(list(primals), [y, *residuals], "forward"),
+        forward=part(list(primals), [*ys, *residuals], "forward"),
         backward=part(residuals + kept + tangents, grads, "backward"),
         forward_fakes=values(primals),
         backward_fakes=values(residuals + kept + tangents),
         kept_inputs=[primals.index(n) for n in kept],
         differentiable=joint.differentiable,
+        taken=joint.taken,
         residual_bytes=sum(v.numel() * v.element_size() for v in values(residuals)),
     )
 
@@ -183,13 +194,14 @@ def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
         return None
     budget = 1.0 if policy == "mincut" else float(policy)
     with torch.no_grad(), joint.fake_mode:
-        _, backward = min_cut(joint.graph_module, [joint.inputs, [joint.tangent]], budget)
+        given = [joint.inputs, joint.tangents]
+        _, backward = min_cut(joint.graph_module, given, joint.spec.num_leaves, budget)
     return {n.name for n in backward.graph.find_nodes(op="placeholder")}
 
 
-def _read_by_backward(graph, y) -> list:
+def _read_by_backward(graph, ys) -> list:
     """Every value of the forward that a node of the backward reads."""
-    forward, todo = set(), [y]
+    forward, todo = set(), list(ys)
     while todo:
         node = todo.pop()
         if node not in forward:

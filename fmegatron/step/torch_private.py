@@ -186,14 +186,16 @@ def decomposition_of(op):
     return op.decompose if found is None and op.has_kernel_for_dispatch_key(composite) else found
 
 
-def min_cut(joint, inputs, budget: float):
+def min_cut(joint, inputs, outputs: int, budget: float):
     """(forward, backward) modules of a joint graph, cut where the fewest bytes are saved under an activation budget.
+
+    outputs: how many of those of the graph are results of the forward; the others are gradients.
 
     Unlike torch.compile's default, a pointwise value is made again even where a matmul reads it in the backward (the
     normed input, the product in SwiGLU): measured at the same time and 0.8 of the peak (experiments/LOG.md).
     """
     with _functorch_config.patch(activation_memory_budget=budget, ban_recompute_materialized_backward=False):
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=1)
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=outputs)
 
 
 def extract_subgraph(graph, inputs, outputs, name: str):

@@ -84,6 +84,10 @@ def _transfer(node: fx.Node, collective: Collective, op: str, axes: tuple[str, .
     dtypes = {t.dtype for t in tensors}
     nbytes = sum(t.numel() * t.dtype.itemsize for t in tensors)
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    if collective.counted:  # of room for more rows than there are, no more is sent than fits there
+        result = node.meta["val"]
+        rooms = result if isinstance(result, (list, tuple)) else [result]
+        nbytes = min(nbytes, sum(t.numel() * t.dtype.itemsize for t in rooms))
     sent = math.ceil(collective.sent(nbytes, size))
     return Transfer(op, axes, size, dtype, nbytes // dtype.itemsize, sent, node.meta.get("at", "?"))
 

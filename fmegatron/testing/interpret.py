@@ -20,17 +20,23 @@ __all__ = ["interpret"]
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
-def _communicate(collective: Collective, node: fx.Node, columns: list[list], mesh: Mesh) -> list[list]:
-    """columns: for each tensor of the collective's list its values, one per rank -> the results, per rank a list."""
+def _communicate(collective: Collective, node: fx.Node, values: dict[fx.Node, list], mesh: Mesh) -> list[list]:
+    """values: of each node before, one per rank -> the results, per rank a list."""
+    columns = [values[n] for n in node.args[0]]
     axes, sizes = tuple(node.args[1]), node.args[2]
+    counts = [x for x in node.args[3:] if isinstance(x, fx.Node)]
     out = [[] for _ in range(mesh.size)]
-    for column, own in zip(columns, collective.each(node.args[3:], len(columns)), strict=True):
+    for column, given in zip(columns, collective.each(node.args[3:], len(columns)), strict=True):
         done = {}  # groups that hold the same tensors compute once
         found = [None] * mesh.size
         for ranks in mesh.groups(axes):
-            key = tuple(id(column[r]) for r in ranks)
+            own = [[values[x][r] for r in ranks] if isinstance(x, fx.Node) else x for x in given]
+            key = tuple(id(one[r]) for one in (column, *(values[n] for n in counts)) for r in ranks)
             if key not in done:
-                done[key] = collective.simulated([column[r] for r in ranks], sizes, *own)
+                try:
+                    done[key] = collective.simulated([column[r] for r in ranks], sizes, *own)
+                except ValueError as e:  # counts that do not agree
+                    raise ValueError(f"simulate: {node.meta.get('at', '?')}: {e}") from None
             for rank, y in zip(ranks, done[key], strict=True):
                 found[rank] = y
         for row, y in zip(out, found, strict=True):
@@ -100,7 +106,7 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
             if node.op == "placeholder":
                 out = next(given)
             elif collective:
-                out = _communicate(collective, node, [values[n] for n in node.args[0]], mesh)
+                out = _communicate(collective, node, values, mesh)
             else:
                 out = _compute(node, values, mesh.size, share=node not in written)
             if node in written and (node.op == "placeholder" or collective not in (None, DECLARE)):

@@ -26,6 +26,19 @@ def exchange(xs, split_dim, concat_dim):
     return [torch.cat([parts(x, n, split_dim)[i] for x in xs], concat_dim) for i in range(n)]
 
 
+def routed(x, axis):
+    """Index i sends (i + j + 2) % 3 rows to index j, so j expects as many; some have too few, some have no room."""
+    counts = (c.axis_index(axis, like=x) + torch.arange(2, axis.size + 2)) % 3
+    return c.all_to_all_rows(x, counts, counts, axis, 5)
+
+
+def routes(xs, rows):
+    """The definition: row by row."""
+    queues = [[*x, *[torch.zeros_like(x[0])] * 8] for x in xs]
+    came = [[queue.pop(0) for i, queue in enumerate(queues) for _ in range((i + j + 2) % 3)] for j in range(len(xs))]
+    return [torch.stack([*own, *[torch.zeros_like(xs[0][0])] * rows][:rows]) for own in came]
+
+
 def shifted(xs, shift):
     return [xs[(i - shift) % len(xs)] for i in range(len(xs))]
 
@@ -64,6 +77,7 @@ CASES = {
         lambda xs: exchange(xs, 1, 1),
         lambda gs: exchange(gs, 1, 1),
     ),
+    "all_to_all_rows": (routed, lambda xs: routes(xs, 5), lambda gs: routes(gs, SHAPE[0])),
     "ppermute": (lambda x, a: c.ppermute(x, a, 1), lambda xs: shifted(xs, 1), lambda gs: shifted(gs, -1)),
     "ppermute_back": (lambda x, a: c.ppermute(x, a, -1), lambda xs: shifted(xs, -1), lambda gs: shifted(gs, 1)),
     "shard": (
@@ -77,6 +91,7 @@ CASES = {
         lambda gs: [g * i for i, g in enumerate(gs)],
     ),
     "declare": (lambda x, a: c.declare(x, a, "partial", ("sharded", 0)), lambda xs: xs, lambda gs: gs),
+    "declare_own": (lambda x, a: c.declare(x, a, "own", 1), lambda xs: xs, lambda gs: gs),
 }
 
 # mesh -> the axes to try, joint ones included

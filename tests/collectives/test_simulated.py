@@ -47,11 +47,13 @@ NODES = {
     "pmax": ["pmax"],
     "all_to_all": ["all_to_all", "all_to_all"],
     "all_to_all_same_dim": ["all_to_all", "all_to_all"],
+    "all_to_all_rows": ["all_to_all_rows", "all_to_all_rows", "axis_index"],
     "ppermute": ["ppermute", "ppermute"],
     "ppermute_back": ["ppermute", "ppermute"],
     "shard": ["all_gather", "axis_index"],
     "axis_index": ["axis_index"],
     "declare": ["declare", "declare"],
+    "declare_own": ["declare", "declare"],
 }
 
 
@@ -77,6 +79,8 @@ def test_every_entry_has_a_case():
         (lambda x, a: c.shard(x, a, 1), "not divisible by 2"),
         (lambda x, a: c.all_to_all(x, a, 1, 0), "not divisible by 2"),
         (lambda x, a: c.declare(x, a, "whole"), "declare: forward: got 'whole'"),
+        (lambda x, a: c.declare(x, a, "own"), "got None after it, wanted the dim"),
+        (lambda x, a: c.declare(x, a, "own", 2), "dim 2 of a tensor"),
     ],
 )
 def test_bad_calls(call, says):

@@ -220,12 +220,13 @@ def changes_x(x, w, r):
         (changes_rest, f"argument '2': got aten.add_.* in place at {tiny.line_of(__file__, 'rest')}"),
         (changes_x, rf"changes_x \(.*\): at {tiny.line_of(__file__, 'x')}: got an argument that is changed in place"),
         (
-            lambda x, w, r: (x, w),
-            r"layer <lambda> \(test_layer.py:\d+\): its result: got a tuple of 2, wanted one tensor",
+            lambda x, w, r: (x, {"norm": 3}),
+            r"layer <lambda> \(test_layer.py:\d+\): its result '1/norm': got 3, wanted a tensor; return tensors",
         ),
+        (lambda x, w, r: None, r"layer <lambda> \(test_layer.py:\d+\): its result: got None, wanted a tensor"),
         (lambda x, w, r: x * w if x.sum() > 0 else x, r"at test_layer.py:\d+: got a read of the value of a tensor"),
     ],
-    ids=["rest in place", "x in place", "two outputs", "if"],
+    ids=["rest in place", "x in place", "a number", "nothing", "if"],
 )
 def test_errors_of_the_function(fn, message):
     with pytest.raises(ValueError, match=message):

@@ -11,8 +11,6 @@ of a pending sum, psum of shards) mean something once they are reduced along the
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from fmegatron.collectives import (
     DECLARE,
     FLAT,
+    Own,
     Partial,
     Permuted,
     Place,
@@ -49,12 +48,12 @@ from fmegatron.step.check.dims import (
 )
 from fmegatron.step.check.marks import raised
 from fmegatron.step.check.movement import reshaped
+from fmegatron.step.check.statements import OPEN, axes_on, declared, left_of, made, starts_of
 from fmegatron.step.check.values import (
     First,
     Mark,
     Pending,
     Somewhere,
-    Suspect,
     Unknown,
     Value,
     Varying,
@@ -63,16 +62,6 @@ from fmegatron.step.check.values import (
 )
 
 Node = torch.fx.Node
-_OPEN = (Wrong, Unknown, Suspect)  # marks that a collective leaves as they are
-
-
-def _left(mark: Mark | None) -> Mark | None:
-    """What a collective over its axis leaves of such a mark: another rank may have the same now."""
-    if isinstance(mark, Unknown) and mark.own:
-        return mark._replace(own=False)
-    return mark if isinstance(mark, _OPEN) else None
-
-
 _DECLARE = 'declare(x, axis, forward="partial") says that its terms make up a sum; declare it where it is made'
 
 
@@ -81,10 +70,12 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     collective, axes, xs = collective_of(node.target), tuple(given["axes"]), given["xs"]
     own = collective.each(node.args[3:], len(xs))
     shapes = [result.shape for result in node.meta["val"]]
-    return [
+    out = [
         _after(scope, node, x, axes, *collective.type(*mine), shape)
         for x, mine, shape in zip(xs, own, shapes, strict=True)
     ]
+    counts = [scope.values[n] for n in node.args[3:] if isinstance(n, Node)]
+    return [_by_counts(node, x, axes, counts) for x in out] if counts else out
 
 
 def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
@@ -99,14 +90,16 @@ def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: An
             len({*concats}) == len({*splits}) == 1
         ):
             return _exchanged(scope, node, x, axes, concat_dim=concat, split_dim=split)
+        case Own(), Own():
+            return _rows(scope, node, x, axes, shape[0])
         case None, RankIndex():
             return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
         case None, Permuted():
             return _permuted(x, axes)
-        case None, Replicated() | Partial() | Sharded() as stated:
+        case None, Replicated() | Partial() | Sharded() | Own() as stated:
             if collective_of(node.target) is DECLARE:
-                return _declared(scope, node, x, axes, stated)
-            return _made(scope, node, x, axes, stated, shape)
+                return declared(scope, node, x, axes, stated)
+            return made(scope, node, x, axes, stated, shape)
     open_ = scope.unknown(node, f"its type is {before} -> {after}, for which the check has no rule")
     return Value(tuple(plain(n) for n in shape)).marked(dict.fromkeys((*axes, *sorted(x.axes())), open_))
 
@@ -130,8 +123,8 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
     replicas, folds = [], []
     for axis in axes:
         mark = x.marks.get(axis)
-        marks[axis] = _left(mark)
-        if isinstance(mark, (*_OPEN, First)) or x.pending(axis, wanted) or x.constant == 0:
+        marks[axis] = left_of(mark)
+        if isinstance(mark, (*OPEN, First)) or x.pending(axis, wanted) or x.constant == 0:
             continue
         if isinstance(mark, Somewhere) and mark.or_sum and wanted == "sum":
             continue
@@ -174,24 +167,16 @@ def _folded(x: Value, axes: list[str], kind: str, node: Node) -> Value:
     return replace(replace(x, dims=tuple(dims)).without(axes), data=False)
 
 
-def _on(names: tuple[str, ...], place: Place, dim: int) -> tuple[str, ...]:
-    return tuple(names[j] for j in place.axes_on(dim))
-
-
-def _starts(parts: Iterable[int]) -> frozenset[int]:
-    return frozenset(itertools.accumulate(tuple(parts)[:-1]))
-
-
 def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
     """What is left when each rank keeps the part of a place."""
     for dim in range(len(x.dims)):
-        names = _on(axes, place, dim)
+        names = axes_on(axes, place, dim)
         if names:
             x = _dim_cut(scope, node, x, dim, names, place.parts if dim == place.interleaved else ())
     if not place.block:
         return x
     x = reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
-    flat = _on(axes, place, FLAT)
+    flat = axes_on(axes, place, FLAT)
     return _dim_cut(scope, node, x, 0, flat, ()) if flat else x
 
 
@@ -206,7 +191,7 @@ def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...]
     if folds:
         dims[dim] = plain(size_of(atoms) // n)
     elif parts and len(whole) == 1 and whole[0].plain:
-        dims[dim] = (Atom(whole[0].size // n, whole[0].axes + axes, _starts(parts)),)
+        dims[dim] = (Atom(whole[0].size // n, whole[0].axes + axes, starts_of(parts)),)
     else:
         dims[dim] = cut(whole, axes, n)
     return x.with_dims(dims)
@@ -215,10 +200,10 @@ def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...]
 def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
     """A value in full over the axes. Where the place describes what a dim consists of, they must shard just that."""
     if place.block:
-        x = _dim_gathered(scope, node, x, 0, _on(axes, place, FLAT), None, False, "the flattened block")
+        x = _dim_gathered(scope, node, x, 0, axes_on(axes, place, FLAT), None, False, "the flattened block")
         x = reshaped(scope, node, x, place.block)
     for dim in range(len(x.dims)):
-        names, here = _on(axes, place, dim), dim == place.interleaved
+        names, here = axes_on(axes, place, dim), dim == place.interleaved
         if names:
             parts = place.parts if here else ()
             x = _dim_gathered(scope, node, x, dim, names, parts, here and not parts, f"dim {dim}")
@@ -242,8 +227,8 @@ def _dim_gathered(
     terms: dict[str, Fold] = {}
     for axis in axes:
         mark = x.marks.get(axis)
-        marks[axis] = _left(mark)
-        if isinstance(mark, _OPEN) or (mark is None and (constant or axis in (over(atoms) if loose else own))):
+        marks[axis] = left_of(mark)
+        if isinstance(mark, OPEN) or (mark is None and (constant or axis in (over(atoms) if loose else own))):
             continue
         if isinstance(mark, Varying) or (isinstance(mark, Somewhere) and mark.or_sum):
             fix = 'declare(x, axis, forward=("sharded", dim)) says that its parts are shards'
@@ -262,7 +247,7 @@ def _dim_gathered(
         wrong = Wrong(node, f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
                    "gather the minor axes first, or all in their order")  # fmt: skip
         marks = dict.fromkeys(axes, wrong)
-    starts = _starts(parts or ())
+    starts = starts_of(parts or ())
     if known and not loose and parts is not None and (not starts <= first.cuts or (first.cuts and not starts)):
         wrong = Wrong(node, f"all_gather of {what} in parts that begin at {sorted(starts) or 0}, those of the "
                    f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
@@ -296,9 +281,11 @@ def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, spl
     terms: dict[str, Fold] = {}
     for axis in axes:
         mark, held = x.marks.get(axis), any(axis in (atom.axes or ()) for atom in x.dims[concat_dim][:1])
-        marks[axis] = _left(mark)
+        marks[axis] = left_of(mark)
         constant = mark is None and constant_along(x.dims[concat_dim])
-        if isinstance(mark, (*_OPEN, Varying, Somewhere)) or held or constant:
+        if isinstance(mark, Varying):
+            marks[axis] = mark
+        if isinstance(mark, (*OPEN, Varying, Somewhere)) or held or constant:
             continue
         if isinstance(mark, Pending) and mark.kind in ("sum", "max", "min") and split_dim != concat_dim:
             terms[axis] = Fold(mark.kind, axis, node)
@@ -327,71 +314,38 @@ def _whole_again(atoms, axes, n):
     return (Atom(first.size * n, left, frozenset(), inner), *atoms[1:])
 
 
+def _rows(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], rows: int) -> Value:
+    """Rows of each rank's own that went to other ranks. They are in another order over all axes that sharded them."""
+    if x.constant == 0:
+        return filled([rows, *map(size_of, x.dims[1:])], 0)
+    marks: dict[str, Mark | None] = {axis: Varying() for axis in over(x.dims[0])}
+    for axis in axes:
+        mark = x.marks.get(axis)
+        marks[axis] = left_of(mark) or Varying()
+        if isinstance(mark, Pending) or (mark is None and axis not in over(x.dims[0])):
+            birth = mark.birth if isinstance(mark, Pending) else None
+            marks[axis] = Wrong(node, f"{op_name(node)} of rows that are {x.state(axis)}",
+                       f"rows that each rank of {axis!r} has for itself are exchanged; wrong axis?", birth)  # fmt: skip
+    out = x.marked(marks)
+    return replace(out, data=False, equal_terms=False).with_dims((plain(rows), *out.dims[1:]))
+
+
+def _by_counts(node: Node, x: Value, axes: tuple[str, ...], counts: list[Value]) -> Value:
+    """What is known of tensors by which it was decided what is sent, holds for what was sent."""
+    for one in counts:
+        marks = {axis: mark for axis, mark in one.marks.items() if isinstance(mark, OPEN) and not x.is_(axis, *OPEN)}
+        for axis in one.having(Pending):
+            marks[axis] = Wrong(node, f"{op_name(node)} by counts that are {one.state(axis)}",
+                       "count the rows of this rank", one.marks[axis].birth)  # fmt: skip
+        x = x.marked({axis: x.marks[axis] if x.is_(axis, Wrong) else mark for axis, mark in marks.items()})
+        others = [axis for axis in one.axes() if axis not in axes and x.replicated(axis)]
+        x = x.marked(dict.fromkeys(others, Varying()))
+    return x
+
+
 def _permuted(x: Value, axes: tuple[str, ...]) -> Value:
     # What is sharded is elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms.
     moved = [a for a in axes if x.shards(a) or x.is_(a, Somewhere)]
-    open_ = {a: _left(x.marks[a]) for a in axes if x.is_(a, Unknown)}
+    open_ = {a: left_of(x.marks[a]) for a in axes if x.is_(a, Unknown)}
     out = x.marked(open_).marked(dict.fromkeys(moved, Varying()))
     return replace(out, data=False, index_of=(), ramp=False) if moved else out
-
-
-def _made(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: Any, shape: Any) -> Value:
-    """The result of a collective that states what it is over its axes, of whatever operand. Of another shape than the
-    operand, nothing is known of it over other axes over which the operand is not replicated."""
-    marks = {axis: _left(x.marks.get(axis)) for axis in axes}
-    out = x.marked(marks)
-    if tuple(map(size_of, out.dims)) != tuple(shape):
-        why = f"{op_name(node)} of a value that is sharded or pending over an axis that is none of its own"
-        rest = {a: x.marks[a] if x.is_(a, *_OPEN) else scope.unknown(node, why) for a in out.axes() if a not in axes}
-        excess = {axis: one for axis, one in out.excess.items() if axis not in rest}
-        out = Value(tuple(plain(n) for n in shape), {**{a: m for a, m in marks.items() if m}, **rest}, excess)
-    out = replace(out, data=False, index_of=(), ramp=False, equal_terms=False)
-    sound = tuple(axis for axis in axes if marks[axis] is None)
-    match stated:
-        case Partial(kind):
-            return out.marked({axis: Pending(kind, node) for axis in sound})
-        case Sharded(place):
-            dims = list(replace(out, constant=None).dims)
-            for d in set(place.dims) - {FLAT}:
-                names = tuple(axis for axis in _on(axes, place, d) if axis in sound)
-                left = (dims[d][0].axes or ()) if dims[d] else ()
-                cuts = _starts(place.parts) if d == place.interleaved else frozenset()
-                dims[d] = (Atom(size_of(dims[d]), left + names, cuts),)
-            out = replace(out, constant=None).with_dims(dims)
-            if place.block:
-                why = f"{op_name(node)} states a flattened block, for which the check has no rule"
-                out = out.marked({axis: scope.unknown(node, why) for axis in sound})
-    return out
-
-
-def _is_more(mark: Mark) -> bool:
-    """Whether a mark says more than what a `declare` is about."""
-    return isinstance(mark, (Wrong, Suspect)) or (isinstance(mark, Unknown) and mark.factor)
-
-
-def _declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: Any) -> Value:
-    kind = type(stated).__name__.lower()
-    out = x
-    for axis in axes:
-        if (
-            kind != "replicated"
-            and x.replicated(axis)
-            and x.constant != 0
-            and not (kind == "partial" and (x.equal_terms or x.portion.get(axis) == "exact"))
-        ):
-            wrong = Wrong(node, f"declared {kind}, but it does not depend on the rank",
-                       "the axis_index in it belongs to another axis?")  # fmt: skip
-            out = out.marked({axis: wrong})
-    believed = tuple(a for a in axes if a in x.marks and not _is_more(x.marks[a]))
-    if kind == "replicated":
-        return x.without(believed)
-    if kind == "partial":
-        return out.marked({a: Pending("sum", node) for a in believed if not x.pending(a, "sum")})
-    if believed:
-        dim = stated.place.dims[0]
-        out = out.without(believed)
-        dims, atoms = list(out.dims), out.dims[dim]
-        before = (atoms[0].axes or ()) if atoms else ()
-        dims[dim] = canonical((Atom(size_of(atoms), before + believed),))
-        out = out.with_dims(dims)
-    return out

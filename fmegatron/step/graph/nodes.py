@@ -19,14 +19,17 @@ __all__ = [
 ]
 
 _WAIT = "wait_tensor"
+_OURS = frozenset({"ppermute", "all_to_all_rows"})  # that start an exchange whose sizes are not in the graph
 _MAY_BE_VIEWS = frozenset({"_unsafe_view", "reshape", "contiguous"})
 _LIGHT = frozenset({"cat", "stack", "clone", "_to_copy", "_unsafe_view", "barrier", "full", "arange", "scalar_tensor"})
 _LIGHT |= {"pack", "unpack", "amax"}  # several dtypes in one buffer; scales of what travels in 8 bits
 
 
 def _c10d_name(node: fx.Node) -> str | None:
-    target = node.target
-    return opname(target) if getattr(target, "namespace", "") == "_c10d_functional" else None
+    namespace = getattr(node.target, "namespace", "")
+    if namespace == "_c10d_functional" or (namespace == "fmegatron_real" and opname(node.target) in _OURS):
+        return opname(node.target)
+    return None
 
 
 def is_wait(node: fx.Node) -> bool:
