@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, rank
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import array_name, piece_name
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.write import write_part
@@ -71,17 +73,19 @@ def save(
     ['first', 'second']
     """
     given, world = world, ranks_of(world)
-    lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
+    lead, what = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}"
+    ends = ExitStack()
 
     def prepare():
-        nonlocal store, begun, state, layouts, metadata
+        nonlocal state, layouts, metadata
         store = open_store(path)
         state, layouts, metadata = described(state, layouts, given, metadata)
         tensors, plans = check_request(state, layouts, world, metadata, step, finite)
         check_names(store, plans, world.size)
-        if lead:
-            begun = store.begin()
-        return tensors, plans
+        begun = store.begin() if lead else None
+        if begun is not None:
+            ends.callback(store.end, begun)
+        return store, begun, tensors, plans
 
     def write():
         part = write_part(storage, plans, tensors, world.rank)
@@ -95,15 +99,12 @@ def save(
             manifest, digests = merge(plans, parts, step, metadata or {}, said)
             store.publish(storage, complete(storage, manifest, digests))
 
-    try:
-        tensors, plans = together(world, what, prepare)
+    with ends:
+        store, begun, tensors, plans = together(world, what, prepare)
         said, root = agreed(finite, world), world.broadcast_text(begun.root if begun else "")
         storage = begun or store.draft(root)
         part = together(world, what, write)
         together(world, what, finish)
-    finally:
-        if begun:
-            store.end(begun)
 
 
 def check_request(
