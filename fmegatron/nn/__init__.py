@@ -1,30 +1,39 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
-from fmegatron.nn.attention import attention
-from fmegatron.nn.embed import embed
+from fmegatron.nn.attention import attention, soft_cap, visible
+from fmegatron.nn.embed import embed, positions
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import cross_entropy
-from fmegatron.nn.mlp import swiglu
-from fmegatron.nn.norm import rms_norm
+from fmegatron.nn.mlp import ACTIVATIONS, gated_mlp
+from fmegatron.nn.norm import layer_norm, rms_norm
 from fmegatron.nn.random import dropout, normal, uniform
-from fmegatron.nn.rope import apply_rope, rope_angles
+from fmegatron.nn.rope import Linear, Llama3, Scaling, Yarn, apply_rope, rope_angles
 from fmegatron.nn.scaled import Scaled, with_scales
 
 __all__ = [
+    "ACTIVATIONS",
+    "Linear",
+    "Llama3",
     "Scaled",
+    "Scaling",
+    "Yarn",
     "apply_rope",
     "attention",
     "column_parallel",
     "cross_entropy",
     "dropout",
     "embed",
+    "gated_mlp",
     "gather_tree",
+    "layer_norm",
     "normal",
+    "positions",
     "rms_norm",
     "rope_angles",
     "row_parallel",
-    "swiglu",
+    "soft_cap",
     "uniform",
+    "visible",
     "with_scales",
 ]

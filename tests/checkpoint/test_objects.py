@@ -24,7 +24,7 @@ from tests.checkpoint.test_faults import layouts_on, state
 from tests.sampling import today
 
 ONE = layouts_on(Mesh(fsdp=1, tp=1))
-PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "write")]
+PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "chunk")]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -35,15 +36,21 @@ class Ranks(Protocol):
         """Send and fill CPU tensors, as `World.exchange`."""
 
 
-def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
-    """Run `work()` on all ranks; if it raises on one, raise on all. A rank's own ValueError or Ctrl-C stays."""
-    error = result = None
+@contextmanager
+def jointly(world: Ranks, what: str) -> Iterator[None]:
+    """A block that all ranks run; if it raises on one, it raises on all. A rank's own ValueError or Ctrl-C stays."""
+    error = None
     try:
-        result = work()
+        yield
     except BaseException as e:  # a rank that is interrupted must tell the others, too
         error = e
     _agree(world, what, error)
-    return result
+
+
+def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
+    """The result of `work()`, run `jointly`."""
+    with jointly(world, what):
+        return work()
 
 
 def compared(

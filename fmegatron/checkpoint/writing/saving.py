@@ -12,14 +12,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
-from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import array_name, piece_name
 from fmegatron.checkpoint.files.open_store import open_store
@@ -73,38 +72,29 @@ def save(
     ['first', 'second']
     """
     given, world = world, ranks_of(world)
-    lead, what = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}"
-    ends = ExitStack()
-
-    def prepare():
-        nonlocal state, layouts, metadata
-        store = open_store(path)
-        state, layouts, metadata = described(state, layouts, given, metadata)
-        tensors, plans = check_request(state, layouts, world, metadata, step, finite)
-        check_names(store, plans, world.size)
-        begun = store.begin() if lead else None
-        if begun is not None:
-            ends.callback(store.end, begun)
-        return store, begun, tensors, plans
-
-    def write():
-        part = write_part(storage, plans, tensors, world.rank)
-        if not lead:
-            part.store(storage)
-        return part
-
-    def finish():
-        if lead:
-            parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
-            manifest, digests = merge(plans, parts, step, metadata or {}, said)
-            store.publish(storage, complete(storage, manifest, digests))
-
-    with ends:
-        store, begun, tensors, plans = together(world, what, prepare)
+    lead, what, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None
+    try:
+        with jointly(world, what):
+            store = open_store(path)
+            state, layouts, metadata = described(state, layouts, given, metadata)
+            tensors, plans = check_request(state, layouts, world, metadata, step, finite)
+            check_names(store, plans, world.size)
+            if lead:
+                begun = store.begin()
         said, root = agreed(finite, world), world.broadcast_text(begun.root if begun else "")
         storage = begun or store.draft(root)
-        part = together(world, what, write)
-        together(world, what, finish)
+        with jointly(world, what):
+            part = write_part(storage, plans, tensors, world.rank)
+            if not lead:
+                part.store(storage)
+        with jointly(world, what):
+            if lead:
+                parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
+                manifest, digests = merge(plans, parts, step, metadata or {}, said)
+                store.publish(storage, complete(storage, manifest, digests))
+    finally:
+        if begun:
+            store.end(begun)
 
 
 def check_request(
