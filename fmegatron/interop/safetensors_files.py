@@ -131,4 +131,4 @@ def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryvie
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little") + head
     for x in tensors.values():
-        yield memoryview(x.contiguous().view(-1).view(torch.uint8).numpy())
+        yield x.contiguous().view(-1).view(torch.uint8).numpy().data

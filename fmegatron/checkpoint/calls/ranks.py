@@ -22,12 +22,15 @@ class Ranks(Protocol):
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """The text of rank `source`, on all ranks."""
+        ...
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """int64 [n] of every rank -> int64 [size, n] on all ranks."""
+        ...
 
     def minimum(self, row: torch.Tensor) -> torch.Tensor:
         """int64 [n] of every rank -> int64 [n], the smallest of each, on all ranks."""
+        ...
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send and fill CPU tensors, as `World.exchange`."""

@@ -21,8 +21,9 @@ from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, rank
 from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import array_name, piece_name
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.write import write_part
