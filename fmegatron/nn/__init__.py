@@ -1,6 +1,14 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
 from fmegatron.nn.attention import attention, soft_cap, visible
+from fmegatron.nn.attention_blocks import attention_with_lse
+from fmegatron.nn.context_parallel import (
+    gathered_attention,
+    ring_attention,
+    two_level_attention,
+    ulysses_attention,
+    zigzag,
+)
 from fmegatron.nn.embed import embed, positions
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.linear import column_parallel, row_parallel
@@ -20,20 +28,26 @@ __all__ = [
     "Yarn",
     "apply_rope",
     "attention",
+    "attention_with_lse",
     "column_parallel",
     "cross_entropy",
     "dropout",
     "embed",
     "gated_mlp",
     "gather_tree",
+    "gathered_attention",
     "layer_norm",
     "normal",
     "positions",
+    "ring_attention",
     "rms_norm",
     "rope_angles",
     "row_parallel",
     "soft_cap",
+    "two_level_attention",
+    "ulysses_attention",
     "uniform",
     "visible",
     "with_scales",
+    "zigzag",
 ]
