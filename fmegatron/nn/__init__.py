@@ -3,6 +3,7 @@
 from fmegatron.nn.attention import attention
 from fmegatron.nn.embed import embed
 from fmegatron.nn.gather import gather_tree
+from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import cross_entropy
 from fmegatron.nn.mlp import swiglu
@@ -20,6 +21,7 @@ __all__ = [
     "dropout",
     "embed",
     "gather_tree",
+    "grouped_mm",
     "normal",
     "rms_norm",
     "rope_angles",
