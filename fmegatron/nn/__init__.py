@@ -7,26 +7,53 @@ from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import cross_entropy
 from fmegatron.nn.mlp import swiglu
+from fmegatron.nn.moe import dropless, expert_weights, most_rows, with_capacity
 from fmegatron.nn.norm import rms_norm
 from fmegatron.nn.random import dropout, normal, uniform
 from fmegatron.nn.rope import apply_rope, rope_angles
+from fmegatron.nn.router import (
+    Router,
+    Routing,
+    balance_loss,
+    balanced_bias,
+    expert_load,
+    jittered,
+    noisy,
+    router_entropy,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from fmegatron.nn.scaled import Scaled, with_scales
 
 __all__ = [
+    "Router",
+    "Routing",
     "Scaled",
     "apply_rope",
     "attention",
+    "balance_loss",
+    "balanced_bias",
     "column_parallel",
     "cross_entropy",
+    "dropless",
     "dropout",
     "embed",
+    "expert_load",
+    "expert_weights",
     "gather_tree",
     "grouped_mm",
+    "jittered",
+    "most_rows",
+    "noisy",
     "normal",
     "rms_norm",
     "rope_angles",
+    "router_entropy",
+    "router_z_loss",
     "row_parallel",
+    "sequence_balance_loss",
     "swiglu",
     "uniform",
+    "with_capacity",
     "with_scales",
 ]
