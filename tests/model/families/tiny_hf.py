@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 SEED = 0
@@ -33,20 +35,19 @@ MODELS = {
     "qwen2.5-yarn": ("Qwen2", {"rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
-    "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": GEMMA3, "qk": None}),
+    "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": GEMMA3}),
     "gpt2": ("GPT2", {}),
 }
 
 
-def config_of(name: str):
+def config_of(name: str, vocab_size: int = 70):
     """(class of the model, its configuration)."""
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     family, fields = MODELS[name]
-    fields = {key: value for key, value in fields.items() if key != "qk"}
+    fields = {**fields, "vocab_size": vocab_size}
     if family == "GPT2":
         of = transformers.GPT2Config(
-            vocab_size=70, n_embd=48, n_layer=3, n_head=4, n_positions=64, attn_implementation="eager",
+            vocab_size=vocab_size, n_embd=48, n_layer=3, n_head=4, n_positions=64, attn_implementation="eager",
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel, of
@@ -55,11 +56,11 @@ def config_of(name: str):
     return getattr(transformers, f"{family}ForCausalLM"), of
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32):
+def model_of(name: str, vocab_size: int = 70):
     """A model with random weights: norms and biases too, or a missing factor would not be seen."""
     torch.manual_seed(SEED)
-    kind, config = config_of(name)
-    model = kind(config).to(dtype).eval()
+    kind, config = config_of(name, vocab_size)
+    model = kind(config).float().eval()
     with torch.no_grad():
         for path, p in model.named_parameters():
             p.normal_(std=0.15 if p.dim() > 1 else 0.3)
