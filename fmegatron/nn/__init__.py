@@ -3,37 +3,66 @@
 from fmegatron.nn.attention import attention, soft_cap, visible
 from fmegatron.nn.embed import embed, positions
 from fmegatron.nn.gather import gather_tree
+from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import cross_entropy
 from fmegatron.nn.mlp import ACTIVATIONS, gated_mlp
+from fmegatron.nn.moe import dropless, expert_weights, most_rows, with_capacity
 from fmegatron.nn.norm import layer_norm, rms_norm
 from fmegatron.nn.random import dropout, normal, uniform
 from fmegatron.nn.rope import Linear, Llama3, Scaling, Yarn, apply_rope, rope_angles
+from fmegatron.nn.router import (
+    Router,
+    Routing,
+    balance_loss,
+    balanced_bias,
+    expert_load,
+    jittered,
+    noisy,
+    router_entropy,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from fmegatron.nn.scaled import Scaled, with_scales
 
 __all__ = [
     "ACTIVATIONS",
     "Linear",
     "Llama3",
+    "Router",
+    "Routing",
     "Scaled",
     "Scaling",
     "Yarn",
     "apply_rope",
     "attention",
+    "balance_loss",
+    "balanced_bias",
     "column_parallel",
     "cross_entropy",
+    "dropless",
     "dropout",
     "embed",
+    "expert_load",
+    "expert_weights",
     "gated_mlp",
     "gather_tree",
+    "grouped_mm",
+    "jittered",
     "layer_norm",
+    "most_rows",
+    "noisy",
     "normal",
     "positions",
     "rms_norm",
     "rope_angles",
+    "router_entropy",
+    "router_z_loss",
     "row_parallel",
+    "sequence_balance_loss",
     "soft_cap",
     "uniform",
     "visible",
+    "with_capacity",
     "with_scales",
 ]
