@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["flash_on_cpu", "flash_on_cpu_backward"]
+__all__ = ["flash_on_cpu", "flash_on_cpu_backward", "grouped_mm"]
+
+grouped_mm = torch._grouped_mm
 
 
 def flash_on_cpu(
