@@ -86,11 +86,11 @@ class MoE:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
         routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
         if split:
-            given = tuple(all_gather(x, tp, 1) for x in (u_BSD, routing.gates, routing.experts))
+            own_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, routing.gates, routing.experts))
         else:
-            given = (enter(u_BSD, tp), enter(routing.gates, tp), routing.experts)
-        apply = self._experts(w, axes)
-        y_BSD, found = nn.dropless(*given, apply, self.router.experts, ep, data, axes[()], self.rows)
+            own_BSD, gates, experts = enter(u_BSD, tp), enter(routing.gates, tp), routing.experts
+        apply, count = self._experts(w, axes), self.router.experts
+        y_BSD, found = nn.dropless(own_BSD, gates, experts, apply, count, ep, data, axes[()], self.rows)
         y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at, axes)

@@ -30,11 +30,12 @@ def _gather_block(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, a
     if not any(kept):
         return gather_weights(shards, layouts, decoder, axes)
     _, of_leaves, spec = tree.flatten(layouts)
-    wires, leaves = tree.leaves(decoder.policy.wires(layouts)), spec.flatten_up_to(shards)
+    wires, leaves = tree.leaves(decoder.policy.wires(layouts)), tree.leaves(shards)
     for names in dict.fromkeys(kept):
         mine = [i for i, own in enumerate(kept) if own == names]
         axis = axes[tuple(name for name in axes.data if name not in names)]
-        found = nn.gather_tree(*([x[i] for i in mine] for x in (leaves, of_leaves)), axis, [wires[i] for i in mine])
+        parts, at = [leaves[i] for i in mine], [of_leaves[i] for i in mine]
+        found = nn.gather_tree(parts, at, axis, [wires[i] for i in mine])
         for i, leaf in zip(mine, found, strict=True):
             leaves[i] = leaf
     return tree.unflatten(spec, leaves)

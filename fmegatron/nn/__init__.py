@@ -1,13 +1,7 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
-from fmegatron.nn.attention import (
-    attention,
-    soft_cap,
-    visible,
-)
-from fmegatron.nn.attention_blocks import (
-    attention_with_lse,
-)
+from fmegatron.nn.attention import attention, soft_cap, visible
+from fmegatron.nn.attention_blocks import attention_with_lse
 from fmegatron.nn.context_parallel import (
     gathered_attention,
     ring_attention,
@@ -15,50 +9,16 @@ from fmegatron.nn.context_parallel import (
     ulysses_attention,
     zigzag,
 )
-from fmegatron.nn.embed import (
-    embed,
-    positions,
-)
-from fmegatron.nn.gather import (
-    gather_tree,
-)
-from fmegatron.nn.grouped import (
-    grouped_mm,
-)
-from fmegatron.nn.linear import (
-    column_parallel,
-    row_parallel,
-)
-from fmegatron.nn.loss import (
-    cross_entropy,
-)
-from fmegatron.nn.mlp import (
-    ACTIVATIONS,
-    gated_mlp,
-)
-from fmegatron.nn.moe import (
-    dropless,
-    expert_weights,
-    most_rows,
-    with_capacity,
-)
-from fmegatron.nn.norm import (
-    layer_norm,
-    rms_norm,
-)
-from fmegatron.nn.random import (
-    dropout,
-    normal,
-    uniform,
-)
-from fmegatron.nn.rope import (
-    Linear,
-    Llama3,
-    Scaling,
-    Yarn,
-    apply_rope,
-    rope_angles,
-)
+from fmegatron.nn.embed import embed, positions
+from fmegatron.nn.gather import gather_tree
+from fmegatron.nn.grouped import grouped_mm
+from fmegatron.nn.linear import column_parallel, row_parallel
+from fmegatron.nn.loss import cross_entropy
+from fmegatron.nn.mlp import ACTIVATIONS, gated_mlp
+from fmegatron.nn.moe import dropless, expert_weights, most_rows, with_capacity
+from fmegatron.nn.norm import layer_norm, rms_norm
+from fmegatron.nn.random import dropout, normal, uniform
+from fmegatron.nn.rope import Linear, Llama3, Scaling, Yarn, apply_rope, rope_angles
 from fmegatron.nn.router import (
     Router,
     Routing,
@@ -71,10 +31,7 @@ from fmegatron.nn.router import (
     router_z_loss,
     sequence_balance_loss,
 )
-from fmegatron.nn.scaled import (
-    Scaled,
-    with_scales,
-)
+from fmegatron.nn.scaled import Scaled, with_scales
 
 __all__ = [
     "ACTIVATIONS",
