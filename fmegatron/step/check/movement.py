@@ -286,9 +286,7 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
     x, dim, covered = _taken(scope, node, given)
     atoms, x = x.dims[dim], replace(x, ramp=False)
     for axis in x.having(Somewhere):  # of the dims that may be sharded, not the one that is indexed
-        if (
-            not isinstance(mark := x.marks.get(axis), Somewhere) or mark.dims is None
-        ):  # any dim, or one before has placed it
+        if not isinstance(mark := x.marks.get(axis), Somewhere) or mark.dims is None:  # any, or placed by now
             continue
         if len(left := tuple(d for d in mark.dims if d != dim)) == 1 and mark.group:
             x = placed(x, mark.group, left[0])
