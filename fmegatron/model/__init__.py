@@ -7,7 +7,9 @@ from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, param
 from fmegatron.model.decoder import Decoder, Part
 from fmegatron.model.families import llama
 from fmegatron.model.forward import block, forward, logits, loss
+from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
+from fmegatron.model.moe import MoE
 from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
 from fmegatron.model.sample import generate
@@ -16,6 +18,7 @@ from fmegatron.model.weights import GROUPS, gather_weights
 
 __all__ = [
     "GROUPS",
+    "MLA",
     "MLP",
     "Array",
     "At",
@@ -23,6 +26,7 @@ __all__ = [
     "Decoder",
     "LayerNorm",
     "Mixer",
+    "MoE",
     "Part",
     "RMSNorm",
     "Rope",

@@ -21,7 +21,7 @@ class Array:
     so that gathers and reduce-scatters copy nothing. parts: widths of the matrices that lie side by side in the last
     dim, each of which its axes split. residual: its products are added to the stream, so its standard deviation is
     divided by the root of the number of such arrays on the way (GPT-2). used: share of it that one token multiplies
-    with.
+    with. kept: axes of the data that still split it when a block uses it (experts).
     """
 
     shape: tuple[int, ...]
@@ -30,6 +30,7 @@ class Array:
     init: Init = Normal(0.02)
     residual: bool = False
     used: float = 1.0
+    kept: tuple[str, ...] = ()
 
 
 Arrays: TypeAlias = Array | Mapping[str, "Arrays"]

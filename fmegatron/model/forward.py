@@ -163,7 +163,7 @@ def loss(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-    logits_BSV, _ = forward(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
+    logits_BSV, statistics = forward(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
     data = axes[axes.data]
     nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"], decoder.vocab_size)
     z_BS = decoder.z_loss * lse_BS.square()
@@ -175,11 +175,25 @@ def loss(
     else:
         count = nll_BS.numel() * data.size
         tokens = torch.full((), count, dtype=torch.int64, device=nll_BS.device)
-    metrics = {"tokens": tokens.to(torch.int64)}
-    if not decoder.z_loss:
-        local = nll_BS.sum() / count
-        return local, {"loss": psum(local.detach(), data), **metrics}
-    z = z_BS.sum() / count
-    local = nll_BS.sum() / count + z
-    total, z = psum(torch.stack((local.detach(), z.detach())), data).unbind(0)
-    return local, {"loss": total, "z_loss": z, **metrics}
+    metrics = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
+    parts = {"loss": nll_BS.sum() / count}
+    if decoder.z_loss:
+        parts["z_loss"] = z_BS.sum() / count
+    if added := [one["loss"] for block in statistics for one in block.values() if "loss" in one]:
+        parts["router_loss"] = torch.stack(added).sum().to(nll_BS.dtype)
+    parts["loss"] = sum(list(parts.values())[1:], parts["loss"])
+    if len(parts) == 1:
+        return parts["loss"], {"loss": psum(parts["loss"].detach(), data), **metrics}
+    totals = psum(torch.stack([part.detach() for part in parts.values()]), data).unbind(0)
+    return parts["loss"], {**dict(zip(parts, totals, strict=True)), **metrics}
+
+
+def _counted(statistics: list[dict]) -> dict[str, Tensor]:
+    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean, and "overflow"."""
+    found = [one for block in statistics for one in block.values()]
+    metrics = {}
+    if loads := [one["load"].double() for one in found if "load" in one]:
+        metrics["imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).max()
+    if over := [one["overflow"] for one in found if "overflow" in one]:
+        metrics["overflow"] = torch.stack(over).sum()
+    return metrics

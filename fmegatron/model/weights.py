@@ -24,6 +24,23 @@ def gather_weights(shards, layouts, decoder: Decoder, axes: Axes):
     return nn.gather_tree(shards, layouts, axes[axes.data], decoder.policy.wires(layouts))
 
 
+def _gather_block(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
+    """`gather_weights` of one block; what its arrays keep split is another collective."""
+    kept = [array.kept for array in tree.leaves(arrays)]
+    if not any(kept):
+        return gather_weights(shards, layouts, decoder, axes)
+    _, of_leaves, spec = tree.flatten(layouts)
+    wires, leaves = tree.leaves(decoder.policy.wires(layouts)), tree.leaves(shards)
+    for names in dict.fromkeys(kept):
+        mine = [i for i, own in enumerate(kept) if own == names]
+        axis = axes[tuple(name for name in axes.data if name not in names)]
+        parts, at = [leaves[i] for i in mine], [of_leaves[i] for i in mine]
+        found = nn.gather_tree(parts, at, axis, [wires[i] for i in mine])
+        for i, leaf in zip(mine, found, strict=True):
+            leaves[i] = leaf
+    return tree.unflatten(spec, leaves)
+
+
 def prepared(params: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
     """Parameters as `gather_weights` takes them: matrices that travel in 8 bits get their scales, by one pmax."""
     wire = decoder.policy.wire
@@ -84,7 +101,7 @@ def each_layer(
     shards, gathers = {}, {}
     for name, stack in decoder.stacks.items():
         of_one = tree.map(step.layer_layout, layouts[name])
-        gather = functools.partial(gather_weights, layouts=of_one, decoder=decoder, axes=axes)
+        gather = functools.partial(_gather_block, arrays=stack.arrays, layouts=of_one, decoder=decoder, axes=axes)
         for depth, layer in zip(stack.depths, step.unstack(params[name]), strict=True):
             shards[depth], gathers[depth] = layer, (name, gather)
     compiled: dict[tuple, Callable] = {}
