@@ -13,6 +13,7 @@ from torch import Tensor
 from fmegatron import nn, step
 from fmegatron.collectives import Axes, psum
 from fmegatron.model.arrays import At
+from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import Block, Decoder
 from fmegatron.model.weights import Outer, each_layer, embedded, prepared
 
@@ -80,7 +81,7 @@ def forward(
     Args:
         params: this rank's shards.
         batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S] (`At`)}, B
-            split over the data axes.
+            split over the data axes, S over cp: in order, unless positions are given.
         decoder: the model.
         layouts: of the parameters.
         axes: Axes(mesh).
@@ -95,9 +96,9 @@ def forward(
             reduce-scatter.
     """
     tokens_BS = batch["tokens"]
-    if tokens_BS.shape[1] > decoder.max_seq:
+    if tokens_BS.shape[1] * axes["cp"].size > decoder.max_seq:
         raise ValueError(
-            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Decoder.max_seq={decoder.max_seq}; "
+            f"tokens: got sequences of {tokens_BS.shape[1] * axes['cp'].size}, wanted at most Decoder.max_seq={decoder.max_seq}; "
             "raise max_seq (RoPE needs no new parameters) or cut the batch"
         )
     tp = axes["tp"]
@@ -110,7 +111,7 @@ def forward(
     outer = Outer(params, layouts, decoder, axes, reshard_after_forward)
     positions = batch.get("positions")
     if positions is None:
-        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        positions = positions_of(tokens_BS, axes["cp"])
     at, statistics = decoder.at(positions, batch.get("documents")), []
     x_BSD = embedded(tokens_BS, outer["embed"]["embed"], positions, decoder, axes, decoder.sequence_parallel)
     freed = "blocks" in outer.freed
@@ -149,7 +150,7 @@ def loss(
     Args:
         params: this rank's shards.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
-            [S] or [B, S], "documents" int64 [B, S]: `At`}, B split over `axes.data`.
+            [S] or [B, S], "documents" int64 [B, S]: `At`}, B and S split over `axes.data`.
         decoder: the model.
         layouts: of the parameters.
         axes: Axes(mesh).

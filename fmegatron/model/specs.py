@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 from fmegatron import tree
-from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh, Rules, Split
+from fmegatron.layout import DATA_AXES, SEQUENCE_AXES, DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.model.arrays import Array
 from fmegatron.model.decoder import Decoder
 from fmegatron.tree import ArraySpec, Normal
@@ -57,7 +57,8 @@ def specs(
     decoder.check_mesh(mesh)
     table = rules(decoder) if rules_of_own is None else rules_of_own
     meant = _meant(strategy)
-    known = tuple(dict.fromkeys((*DATA_AXES, *meant.values(), "tp")))
+    along = SEQUENCE_AXES if strategy is None else strategy.sequence
+    known = tuple(dict.fromkeys((*DATA_AXES, *along, *meant.values(), "tp")))
     whole = arrays(decoder)
     residual = sum(len(parts) for parts in decoder.blocks)
 
