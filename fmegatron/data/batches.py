@@ -15,7 +15,7 @@ import torch
 
 from fmegatron.data.permutation import permuted
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.tree import fold_in
+from fmegatron.tree import fold_in, in_words
 
 Batch = dict[str, torch.Tensor]
 _Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
@@ -199,6 +199,11 @@ class RankBatches:
 
     def __post_init__(self) -> None:
         wanted = self.batches.batch_size, self.batches.seq_len
+        if not isinstance(self.layout, Layout):
+            raise ValueError(
+                f"for_rank: got {in_words(self.layout)} as the layout, wanted one Layout, of tokens and labels; give "
+                "batches.layout(mesh, strategy, microbatches), or one of those that the step declares"
+            )
         if self.layout.shape != wanted or not self.layout.is_even or self.layout.flat or self.layout.unreduced:
             raise ValueError(
                 f"for_rank: got the layout {self.layout}, wanted one of shape {wanted} with equal parts for all ranks; "

@@ -157,10 +157,17 @@ class Settings:
         changes = self.changes(metadata)
         if changes.refused:
             names = ",".join(dict.fromkeys(text.partition(" ")[0] for text in changes.refused))
+            how = f"--{PREFIX}allow={names} (in a notebook allow={tuple(names.split(','))!r})"
+            if "allow" not in self.config:
+                how = (
+                    f"Settings(config, allow={tuple(names.split(','))!r}), or give the Config a field "
+                    '`allow: tuple[str, ...] = loop.field((), resume="free")` and its flag; what may always change, '
+                    'such as a mesh, is declared: loop.field(Mesh(), resume="named")'
+                )
             raise UsageError(
                 f"the checkpoint of step {step} is of a run with other settings: {', '.join(changes.refused)}. These "
                 "change the function or the order of data; go on with the old values, begin another run, or allow the "
-                f"change by name: --{PREFIX}allow={names} (in a notebook allow={tuple(names.split(','))!r})"
+                f"change by name: {how}"
             )
         return changes
 
