@@ -13,18 +13,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from fmegatron import data, loop, nn, optim, step, tree
+from fmegatron import data, loop, model, nn, optim, step, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
-RULES = [
-    ("embed|head", ("tp", "fsdp")),  # dim 0 is the vocabulary
-    ("wqkvg", (None, "fsdp", None, "tp")),  # [layer, D, (q, k, v, gate), H·K]
-    ("wo", (None, "tp", "fsdp")),
-    ("forget", (None, "tp")),  # [layer, H]
-]
 
 
 @dataclass(frozen=True)
@@ -54,28 +48,38 @@ def retention(q_BHSK, k_BHSK, v_BHSK, forget_H):
     return (q_BHSK @ k_BHSK.mT * q_BHSK.shape[-1] ** -0.5 * kept_HST) @ v_BHSK
 
 
-def model(config):
-    """(specs, loss_fn) on the mesh of the config."""
-    D, L, H, axes, dtype = config.dim, config.layers, config.heads, Axes(config.mesh), getattr(torch, config.dtype)
-    blocks = {"norm": (L, D), "wqkvg": (L, D, 4, D), "forget": (L, H), "wo": (L, D, D)}
-    shapes = {"embed": (256, D), "blocks": blocks, "final_norm": (D,), "head": (256, D)}
-    init = [(r"\w*norm", tree.ones), ("forget", tree.Constant(-2.0)), (".*", tree.Normal(0.02))]
-    specs = tree.specs(shapes, config.mesh, RULES, init, dtype)
-    layouts, tp, ranks = tree.layouts(specs), axes["tp"], axes[axes.data]
+@dataclass(frozen=True)
+class Retention:
+    """A mixer: retention of several heads, each normed and gated; heads are split over tp."""
 
-    def block(x_BSD, w):
-        u_BSF = nn.column_parallel(nn.rms_norm(x_BSD, w["norm"]), w["wqkvg"].flatten(1), tp)
-        q, k, v, gate = u_BSF.unflatten(-1, (4, H // tp.size, D // H)).permute(2, 0, 3, 1, 4)
-        o_BHSK = nn.rms_norm(retention(q, k, v, w["forget"]), v.new_ones(D // H)) * F.silu(gate)
-        return x_BSD + nn.row_parallel(o_BHSK.transpose(1, 2).flatten(2), w["wo"], tp)
+    heads: int
+
+    def arrays(self, dim):
+        wide = model.Array((dim, 4 * dim), ("fsdp", "tp"), parts=(dim,) * 4)  # q, k, v, gate
+        forget = model.Array((self.heads,), ("tp",), init=tree.Constant(-2.0))
+        return {"wqkvg": wide, "forget": forget, "wo": model.Array((dim, dim), ("tp", "fsdp"))}
+
+    def __call__(self, u_BSD, w, at, axes):
+        tp = axes["tp"]
+        u_BSF = nn.column_parallel(u_BSD, w["wqkvg"], tp)
+        q, k, v, gate = u_BSF.unflatten(-1, (4, self.heads // tp.size, -1)).permute(2, 0, 3, 1, 4)
+        o_BHSK = nn.rms_norm(retention(q, k, v, w["forget"]), v.new_ones(v.shape[-1])) * F.silu(gate)
+        return nn.row_parallel(o_BHSK.transpose(1, 2).flatten(2), w["wo"], tp)
+
+
+def decoder(config):
+    """(specs, loss_fn) on the mesh of the config."""
+    axes, dtype = Axes(config.mesh), getattr(torch, config.dtype)
+    block = (model.Part("retention", Retention(config.heads)),)
+    of = model.Decoder(
+        256, config.dim, (block,) * config.layers, config.seq_len, param_dtype=dtype, compute_dtype=dtype
+    )
+    specs = model.specs(of, config.mesh)
+    layouts, ranks = tree.layouts(specs), axes[axes.data]
 
     def loss_fn(params, batch):
-        ends = ("embed", "final_norm", "head")
-        w = nn.gather_tree({k: params[k] for k in ends}, {k: layouts[k] for k in ends}, ranks)
-        x_BSD = nn.embed(batch["tokens"], w["embed"], tp)
-        x_BSD = step.layers(block, params["blocks"], layouts["blocks"], axes)(x_BSD)
-        logits_BSV = nn.column_parallel(nn.rms_norm(x_BSD, w["final_norm"]), w["head"].t(), tp)
-        nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], tp)
+        logits_BSV = model.logits(params, batch["tokens"], of, layouts, axes, save="mincut")
+        nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"])
         focal_BS = (1 - (-nll_BS).exp()) ** config.focus * nll_BS  # what is known already counts less
         loss, nll = (x.sum() / (x.numel() * ranks.size) for x in (focal_BS, nll_BS))
         return loss, {"loss": psum(loss.detach(), ranks), "nll": psum(nll.detach(), ranks)}
@@ -85,7 +89,7 @@ def model(config):
 
 def describe(config):
     """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and parity."""
-    specs, loss_fn = model(config)
+    specs, loss_fn = decoder(config)
     rate = optim.cosine(config.lr, config.steps, warmup=config.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), decay=0.99)
     train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh))

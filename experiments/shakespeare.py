@@ -61,16 +61,16 @@ class Config:
             raise ValueError(f"Config.prompts: got lengths {lengths}, wanted one length of 1 to {self.seq_len - 1}")
 
 
-def model_config(config: Config, vocab_size: int) -> model.Config:
-    """The decoder. Its layouts on any mesh follow from model.RULES."""
+def model_config(config: Config, vocab_size: int) -> model.Decoder:
+    """The decoder. Its layouts on any mesh follow from its arrays."""
     sizes = {"dim": config.dim, "layers": config.layers, "heads": config.heads, "kv_heads": config.heads}
-    return model.Config(vocab_size, **sizes, ffn_dim=config.dim * 8 // 3, max_seq=config.seq_len, tied=True)
+    return model.llama(vocab_size, **sizes, ffn_dim=config.dim * 8 // 3, max_seq=config.seq_len, tied=True)
 
 
-def make_loss(config: Config, of: model.Config):
+def make_loss(config: Config, of: model.Decoder):
     """loss(params, batch) -> (loss, metrics), over the axes of the mesh."""
     layouts = model.layouts(of, config.mesh, strategy=DataParallel.named(config.strategy))
-    return functools.partial(model.loss, config=of, layouts=layouts, axes=Axes(config.mesh), save="mincut")
+    return functools.partial(model.loss, decoder=of, layouts=layouts, axes=Axes(config.mesh), save="mincut")
 
 
 def rate(config: Config) -> optim.Schedule:

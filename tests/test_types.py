@@ -12,6 +12,7 @@ REST = {"checkpoint", "collectives", "interop", "step", "testing"}
 # What takes anything, with the reason.
 ANYTHING = {
     "tree.in_words": "what an error is about can be anything",
+    "model.llama": "its fields go on to Attention and Decoder, which name their types",
     "loop.Settings.begin": "its options go on to restore_latest, which names their types",
 }
 

@@ -46,11 +46,11 @@ LEAST_S = {"probe": 20, "1b": 60, "largest": 100, "least": 30}
 GROUPS, STEPS = 3, 5  # of steps between two synchronisations, and how many of these are timed
 
 
-def config_of(shape: str, layers: int = 0) -> model.Config:
+def config_of(shape: str, layers: int = 0) -> model.Decoder:
     """A decoder of a shape; `layers` where the shape leaves them open."""
     fields = SHAPES[shape][0]
     fields = {**fields, "layers": fields["layers"] or layers, "vocab_size": 64 if shape == "least" else 32768}
-    return model.Config(**fields, compute_dtype=torch.bfloat16)
+    return model.llama(**fields, compute_dtype=torch.bfloat16)
 
 
 def layers_that_fit(free: int) -> int:
@@ -93,13 +93,13 @@ def probe() -> dict:
     return {"name": torch.cuda.get_device_name(), "free": torch.cuda.mem_get_info()[0], "matmul": best}
 
 
-def batch_of(shape: str, config: model.Config, device) -> dict:
+def batch_of(shape: str, config: model.Decoder, device) -> dict:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (SHAPES[shape][1], config.max_seq + 1), generator=generator)
     return {"tokens": tokens[:, :-1].contiguous().to(device), "labels": tokens[:, 1:].contiguous().to(device)}
 
 
-def our_step(shape: str, config: model.Config, device, backend: str):
+def our_step(shape: str, config: model.Decoder, device, backend: str):
     """step(batch) -> loss of ours; parameters are drawn on the device, which takes seconds where `tree.init` takes
     minutes for billions."""
     mesh = Mesh(dp=1)
@@ -111,7 +111,7 @@ def our_step(shape: str, config: model.Config, device, backend: str):
         return x.normal_(0, spec.init.std) if isinstance(spec.init, tree.Normal) else x.fill_(spec.init.value)
 
     holder = [tree.init(step.state_specs(specs, optimizer), 0, rank=0, device=device, given=tree.map(draw, specs))]
-    loss = functools.partial(model.loss, config=config, layouts=layouts, axes=axes, save=SHAPES[shape][2])
+    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=SHAPES[shape][2])
     train = step.jit(step.build_train_step(loss, optimizer, layouts, axes), donate=0, backend=backend)
 
     def run(batch):
@@ -121,7 +121,7 @@ def our_step(shape: str, config: model.Config, device, backend: str):
     return run
 
 
-def module_step(form: str, config: model.Config, device, backend: str):
+def module_step(form: str, config: model.Decoder, device, backend: str):
     """step(batch) -> loss of a peer: fp32 parameters and bf16 products, by autocast or by FSDP2's policy."""
     with device:
         module = Peer(config)

@@ -60,13 +60,13 @@ def save_dcp(
     Raises:
         ValueError: the path exists or the request does not fit; the rest are torch's errors.
     """
-    alone = world is None or world.size == 1
-    if not alone and not (dist.is_initialized() and dist.get_world_size() == world.size):
+    ranks = ranks_of(world)
+    alone, rank = ranks.size == 1, ranks.rank
+    if not alone and not (dist.is_initialized() and dist.get_world_size() == ranks.size):
         raise ValueError(
-            f"save_dcp: got a world of {world.size} ranks without torch.distributed over them, wanted the same ranks"
+            f"save_dcp: got a world of {ranks.size} ranks without torch.distributed over them, wanted the same ranks"
         )
-    rank = 0 if alone else world.rank
-    tensors, _ = check_request(state, layouts, ranks_of(world), {})
+    tensors, _ = check_request(state, layouts, ranks, {})
     paths, leaves, _ = tree.flatten(layouts)
     leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
     by_path = dict(zip(paths, tensors, strict=True))
@@ -93,10 +93,9 @@ class Shard:
 
 def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> None:
     """Let torch write what a planner has, to a new directory."""
+    path = os.fspath(path)
     if names_in(path) or (is_there(path) and not is_directory(path)):
-        raise ValueError(
-            f"{os.fspath(path)}: got a path that exists, wanted a new one, for torch would overwrite it in place"
-        )
+        raise ValueError(f"{path}: got a path that exists, wanted a new one, for torch would overwrite it in place")
     try:
         with warnings.catch_warnings():
             # torch warns of a save in one process, which is what is asked for.
@@ -107,7 +106,7 @@ def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> Non
         if isinstance(error, ValueError):
             raise error from None
         where = "" if alone else f" on rank {rank}"
-        raise RuntimeError(f"writing {os.fspath(path)} failed{where}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"writing {path} failed{where}: {type(error).__name__}: {error}") from error
 
 
 class ShardPlanner(SavePlanner):
@@ -163,6 +162,7 @@ class ShardPlanner(SavePlanner):
             data = io.BytesIO()
             torch.save(self.values[self.paths[index.fqn]], data)
             return data
+        assert index.offset is not None, "an item of `_item`"
         return self.read(self.shards[index.fqn, tuple(index.offset)])
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fmegatron.collectives import World
-from fmegatron.interop.torch_private import local_of, strided_factor, strided_shard
+from fmegatron.interop.torch_private import local_of, split_dim, strided_factor, strided_shard
 from fmegatron.layout import Layout, Mesh, Split, chunk
 
 _REST = "rest"  # the axis of the ranks that a submesh leaves out
@@ -151,13 +151,14 @@ def axis_orders(placements: tuple[Placement, ...], sizes: tuple[int, ...], ndim:
             )
         if factor is None and type(placement) is not Shard:
             raise ValueError(f"DTensor with {list(placements)}: got {placement!r}, wanted Shard or Replicate")
-        order, before = orders[placement.dim], 0
+        dim, before = split_dim(placement), 0
+        order = orders[dim]
         while math.prod(sizes[d] for d in order[:before]) < (factor or 1) and before < len(order):
             before += 1
         if math.prod(sizes[d] for d in order[:before]) != (factor or 1):
             raise ValueError(
                 f"DTensor with {list(placements)} on a mesh of {sizes}: got the split factor {factor} of mesh dim "
-                f"{at}, wanted the size of the mesh dims that cut dim {placement.dim} before it; redistribute it to "
+                f"{at}, wanted the size of the mesh dims that cut dim {dim} before it; redistribute it to "
                 "Shard first"
             )
         order.insert(before, at)

@@ -35,7 +35,7 @@ def put(state: Any, keys: Keys, value: Any) -> None:
     elif isinstance(state[at], tuple):
         items = list(state[at])
         put(items, tuple(rest), value)
-        state[at] = type(state[at])(items)
+        state[at] = type(state[at])(*items) if hasattr(state[at], "_fields") else type(state[at])(items)
     else:
         put(state[at], tuple(rest), value)
 

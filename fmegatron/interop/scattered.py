@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -59,10 +60,11 @@ class Scattered:
 
     def plan(self, path: str, pack: bool) -> LeafPlan:
         """Where the leaf goes: by the rules of `checkpoint.writing.plan`. pack: whether small ones are too many."""
+        layout = cast("Layout", self)  # it has all that writing asks of a layout; restoring asks for more
         local = max((math.prod(shape) for _, _, shape in self.held), default=0) * self.dtype.itemsize
         if pack and is_small(self.shape, self.nbytes):
-            return LeafPlan(path, self, "packed")
-        return LeafPlan(path, self, *home_of(self.shape, self.dtype.itemsize, self._unit(), local, self.mesh.size))
+            return LeafPlan(path, layout, "packed")
+        return LeafPlan(path, layout, *home_of(self.shape, self.dtype.itemsize, self._unit(), local, self.mesh.size))
 
     def _unit(self) -> tuple[int, ...]:
         return tuple(_gcd(self._cuts(dim), n) for dim, n in enumerate(self.shape))

@@ -28,8 +28,9 @@ from fmegatron.checkpoint.dicts.flat import flatten
 from fmegatron.checkpoint.dicts.values import VALUES, with_state
 from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
@@ -168,7 +169,7 @@ def load_state_dict(
         CheckpointError: damage; some tensors may have been filled already.
         RuntimeError: the ranks go on seeing different saves; the same holds.
     """
-    mode, name = strictness(strict), getattr(path, "text", None) or open_store(path).text
+    mode, name = strictness(strict), path.text if isinstance(path, Snapshot) else open_store(path).text
     state, pairs = opened(state_dict)
     flat_items(state)  # what contains itself is an error
     unmade, filled = Unmade(state, pairs), set()

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from fmegatron.layout import Mesh
-from fmegatron.loop.flags import mesh_text
+from fmegatron.loop.sources import mesh_text
 
 _SHOWN = 64  # elements of an array; of a longer one its digest
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

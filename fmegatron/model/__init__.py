@@ -1,26 +1,50 @@
-"""Models: a decoder as a function, and the tree of specs (shape, dtype, layout, initial values) of its arrays."""
+"""Models: decoders as lists of blocks of mixers, and the tree of specs of their arrays."""
 
-from fmegatron.model import sample
-from fmegatron.model.config import Config
+from fmegatron.model import families, sample
+from fmegatron.model.arrays import Array, At, Mixer
+from fmegatron.model.attention import Attention
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
-from fmegatron.model.gpt import GROUPS, block, gather_weights, logits, loss
+from fmegatron.model.decoder import Decoder, Part
+from fmegatron.model.families import llama
+from fmegatron.model.forward import block, forward, logits, loss
+from fmegatron.model.mla import MLA
+from fmegatron.model.mlp import MLP
+from fmegatron.model.moe import MoE
+from fmegatron.model.norm import LayerNorm, RMSNorm
+from fmegatron.model.rope import Rope
 from fmegatron.model.sample import generate
-from fmegatron.model.specs import RULES, init, layouts, specs
+from fmegatron.model.specs import arrays, init, layouts, rules, specs
+from fmegatron.model.weights import GROUPS, gather_weights
 
 __all__ = [
     "GROUPS",
-    "RULES",
-    "Config",
+    "MLA",
+    "MLP",
+    "Array",
+    "At",
+    "Attention",
+    "Decoder",
+    "LayerNorm",
+    "Mixer",
+    "MoE",
+    "Part",
+    "RMSNorm",
+    "Rope",
+    "arrays",
     "block",
     "cache_bytes_per_token",
+    "families",
     "flops_per_token",
+    "forward",
     "gather_weights",
     "generate",
     "init",
     "layouts",
+    "llama",
     "logits",
     "loss",
     "parameters",
+    "rules",
     "sample",
     "specs",
 ]

@@ -1,34 +1,35 @@
-"""How big and how much work a model is, counted from its structure."""
+"""How big and how much work a model is, counted from its arrays."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from fmegatron import tree
-from fmegatron.layout import Mesh
-from fmegatron.model.config import Config
-from fmegatron.model.specs import specs
+from fmegatron.model.arrays import Array
+from fmegatron.model.decoder import Decoder
+from fmegatron.model.specs import arrays
 
 
-def parameters(config: Config) -> dict[str, int]:
-    """Number of parameters by part ("embed", "attention", "mlp", "norms", "head") and in "total", padding included.
+def parameters(decoder: Decoder) -> dict[str, int]:
+    """Number of parameters by part ("embed", the parts of the blocks, "norms", "head") and in "total", with padding.
 
-    >>> config = Config(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=4)
-    >>> parameters(config)
+    >>> from fmegatron.model.families import llama
+    >>> parameters(llama(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=4))
     {'embed': 512, 'attention': 384, 'mlp': 768, 'norms': 40, 'head': 512, 'total': 2216}
     """
-    arrays = specs(config, Mesh())
-    size = dict(zip(tree.paths(arrays), (math.prod(spec.shape) for spec in tree.leaves(arrays)), strict=True))
-
-    def total(*words):
-        return sum(n for path, n in size.items() if any(word in path for word in words))
-
-    parts = {name: total(f"{name}/") for name in ("embed", "attention", "mlp")}
-    return {**parts, "norms": total("norm"), "head": total("head/"), "total": sum(size.values())}
+    whole = arrays(decoder)
+    names = dict.fromkeys(part.name for parts in decoder.blocks for part in parts)
+    size = dict.fromkeys(("embed", *names, "norms", "head"), 0)
+    for path, array in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+        first, *rest = path.split("/")
+        name = rest[0] if first in decoder.stacks else first
+        size[name if name in size else "norms"] += math.prod(array.shape)
+    return {**{name: n for name, n in size.items() if n or name in ("norms", "head")}, "total": sum(size.values())}
 
 
 def flops_per_token(
-    config: Config, seq_len: int | None = None, *, training: bool = True, causal: bool = True
+    decoder: Decoder, seq_len: int | None = None, *, training: bool = True, causal: bool = True
 ) -> dict[str, int]:
     """Multiply-adds times 2 that one token needs, by part ("matmul", "attention", "head") and in "total".
 
@@ -37,24 +38,28 @@ def flops_per_token(
     formula does. The embedding lookup is no arithmetic; norms, RoPE and softmax are left out (below 1 %).
     Source: PaLM, arXiv 2204.02311, appendix B.
 
-    >>> config = Config(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=7)
-    >>> flops_per_token(config, training=False)
+    >>> from fmegatron.model.families import llama
+    >>> model = llama(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=7)
+    >>> flops_per_token(model, training=False)
     {'matmul': 2304, 'attention': 256, 'head': 1024, 'total': 3584}
     """
-    S = config.max_seq if seq_len is None else seq_len
+    S = decoder.max_seq if seq_len is None else seq_len
     times = 3 if training else 1
-    weights = config.layers * (
-        config.dim * (2 * config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.dim * config.ffn_dim
-    )
-    keys = (S + 1) / 2 if causal else S
+    weights, products = 0.0, 0.0
+    for part, n in Counter(part for parts in decoder.blocks for part in parts).items():
+        of_part: list[Array] = tree.leaves(part.mixer.arrays(decoder.dim))
+        weights += n * sum(math.prod(array.shape) * array.used for array in of_part if len(array.shape) > 1)
+        own = getattr(part.mixer, "products", None)
+        products += n * own(S, causal) if own else 0
     parts = {
-        "matmul": times * 2 * weights,
-        "attention": round(times * config.layers * 2 * 2 * keys * config.heads * config.head_dim),  # q·k, then p·v
-        "head": times * 2 * config.dim * config.padded_vocab,
+        "matmul": round(times * 2 * weights),
+        "attention": round(times * products),  # q·k, then p·v
+        "head": times * 2 * decoder.dim * decoder.padded_vocab,
     }
     return {**parts, "total": sum(parts.values())}
 
 
-def cache_bytes_per_token(config: Config) -> int:
+def cache_bytes_per_token(decoder: Decoder) -> int:
     """Bytes that the key/value cache of sampling holds per token of one sequence, over all tp ranks together."""
-    return config.layers * 2 * config.kv_heads * config.head_dim * config.compute_dtype.itemsize
+    width = sum(getattr(part.mixer, "cache_width", 0) for parts in decoder.blocks for part in parts)
+    return width * decoder.compute_dtype.itemsize

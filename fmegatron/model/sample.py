@@ -8,76 +8,106 @@ chance is a uniform number made from (key, position, row), so one key gives one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmegatron import nn, tree
-from fmegatron.collectives import Axes, Axis, all_gather
-from fmegatron.model.config import Config
-from fmegatron.model.gpt import finish_block, gather_weights, prepared, project_qkv, read_out
+from fmegatron import tree
+from fmegatron.collectives import Axes, all_gather
+from fmegatron.model.arrays import At
+from fmegatron.model.decoder import Decoder, Part
+from fmegatron.model.forward import block, read_out
+from fmegatron.model.weights import embedded, gather_weights, prepared
 from fmegatron.step import layer_layout, unstack
 
 
-def sampling_weights(params: dict, config: Config, layouts: dict, axes: Axes) -> dict:
+def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) -> dict:
     """Parameters as the functions below take them: whole over the data axes, in the compute dtype, one dict per layer.
 
     Shards over fsdp (and dp) are gathered here, once, in one collective; every rank then holds its tp part of the
     model.
     """
-    params = prepared(params, layouts, config, axes)
-    layers = unstack(params["blocks"])
-    layer_layouts = [tree.map(layer_layout, layouts["blocks"])] * len(layers)
-    return gather_weights({**params, "blocks": layers}, {**layouts, "blocks": layer_layouts}, config, axes)
+    params = prepared(params, layouts, decoder, axes)
+    layers: list = [None] * decoder.layers
+    of_layers: list = [None] * decoder.layers
+    for name, stack in decoder.stacks.items():
+        layout = tree.map(layer_layout, layouts[name])
+        for depth, layer in zip(stack.depths, unstack(params[name]), strict=True):
+            layers[depth], of_layers[depth] = layer, layout
+    outer, of_outer = ({k: v for k, v in whole.items() if k not in decoder.stacks} for whole in (params, layouts))
+    return gather_weights({**outer, "blocks": layers}, {**of_outer, "blocks": of_layers}, decoder, axes)
 
 
-def prefill(weights: dict, tokens_BP: Tensor, config: Config, tp: Axis, slots: int) -> tuple[dict, Tensor]:
+def _forward(
+    weights: dict, tokens_BS: Tensor, positions_S: Tensor, decoder: Decoder, axes: Axes, look: Callable
+) -> Tensor:
+    """Logits [B, V_tp] after the last token; `look(mixer, q, k, v, w, at)` is what the heads of an attention read."""
+
+    def mix(part: Part, u_BSD: Tensor, w: dict, at: At) -> Any:
+        mixer: Any = part.mixer
+        if getattr(mixer, "per_token", False):
+            return mixer(u_BSD, w, at, axes)
+        if not hasattr(mixer, "cache_width"):
+            raise ValueError(
+                f"generate: got the mixer {mixer!r}, wanted one that has keys and values, or looks at one token only; "
+                "give it project, attend, finish and cache_width as Attention has them, or per_token = True"
+            )
+        return mixer.finish(look(mixer, *mixer.project(u_BSD, w, at, axes), w, at), w, False, axes)
+
+    at = decoder.at(positions_S)
+    x_BSD = embedded(tokens_BS, weights["embed"], positions_S, decoder, axes, False)
+    for parts, w, at_layer in zip(decoder.blocks, weights["blocks"], at, strict=True):
+        y_BSD = block(x_BSD, w, at_layer, parts=parts, axes=axes, mix=mix)
+        x_BSD = y_BSD[0] if isinstance(y_BSD, tuple) else y_BSD
+    last = at[0]._replace(positions=positions_S[-1:])
+    return read_out(x_BSD[:, -1:], weights, last, decoder, axes)[:, 0]
+
+
+def prefill(weights: dict, tokens_BP: Tensor, decoder: Decoder, axes: Axes, slots: int) -> tuple[dict, Tensor]:
     """Read the prompt: (cache with its keys and values in slots 0 .. P-1, logits[B, V_tp] after its last token).
 
-    The cache is {"k", "v": per layer [B, T, G_tp, K]}, T = `slots`, fixed for the whole generation.
+    The cache is {"k", "v": per attention [B, T, G_tp, K]}, T = `slots`, fixed for the whole generation.
     """
     P = tokens_BP.shape[1]
     if P > slots:
         raise ValueError(
             f"prompt: got {P} tokens, wanted at most the {slots} slots of the cache; cut it or raise slots"
         )
-    config = _whole_sequence(config)
-    angles = _angles(torch.arange(P, device=tokens_BP.device), config)
-    x_BPD = nn.embed(tokens_BP, weights["embed"]["table"], tp)
     cache = {"k": [], "v": []}
-    for w in weights["blocks"]:
-        q, k, v = project_qkv(x_BPD, w, *angles, config, tp)
-        x_BPD = finish_block(x_BPD, nn.attention(q, k, v), w, config, tp)
+
+    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
         for name, new in (("k", k), ("v", v)):
             cache[name].append(F.pad(new, (0, 0, 0, 0, 0, slots - P)))
-    return cache, read_out(x_BPD[:, -1:], weights, config, tp)[:, 0]
+        return mixer.attend(q, k, v, w, at)
+
+    logits_BV = _forward(weights, tokens_BP, torch.arange(P, device=tokens_BP.device), decoder, axes, look)
+    return cache, logits_BV
 
 
 def decode(
-    cache: dict, weights: dict, token_B: Tensor, position: Tensor, config: Config, tp: Axis
+    cache: dict, weights: dict, token_B: Tensor, position: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[dict, Tensor]:
     """One more token at `position` (0-d int64, the slot it takes): (the cache with it, logits[B, V_tp] after it).
 
     Shapes do not depend on the position, so one compiled form serves all tokens; with the cache donated
     (`jit(decode, donate=0)`) it is updated in place.
     """
-    config = _whole_sequence(config)
     position_1 = position.view(1)
-    angles = _angles(position_1, config)
-    slots = cache["k"][0].shape[1]
-    mask_1T = (torch.arange(slots, device=token_B.device) <= position)[None]
-    x_B1D = nn.embed(token_B[:, None], weights["embed"]["table"], tp)
+    slots_T = torch.arange(cache["k"][0].shape[1], device=token_B.device)
+    before = iter(zip(cache["k"], cache["v"], strict=True))
     out = {"k": [], "v": []}
-    for w, keys, values in zip(weights["blocks"], cache["k"], cache["v"], strict=True):
-        q, k, v = project_qkv(x_B1D, w, *angles, config, tp)
+
+    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
+        keys, values = next(before)
         keys, values = keys.index_copy(1, position_1, k), values.index_copy(1, position_1, v)
-        x_B1D = finish_block(x_B1D, nn.attention(q, keys, values, mask_1T), w, config, tp)
         out["k"].append(keys)
         out["v"].append(values)
-    return out, read_out(x_B1D, weights, config, tp)[:, 0]
+        return mixer.attend(q, keys, values, w, at, mixer.visible(position_1, slots_T))
+
+    return out, _forward(weights, token_B[:, None], position_1, decoder, axes, look)
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
@@ -114,7 +144,7 @@ def generate(
     params: dict,
     prompt_BP: Tensor,
     count: int,
-    config: Config,
+    decoder: Decoder,
     layouts: dict,
     axes: Axes,
     *,
@@ -129,7 +159,7 @@ def generate(
         params: this rank's shards.
         prompt_BP: int64 [B, P], the same on all ranks.
         count: number of tokens to make.
-        config: of the model.
+        decoder: the model.
         layouts: of all parameters.
         axes: bound to the running ranks (`Axes(mesh, world)`), or of a mesh of size 1.
         key: of the random choices, see `choose`.
@@ -139,13 +169,13 @@ def generate(
             `partial(step.jit, world=world)`.
 
     Raises:
-        ValueError: prompt and count do not fit into config.max_seq, or the axes have no processes behind them.
+        ValueError: prompt and count do not fit into decoder.max_seq, or the axes have no processes behind them.
     """
     B, P = prompt_BP.shape
-    if not P or P + count > config.max_seq:
+    if not P or P + count > decoder.max_seq:
         raise ValueError(
             f"generate: got a prompt of {P} and {count} new tokens, wanted 1 or more and together at most "
-            f"Config.max_seq={config.max_seq}; cut the prompt (prompt[:, -n:]), or ask for fewer tokens"
+            f"Decoder.max_seq={decoder.max_seq}; cut the prompt (prompt[:, -n:]), or ask for fewer tokens"
         )
     if axes.mesh.size > 1 and axes.world is None:
         raise ValueError(
@@ -153,28 +183,22 @@ def generate(
             "pass Axes(mesh, connect(mesh)), or restore the parameters onto a mesh of size 1"
         )
     tp = axes["tp"]
-    inside = tp if compile is None else Axes(axes.mesh)["tp"]  # jit binds symbolic axes itself
-    read, step = partial(prefill, config=config, tp=inside, slots=P + count), partial(decode, config=config, tp=inside)
+    inside = {
+        "decoder": decoder,
+        "axes": axes if compile is None else Axes(axes.mesh),
+    }  # jit binds symbolic axes itself
+    read, step = partial(prefill, **inside, slots=P + count), partial(decode, **inside)
     if compile is not None:
         read, step = compile(read), compile(step, donate=0)
     with torch.no_grad():
-        weights = sampling_weights(params, config, layouts, axes)
+        weights = sampling_weights(params, decoder, layouts, axes)
         cache, logits_BV = read(weights, prompt_BP)
         tokens = []
         for i in range(count):
-            whole_BV = all_gather(logits_BV, tp, 1)[:, : config.vocab_size]  # one row per sequence: small
+            whole_BV = all_gather(logits_BV, tp, 1)[:, : decoder.vocab_size]  # one row per sequence: small
             u_B = uniform(key, P + i, B).to(whole_BV.device)
             tokens.append(choose(whole_BV, u_B, temperature, top_p))
             if i + 1 < count:
                 position = torch.full((), P + i, dtype=torch.int64, device=whole_BV.device)
                 cache, logits_BV = step(cache, weights, tokens[-1], position)
     return torch.stack(tokens, 1) if tokens else prompt_BP[:, :0]
-
-
-def _whole_sequence(config: Config) -> Config:
-    """The same model without sequence parallelism: one token cannot be split, and the weights are the same."""
-    return replace(config, sequence_parallel=False)
-
-
-def _angles(positions: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    return nn.rope_angles(positions, config.head_dim, config.rope_theta, config.compute_dtype)

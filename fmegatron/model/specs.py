@@ -1,30 +1,46 @@
-"""The arrays of the decoder: their shapes, layouts and initial values."""
+"""Specs of a decoder: for each array of its mixers the layout on a mesh and the initial values."""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+from dataclasses import replace
 
 from fmegatron import tree
 from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh, Rules, Split
-from fmegatron.model.config import Config
-from fmegatron.tree import ArraySpec, Constant, Normal
-
-# Where tp splits the rows of a matrix, data axes split them further: their pieces follow each other in memory, so that
-# gathers and reduce-scatters copy nothing.
-RULES = Rules(
-    [
-        (r"embed/table", (("tp", "fsdp"),)),
-        (r"blocks/attention/wqkv", (None, "fsdp", "tp")),
-        (r"blocks/attention/wo", (None, ("tp", "fsdp"))),
-        (r"blocks/mlp/w_gate_up", (None, "fsdp", "tp")),
-        (r"blocks/mlp/w_down", (None, ("tp", "fsdp"))),
-        (r"head/w", ("fsdp", "tp")),
-        (r"blocks/\w+_norm|final_norm", ()),
-    ]
-)
+from fmegatron.model.arrays import Array
+from fmegatron.model.decoder import Decoder
+from fmegatron.tree import ArraySpec, Normal
 
 
-def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParallel | None = None) -> dict:
+def arrays(decoder: Decoder) -> dict:
+    """The tree of `Array`s of the model: "embed", a stack [L, ...] for blocks of one kind, "final_norm", "head"."""
+    D, V = decoder.dim, decoder.padded_vocab
+    embed = {"table": Array((V, D), (("tp", "fsdp"),))}
+    if decoder.positions:
+        embed["positions"] = Array((decoder.max_seq, D), (None, "fsdp"))
+    stacks = {
+        name: tree.map(functools.partial(_stacked, len(stack.depths)), stack.arrays)
+        for name, stack in decoder.stacks.items()
+    }
+    head = {} if decoder.tied else {"head": {"w": Array((D, V), ("fsdp", "tp"))}}
+    return {"embed": embed, **stacks, "final_norm": decoder.norm.arrays(D), **head}
+
+
+def _stacked(layers: int, array: Array) -> Array:
+    return replace(array, shape=(layers, *array.shape), axes=(None, *array.axes) if array.axes else ())
+
+
+def rules(decoder: Decoder) -> Rules:
+    """How the dims of each leaf are split, as its mixer has it: one row for each path."""
+    whole = arrays(decoder)
+    return Rules((re.escape(p), array.axes) for p, array in zip(tree.paths(whole), tree.leaves(whole), strict=True))
+
+
+def specs(
+    decoder: Decoder, mesh: Mesh, rules_of_own: Rules | None = None, strategy: DataParallel | None = None
+) -> dict:
     """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
 
     strategy: over which data axes parameters are sharded at rest; every leaf is, vectors too, on the dim where the
@@ -32,55 +48,42 @@ def specs(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParall
     then stand. None: just as the rules say (fsdp shards matrices, dp nothing), except that a data axis that does not
     divide its dim goes to one that it divides.
 
-    `rules` gives the axes of each leaf; dp, fsdp and tp count as size 1 where the mesh lacks them. Dims that hold
-    several matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names the axis.
+    rules_of_own: the axes of each leaf; None: `rules(decoder)`. dp, fsdp and tp count as size 1 where the mesh lacks
+    them. Dims that hold several matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names
+    the axis.
     Raises ValueError when a size does not divide by the axes that split it, naming leaf, size and fix, and when an axis
     of the mesh would do nothing.
     """
-    config.check_mesh(mesh)
-    D, L, F, V = config.dim, config.layers, config.ffn_dim, config.padded_vocab
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    decoder.check_mesh(mesh)
+    table = rules(decoder) if rules_of_own is None else rules_of_own
     meant = _meant(strategy)
     known = tuple(dict.fromkeys((*DATA_AXES, *meant.values(), "tp")))
-    narrow, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * L))  # GPT-2's scaling of what is added to the stream
+    whole = arrays(decoder)
+    residual = sum(len(parts) for parts in decoder.blocks)
 
-    def array(path, shape, init, parts=None):
-        spec = tuple(_by_strategy(entry, meant) for entry in rules.match(path))
-        if parts and len(spec) == len(shape) and (axes := spec[-1]) and not isinstance(axes, Split):
-            spec = (*spec[:-1], Split(axes, parts))
-        layout = Layout(shape, config.param_dtype, mesh, spec)
-        stack = (0,) if path.startswith("blocks/") else ()
+    def spec_of(path: str, array: Array) -> ArraySpec:
+        spec = tuple(_by_strategy(entry, meant) for entry in table.match(path))
+        if array.parts and len(spec) == len(array.shape) and (axes := spec[-1]) and not isinstance(axes, Split):
+            spec = (*spec[:-1], Split(axes, array.parts))
+        layout = Layout(array.shape, decoder.param_dtype, mesh, spec)
+        stack = (0,) if path.partition("/")[0] in decoder.stacks else ()
         if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
             layout = strategy.params_layout(layout, whole=stack)
         elif not layout.is_even:
             layout = _moved_data_axes(layout, stack)
-        for dim, (size, entry) in enumerate(zip(shape, layout.spec, strict=True)):
+        for dim, (size, entry) in enumerate(zip(array.shape, layout.spec, strict=True)):
             pieces, ways = entry.sizes(size) if isinstance(entry, Split) else (size,), mesh.extent(layout.axes(dim))
             if any(piece % ways for piece in pieces):
                 raise ValueError(
                     f"{path}: got dim {dim} of size {' + '.join(map(str, pieces))}, wanted a multiple of {ways} "
                     f"({'·'.join(layout.axes(dim))} of the mesh {mesh}); change size or mesh, or give a rule without it"
                 )
+        init = array.init
+        if array.residual and isinstance(init, Normal):  # GPT-2's scaling of what is added to the stream
+            init = Normal(init.std / math.sqrt(residual))
         return ArraySpec(layout, init)
 
-    blocks = {
-        "attention_norm": array("blocks/attention_norm", (L, D), Constant(1.0)),
-        "attention": {
-            "wqkv": array("blocks/attention/wqkv", (L, D, q + 2 * kv), narrow, (q, kv, kv)),
-            "wo": array("blocks/attention/wo", (L, q, D), residual),
-        },
-        "mlp_norm": array("blocks/mlp_norm", (L, D), Constant(1.0)),
-        "mlp": {
-            "w_gate_up": array("blocks/mlp/w_gate_up", (L, D, 2 * F), narrow, (F, F)),
-            "w_down": array("blocks/mlp/w_down", (L, F, D), residual),
-        },
-    }
-    out = {
-        "embed": {"table": array("embed/table", (V, D), narrow)},
-        "blocks": blocks,
-        "final_norm": array("final_norm", (D,), Constant(1.0)),
-    }
-    out = out if config.tied else {**out, "head": {"w": array("head/w", (D, V), narrow)}}
+    out = tree.map_with_path(spec_of, whole)
     _check_every_axis_works(out, mesh, known)
     return out
 
@@ -112,22 +115,24 @@ def _check_every_axis_works(specs: dict, mesh: Mesh, known: tuple[str, ...]) -> 
         )
 
 
-def layouts(config: Config, mesh: Mesh, rules: Rules = RULES, strategy: DataParallel | None = None) -> dict:
+def layouts(
+    decoder: Decoder, mesh: Mesh, rules_of_own: Rules | None = None, strategy: DataParallel | None = None
+) -> dict:
     """The tree of Layouts of the model on `mesh` (see `specs`)."""
-    return tree.layouts(specs(config, mesh, rules, strategy))
+    return tree.layouts(specs(decoder, mesh, rules_of_own, strategy))
 
 
-def init(config: Config, mesh: Mesh, key: int, rank: int = 0, rules: Rules = RULES) -> dict:
+def init(decoder: Decoder, mesh: Mesh, key: int, rank: int = 0, rules_of_own: Rules | None = None) -> dict:
     """This rank's shards of the initial parameters; the global arrays depend on `key` only, not on mesh or rank.
 
     Args:
-        config: of the model.
+        decoder: the model.
         mesh: of all ranks.
         key: of the random values (`tree.fold_in`).
         rank: whose shards.
-        rules: how the dims of each leaf are split.
+        rules_of_own: how the dims of each leaf are split (`specs`).
     """
-    return tree.init(specs(config, mesh, rules), key, rank)
+    return tree.init(specs(decoder, mesh, rules_of_own), key, rank)
 
 
 def _by_strategy(entry, meant: dict[str, str]):

@@ -1,30 +1,82 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
-from fmegatron.nn.attention import attention
-from fmegatron.nn.embed import embed
+from fmegatron.nn.attention import attention, soft_cap, visible
+from fmegatron.nn.attention_blocks import attention_with_lse
+from fmegatron.nn.context_parallel import (
+    gathered_attention,
+    ring_attention,
+    two_level_attention,
+    ulysses_attention,
+    zigzag,
+)
+from fmegatron.nn.embed import embed, positions
 from fmegatron.nn.gather import gather_tree
+from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import cross_entropy
-from fmegatron.nn.mlp import swiglu
-from fmegatron.nn.norm import rms_norm
+from fmegatron.nn.mlp import ACTIVATIONS, gated_mlp
+from fmegatron.nn.moe import dropless, expert_weights, most_rows, with_capacity
+from fmegatron.nn.norm import layer_norm, rms_norm
 from fmegatron.nn.random import dropout, normal, uniform
-from fmegatron.nn.rope import apply_rope, rope_angles
+from fmegatron.nn.rope import Linear, Llama3, Scaling, Yarn, apply_rope, rope_angles
+from fmegatron.nn.router import (
+    Router,
+    Routing,
+    balance_loss,
+    balanced_bias,
+    expert_load,
+    jittered,
+    noisy,
+    router_entropy,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from fmegatron.nn.scaled import Scaled, with_scales
 
 __all__ = [
+    "ACTIVATIONS",
+    "Linear",
+    "Llama3",
+    "Router",
+    "Routing",
     "Scaled",
+    "Scaling",
+    "Yarn",
     "apply_rope",
     "attention",
+    "attention_with_lse",
+    "balance_loss",
+    "balanced_bias",
     "column_parallel",
     "cross_entropy",
+    "dropless",
     "dropout",
     "embed",
+    "expert_load",
+    "expert_weights",
+    "gated_mlp",
     "gather_tree",
+    "gathered_attention",
+    "grouped_mm",
+    "jittered",
+    "layer_norm",
+    "most_rows",
+    "noisy",
     "normal",
+    "positions",
+    "ring_attention",
     "rms_norm",
     "rope_angles",
+    "router_entropy",
+    "router_z_loss",
     "row_parallel",
-    "swiglu",
+    "sequence_balance_loss",
+    "soft_cap",
+    "two_level_attention",
+    "ulysses_attention",
     "uniform",
+    "visible",
+    "with_capacity",
     "with_scales",
+    "zigzag",
 ]

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmegatron.collectives import Axis, axis_index, declare, psum, reduce_scatter
+from fmegatron.collectives import Axis, axis_index, declare, psum, reduce_scatter, shard
 
 
 def local_ids(ids: Tensor, rows: int, tp: Axis) -> Tensor:
@@ -29,3 +29,13 @@ def embed(tokens_BS: Tensor, table_VD: Tensor, tp: Axis, sequence_parallel: bool
     x_BSD = F.embedding(ids_BS.clamp(0, rows - 1), table_VD) * own_BS[..., None].to(table_VD.dtype)
     x_BSD = declare(x_BSD, tp, forward="partial")  # exactly one rank is not zero
     return reduce_scatter(x_BSD, tp, 1) if sequence_parallel else psum(x_BSD, tp)
+
+
+def positions(positions_S: Tensor, table_TD: Tensor, tp: Axis, sequence_parallel: bool = False) -> Tensor:
+    """Rows of a table of learned positions that every rank has: `positions[S], table[T, D] -> x[S, D]@R(tp)`.
+
+    With sequence_parallel `-> x[S_tp, D]`, and [B, S_tp, D] of positions [B, S]. Transpose: the gradient arrives
+    replicated (of a part of the sequence: all_gather makes it full), so the table's is complete.
+    """
+    x_SD = F.embedding(positions_S, table_TD)
+    return shard(x_SD, tp, -2) if sequence_parallel else x_SD

@@ -1,4 +1,6 @@
-"""The gated feed-forward layer.  Legend: B batch, S sequence, D model width, F hidden width, 2F gate and up."""
+"""Feed-forward layers.  Legend: B batch, S sequence, D model width, F hidden width, 2F gate and up."""
+
+from types import MappingProxyType
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -6,9 +8,26 @@ from torch import Tensor
 from fmegatron.collectives import Axis
 from fmegatron.nn.linear import column_parallel, row_parallel
 
+ACTIVATIONS = MappingProxyType(
+    {
+        "silu": F.silu,
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu2": lambda x: F.relu(x).square(),
+    }
+)
 
-def swiglu(x_BSD: Tensor, gate_up_D2F: Tensor, down_FD: Tensor, tp: Axis, sequence_parallel: bool = False) -> Tensor:
-    """(silu(x @ gate) * (x @ up)) @ down, gate and up fused in one matrix product.
+
+def gated_mlp(
+    x_BSD: Tensor,
+    gate_up_D2F: Tensor,
+    down_FD: Tensor,
+    tp: Axis,
+    sequence_parallel: bool = False,
+    activation: str = "silu",
+) -> Tensor:
+    """(act(x @ gate) * (x @ up)) @ down, gate and up fused in one matrix product: SwiGLU, or GeGLU with a gelu.
 
     `x[B, S, D]@R(tp), gate_up[D, 2F_tp], down[F_tp, D] -> y[B, S, D]@R(tp)` (S_tp both ends with sequence_parallel).
     gate_up is interleaved over tp (`Split("tp", parts=2)`): a rank's columns are its gate part, then its up part, so
@@ -22,6 +41,7 @@ def swiglu(x_BSD: Tensor, gate_up_D2F: Tensor, down_FD: Tensor, tp: Axis, sequen
         down_FD: rows split over tp.
         tp: the axis of tensor parallelism.
         sequence_parallel: whether S is split over tp at both ends.
+        activation: a name of `ACTIVATIONS`.
     """
     gate_BSF, up_BSF = column_parallel(x_BSD, gate_up_D2F, tp, sequence_parallel).chunk(2, -1)
-    return row_parallel(F.silu(gate_BSF) * up_BSF, down_FD, tp, sequence_parallel)
+    return row_parallel(ACTIVATIONS[activation](gate_BSF) * up_BSF, down_FD, tp, sequence_parallel)

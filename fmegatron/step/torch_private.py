@@ -11,6 +11,7 @@ import operator
 import shutil
 import sys
 import threading
+from typing import Any
 
 import torch
 import torch._decomp
@@ -67,6 +68,7 @@ __all__ = [
     "opname",
     "outside_of_tracing",
     "overload_name",
+    "profiled_events",
     "quiet_about_shapes",
     "storage_number",
     "storage_uses",
@@ -91,6 +93,13 @@ def opname(op) -> str:
 def overload_name(op: Op) -> str:
     """The name of the overload: "default", "Tensor"."""
     return op._overloadname
+
+
+def profiled_events(profile: torch.profiler.profile) -> list[Any]:
+    """The events that a profile, which has ended, has recorded, as the library kineto reports them."""
+    recorded = profile.profiler
+    assert recorded is not None and recorded.kineto_results is not None, "the profile has run"
+    return recorded.kineto_results.events()  # of a type that torch's stubs describe in part
 
 
 def version_of(t: torch.Tensor) -> int:

@@ -7,9 +7,9 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.layout import Layout, Mesh, Rules, Split
-from fmegatron.model import Config
+from fmegatron.model import llama
 
-CONFIG = Config(
+CONFIG = llama(
     vocab_size=70, dim=24, layers=4, heads=4, kv_heads=4, ffn_dim=36, max_seq=8, vocab_multiple=24,
     param_dtype=torch.bfloat16,
 )  # fmt: skip

@@ -9,14 +9,15 @@ from fmegatron import model, optim, tree
 from fmegatron.checkpoint import copy, rename, restore, take
 from fmegatron.interop import fuse, pad, split, stack, transpose
 from fmegatron.layout import Layout, Mesh
-from fmegatron.model import Config
+from fmegatron.model import llama
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import state_for
 from tests.pairs import rotating
 
-CONFIG = Config(vocab_size=65, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=48, max_seq=16, vocab_multiple=16)
-HEAD = CONFIG.head_dim
-GROUP = (CONFIG.heads // CONFIG.kv_heads * HEAD, HEAD, HEAD)  # q, k, v of one group of heads
+SIZES = {"vocab_size": 65, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "max_seq": 16, "vocab_multiple": 16}
+CONFIG = llama(**SIZES, layers=3)
+HEADS, HEAD = 4, 8
+GROUP = (HEADS // 2 * HEAD, HEAD, HEAD)  # q, k, v of one group of heads
 
 NAMES = {
     "decoder.layers.self_attention.linear_qkv.layer_norm_weight": "blocks/attention_norm",
@@ -59,7 +60,7 @@ def as_megatron(params, start):
 
     for i in range(CONFIG.layers):
         blocks, at = tree.map(lambda x, i=i: x[i], params["blocks"]), f"{start}decoder.layers.{i}."
-        q, k, v = blocks["attention"]["wqkv"].split((CONFIG.heads * HEAD, 2 * HEAD, 2 * HEAD), 1)
+        q, k, v = blocks["attention"]["wqkv"].split((HEADS * HEAD, 2 * HEAD, 2 * HEAD), 1)
         groups = zip(q.chunk(2, 1), k.chunk(2, 1), v.chunk(2, 1), strict=True)
         out |= {
             at + "self_attention.linear_qkv.weight": torch.cat([x for group in groups for x in group], 1).t(),
@@ -117,7 +118,7 @@ def test_fewer_layers_and_fp32_masters_of_parameters_only(tmp_path, states):
     """Finetune: the first two layers of bf16 parameters, and fp32 masters made of them."""
     state, stored = states
     params = {name: x.bfloat16() for name, x in stored.items() if not name.startswith("optimizer")}
-    config = Config(**{**CONFIG.__dict__, "layers": 2, "param_dtype": torch.bfloat16})
+    config = llama(**SIZES, layers=2, param_dtype=torch.bfloat16)
     mesh = Mesh(tp=2)
     layouts = ours(mesh, config)["params"]
     wanted = {"params": layouts, "master": tree.map(lambda layout: layout.replace(dtype=torch.float32), layouts)}

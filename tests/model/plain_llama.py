@@ -20,21 +20,22 @@ def forward(params, tokens, c):
     """Logits [B, S, V] with the padded columns."""
     x = F.embedding(tokens, params["embed"]["table"])
     B, S, D = x.shape
-    K, rep = D // c.heads, c.heads // c.kv_heads
+    a, m = (part.mixer for part in c.blocks[0])
+    K, rep, eps = a.head_dim, a.heads // a.kv_heads, c.norm.eps
     b = params["blocks"]
     for i in range(c.layers):
-        u = F.rms_norm(x, (D,), b["attention_norm"][i], c.norm_eps)
-        q, k, v = (u @ b["attention"]["wqkv"][i]).split([c.heads * K, c.kv_heads * K, c.kv_heads * K], -1)
+        u = F.rms_norm(x, (D,), b["attention_norm"][i], eps)
+        q, k, v = (u @ b["attention"]["wqkv"][i]).split([a.heads * K, a.kv_heads * K, a.kv_heads * K], -1)
         q, k, v = (t.view(B, S, -1, K).transpose(1, 2) for t in (q, k, v))
-        q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
+        q, k = rotate(q, a.rope.theta), rotate(k, a.rope.theta)
         k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
         score = (q @ k.mT) / K**0.5
         score = score.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), float("-inf"))
         x = x + (score.softmax(-1) @ v).transpose(1, 2).reshape(B, S, D) @ b["attention"]["wo"][i]
-        u = F.rms_norm(x, (D,), b["mlp_norm"][i], c.norm_eps)
-        gate, up = (u @ b["mlp"]["w_gate_up"][i]).split(c.ffn_dim, -1)
+        u = F.rms_norm(x, (D,), b["mlp_norm"][i], eps)
+        gate, up = (u @ b["mlp"]["w_gate_up"][i]).split(m.ffn_dim, -1)
         x = x + (F.silu(gate) * up) @ b["mlp"]["w_down"][i]
-    x = F.rms_norm(x, (D,), params["final_norm"], c.norm_eps)
+    x = F.rms_norm(x, (D,), params["final_norm"], eps)
     return x @ (params["embed"]["table"].mT if c.tied else params["head"]["w"])
 
 

@@ -1,4 +1,4 @@
-"""Config and specs: errors name the number, what was wanted and the fix; counts agree with what runs."""
+"""Decoders and specs: errors name the number, what was wanted and the fix; counts agree with what runs."""
 
 import dataclasses
 import math
@@ -12,44 +12,44 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh, Rules
 from tests.model import plain_llama
 from tests.model.test_golden import MODELS
-from tests.model.test_reference import TINY, make_batch
+from tests.model.test_reference import TINY, make_batch, tiny
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 30}, r"Config.dim: got 30, wanted a multiple of heads=4; try dim=32"),
-        ({"dim": 12}, r"got a head width of 3, wanted an even one .* try dim=16"),
-        ({"kv_heads": 3}, r"Config.kv_heads: got 3, wanted a divisor of heads=4; choose one of \[1, 2, 4\]"),
-        ({"layers": 0}, r"Config.layers: got 0, wanted a whole number of at least 1"),
-        ({"vocab_size": 65.0}, r"Config.vocab_size: got 65.0"),
-        ({"param_dtype": "bf16"}, r"Config.param_dtype: got 'bf16', wanted a floating dtype"),
-        ({"compute_dtype": torch.int32}, r"Config.compute_dtype: got torch.int32"),
+        ({"dim": 30}, r"llama.dim: got 30, wanted a multiple of heads=4; try dim=32"),
+        ({"dim": 12}, r"Rope.dim: got a width of 3, wanted an even one .* choose dim / heads even"),
+        ({"kv_heads": 3}, r"Attention.kv_heads: got 3, wanted a divisor of heads=4; choose one of \[1, 2, 4\]"),
+        ({"layers": 0}, r"Decoder.layers: got 0, wanted a whole number of at least 1"),
+        ({"vocab_size": 65.0}, r"Decoder.vocab_size: got 65.0"),
+        ({"param_dtype": "bf16"}, r"Decoder.param_dtype: got 'bf16', wanted a floating dtype"),
+        ({"compute_dtype": torch.int32}, r"Decoder.compute_dtype: got torch.int32"),
     ],
 )
 def test_config_errors(change, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TINY, **change)
+        tiny(**change)
 
 
 @pytest.mark.parametrize(
     ("change", "mesh", "message"),
     [
-        ({}, Mesh(tp=8), r"Config.heads: got 4, wanted a multiple of tp=8 on the mesh tp8"),
-        ({"kv_heads": 1}, Mesh(tp=2), r"Config.kv_heads: got 1, wanted a multiple of tp=2 .* or more kv_heads"),
-        ({"ffn_dim": 47}, Mesh(fsdp=2, tp=2), r"Config.ffn_dim: got 47, wanted a multiple of tp=2 .* try ffn_dim=48"),
+        ({}, Mesh(tp=8), r"Attention.heads: got 4, wanted a multiple of tp=8 on the mesh tp8"),
+        ({"kv_heads": 1}, Mesh(tp=2), r"Attention.kv_heads: got 1, wanted a multiple of tp=2 .* or more kv_heads"),
+        ({"ffn_dim": 47}, Mesh(fsdp=2, tp=2), r"MLP.ffn_dim: got 47, wanted a multiple of tp=2 .* try ffn_dim=48"),
         ({"vocab_multiple": 1, "vocab_size": 51}, Mesh(tp=2), r"padded_vocab: got 51, .* set vocab_multiple=2"),
         ({}, Mesh(fdsp=2), r"mesh fdsp2: got the axis 'fdsp', which splits no array .* name it dp, fsdp, tp"),
-        ({}, Mesh(fsdp=5), r"wqkv: got dim 1 of size 32, wanted a multiple of 5 \(fsdp of the mesh fsdp5\)"),
+        ({}, Mesh(fsdp=5), r"attention/wo: got dim 1 of size 32, wanted a multiple of 5 \(fsdp of the mesh fsdp5\)"),
     ],
 )
 def test_a_model_that_does_not_fit_its_mesh(change, mesh, message):
     with pytest.raises(ValueError, match=message):
-        model.specs(dataclasses.replace(TINY, **change), mesh)
+        model.specs(tiny(**change), mesh)
 
 
 def test_rules_of_ones_own():
-    rules = Rules([(r".*norm", ("fsdp",)), *model.RULES.table])
+    rules = Rules([(r".*norm", ("fsdp",)), *model.rules(TINY).table])
     specs = model.specs(TINY, Mesh(fsdp=2), rules)
     assert specs["final_norm"].layout.axes(0) == ("fsdp",)
     with pytest.raises(ValueError, match="wrong_axis"):
@@ -63,7 +63,7 @@ def test_the_mesh_need_not_have_every_axis():
 
 
 def test_residual_outputs_start_smaller():
-    params = model.init(dataclasses.replace(TINY, layers=8), Mesh(), key=1)
+    params = model.init(tiny(layers=8), Mesh(), key=1)
     std = {path: float(x.std()) for path, x in zip(tree.paths(params), tree.leaves(params), strict=True)}
     assert abs(std["blocks/attention/wqkv"] / 0.02 - 1) < 0.05
     for path in ("blocks/attention/wo", "blocks/mlp/w_down"):

@@ -13,10 +13,10 @@ from fmegatron.layout import Mesh
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = {
-    "tiny_tied": model.Config(
+    "tiny_tied": model.llama(
         vocab_size=65, dim=128, layers=4, heads=8, kv_heads=4, ffn_dim=352, max_seq=256, tied=True, z_loss=1e-4
     ),
-    "llama3_8b": model.Config(
+    "llama3_8b": model.llama(
         vocab_size=128256, dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, max_seq=8192,
         rope_theta=500000.0, param_dtype=torch.bfloat16, compute_dtype=torch.bfloat16,
     ),

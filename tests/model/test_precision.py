@@ -12,7 +12,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.step import collectives_of, trace, value_and_grad
 from fmegatron.testing import simulate, split
 from tests.model.test_reference import leaves_that_differ, make_batch
-from tests.model.test_sharded import CONFIG, batch_layouts, check, make_step, raw_layouts
+from tests.model.test_sharded import CONFIG, batch_layouts, check, make_step, raw_layouts, small
 from tests.pairs import turns
 
 F8, B16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
@@ -20,7 +20,7 @@ FP8 = Precision.fp64(gather=F8)
 
 
 def config_of(precision, **changes):
-    return dataclasses.replace(CONFIG, precision=precision, **changes)
+    return small(precision=precision, **changes)
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The model on one rank equals a plain torch Llama in fp64: loss and every gradient, over the switches of Config."""
+"""The model on one rank equals a plain torch Llama in fp64: loss and every gradient, over the switches of llama."""
 
 import dataclasses
 
@@ -12,10 +12,18 @@ from fmegatron.step import value_and_grad
 from fmegatron.testing import assert_pure
 from tests.model import plain_llama
 
-TINY = model.Config(
-    vocab_size=50, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_seq=12, vocab_multiple=32,
-    param_dtype=torch.float64, compute_dtype=torch.float64,
-)  # fmt: skip
+SIZES = {
+    "vocab_size": 50, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "max_seq": 12,
+    "vocab_multiple": 32, "param_dtype": torch.float64, "compute_dtype": torch.float64,
+}  # fmt: skip
+
+
+def tiny(**changes):
+    """A Llama of two layers, with other arguments."""
+    return model.llama(**SIZES | changes)
+
+
+TINY = tiny()
 VARIANTS = {
     "plain": {},
     "tied": {"tied": True},
@@ -48,7 +56,7 @@ def leaves_that_differ(params, seed=1):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradients_equal_the_plain_llama(name):
-    config = dataclasses.replace(TINY, **VARIANTS[name])
+    config = tiny(**VARIANTS[name])
     mesh = Mesh()
     params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(model.init(config, mesh, key=3)))
     batch = make_batch(config, mask="mask" in name)
@@ -107,5 +115,5 @@ def test_loss_changes_none_of_its_arguments():
 def test_a_sequence_longer_than_the_model_was_made_for():
     mesh = Mesh()
     tokens = torch.zeros(1, 13, dtype=torch.int64)
-    with pytest.raises(ValueError, match="got sequences of 13, wanted at most Config.max_seq=12"):
+    with pytest.raises(ValueError, match="got sequences of 13, wanted at most Decoder.max_seq=12"):
         model.logits(model.init(TINY, mesh, 0), tokens, TINY, model.layouts(TINY, mesh), Axes(mesh))

@@ -1,7 +1,5 @@
 """Generation: the cache gives what the full forward gives, choices are functions of their arguments, errors help."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.model.sample import choose, decode, prefill, sampling_weights, uniform
 from fmegatron.step import jit
-from tests.model.test_reference import TINY, leaves_that_differ, make_batch
+from tests.model.test_reference import TINY, leaves_that_differ, make_batch, tiny
 
 MESH = Mesh()
 LAYOUTS = model.layouts(TINY, MESH)
@@ -23,18 +21,17 @@ def setup():
 @pytest.mark.parametrize("variant", [{}, {"tied": True}, {"kv_heads": 1}, {"sequence_parallel": True}])
 @pytest.mark.parametrize("prompt", [1, 5])
 def test_cached_decode_equals_the_full_forward(variant, prompt):
-    config = dataclasses.replace(TINY, **variant)
+    config = tiny(**variant)
     layouts, axes = model.layouts(config, MESH), Axes(MESH)
     params = leaves_that_differ(model.init(config, MESH, key=5))
     tokens = make_batch(config)["tokens"]
     full = model.logits(params, tokens, config, layouts, axes)
-    tp = axes[()]
     weights = sampling_weights(params, config, layouts, axes)
-    cache, logits = prefill(weights, tokens[:, :prompt], config, tp, slots=tokens.shape[1])
+    cache, logits = prefill(weights, tokens[:, :prompt], config, axes, slots=tokens.shape[1])
     got = [logits]
     for i in range(prompt, tokens.shape[1]):
         before = [k.clone() for k in cache["k"]]
-        new, logits = decode(cache, weights, tokens[:, i], torch.tensor(i), config, tp)
+        new, logits = decode(cache, weights, tokens[:, i], torch.tensor(i), config, axes)
         assert all(torch.equal(a, b) for a, b in zip(before, cache["k"], strict=True)), "decode changed its argument"
         cache = new
         got.append(logits)
@@ -107,7 +104,7 @@ def test_uniform_is_a_function_of_key_position_and_row():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"count": 99}, "together at most Config.max_seq=12"),
+        ({"count": 99}, "together at most Decoder.max_seq=12"),
         ({"temperature": -1.0}, "wanted temperature >= 0"),
         ({"top_p": 0.0}, "0 < top_p <= 1"),
         ({"axes": Axes(Mesh(tp=2))}, "got symbolic axes of the mesh tp2"),

@@ -8,13 +8,19 @@ import torch
 
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, collective_of
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import Layout, Mesh, Rules
 from fmegatron.step import raw_gradient_layout, trace, value_and_grad
 from fmegatron.testing import assert_parity, inline_layers, split
-from tests.model.test_reference import TINY, leaves_that_differ, make_batch
+from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.pairs import mixed, turns
 
-CONFIG = dataclasses.replace(TINY, heads=8, kv_heads=4, dim=64, ffn_dim=48, vocab_size=90)
+
+def small(**changes):
+    """A Llama that divides over 4 ranks of tp, with other arguments."""
+    return tiny(**{"heads": 8, "kv_heads": 4, "dim": 64, "ffn_dim": 48, "vocab_size": 90} | changes)
+
+
+CONFIG = small()
 MESHES = [Mesh(), Mesh(dp=2), Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)]
 VARIANTS = {
     "plain": {},
@@ -29,7 +35,7 @@ def batch_layouts(batch, mesh):
     return {name: Layout(x.shape, x.dtype, mesh, (Axes(mesh).data,)) for name, x in batch.items()}
 
 
-def make_step(config, save=None, rules=model.RULES):
+def make_step(config, save=None, rules=None):
     def of_mesh(mesh):
         layouts, axes = model.layouts(config, mesh, rules), Axes(mesh)
         f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, save))
@@ -43,13 +49,13 @@ def make_step(config, save=None, rules=model.RULES):
     return of_mesh
 
 
-def raw_layouts(config, mesh, rules=model.RULES):
+def raw_layouts(config, mesh, rules=None):
     """Layouts of what the step returns: gradients before the train step sums them over replicas, loss, metrics."""
     raw = tree.map(lambda layout: raw_gradient_layout(layout, Axes(mesh).data), model.layouts(config, mesh, rules))
     return raw, Layout((), torch.float64, mesh, unreduced=Axes(mesh).data), None
 
 
-def check(config, mesh, mask=False, save=None, rules=model.RULES):
+def check(config, mesh, mask=False, save=None, rules=None):
     params = leaves_that_differ(model.init(config, Mesh(), key=3))
     batch = make_batch(config, batch_size=4, mask=mask)
     return assert_parity(
@@ -83,10 +89,14 @@ def test_with_compiled_layers(save, sequence_parallel):
 
 def test_with_other_rules():
     """Norms sharded too, weights over dp and fsdp jointly: the model follows its layouts, not a fixed scheme."""
-    rules = [(r".*norm", (None, "fsdp")), (r"blocks/mlp/w_down", (None, ("tp", "dp"), "fsdp")), *model.RULES.table]
+    rules = [
+        (r".*norm", (None, "fsdp")),
+        (r"blocks/mlp/w_down", (None, ("tp", "dp"), "fsdp")),
+        *model.rules(CONFIG).table,
+    ]
     rules.insert(0, (r"final_norm", ("fsdp",)))
     rules.insert(0, (r"head/w", (("dp", "fsdp"), "tp")))
-    check(CONFIG, Mesh(dp=2, fsdp=2, tp=2), rules=type(model.RULES)(rules))
+    check(CONFIG, Mesh(dp=2, fsdp=2, tp=2), rules=Rules(rules))
 
 
 def collectives(config, mesh, save=None, inline=True):
@@ -103,7 +113,7 @@ def collectives(config, mesh, save=None, inline=True):
 @pytest.mark.parametrize("layers", turns(1, [(1,), (2,), (3,)]))
 def test_number_of_collectives(layers):
     """What the layouts imply, and not one more: counted in the traced graph."""
-    config = dataclasses.replace(CONFIG, layers=layers)
+    config = small(layers=layers)
     assert collectives(config, Mesh(dp=2)) == {"psum dp": 1}  # the metric; gradients are summed by the train step
     ends = 1 if config.tied else 2  # a tied table is gathered once; embedding and head each when they are used
     assert collectives(config, Mesh(fsdp=2)) == {

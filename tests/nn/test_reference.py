@@ -72,9 +72,9 @@ def test_rope_refuses_an_odd_head():
         nn.rope_angles(torch.arange(3), 5)
 
 
-def test_swiglu():
+def test_gated_mlp():
     x, gate, up, down = rand(2, 3, 8), rand(8, 12), rand(8, 12, seed=1), rand(12, 8)
-    ours = nn.swiglu(x, torch.cat((gate, up), 1), down, tp())
+    ours = nn.gated_mlp(x, torch.cat((gate, up), 1), down, tp())
     assert_same(ours, (F.silu(x @ gate) * (x @ up)) @ down, [x, gate, up, down])
 
 

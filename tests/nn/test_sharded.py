@@ -67,9 +67,9 @@ OPS = {
     "row_parallel, sequence parallel": Op(
         lambda tp, h, w: nn.row_parallel(h, w, tp, sequence_parallel=True), (hidden, row), (x_sp,)
     ),
-    "swiglu": Op(lambda tp, *a: nn.swiglu(*a, tp), (x, gate_up, row), (x,)),
-    "swiglu, sequence parallel": Op(
-        lambda tp, *a: nn.swiglu(*a, tp, sequence_parallel=True), (x_sp, gate_up, row), (x_sp,)
+    "gated_mlp": Op(lambda tp, *a: nn.gated_mlp(*a, tp), (x, gate_up, row), (x,)),
+    "gated_mlp, sequence parallel": Op(
+        lambda tp, *a: nn.gated_mlp(*a, tp, sequence_parallel=True), (x_sp, gate_up, row), (x_sp,)
     ),
     "embed": Op(lambda tp, t, w: nn.embed(t, w, tp), (tokens, table), (x,), {0: V}),
     "embed, sequence parallel": Op(

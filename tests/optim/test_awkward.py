@@ -179,7 +179,7 @@ def test_a_frozen_matrix_of_the_decoder_costs_no_product():
 def test_mup_scales_the_first_step_of_a_wide_decoder():
     """By base fan_in / fan_in for hidden matrices and the head, by nothing for embeddings and norms."""
     base = dataclasses.replace(tiny.CONFIG, tied=False)
-    wide = dataclasses.replace(base, dim=32, heads=8, kv_heads=4, ffn_dim=72)
+    wide = tiny.config_with(dim=32, heads=8, kv_heads=4, ffn_dim=72)
     specs = model.specs(wide, ONE)
     multipliers = optim.mup_multipliers(specs, model.specs(base, ONE))
     moved = []

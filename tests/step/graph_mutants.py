@@ -19,7 +19,7 @@ def problem(
 
     optimizer: an Optimizer, or a function of the layouts that it sees and of the axes that makes one.
     """
-    config = model.Config(**{**TINY, "vocab_multiple": 8, **fields})
+    config = model.llama(**{**TINY, "vocab_multiple": 8, **fields})
     axes, specs = Axes(mesh), model.specs(config, mesh, strategy=strategy)
     layouts = tree.layouts(specs)
     if not isinstance(optimizer, optim.Optimizer):

@@ -22,11 +22,11 @@ LR, DECAY = 1e-2, 0.1
 OPTIMIZER = optim.adamw(LR, weight_decay=DECAY)
 
 
-def make_config(dtype=torch.float64, precision: Precision | None = None) -> model.Config:
+def make_config(dtype=torch.float64, precision: Precision | None = None, layers: int = 2) -> model.Decoder:
     """A decoder whose sizes differ per dim; the 2 layers divide by 2, not by 4."""
-    return model.Config(
-        vocab_size=30, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=40, max_seq=SEQ, vocab_multiple=16, tied=True,
-        z_loss=1e-3, param_dtype=dtype, compute_dtype=dtype, precision=precision,
+    return model.llama(
+        vocab_size=30, dim=32, layers=layers, heads=4, kv_heads=2, ffn_dim=40, max_seq=SEQ, vocab_multiple=16,
+        tied=True, z_loss=1e-3, param_dtype=dtype, compute_dtype=dtype, precision=precision,
     )  # fmt: skip
 
 

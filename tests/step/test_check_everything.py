@@ -15,7 +15,7 @@ from tests.step.graph_mutants import TINY, problem
 from tests.step.strategies import STRATEGIES
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
-PARTS = optim.fused_parts(model.layouts(model.Config(**TINY, vocab_multiple=8), Mesh(dp=1, fsdp=1, tp=1)))
+PARTS = optim.fused_parts(model.layouts(model.llama(**TINY, vocab_multiple=8), Mesh(dp=1, fsdp=1, tp=1)))
 
 
 def grouped(layouts, axes):

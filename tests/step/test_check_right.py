@@ -94,7 +94,7 @@ COMMUNICATE = ["adafactor", "muon", "skip_nonfinite"]
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in COMMUNICATE], COMMUNICATE))
 def test_optimizers_that_communicate(name):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
-    where = {"layouts": model.layouts(model.Config(**TINY, vocab_multiple=8), mesh), "axes": Axes(mesh)}
+    where = {"layouts": model.layouts(model.llama(**TINY, vocab_multiple=8), mesh), "axes": Axes(mesh)}
     if name == "skip_nonfinite":
         optimizer = optim.skip_nonfinite(optim.adamw(1e-3), **where)
     else:

@@ -21,7 +21,7 @@ from tests.pairs import turns
 from tests.step.strategies import STRATEGIES
 
 MESHES = [Mesh(fsdp=4), Mesh(dp=2, fsdp=2), Mesh(dp=2, fsdp=2, tp=2)]
-CONFIG = model.Config(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=4, ffn_dim=48, max_seq=8)
+CONFIG = model.llama(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=4, ffn_dim=48, max_seq=8)
 OPTIMIZER = optim.adamw(1e-3)
 NUMBERS = 4  # a collective of no more elements carries losses, counts or norms, no tensor
 

@@ -24,7 +24,7 @@ from tests.step.strategies import STRATEGIES
 
 MESHES = [Mesh(fsdp=4), Mesh(dp=2, fsdp=2), Mesh(dp=2, fsdp=2, tp=2)]
 LAYERS, TOKENS = 4, 4
-CONFIG = model.Config(vocab_size=64, dim=256, layers=LAYERS, heads=4, kv_heads=4, ffn_dim=384, max_seq=TOKENS)
+CONFIG = model.llama(vocab_size=64, dim=256, layers=LAYERS, heads=4, kv_heads=4, ffn_dim=384, max_seq=TOKENS)
 OPTIMIZER = optim.sgd(1e-3)
 TOGETHER = 1 << 16  # bytes: the blocks' leaves are buckets of their own, as those of large models are
 ACTIVATIONS = 4 * TOKENS * CONFIG.dim * (LAYERS + 6)  # fp32: the layers' inputs, and 6 values per channel of a layer

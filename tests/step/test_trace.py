@@ -13,7 +13,7 @@ from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.testing import assert_pure
 from tests.step import tiny
 
-OF_DECODER = {"gpt.py", "linear.py", "mlp.py", "norm.py", "rope.py", "attention.py", "embed.py", "loss.py"}
+OF_DECODER = {"forward.py", "linear.py", "mlp.py", "norm.py", "rope.py", "attention.py", "embed.py", "loss.py"}
 
 
 def at(graph, name: str, backward: bool = False) -> list[str]:

@@ -1,6 +1,5 @@
 """Gradients of vectors travel in fp32 under every strategy, whatever matrices travel in: one rule, by path."""
 
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -38,7 +37,7 @@ def reduced(graph) -> Counter:
 def test_what_travels(name, microbatches):
     """Each reduction has all vectors in fp32 and all matrices in bf16, in their proportion."""
     # 4 layers, so that every leaf is split alike.
-    config, strategy = dataclasses.replace(make_config(precision=Precision.bf16_wire()), layers=4), STRATEGIES[name]
+    config, strategy = make_config(precision=Precision.bf16_wire(), layers=4), STRATEGIES[name]
     step = make_step(config, MESH, strategy, microbatches)
     specs = specs_of(config, Mesh(), strategy)
     state = split(tree.init(specs, 0, 0), specs_of(config, MESH, strategy))[0]

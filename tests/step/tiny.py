@@ -1,7 +1,6 @@
 """The smallest things that show what the step room does: a decoder, a stack of MLP layers, and their train steps."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,21 +18,22 @@ from fmegatron.testing import split
 from tests.fresh_state import fresh_state
 
 ONE = Mesh(dp=1)
-CONFIG = model.Config(
-    vocab_size=30, dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, max_seq=8, vocab_multiple=4,
-    param_dtype=torch.float64, compute_dtype=torch.float64,
-)  # fmt: skip
+SIZES = {
+    "vocab_size": 30, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "max_seq": 8,
+    "vocab_multiple": 4,
+}  # fmt: skip
+CONFIG = model.llama(**SIZES, param_dtype=torch.float64, compute_dtype=torch.float64)
 OPTIMIZER = optim.adamw(learning_rate=1e-2)
 SCALAR = {"cpp.simdlen": 1}  # patches of jit: no vector instructions, for which g++ takes a third of its time
 
 
 # ---- a decoder -------------------------------------------------------------------------------------------------------
-def config_with(dtype: torch.dtype = torch.float64, **changes) -> model.Config:
-    """CONFIG in another dtype (fields such as compute_dtype may differ from it)."""
-    return dataclasses.replace(CONFIG, **{"param_dtype": dtype, "compute_dtype": dtype} | changes)
+def config_with(dtype: torch.dtype = torch.float64, **changes) -> model.Decoder:
+    """CONFIG in another dtype (fields such as compute_dtype may differ from it), with other sizes."""
+    return model.llama(**SIZES | {"param_dtype": dtype, "compute_dtype": dtype} | changes)
 
 
-def decoder_step(config: model.Config = CONFIG, save=None, mesh: Mesh = ONE, **options) -> Callable:
+def decoder_step(config: model.Decoder = CONFIG, save=None, mesh: Mesh = ONE, **options) -> Callable:
     """The usual train step of the decoder; save: policy of its compiled layers, None for plain ones."""
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
@@ -43,12 +43,14 @@ def decoder_step(config: model.Config = CONFIG, save=None, mesh: Mesh = ONE, **o
     return build_train_step(loss_fn, OPTIMIZER, layouts, axes, **options)
 
 
-def decoder_state(config: model.Config = CONFIG, mesh: Mesh = ONE, rank: int = 0):
+def decoder_state(config: model.Decoder = CONFIG, mesh: Mesh = ONE, rank: int = 0):
     """This rank's state at step 0."""
     return fresh_state(model.init(config, mesh, key=0, rank=rank), OPTIMIZER)
 
 
-def decoder_batch(config: model.Config = CONFIG, rows: int = 4, seed: int = 0, mesh: Mesh = ONE, rank: int = 0) -> dict:
+def decoder_batch(
+    config: model.Decoder = CONFIG, rows: int = 4, seed: int = 0, mesh: Mesh = ONE, rank: int = 0
+) -> dict:
     """This rank's rows of a batch."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (rows, config.max_seq + 1), generator=generator)
@@ -57,7 +59,7 @@ def decoder_batch(config: model.Config = CONFIG, rows: int = 4, seed: int = 0, m
     return split(batch, tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (data,)), batch))[rank]
 
 
-def decoder_layouts(config: model.Config, mesh: Mesh):
+def decoder_layouts(config: model.Decoder, mesh: Mesh):
     """Layouts of the decoder's state."""
     return tree.layouts(state_specs(model.specs(config, mesh), OPTIMIZER))
 

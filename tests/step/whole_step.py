@@ -23,7 +23,7 @@ OPTIMIZER = optim.adamw(learning_rate=1e-2)
 
 def make_config(tied=False, sequence_parallel=False, dtype=torch.float64):
     """Two layers; every local dim is above 1 on every mesh, and the vocabulary is padded."""
-    return model.Config(
+    return model.llama(
         vocab_size=90, dim=64, layers=2, heads=8, kv_heads=4, ffn_dim=48, max_seq=SEQ, z_loss=1e-3, tied=tied,
         sequence_parallel=sequence_parallel, param_dtype=dtype, compute_dtype=dtype,
     )  # fmt: skip

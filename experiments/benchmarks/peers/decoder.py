@@ -44,7 +44,7 @@ class Sizes:
         """(config, whole parameters, whole batch)."""
         fields, batch_size = SIZES[self.size]
         fields = {**fields, "layers": self.layers or fields["layers"]}
-        config = model.Config(**fields, vocab_multiple=1, tied=False, param_dtype=self.dtype, compute_dtype=self.dtype)
+        config = model.llama(**fields, vocab_multiple=1, tied=False, param_dtype=self.dtype, compute_dtype=self.dtype)
         params = model.init(config, Mesh(dp=1), key=0)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, config.vocab_size, (batch_size, config.max_seq + 1), generator=generator)
@@ -96,14 +96,16 @@ class Peer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.compute_dtype = config.compute_dtype
+        attention, mlp = (part.mixer for part in config.blocks[0])
         self.embed = nn.Embedding(config.padded_vocab, config.dim)
         self.blocks = nn.ModuleList(
-            Block(config.dim, config.heads, config.kv_heads, config.ffn_dim) for _ in range(config.layers)
+            Block(config.dim, attention.heads, attention.kv_heads, mlp.ffn_dim) for _ in range(config.layers)
         )
         self.norm = Norm(config.dim, eps=1e-5)
         self.head = nn.Linear(config.dim, config.padded_vocab, bias=False)
         wide = torch.promote_types(config.param_dtype, torch.float32)
-        inverse = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=wide) / config.head_dim)
+        width = attention.head_dim
+        inverse = attention.rope.theta ** -(torch.arange(0, width, 2, dtype=wide) / width)
         angle = torch.arange(config.max_seq)[:, None] * inverse
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)

@@ -151,7 +151,9 @@ class Flights:
                 self._take(report)
             self._lose(death)
             return
-        seen, now = (int(self.arena.board[TICKS]), process.ready), time.monotonic()
+        board, now = self.arena.board, time.monotonic()
+        assert board is not None, "the arena outlives the process"
+        seen = (int(board[TICKS]), process.ready)
         if seen != self._seen or not any(map(_busy, self.pending)):
             self._seen, self._since = seen, now
         elif now - self._since > (self.time_limit_s if process.ready else max(START_S, self.time_limit_s)):
@@ -234,8 +236,9 @@ class Flights:
             if h.sent and not (h.committed if h.world.rank == 0 else h.written):
                 h.error, h.stopped = h.error or why, True
                 self._release(h)
-        self.process.close(0.0)
-        self.process = None
+        if self.process is not None:
+            self.process.close(0.0)
+            self.process = None
 
     def _stop(self, handle: Handle) -> None:
         """On return this rank's writer writes nothing of the save any more."""

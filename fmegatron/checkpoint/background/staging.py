@@ -43,7 +43,7 @@ class Slot:
     def staged(self) -> list[tuple[tuple[int, ...], Box]]:
         """The same chunks as boxes of the slot, where they lie one after another."""
         found, at = [], 0
-        for index, box in self.chunks:
+        for index, box in self.chunks or ():
             found.append((index, Box(box.start, box.shape, at, row_major_strides(box.shape))))
             at += box.size
         return found

@@ -26,8 +26,9 @@ from fmegatron.checkpoint.files.commit import make_directories, new_token
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Holder, Lease, Watch, alive
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.owner import owner
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.collectives import held_interrupt
 
 STALE_S = 120.0

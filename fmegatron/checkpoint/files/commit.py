@@ -39,6 +39,13 @@ def checkpoint_around(path: str) -> str | None:
     return at
 
 
+def hidden_name(path: str) -> re.Match[str]:
+    """The name of a hidden directory, taken apart: [1] the checkpoint's, [2] the kind, [3] the token."""
+    found = HIDDEN.fullmatch(os.path.basename(path))
+    assert found is not None, f"{path} is the path of a hidden directory"
+    return found
+
+
 def hidden_siblings(path: str, *kinds: str) -> list[tuple[str, str]]:
     """(path, token) of the hidden directories of these kinds that belong to the checkpoint `path`."""
     parent, name = os.path.split(path)
@@ -85,7 +92,7 @@ def publish(hidden_path: str, path: str) -> None:
     name, or the last fsync, is refused: then what had the name has it again (or what another saver has given it since),
     and the new one is hidden.
     """
-    parent, token = os.path.dirname(path), HIDDEN.fullmatch(os.path.basename(hidden_path))[3]
+    parent, token = os.path.dirname(path), hidden_name(hidden_path)[3]
     undo = _take_name(hidden_path, path, token)
     try:
         sync_directory(parent)
@@ -110,7 +117,7 @@ def discard(left: str, path: str) -> None:
     deleted bit by bit ever takes the name of a checkpoint. Raises OSError.
     """
     gone = left
-    if HIDDEN.fullmatch(os.path.basename(left))[2] != "gone" and is_there(left):
+    if hidden_name(left)[2] != "gone" and is_there(left):
         gone = hidden(path, "gone", new_token())
         try:
             os.rename(left, gone)

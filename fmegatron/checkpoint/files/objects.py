@@ -39,6 +39,7 @@ from fmegatron.checkpoint.files.leases import (
     settling,
 )
 from fmegatron.checkpoint.files.object_files import Objects
+from fmegatron.checkpoint.files.storage import Storage
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
 _ASIDE = re.compile(r"ASIDE-([0-9a-f]{12})")
@@ -149,7 +150,7 @@ class ObjectStore:
         """The objects of this token."""
         return self._draft(root)
 
-    def publish(self, storage: Objects, marker: bytes) -> None:
+    def publish(self, storage: Storage, marker: bytes) -> None:
         """Put the marker beside the data, then the pointer; then remove what the pointer named before."""
         before = self._marker()
         storage.write(MARKER, [marker])
@@ -169,7 +170,7 @@ class ObjectStore:
         with suppress(OSError):  # the new one is the checkpoint; the next save tries again
             self._clear(Watch(), (storage.root,))
 
-    def end(self, storage: Objects | None) -> None:
+    def end(self, storage: Storage | None) -> None:
         """Remove the objects of a save that did not become the checkpoint, and the note of the save."""
         if storage is None:
             return
@@ -182,7 +183,7 @@ class ObjectStore:
             with suppress(OSError):
                 self._forget_if_empty()
 
-    def withdraw(self) -> Withdrawn:
+    def withdraw(self) -> WithdrawnObjects:
         """Remove the marker."""
         root = (self._pointer() or {}).get("root")
         if type(root) is not str or not _TOKEN.fullmatch(root):
@@ -191,7 +192,7 @@ class ObjectStore:
             self._mark_gone(root)
             self.values.remove(f"ASIDE-{root}")
         self.values.remove(MARKER)
-        return Withdrawn(self, root)
+        return WithdrawnObjects(self, root)
 
     def set_aside(self) -> str:
         """Put the pointer under another key, to stay; returns the URL of the files."""
@@ -215,7 +216,7 @@ class ObjectStore:
                     found.append((name, child._draft(m[1])))
         return found
 
-    def delete_aside(self, storage: Objects) -> None:
+    def delete_aside(self, storage: Storage) -> None:
         """Remove the files of a checkpoint of this name that was set aside."""
         self.values.remove(f"ASIDE-{storage.root}")
         self.delete_token(storage.root)
@@ -314,7 +315,7 @@ class ObjectStore:
             time.sleep(0.02)
         return note in (None, NOBODYS)
 
-    def _take_back(self, storage: Objects, before: bytes | None) -> None:
+    def _take_back(self, storage: Storage, before: bytes | None) -> None:
         """The pointer is what it was before, unless that is gone by now, or another save has put its own."""
         if (self._pointer() or {}).get("root") == storage.root:
             root = (_parsed(before) or {}).get("root")
@@ -352,7 +353,7 @@ class ObjectStore:
 
 
 @dataclass(frozen=True)
-class Withdrawn:
+class WithdrawnObjects:
     """What is left of a checkpoint whose marker is gone. token: its objects; None: those at the URL itself."""
 
     store: ObjectStore

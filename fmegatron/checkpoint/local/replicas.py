@@ -30,17 +30,19 @@ class Handle:
 
     def __init__(self, saving: Saving | None, shelf: Shelf, keep: int, warning: str):
         self._saving, self._shelf, self._keep, self._warning = saving, shelf, keep, warning
-        self._over, self._error = saving is None, None  # None: there is nothing to store
+        self._over = saving is None  # None: there is nothing to store
+        self._error: BaseException | None = None
 
     def poll(self) -> bool:
         """False while a rank still writes; True once the set counts. Costs one small gather, and a few more when the
         elements are written and when all is. Raises as `result`."""
-        if not self._over:
-            idle = self._saving.world.gather_rows(torch.tensor([int(self._saving.idle())]))
+        saving = self._saving
+        if saving is not None and not self._over:
+            idle = saving.world.gather_rows(torch.tensor([int(saving.idle())]))
             if not bool(idle.all()):
                 return False
-            if not self._saving.set:
-                self._attempt(self._saving.seal)
+            if not saving.set:
+                self._attempt(saving.seal)
                 return False
         self.result()
         return True
@@ -50,13 +52,14 @@ class Handle:
 
         Raises RuntimeError, on all ranks, with the first failing rank's message; then nothing is left of the set.
         """
-        if not self._over:
-            if not self._saving.set:
-                self._attempt(self._saving.seal)
-            self._attempt(self._saving.commit)
+        saving = self._saving
+        if saving is not None and not self._over:
+            if not saving.set:
+                self._attempt(saving.seal)
+            self._attempt(saving.commit)
             self._over = True
-            self._shelf.retain(self._saving.content.step, self._saving.set, self._keep)
-            if self._saving.world.rank == 0 and self._warning:
+            self._shelf.retain(saving.content.step, saving.set, self._keep)
+            if saving.world.rank == 0 and self._warning:
                 warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
         elif self._error is not None:
             raise self._error
@@ -123,6 +126,11 @@ class LocalReplicas:
                 raise ValueError(f"LocalReplicas: got {name}={value!r}, wanted a number of at least 1")
 
     @property
+    def _ranks(self) -> Ranks:
+        assert self.world is not None, "`__post_init__` has put this process's own in the place of None"
+        return self.world
+
+    @property
     def shelf(self) -> Shelf:
         """The directory of this node and run."""
         return Shelf(os.path.join(os.path.realpath(os.fspath(self.directory)), self.run))
@@ -130,9 +138,9 @@ class LocalReplicas:
     def members(self) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that keep each other's shards."""
         if self.groups is not None:
-            return check_groups(self.groups, self.world.size)
+            return check_groups(self.groups, self._ranks.size)
         spacing = self.spacing or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return cliques(self.world.size, self.copies, spacing)
+        return cliques(self._ranks.size, self.copies, spacing)
 
     def save(
         self,
@@ -188,7 +196,7 @@ class LocalReplicas:
         return self._begin(step, state, layouts, metadata, finite, most_bytes)
 
     def _begin(self, step, state, layouts, metadata, finite, most_bytes) -> Handle:
-        world, shelf = self.world, self.shelf
+        world, shelf = self._ranks, self.shelf
 
         def prepare():
             check_step(step)
@@ -248,7 +256,7 @@ class LocalReplicas:
 
         Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
         """
-        world, shelf, notes = self.world, self.shelf, []
+        world, shelf, notes = self._ranks, self.shelf, []
         if isinstance(fallback, Manager) and fallback.world.size != world.size:
             raise ValueError(
                 f"LocalReplicas: got a fallback of {fallback.world.size} ranks, wanted one of {world.size};"
@@ -258,7 +266,7 @@ class LocalReplicas:
             found = recover(shelf, self.run, layouts, world, fallback, device, self.portion_bytes, notes)
             notes += shelf.restored(found.step)
             if protect and found.holders is not None:
-                self._protect(found, layouts, notes)
+                self._protect(found, found.holders, layouts, notes)
             return found.step, found.state, found.metadata
         except CheckpointError:
             notes += shelf.restored(-1)  # nothing here is good: training may start anew, from any step
@@ -267,9 +275,9 @@ class LocalReplicas:
             for note in notes:
                 warnings.warn(note, RuntimeWarning, stacklevel=2)
 
-    def _protect(self, found: Found, layouts: Any, notes: list[str]) -> None:
+    def _protect(self, found: Found, holders: list[list[int]], layouts: Any, notes: list[str]) -> None:
         groups = self.members()
-        lacking = [m for group in groups for m in group if any(m not in found.holders[r] for r in group)]
+        lacking = [m for group in groups for m in group if any(m not in holders[r] for r in group)]
         if not lacking:
             return
         try:

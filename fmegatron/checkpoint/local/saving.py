@@ -49,7 +49,7 @@ class _Disk:
     """Does what is given to it in order: at once, or (with `most_bytes`) in a thread, with at most so much waiting."""
 
     def __init__(self, guard: _Guard, most_bytes: int | None):
-        self._guard, self._most, self._waiting = guard, most_bytes, 0
+        self._guard, self._most, self._waiting = guard, most_bytes or 0, 0
         self._pool = None if most_bytes is None else ThreadPoolExecutor(1, "local-replicas")
         self._queue: collections.deque[tuple[Future, int]] = collections.deque()
 

@@ -126,7 +126,9 @@ class Shard:
     @property
     def key(self) -> Key:
         """(step, set, rank)."""
-        return self.snapshot.manifest.step, self.set, self.about["rank"]
+        step = self.snapshot.manifest.step
+        assert step is not None, "`open_shard` has checked it"
+        return step, self.set, self.about["rank"]
 
     @property
     def about(self) -> dict[str, Any]:

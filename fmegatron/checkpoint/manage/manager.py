@@ -261,7 +261,7 @@ class Manager:
                 if self.world.rank == 0:
                     self._when_durable(report.step, report.temporary)
             elif self._background.on_failure == "raise":
-                self._failures.append(report.error)
+                self._failures.append(report.error or "")
 
     def _raise(self) -> None:
         if self._failures:

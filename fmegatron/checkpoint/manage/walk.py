@@ -96,8 +96,11 @@ class Search:
             return step, temporary and not lasting, None
 
         with ExitStack() as held:
-            found, problem = self._attempt(*self._agreed(choose, held)[:2])
+            choice = self._agreed(choose, held)
+            assert choice is not None, "`choose` has no end"
+            found, problem = self._attempt(*choice[:2])
         if found is None:
+            assert problem is not None, "what was not found has a reason"
             raise problem
         return found
 
@@ -204,7 +207,7 @@ class Search:
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:
             return None, CheckpointError(message)
-        if kind == gravest:
+        if error is not None and kind == gravest:
             raise error
         raise RuntimeError(f"restoring the checkpoint {place.text} failed on rank {first}: {message}") from error
 

@@ -62,6 +62,7 @@ def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
     for index in itertools.product(*chunks):
         origin = [i * c for i, c in zip(index, a.chunk, strict=True)]
         part = box.intersect(origin, [o + c for o, c in zip(origin, a.chunk, strict=True)])
+        assert part is not None, "a chunk that the box touches"
         ranges = (
             range((x - o) // b, -(-(y - o) // b))
             for x, y, o, b in zip(part.start, part.stop, origin, a.band, strict=True)
@@ -69,6 +70,7 @@ def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
         for at in itertools.product(*ranges):
             start = [o + i * b for o, i, b in zip(origin, at, a.band, strict=True)]
             cell = part.intersect(start, [s + b for s, b in zip(start, a.band, strict=True)])
+            assert cell is not None, "a band that the part touches"
             number = 0
             for i, count in zip(at, a.bands, strict=True):
                 number = number * count + i
@@ -94,6 +96,7 @@ def _range_cells(part: Box, base: int, width: int, band: int) -> Iterator[tuple[
         last = min(n, max(i + 1, -(-(((lo + i * row) // band + 1) * band - lo) // row)))
         start[widest], end[widest] = part.start[widest] + i, part.start[widest] + last
         piece = part.intersect(start, end)
+        assert piece is not None, "rows of the part"
         if last - i == 1 < math.prod(piece.shape):
             yield from _range_cells(piece, base, width, band)
         else:

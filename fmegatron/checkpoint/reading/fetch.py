@@ -128,7 +128,7 @@ class Fetch:
             self.snapshot.check(found)
         elif found is None and not self.verify:
             self.snapshot.check_unchanged()
-        if found is not error:
+        if found is not None and found is not error:
             raise found
 
     def _work(self) -> None:
@@ -188,7 +188,9 @@ def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
     start, stop = list(box.start), list(box.stop)
     for at in range(box.start[widest], box.stop[widest], step):
         start[widest], stop[widest] = at, min(at + step, box.stop[widest])
-        yield from _ranges(base, box.intersect(start, stop), target)
+        part = box.intersect(start, stop)
+        assert part is not None, "rows of the box"
+        yield from _ranges(base, part, target)
 
 
 class _File:
@@ -211,7 +213,8 @@ class _File:
                 reader = stack.enter_context(self.storage.open(self.name, size, ranges))
             except OSError as error:
                 check_damage(error, f"{self.leaf}: {self.storage.at(self.name)}")
-                raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
+                what = "is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+                raise self.error(what) from None
             yield reader
 
     def error(self, what: str, leaf: Callable[[], str] | None = None) -> CheckpointError:

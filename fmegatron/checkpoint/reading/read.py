@@ -25,8 +25,9 @@ from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.dicts.arrays import as_tensor
 from fmegatron.checkpoint.dicts.flat import Array, flatten
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
+from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.storage import Store, holding, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.mapping import Rule
@@ -312,10 +313,9 @@ def destinations(
         if current is not None and all(part.source is Fill.FRESH for part in view.parts):
             tensors[i] = current[i].detach()
             continue
-        if into is not None and into[i] is not None:
-            x = tensors[i] = into[i]
-        else:
-            x = tensors[i] = fresh(layout.local_shape(rank), layout.dtype, device)
+        given = None if into is None else into[i]
+        x = fresh(layout.local_shape(rank), layout.dtype, device) if given is None else given
+        tensors[i] = x
         for box in layout.boxes(rank):
             for part, piece in regions(view, box):
                 place = piece.view(x)

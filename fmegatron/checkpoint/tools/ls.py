@@ -18,8 +18,9 @@ from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError,
 from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.files.look import is_directory, is_link, is_there, look, names_in
 from fmegatron.checkpoint.files.manifest import read_manifest
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import snapshot_of
-from fmegatron.checkpoint.files.storage import Storage, Store, open_store
+from fmegatron.checkpoint.files.storage import Storage, Store
 
 NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
 TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints

@@ -28,8 +28,9 @@ from fmegatron.checkpoint.files.format import (
     zarr_metadata,
 )
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, to_json_text
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot, on_snapshot
-from fmegatron.checkpoint.files.storage import Reader, Storage, Store, open_store
+from fmegatron.checkpoint.files.storage import Reader, Storage, Store
 from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
 
 _BANDS_PER_JOB = 16
@@ -369,8 +370,8 @@ def _joined(damages: list[Damage]) -> list[Damage]:
     joined: list[Damage] = []
     for d in sorted(damages, key=lambda d: (d.file, d.leaf, d.start)):
         last = joined[-1] if joined else None
-        same = last and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
-        if same and last.stop == d.start and d.stop:
+        same = last is not None and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
+        if last is not None and same and last.stop == d.start and d.stop:
             joined[-1] = replace(last, stop=d.stop)
         else:
             joined.append(d)

@@ -18,11 +18,12 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
-from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import array_name, piece_name
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.write import write_part
@@ -71,36 +72,26 @@ def save(
     ['first', 'second']
     """
     given, world = world, ranks_of(world)
-    lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
-
-    def prepare():
-        nonlocal store, begun, state, layouts, metadata
-        store = open_store(path)
-        state, layouts, metadata = described(state, layouts, given, metadata)
-        tensors, plans = check_request(state, layouts, world, metadata, step, finite)
-        check_names(store, plans, world.size)
-        if lead:
-            begun = store.begin()
-        return tensors, plans
-
-    def write():
-        part = write_part(storage, plans, tensors, world.rank)
-        if not lead:
-            part.store(storage)
-        return part
-
-    def finish():
-        if lead:
-            parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
-            manifest, digests = merge(plans, parts, step, metadata or {}, said)
-            store.publish(storage, complete(storage, manifest, digests))
-
+    lead, what, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None
     try:
-        tensors, plans = together(world, what, prepare)
+        with jointly(world, what):
+            store = open_store(path)
+            state, layouts, metadata = described(state, layouts, given, metadata)
+            tensors, plans = check_request(state, layouts, world, metadata, step, finite)
+            check_names(store, plans, world.size)
+            if lead:
+                begun = store.begin()
         said, root = agreed(finite, world), world.broadcast_text(begun.root if begun else "")
         storage = begun or store.draft(root)
-        part = together(world, what, write)
-        together(world, what, finish)
+        with jointly(world, what):
+            part = write_part(storage, plans, tensors, world.rank)
+            if not lead:
+                part.store(storage)
+        with jointly(world, what):
+            if lead:
+                parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
+                manifest, digests = merge(plans, parts, step, metadata or {}, said)
+                store.publish(storage, complete(storage, manifest, digests))
     finally:
         if begun:
             store.end(begun)

@@ -259,7 +259,7 @@ def _traced(node: Node) -> torch.fx.Graph | None:
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         at = dict(zip(sources, tensors, strict=True))
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: at[n])
+        args, kwargs = _mutable(torch.fx.map_arg((node.args, node.kwargs), lambda n: at[n]))
         out = apart(*args, **kwargs)
         return list(out) if isinstance(out, (list, tuple)) else [out]
 
@@ -275,6 +275,15 @@ def _traced(node: Node) -> torch.fx.Graph | None:
     for inner in graph.nodes:
         inner.meta["at"] = line_of(node)
     return graph
+
+
+def _mutable(args: Any) -> Any:
+    """Arguments of a node with plain lists and dicts: some decompositions write into the lists that they are given."""
+    if isinstance(args, dict):
+        return {key: _mutable(arg) for key, arg in args.items()}
+    if isinstance(args, (list, tuple)):
+        return (tuple if isinstance(args, tuple) else list)(map(_mutable, args))
+    return args
 
 
 def _result_of(node: Node, values: list[Any]) -> Any:

@@ -25,16 +25,16 @@ POLICIES = {
 }
 
 
-def config(layers: int = LAYERS, **changes) -> model.Config:
+def config(layers: int = LAYERS, **changes) -> model.Decoder:
     """The tiny decoder with an untied head."""
     return tiny.config_with(layers=layers, **{"tied": False, **changes})
 
 
-def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=None, strategy=None, **options):
+def train_step(of: model.Decoder, mesh: Mesh, save="mincut", reshard=None, strategy=None, **options):
     """The usual step, its weights gathered for use. strategy: a DataParallel; None: as the model's rules say."""
     layouts, axes = model.layouts(of, mesh, strategy=strategy), Axes(mesh)
     loss = functools.partial(
-        model.loss, config=of, layouts=layouts, axes=axes, save=save, reshard_after_forward=reshard
+        model.loss, decoder=of, layouts=layouts, axes=axes, save=save, reshard_after_forward=reshard
     )
     if strategy is not None:
         return build_train_step(
@@ -43,19 +43,19 @@ def train_step(of: model.Config, mesh: Mesh, save="mincut", reshard=None, strate
     return build_train_step(loss, tiny.OPTIMIZER, layouts, axes, **options)
 
 
-def state(of: model.Config, mesh: Mesh, strategy: DataParallel | None = None, rank: int = 0):
+def state(of: model.Decoder, mesh: Mesh, strategy: DataParallel | None = None, rank: int = 0):
     """This rank's state at step 0."""
     if strategy is None:
         return tiny.decoder_state(of, mesh, rank)
     return tree.init(state_specs(model.specs(of, mesh, strategy=strategy), tiny.OPTIMIZER, strategy), 0, rank)
 
 
-def compiled(overlap=None, of: model.Config | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> Compiled:
+def compiled(overlap=None, of: model.Decoder | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> Compiled:
     """The stages of the step on one rank of a mesh, nothing compiled; one of equal arguments, only to be looked at."""
     return _compiled(overlap, of or config(), mesh, strategy, **options)
 
 
-def lowered(of: model.Config | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> torch.fx.GraphModule:
+def lowered(of: model.Decoder | None = None, mesh: Mesh = FSDP, strategy=None, **options) -> torch.fx.GraphModule:
     """The step before its collectives are ordered."""
     return compiled(None, of, mesh, strategy, **options).stages["lower"]
 

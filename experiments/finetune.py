@@ -1,0 +1,104 @@
+"""Finetune a model of Hugging Face: its folder, some steps on a text, and a folder that transformers loads.
+
+Claim    A folder of any family of `fmegatron.model.families` opens on any mesh, trains there, and goes back.
+Command  torchrun --nproc-per-node=4 experiments/finetune.py --config_model=Qwen2.5-0.5B --config_mesh=fsdp=2,tp=2
+         The folder must have config.json and safetensors files. Its tokenizer.json is used if there is one (with the
+         package tokenizers), else the ids of a token are its bytes.
+"""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fmegatron import data, loop, model, optim, step, tree
+from fmegatron.collectives import Axes, Precision, connect
+from fmegatron.interop import hf
+from fmegatron.layout import DataParallel, Mesh
+from fmegatron.loop import field
+
+TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What this experiment varies."""
+
+    model: str = field("model", resume="refused", least=1)  # the folder it comes from
+    out: str = field("runs/finetune/model", resume="free", least=1)  # and that it goes to, new
+    text: str = field(str(TEXT), resume="refused", least=1)
+    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp
+    run: str = field("runs/finetune", resume="free", least=1)  # checkpoints and metrics; resumed if it is there
+    seq_len: int = field(256, resume="refused", least=2)
+    batch_size: int = field(8, resume="refused", least=1)
+    steps: int = field(50, resume="named", least=1)
+    lr: float = field(1e-5, resume="named", above=0)
+    precision: Literal["fp32", "bf16"] = field("fp32", resume="named")  # bf16: fp32 weights, bf16 products
+    sequence_parallel: bool = field(True, resume="named")  # over tp
+    every: int = field(100, resume="free", least=1)  # steps between checkpoints
+    backend: Literal["inductor", "aot_eager", "eager"] = field("inductor", resume="named")
+
+
+def describe(config: Config):
+    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
+    strategy, optimizer = DataParallel.hsdp(), optim.adamw(optim.cosine(config.lr, config.steps, config.steps // 10))
+    of, axes = decoder(config), Axes(config.mesh)
+    specs = model.specs(of, config.mesh, strategy=strategy)
+    layouts = tree.layouts(specs)
+
+    def loss_fn(params, batch):
+        return model.loss(params, batch, of, layouts, axes, save="mincut")
+
+    train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy)
+    rows = strategy.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
+    return train_step, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
+
+
+def decoder(config: Config) -> model.Decoder:
+    """The model of the folder, as this run computes it."""
+    precision = getattr(Precision, config.precision)()
+    return hf.decoder(config.model, precision=precision, sequence_parallel=config.sequence_parallel)
+
+
+def token_ids(config: Config):
+    """The text as the model's tokens."""
+    text, file = Path(config.text).read_text(encoding="utf-8"), Path(config.model) / "tokenizer.json"
+    if not file.exists():
+        return data.ByteTokenizer().encode(text)
+    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
+    return torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32).numpy()
+
+
+def main(config: Config) -> dict[str, float]:
+    """Train, or go on, and write the folder; returns the last metrics."""
+    with loop.set_up():
+        world, (train_step, specs, _) = connect(config.mesh), describe(config)
+        of, layouts, ids = decoder(config), tree.layouts(specs.params), token_ids(config)
+        if int(ids.max()) >= of.vocab_size:
+            raise ValueError(f"text: got token {ids.max()}, wanted at most {of.vocab_size - 1}; add tokenizer.json")
+
+        def init():
+            params = hf.load(config.model, of, layouts, rank=world.rank)
+            return tree.init(specs, 0, world.rank, world.device, given=params)
+
+        run = loop.Run(
+            config.run,
+            step.jit(train_step, donate=0, world=world, backend=config.backend),
+            specs,
+            world=world,
+            settings=config,
+            init=init,
+            save_every=config.every,
+            flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
+        )
+    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=0), config.steps):
+        pass
+    if not run.stopped:
+        hf.save(config.out, run.state.params, of, layouts, world, like=config.model)
+    return run.metrics
+
+
+if __name__ == "__main__":
+    loop.launch(main, Config)

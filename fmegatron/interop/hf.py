@@ -1,0 +1,284 @@
+"""Folders of Hugging Face: a model from config.json, its weights onto any mesh, and back, by one table of names.
+
+    decoder = hf.decoder("Qwen2.5-0.5B")                             # a Decoder, or an error that names the key
+    params = hf.load("Qwen2.5-0.5B", decoder, layouts, rank=world.rank)
+    hf.save("tuned", params, decoder, layouts, world, like="Qwen2.5-0.5B")   # transformers loads it
+
+A rank reads only what lies in its shards. Nothing is executed, and no other package is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fmegatron import checkpoint, tree
+from fmegatron.checkpoint import CheckpointError, Rule
+from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.ranks import together
+from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text
+from fmegatron.checkpoint.reading import view as views_of
+from fmegatron.checkpoint.reading.mapping import Views
+from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
+from fmegatron.checkpoint.reading.request import match
+from fmegatron.checkpoint.reading.strict import strictness
+from fmegatron.checkpoint.reading.view import View
+from fmegatron.collectives import World
+from fmegatron.interop import safetensors_files
+from fmegatron.layout import Layout, Mesh
+from fmegatron.model import Array, Decoder, arrays
+from fmegatron.model.families import Family, family_of
+from fmegatron.tree import Tree
+
+_FILE_BYTES = 5 << 30  # of a file that is written, or one tensor
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not taken over
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+class Piece(NamedTuple):
+    """One stored tensor and the region of our leaf that it is: of layer, expert and columns, None for all."""
+
+    stored: str
+    path: str
+    layer: int | None
+    expert: int | None
+    columns: tuple[int, int] | None
+    transposed: bool
+
+
+def pieces(decoder: Decoder, family: Family) -> list[Piece]:
+    """Every stored tensor of a model. Raises ValueError for an array of ours that the family has no name for."""
+    whole, found = arrays(decoder), []
+    for path, array in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+        first, _, rest = path.partition("/")
+        stack = decoder.stacks.get(first)
+        stored = family.names.get(path if stack is None else rest)
+        if stored is None:
+            raise ValueError(
+                f"{path}: got no name of {family.name} for it, wanted one; the model has an array that these folders "
+                "do not: add it to the family's names, or save it as a checkpoint"
+            )
+        for layer, depth in enumerate([None] if stack is None else stack.depths):
+            of_layer = None if stack is None else layer
+            experts = _experts(array, stack is not None) if "{e}" in "".join(stored.names) else [None]
+            for expert in experts:
+                at = 0
+                for j, name in enumerate(stored.names):
+                    width = array.parts[-len(stored.names) :][j] if len(stored.names) > 1 else 0
+                    columns = (at, at + width) if len(stored.names) > 1 else None
+                    at += width
+                    text = name.format(i=depth, e=expert)
+                    found.append(Piece(text, path, of_layer, expert, columns, stored.transposed))
+    return found
+
+
+def _experts(array: Array, stacked: bool) -> Sequence[int]:
+    return range(array.shape[int(stacked)])
+
+
+def from_names(decoder: Decoder, family: Family) -> Rule:
+    """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros."""
+    return Rule(_from_names, (tuple(pieces(decoder, family)), family.unused, decoder.tied))
+
+
+def to_names(decoder: Decoder, family: Family) -> Rule:
+    """The inverse: of a restore of one of our checkpoints under Hugging Face's names."""
+    return Rule(_to_names, (tuple(pieces(decoder, family)), decoder.vocab_size))
+
+
+def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], tied: bool) -> Views:
+    out: Views = {}
+    left = dict(views)
+    tree_of: dict[str, dict[int | None, dict[int | None, list[View]]]] = {}
+    for one in wanted:
+        if one.stored not in views:
+            near = tree.did_you_mean(one.stored, sorted(left))
+            raise ValueError(
+                f"{one.path}: got no tensor {one.stored!r}, wanted it{near}; is config.json of this folder?"
+            )
+        view = views[one.stored]
+        left.pop(one.stored, None)
+        if one.transposed:
+            dims = (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2)
+            view = views_of.transposed(view, dims)
+        tree_of.setdefault(one.path, {}).setdefault(one.layer, {}).setdefault(one.expert, []).append(view)
+    for path, layers in tree_of.items():
+        out[path] = _joined([_joined([_columns(cols) for cols in e.values()], None in e) for e in layers.values()],
+                            None in layers)  # fmt: skip
+    for path in ("embed/table", "head/w"):
+        if path in out:
+            dim = 0 if path == "embed/table" else 1
+            out[path] = replace(out[path], fits=((dim, "pad"),))
+    ignored = [*unused, *([r"lm_head\.weight"] if tied else [])]
+    return {**out, **{name: v for name, v in left.items() if not any(re.fullmatch(p, name) for p in ignored)}}
+
+
+def _columns(views: list[View]) -> View:
+    return views[0] if len(views) == 1 else views_of.joined(views, len(views[0].shape) - 1)
+
+
+def _joined(views: list[View], alone: bool) -> View:
+    """Views side by side in a new first dim, unless there is one only that has none."""
+    return views[0] if alone else views_of.joined([views_of.inserted(view, 0) for view in views], 0)
+
+
+def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
+    out: Views = {}
+    for one in wanted:
+        view = views[one.path]
+        for index in (one.layer, one.expert):
+            if index is not None:
+                view = views_of.removed(views_of.cut(view, 0, index, index + 1), 0)
+        if one.columns is not None:
+            view = views_of.cut(view, len(view.shape) - 1, *one.columns)
+        if one.path in ("embed/table", "head/w"):
+            view = views_of.cut(view, 0 if one.path == "embed/table" else 1, 0, vocab_size)
+        if one.transposed:
+            dims = (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2)
+            view = views_of.transposed(view, dims)
+        out[one.stored] = view
+    return out
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+def config_of(folder: str | os.PathLike) -> dict[str, Any]:
+    """The configuration of a folder. Raises CheckpointError where there is none."""
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as text:
+            return json.load(text)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; give a folder of Hugging Face") from None
+
+
+def decoder(folder: str | os.PathLike, **changes: Any) -> Decoder:
+    """The model of a folder; changes: fields of `Decoder`, such as compute_dtype, max_seq or sequence_parallel.
+
+    Raises ValueError, naming the key, for a configuration that is not understood; CheckpointError where there is none.
+    """
+    config = config_of(folder)
+    return family_of(config).decoder(config, **changes)
+
+
+def load(
+    folder: str | os.PathLike,
+    decoder: Decoder,
+    layouts: Tree,
+    *,
+    rank: int = 0,
+    cast: bool = True,
+    device: str | torch.device | None = None,
+) -> Tree:
+    """This rank's shards of a folder's weights; it reads only what lies in them.
+
+    Args:
+        folder: with config.json and safetensors files.
+        decoder: the model (`decoder`).
+        layouts: of its parameters on any mesh.
+        rank: whose shards.
+        cast: convert to the dtype of the layouts where another is stored.
+        device: where they go.
+
+    Raises:
+        CheckpointError: files that are missing or not whole.
+        ValueError: names, shapes or dtypes that do not fit, each named.
+    """
+    where = os.fspath(folder)
+    found = safetensors_files.places(where)
+    family, mode = family_of(config_of(folder)), strictness("error")
+    manifest = Manifest(None, {}, (), {k: Leaf(k, p.shape, dtype_text(p.dtype), {}) for k, p in found.items()}, {}, 0)
+    request = match(where, manifest, layouts, mode, rules=[from_names(decoder, family)], cast=cast)
+    tensors, wants = destinations(request, rank)
+    for want in wants:
+        x = safetensors_files.read(found[want.leaf.path], want.target.box)
+        want.target.view.copy_(x)
+    return finish_reading(Started(where, mode, request, tensors, []), ranks_of(None), device)
+
+
+def save(
+    folder: str | os.PathLike,
+    params: Tree,
+    decoder: Decoder,
+    layouts: Tree,
+    world: World | None = None,
+    *,
+    like: str | os.PathLike,
+) -> None:
+    """Write the parameters as a folder that transformers loads; all ranks call it, and return when it is there.
+
+    The shards become a checkpoint beside the folder for a moment, from which rank 0 writes files of at most 5 GB.
+
+    Args:
+        folder: new.
+        params: this rank's shards.
+        decoder: the model.
+        layouts: of its parameters.
+        world: the ranks that hold them; None: one process.
+        like: the folder that the model came from; its files besides the weights are copied.
+
+    Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
+    """
+    path, family = os.path.abspath(folder), family_of(config_of(like))
+    draft = path + ".draft"
+
+    def begin() -> None:
+        if os.path.exists(path):
+            raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another, or remove it")
+        pieces(decoder, family)
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def finish() -> None:
+        os.makedirs(os.path.join(draft, "folder"))
+        groups = _groups(decoder, family, layouts)
+        how = {"strict": "subset", "rules": [to_names(decoder, family)]}
+        loaded = (checkpoint.restore(os.path.join(draft, "params"), group, **how) for group in groups)
+        safetensors_files.write(os.path.join(draft, "folder"), loaded, len(groups))
+        for name in sorted(os.listdir(like)):
+            source = os.path.join(like, name)
+            if os.path.isfile(source) and not name.endswith(
+                (".safetensors", ".safetensors.index.json", ".bin", ".pth")
+            ):
+                shutil.copy(source, os.path.join(draft, "folder", name))
+        os.rename(os.path.join(draft, "folder"), path)
+
+    try:
+        _on_rank_0(world, begin)
+        checkpoint.save(os.path.join(draft, "params"), params, layouts, world)
+        _on_rank_0(world, finish)
+    finally:
+        if world is None or world.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _on_rank_0(world: World | None, work: Callable[[], None]) -> None:
+    """`work()` on rank 0; all ranks wait for it, and raise its error."""
+    ranks = ranks_of(world)
+    together(ranks, "writing a folder of Hugging Face", work if ranks.rank == 0 else lambda: None)
+
+
+def _groups(decoder: Decoder, family: Family, layouts: Tree) -> list[dict[str, Layout]]:
+    """Stored names, their shapes and dtypes, in groups that make one file each."""
+    dtypes = dict(zip(tree.paths(layouts), (x.dtype for x in tree.leaves(layouts)), strict=True))
+    whole = dict(zip(tree.paths(layouts), (x.shape for x in tree.leaves(layouts)), strict=True))
+    wanted = pieces(decoder, family)
+    views = {path: views_of.whole(path, shape) for path, shape in whole.items()}
+    shapes = {name: view.shape for name, view in _to_names(views, wanted, decoder.vocab_size).items()}
+    groups: list[dict[str, Layout]] = [{}]
+    held = 0
+    for one in wanted:
+        layout = Layout(shapes[one.stored], dtypes[one.path], Mesh())
+        nbytes = math.prod(layout.shape) * layout.dtype.itemsize
+        if groups[-1] and held + nbytes > _FILE_BYTES:
+            groups.append({})
+            held = 0
+        groups[-1][one.stored] = layout
+        held += nbytes
+    return groups

@@ -1,0 +1,165 @@
+"""Attention with grouped key/value heads: projections, rotation, what a token sees, output.
+
+Legend: B batch, S queries, T keys, D width, H/G query/kv heads of this rank, K head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmegatron import nn
+from fmegatron.collectives import Axes, Axis, declare, enter, shard
+from fmegatron.layout import Mesh
+from fmegatron.model.arrays import Array, At
+from fmegatron.model.norm import RMSNorm
+from fmegatron.model.rope import Rope
+from fmegatron.tree import Constant, Tree
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(q·k) v with causal masks. ValueError for heads that are no multiple of kv_heads.
+
+    rope: None: positions are not rotated. scale: of q·k; None: 1 / sqrt(head_dim). window: a token sees so many
+    positions, its own included; None: all before it. softcap: of the scores. sinks: a learned logit of each head that
+    takes its share of the softmax. bias: of the q, k and v projections. out_bias: of the output's. qk_norm: of each
+    head's query and key, before they are rotated. kv_copies: keys and values are arrays of their own, which every rank
+    of tp has; a rank uses the heads that its queries read. For more ranks of tp than kv_heads.
+    Source: Vaswani et al. 2017, arXiv 1706.03762; grouped heads: arXiv 2305.13245.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None = None
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: RMSNorm | None = None
+    kv_copies: bool = False
+
+    def __post_init__(self):
+        for name in ("heads", "kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Attention.{name}: got {value!r}, wanted a whole number of at least 1")
+        if self.heads % self.kv_heads:
+            fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(
+                f"Attention.kv_heads: got {self.kv_heads}, wanted a divisor of heads={self.heads}; choose one of {fits}"
+            )
+
+    def arrays(self, dim: int) -> dict[str, Any]:
+        """{"wqkv": [D, q + 2kv], "wo": [q, D]}, or "wq", "wkv"; "bias_qkv", "bias_o"; "q_norm", "k_norm"; "sinks"."""
+        q, kv, nothing = self.heads * self.head_dim, self.kv_heads * self.head_dim, Constant(0.0)
+        if self.kv_copies:
+            out: dict[str, Any] = {
+                "wq": Array((dim, q), ("fsdp", "tp")),
+                "wkv": Array((dim, 2 * kv), ("fsdp",), (kv, kv)),
+            }
+            biases = {"bias_q": Array((q,), ("tp",), init=nothing), "bias_kv": Array((2 * kv,), (), (kv, kv), nothing)}
+        else:
+            out = {"wqkv": Array((dim, q + 2 * kv), ("fsdp", "tp"), (q, kv, kv))}
+            biases = {"bias_qkv": Array((q + 2 * kv,), ("tp",), (q, kv, kv), nothing)}
+        out["wo"] = Array((q, dim), (("tp", "fsdp"),), residual=True)
+        out |= biases if self.bias else {}
+        out |= {"bias_o": Array((dim,), init=nothing)} if self.out_bias else {}
+        out |= {"sinks": Array((self.heads,), ("tp",), init=nothing)} if self.sinks else {}
+        return out | ({k: self.qk_norm.arrays(self.head_dim) for k in ("q_norm", "k_norm")} if self.qk_norm else {})
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """ValueError where heads do not divide by tp."""
+        tp = mesh["tp"]
+        fits = self.kv_heads % tp == 0 or (self.kv_copies and tp % self.kv_heads == 0)
+        for name, wrong, fix in (
+            ("heads", self.heads % tp, "choose tp as a divisor of heads"),
+            ("kv_heads", not fits, "choose tp as a divisor of kv_heads, or more kv_heads, or kv_copies=True"),
+        ):
+            if wrong:
+                got = getattr(self, name)
+                raise ValueError(f"Attention.{name}: got {got}, wanted a multiple of tp={tp} on the mesh {mesh}; {fix}")
+
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
+        """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
+
+        One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
+        """
+        q_BSHK, k_BSGK, v_BSGK = self.project(u_BSD, w, at, axes)
+        return self.finish(self.attend(q_BSHK, k_BSGK, v_BSGK, w, at), w, at.splits(u_BSD), axes)
+
+    def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+        """(q[B, S, H, K], k[B, S, G, K], v[B, S, G, K]), rotated, of the full sequence."""
+        tp, split, K = axes["tp"], at.splits(u_BSD), self.head_dim
+        heads, kv_heads = self.heads // tp.size, max(1, self.kv_heads // tp.size)
+        w_DF, bias_F = self._fused(w, "w", tp), self._fused(w, "bias_", tp) if self.bias else None
+        qkv_BSF = nn.column_parallel(u_BSD, w_DF, tp, split)
+        qkv_BSF = qkv_BSF if bias_F is None else qkv_BSF + bias_F.to(qkv_BSF.dtype)
+        q, k, v = qkv_BSF.unflatten(-1, (heads + 2 * kv_heads, K)).split((heads, kv_heads, kv_heads), -2)
+        if self.qk_norm is not None:  # each rank normalises other heads, so the weights' gradients are sums over tp
+            q, k = (
+                nn.rms_norm(x, enter(w[name], tp), self.qk_norm.eps, self.qk_norm.offset)
+                for x, name in ((q, "q_norm"), (k, "k_norm"))
+            )
+        if self.rope is not None and at.angles is not None and not isinstance(at.angles, dict):
+            q, k = self.rope(q, at.angles), self.rope(k, at.angles)
+        if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
+            k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
+        return q, k, v
+
+    def _fused(self, w: Tree, name: str, tp: Axis) -> Tensor:
+        """Weights or biases of q, k and v side by side, those of this rank's heads."""
+        if not self.kv_copies:
+            return w[f"{name}qkv"]
+        heads = w[f"{name}kv"].unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
+        if tp.size > self.kv_heads:  # copies, whose gradients the transpose adds up
+            heads = [x.repeat_interleave(tp.size // self.kv_heads, -2) for x in heads]
+        return torch.cat((w[f"{name}q"], *(self._own(x, tp) for x in heads)), -1)
+
+    def _own(self, w_DGK: Tensor, tp: Axis) -> Tensor:
+        """[D, G·K] of this rank's heads. A part that is one head leaves no trace in sizes, so it is declared."""
+        dim = w_DGK.dim() - 2
+        own = declare(shard(w_DGK, tp, dim), tp, backward=("sharded", dim))
+        return declare(own.flatten(-2), tp, forward=("sharded", dim))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None) -> Tensor:
+        """What the heads of this rank read: o[B, S, H, K]. mask: who sees whom, where not `visible` to `at`."""
+        in_order = at.documents is None and at.positions.dim() == 1 and self.window is None
+        if mask is None and in_order and self.softcap is None and not self.sinks:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            grouped = q.shape[1] != k.shape[1]
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            return o.transpose(1, 2)
+        if mask is None and not in_order:
+            mask = self.visible(at.positions, at.positions, at.documents)
+        sinks = w["sinks"] if self.sinks else None
+        return nn.attention(q, k, v, mask, scale=self.scale, softcap=self.softcap, sinks_H=sinks)
+
+    def visible(self, queries: Tensor, keys: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The mask of tokens at these positions."""
+        return nn.visible(queries, keys, self.window, documents, documents)
+
+    def finish(self, o_BSHK: Tensor, w: dict, split: bool, axes: Axes) -> Tensor:
+        """The output's projection; split: over tp on the sequence."""
+        y_BSD = nn.row_parallel(o_BSHK.flatten(2), w["wo"], axes["tp"], split)
+        if not self.out_bias:
+            return y_BSD
+        return y_BSD + (enter(w["bias_o"], axes["tp"]) if split else w["bias_o"]).to(y_BSD.dtype)
+
+    def products(self, seq_len: int, causal: bool) -> float:
+        """Multiply-adds times 2 of q·k and p·v that a token needs, on average over its positions."""
+        seen = min(self.window or seq_len, seq_len)
+        keys = (seen + 1) / 2 * (seen / seq_len) + seen * (1 - seen / seq_len) if causal else seen
+        return 2 * 2 * keys * self.heads * self.head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers of a token that generation keeps."""
+        return 2 * self.kv_heads * self.head_dim

@@ -1,0 +1,155 @@
+"""A decoder as a value: a list of blocks, what is before and after them, and its dtypes.
+
+A block is a tuple of parts, a part a mixer between norms. Blocks with equal arrays share a stack, whatever they
+compute.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from fmegatron import nn
+from fmegatron.collectives import Precision
+from fmegatron.layout import Mesh
+from fmegatron.model.arrays import Arrays, At, Mixer
+from fmegatron.model.norm import Norm, RMSNorm
+from fmegatron.model.rope import Rope
+
+
+@dataclass(frozen=True)
+class Part:
+    """One residual part of a block: x + after(mixer(norm(x))). Its arrays: `name`_norm, `name` and `name`_after."""
+
+    name: str
+    mixer: Mixer
+    norm: Norm | None = RMSNorm()
+    after: Norm | None = None
+
+    def arrays(self, dim: int) -> dict[str, Arrays]:
+        """Those of the mixer and of the norms around it."""
+        norms = {f"{self.name}_norm": self.norm, f"{self.name}_after": self.after}
+        found: dict[str, Arrays] = {name: norm.arrays(dim) for name, norm in norms.items() if norm is not None}
+        return {**found, self.name: self.mixer.arrays(dim)}
+
+
+Block: TypeAlias = tuple[Part, ...]
+
+
+class Stack(NamedTuple):
+    """Blocks with equal arrays: the tree of the arrays of one, and the depths of all in the decoder."""
+
+    arrays: dict[str, Arrays]
+    depths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A language model: embedding, blocks, norm, head. ValueError for sizes and dtypes that cannot be meant.
+
+    vocab_size: ids that exist. dim: model width. blocks. max_seq: longest sequence, in tokens. norm: before the head.
+    tied: the head is the embedding. embed_scale: factor of what the embedding gives. positions: whether positions have
+    a learned table that is added to the embedding. logit_softcap: logits are capped to it. z_loss: coefficient of
+    lse^2 in the loss, 0 for none. param_dtype: of the stored weights. compute_dtype: of matrices and activations in a
+    step (norm weights and statistics, RoPE and the loss are fp32 or wider). precision: the whole policy of dtypes;
+    where it is given it decides param_dtype and compute_dtype. sequence_parallel: between the matrix products of a
+    block, activations are split over tp on the sequence. vocab_multiple: the vocabulary is padded to a multiple of
+    this, whatever the mesh; padded columns get no probability and no gradient.
+    """
+
+    vocab_size: int
+    dim: int
+    blocks: tuple[Block, ...]
+    max_seq: int
+    norm: Norm = RMSNorm()
+    tied: bool = False
+    embed_scale: float = 1.0
+    positions: bool = False
+    logit_softcap: float | None = None
+    z_loss: float = 0.0
+    param_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    vocab_multiple: int = 64
+    precision: Precision | None = None
+
+    def __post_init__(self):
+        for name in ("vocab_size", "dim", "layers", "max_seq", "vocab_multiple"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Decoder.{name}: got {value!r}, wanted a whole number of at least 1")
+        if self.precision is not None:
+            object.__setattr__(self, "param_dtype", self.precision.param)
+            object.__setattr__(self, "compute_dtype", self.precision.compute)
+        for name in ("param_dtype", "compute_dtype"):
+            value = getattr(self, name)
+            if not isinstance(value, torch.dtype) or not value.is_floating_point:
+                raise ValueError(f"Decoder.{name}: got {value!r}, wanted a floating dtype such as torch.bfloat16")
+
+    @property
+    def policy(self) -> Precision:
+        """`precision`, or what the two dtypes say where it is not given: gradients are reduced as they are computed."""
+        return self.precision or Precision(self.param_dtype, self.compute_dtype)
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table: vocab_size rounded up to vocab_multiple, the same on every mesh."""
+        return round_up(self.vocab_size, self.vocab_multiple)
+
+    @functools.cached_property
+    def stacks(self) -> dict[str, Stack]:
+        """By name the stacks of the blocks, in the order of their first blocks: "blocks", "blocks2", "blocks3", ..."""
+        found: list[Stack] = []
+        for depth, parts in enumerate(self.blocks):
+            arrays = {name: array for part in parts for name, array in part.arrays(self.dim).items()}
+            same = [i for i, stack in enumerate(found) if stack.arrays == arrays]
+            if same:
+                found[same[0]] = Stack(arrays, (*found[same[0]].depths, depth))
+            else:
+                found.append(Stack(arrays, (depth,)))
+        return {f"blocks{i + 1 if i else ''}": stack for i, stack in enumerate(found)}
+
+    def at(self, positions: torch.Tensor, documents: torch.Tensor | None = None) -> list[At]:
+        """For each block what it is given beside x and weights; the angles of equal ropes are computed once."""
+        tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        out = []
+        for parts in self.blocks:
+            angles = {}
+            for part in parts:
+                rope = getattr(part.mixer, "rope", None)
+                if rope is not None:
+                    if rope not in tables:
+                        tables[rope] = rope.angles(positions, self.compute_dtype)
+                    angles[part.name] = tables[rope]
+            out.append(At(positions, documents, angles))
+        return out
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits, capped where the model has a cap."""
+        return logits if self.logit_softcap is None else nn.soft_cap(logits, self.logit_softcap)
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise ValueError if this model cannot be split over the mesh's tp axis, naming the number and a fix."""
+        for mixer in dict.fromkeys(part.mixer for parts in self.blocks for part in parts):
+            check = getattr(mixer, "check_mesh", None)
+            if check is not None:
+                check(mesh)
+        tp = mesh["tp"]
+        if self.padded_vocab % tp:
+            raise ValueError(
+                f"Decoder.padded_vocab: got {self.padded_vocab}, wanted a multiple of tp={tp} on the mesh {mesh}; "
+                f"set vocab_multiple={round_up(self.vocab_multiple, tp)}"
+            )
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is not below n."""
+    return -(-n // multiple) * multiple

@@ -1,0 +1,57 @@
+"""A family as a value: how `config.json` becomes a Decoder, and what Hugging Face calls its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fmegatron.model.decoder import Decoder
+from fmegatron.model.families.keys import Keys
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The stored tensors that one array of ours is made of, joined along its last dim as its `parts` say.
+
+    names: `{i}` in them is the number of the block, `{e}` that of the expert (the first dim of our array). transposed:
+    a tensor is stored [out, in], as torch's Linear has it.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool = False
+
+
+def linear(*names: str) -> Stored:
+    """Weights of torch's Linear, joined along their outputs."""
+    return Stored(names, transposed=True)
+
+
+def plain(*names: str) -> Stored:
+    """Tensors stored as ours are."""
+    return Stored(names)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    name: Hugging Face's `model_type`. read: keys of config.json -> Decoder, given dtypes and the like as keywords.
+    names: for each path of ours, without the name of the stack, what is stored. unused: regular expressions of stored
+    names that hold nothing learned.
+    """
+
+    name: str
+    read: Callable[..., Decoder]
+    names: Mapping[str, Stored]
+    unused: tuple[str, ...] = ()
+
+    def decoder(self, config: Mapping[str, Any], **changes: Any) -> Decoder:
+        """The model of a configuration; changes: fields of `Decoder` (dtypes, max_seq, sequence_parallel, ...).
+
+        Raises ValueError, naming the key, for what the family does not understand.
+        """
+        keys = Keys(config, self.name)
+        decoder = self.read(keys, **changes)
+        keys.done()
+        return decoder

@@ -1,0 +1,49 @@
+"""gpt-oss: experts with biases and clamped gates, sinks, windows in every other layer, YaRN.
+
+Source: arXiv 2508.10925, section 2.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from fmegatron import nn
+from fmegatron.model.decoder import Decoder
+from fmegatron.model.families.family import Family, linear, plain
+from fmegatron.model.families.keys import Keys
+from fmegatron.model.families.llama import LAYER, NAMES, UNUSED, llama, sizes
+from fmegatron.model.moe import MoE
+
+_EXPERTS = LAYER + "mlp.experts."
+_NAMES = MappingProxyType(
+    {
+        **NAMES,
+        "attention/sinks": plain(LAYER + "self_attn.sinks"),
+        "mlp/router": linear(LAYER + "mlp.router.weight"),
+        "mlp/router_bias": plain(LAYER + "mlp.router.bias"),
+        "mlp/up": plain(_EXPERTS + "gate_up_proj"),
+        "mlp/bias_up": plain(_EXPERTS + "gate_up_proj_bias"),
+        "mlp/down": plain(_EXPERTS + "down_proj"),
+        "mlp/bias_down": plain(_EXPERTS + "down_proj_bias"),
+    }
+)
+
+
+def _read(keys: Keys, **changes: Any) -> Decoder:
+    keys.only("hidden_act", "silu")
+    keys.only("swiglu_alpha", 1.702)
+    keys.ignore("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length")
+    width, kinds = keys.take("sliding_window", 128), keys.take("layer_types", None)
+    bias, of = keys.take("attention_bias", True), sizes(keys, eps=1e-5, theta=150000.0)
+    router = nn.Router(keys.take("num_local_experts", 128), keys.take("num_experts_per_tok", 4), normalised=True)
+
+    def window(i: int) -> int | None:
+        return width if (i % 2 == 0 if kinds is None else kinds[i] == "sliding_attention") else None
+
+    mlp = MoE(router, of["ffn_dim"], biases=True, limit=keys.take("swiglu_limit", 7.0))
+    own = {"bias": bias, "out_bias": bias, "sinks": True, "window": window, "mlp": mlp}
+    return llama(**{**of, **own, **changes})
+
+
+GPT_OSS = Family("gpt_oss", _read, _NAMES, UNUSED)

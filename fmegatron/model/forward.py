@@ -1,0 +1,199 @@
+"""The decoder's maths: its blocks, logits and loss, on local shards.
+
+Legend: B batch, S sequence, D width, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fmegatron import nn, step
+from fmegatron.collectives import Axes, psum
+from fmegatron.model.arrays import At
+from fmegatron.model.decoder import Block, Decoder
+from fmegatron.model.weights import Outer, each_layer, embedded, prepared
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+def block(
+    x_BSD: Tensor, w: dict, at: At, *, parts: Block, axes: Axes, mix: Callable | None = None
+) -> Tensor | tuple[Tensor, dict]:
+    """x + mixer(norm(x)), part after part: a pure function of tensors, compiled once for all blocks with these parts.
+
+    `x[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, or S_tp at both ends with sequence parallelism. Where mixers give statistics
+    (y, {part: statistics}).
+
+    Args:
+        x_BSD: activations in the compute dtype.
+        w: one block's weights, gathered over the data axes and split over the others: by the names of the parts those
+            of the mixer, and of the norms `name`_norm and `name`_after.
+        at: of the tokens.
+        parts: of the block.
+        axes: Axes(mesh).
+        mix: mix(part, u, w, at) in place of the mixer, for generation; None: the mixer itself.
+    """
+    statistics = {}
+    for part in parts:
+        u_BSD = x_BSD if part.norm is None else part.norm(x_BSD, w[f"{part.name}_norm"], at, axes)
+        given = (u_BSD, w[part.name], at.of(part.name))
+        y_BSD = part.mixer(*given, axes) if mix is None else mix(part, *given)
+        if isinstance(y_BSD, tuple):
+            y_BSD, statistics[part.name] = y_BSD
+        x_BSD = x_BSD + (y_BSD if part.after is None else part.after(y_BSD, w[f"{part.name}_after"], at, axes))
+    return (x_BSD, statistics) if statistics else x_BSD
+
+
+# ---- forward and loss ------------------------------------------------------------------------------------------------
+def logits(
+    params: dict,
+    tokens_BS: Tensor,
+    decoder: Decoder,
+    layouts: dict,
+    axes: Axes,
+    save: step.Policy | None = None,
+    offload: int | None = None,
+    reshard_after_forward: tuple[str, ...] | None = None,
+) -> Tensor:
+    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
+
+    The arguments are those of `forward`, of a batch of tokens alone.
+    """
+    batch = {"tokens": tokens_BS}
+    return forward(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)[0]
+
+
+def forward(
+    params: dict,
+    batch: dict,
+    decoder: Decoder,
+    layouts: dict,
+    axes: Axes,
+    save: step.Policy | None = None,
+    offload: int | None = None,
+    reshard_after_forward: tuple[str, ...] | None = None,
+) -> tuple[Tensor, list[dict]]:
+    """(logits[B, S, V_tp] in the compute dtype, for each block that has them the statistics of its parts).
+
+    Args:
+        params: this rank's shards.
+        batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S] (`At`)}, B
+            split over the data axes.
+        decoder: the model.
+        layouts: of the parameters.
+        axes: Axes(mesh).
+        save: what a block, compiled once for all, keeps for its backward (`step.layers`); None: as autograd does.
+        offload: bytes from which on it waits in host memory (`step.layers`).
+        reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
+            again for its backward, unless `save` is None; "embed": for the lookup, whose transpose needs no
+            weights; "head": where the blocks end, which is where the backward begins). Groups that are left out are
+            kept from their gather to the end of the backward; "embed" and "head" then travel in one collective.
+            None: all of GROUPS, which needs the least memory (one group at a time) and no byte more on the wire; with a
+            tied table all but "head": it is used at both ends, and freeing it in between costs one more gather and
+            reduce-scatter.
+    """
+    tokens_BS = batch["tokens"]
+    if tokens_BS.shape[1] > decoder.max_seq:
+        raise ValueError(
+            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Decoder.max_seq={decoder.max_seq}; "
+            "raise max_seq (RoPE needs no new parameters) or cut the batch"
+        )
+    tp = axes["tp"]
+    if decoder.sequence_parallel and tokens_BS.shape[1] % tp.size:
+        raise ValueError(
+            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence parallelism); "
+            "change the length, or set Decoder.sequence_parallel=False"
+        )
+    params = prepared(params, layouts, decoder, axes)
+    outer = Outer(params, layouts, decoder, axes, reshard_after_forward)
+    positions = batch.get("positions")
+    if positions is None:
+        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    at, statistics = decoder.at(positions, batch.get("documents")), []
+    x_BSD = embedded(tokens_BS, outer["embed"]["embed"], positions, decoder, axes, decoder.sequence_parallel)
+    freed = "blocks" in outer.freed
+    layers = each_layer(block, params, layouts, decoder, axes, save, offload, freed)
+    for (run, weights), at_layer in zip(layers, at, strict=True):
+        x_BSD = run(x_BSD, weights, at_layer)
+        if isinstance(x_BSD, tuple):
+            x_BSD, found = x_BSD
+            statistics.append(found)
+    return read_out(x_BSD, outer["head"], at[0], decoder, axes), statistics
+
+
+def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
+    """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
+    x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
+    head_DV = w["embed"]["table"].t() if decoder.tied else w["head"]["w"]
+    return decoder.capped(nn.column_parallel(x_BSD, head_DV, axes["tp"], at.splits(x_BSD)))
+
+
+def loss(
+    params: dict,
+    batch: dict,
+    decoder: Decoder,
+    layouts: dict,
+    axes: Axes,
+    save: step.Policy | None = None,
+    offload: int | None = None,
+    reshard_after_forward: tuple[str, ...] | None = None,
+) -> tuple[Tensor, dict]:
+    """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
+
+    The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
+    has the same part. The metrics are 0-d and equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if
+    configured), "tokens" (int64).
+
+    Args:
+        params: this rank's shards.
+        batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
+            [S] or [B, S], "documents" int64 [B, S]: `At`}, B split over `axes.data`.
+        decoder: the model.
+        layouts: of the parameters.
+        axes: Axes(mesh).
+        save: what a block keeps for its backward (`logits`).
+        offload: what of it waits in host memory (`logits`).
+        reshard_after_forward: which weights are gathered for each use (`logits`).
+    """
+    for name in ("labels", "mask", "documents"):
+        if name in batch and batch[name].shape != batch["tokens"].shape:
+            raise ValueError(
+                f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
+                f"{tuple(batch['tokens'].shape)}; give one entry for each token"
+            )
+    logits_BSV, statistics = forward(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
+    data = axes[axes.data]
+    nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"], decoder.vocab_size)
+    z_BS = decoder.z_loss * lse_BS.square()
+    if "mask" in batch:
+        mask_BS = batch["mask"].to(nll_BS.dtype)
+        nll_BS, z_BS = nll_BS * mask_BS, z_BS * mask_BS
+        tokens = psum(mask_BS.sum(), data)
+        count = tokens.clamp(min=1.0)  # a batch without any token has loss 0, not 0/0
+    else:
+        count = nll_BS.numel() * data.size
+        tokens = torch.full((), count, dtype=torch.int64, device=nll_BS.device)
+    metrics = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
+    parts = {"loss": nll_BS.sum() / count}
+    if decoder.z_loss:
+        parts["z_loss"] = z_BS.sum() / count
+    if added := [one["loss"] for block in statistics for one in block.values() if "loss" in one]:
+        parts["router_loss"] = torch.stack(added).sum().to(nll_BS.dtype)
+    parts["loss"] = sum(list(parts.values())[1:], parts["loss"])
+    if len(parts) == 1:
+        return parts["loss"], {"loss": psum(parts["loss"].detach(), data), **metrics}
+    totals = psum(torch.stack([part.detach() for part in parts.values()]), data).unbind(0)
+    return parts["loss"], {**dict(zip(parts, totals, strict=True)), **metrics}
+
+
+def _counted(statistics: list[dict]) -> dict[str, Tensor]:
+    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean, and "overflow"."""
+    found = [one for block in statistics for one in block.values()]
+    metrics = {}
+    if loads := [one["load"].double() for one in found if "load" in one]:
+        metrics["imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).max()
+    if over := [one["overflow"] for one in found if "overflow" in one]:
+        metrics["overflow"] = torch.stack(over).sum()
+    return metrics

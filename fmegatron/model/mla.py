@@ -1,0 +1,118 @@
+"""Multi-head latent attention: keys and values of all heads are made of one narrow latent.
+
+Legend: B batch, S sequence, D width, H heads of this rank, K width of a head's query and key, R width of a latent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fmegatron import nn
+from fmegatron.collectives import Axes, Axis, all_gather, enter
+from fmegatron.layout import Mesh
+from fmegatron.model.arrays import Array, At
+from fmegatron.model.rope import Rope
+from fmegatron.tree import Constant, Tree
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Attention whose keys and values are `latent @ up`; part of each key is rotated and one for all heads.
+
+    q_rank: of the latent of queries; None: queries are made of u. kv_rank: of that of keys and values. nope, rope.dim:
+    widths of the part of a key that is not rotated, and of that which is. v_dim: of a value. scale: of q·k; None: 1 /
+    sqrt(nope + rope.dim). norm_eps: of the norms of the latents. Source: DeepSeek V2, arXiv 2405.04434, section 2.1.
+    """
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    v_dim: int
+    rope: Rope
+    scale: float | None = None
+    norm_eps: float = 1e-6
+
+    def arrays(self, dim: int) -> dict[str, Array]:
+        """{"kv_down", "kv_norm", "kv_up", "wo"}, and "q_down", "q_norm", "q_up" or "wq"."""
+        K, one, up = self.nope + self.rope.dim, Constant(1.0), ("fsdp", "tp")
+        out = {"wq": Array((dim, self.heads * K), up)}
+        if self.q_rank is not None:
+            out = {"q_down": Array((dim, self.q_rank), ("fsdp",)), "q_norm": Array((self.q_rank,), init=one)}
+            out["q_up"] = Array((self.q_rank, self.heads * K), up)
+        return out | {
+            "kv_down": Array((dim, self.kv_rank + self.rope.dim), ("fsdp",)),
+            "kv_norm": Array((self.kv_rank,), init=one),
+            "kv_up": Array((self.kv_rank, self.heads * (self.nope + self.v_dim)), up),
+            "wo": Array((self.heads * self.v_dim, dim), (("tp", "fsdp"),), residual=True),
+        }
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """ValueError where heads do not divide by tp."""
+        if self.heads % mesh["tp"]:
+            raise ValueError(
+                f"MLA.heads: got {self.heads}, wanted a multiple of tp={mesh['tp']} on the mesh {mesh}; choose tp as a "
+                "divisor of heads"
+            )
+
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
+        """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
+
+        Every rank of tp makes the latents of its tokens, and the heads of its own.
+        """
+        q_BSHK, k_BSHK, v_BSHK = self.project(u_BSD, w, at, axes)
+        return self.finish(self.attend(q_BSHK, k_BSHK, v_BSHK, w, at), w, at.splits(u_BSD), axes)
+
+    def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+        """(q[B, S, H, K], k[B, S, H, K], v[B, S, H, v_dim]), rotated, of the full sequence."""
+        tp, split, heads, angles = axes["tp"], at.splits(u_BSD), self.heads // axes["tp"].size, at.angles
+        assert isinstance(angles, tuple)  # what `Decoder.at` gives a mixer that has a rope
+
+        def own(name: str) -> Tensor:  # every rank has it; with other tokens on each its gradient is a sum
+            return enter(w[name], tp) if split else w[name]
+
+        if self.q_rank is None:
+            q_BSF = nn.column_parallel(u_BSD, w["wq"], tp, split)
+        else:
+            q_BSR = nn.rms_norm(u_BSD @ own("q_down"), own("q_norm"), self.norm_eps)
+            q_BSF = nn.column_parallel(q_BSR, w["q_up"], tp, split)
+        q_nope, q_rope = q_BSF.unflatten(-1, (heads, -1)).split((self.nope, self.rope.dim), -1)
+        kv_BSR, k_rope = (u_BSD @ own("kv_down")).split((self.kv_rank, self.rope.dim), -1)
+        kv_BSR = nn.rms_norm(kv_BSR, own("kv_norm"), self.norm_eps)
+        kv_BSF = nn.column_parallel(kv_BSR, w["kv_up"], tp, split)
+        k_nope, v = kv_BSF.unflatten(-1, (heads, -1)).split((self.nope, self.v_dim), -1)
+        k_rope = self.rope(_of_all_heads(k_rope, tp, split).unsqueeze(2), angles).expand(-1, -1, heads, -1)
+        return torch.cat((q_nope, self.rope(q_rope, angles)), -1), torch.cat((k_nope, k_rope), -1), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None) -> Tensor:
+        """What the heads of this rank read: o[B, S, H, v_dim]."""
+        in_order = at.documents is None and at.positions.dim() == 1
+        if mask is None and not in_order:
+            mask = self.visible(at.positions, at.positions, at.documents)
+        return nn.attention(q, k, v, mask, scale=self.scale)
+
+    def visible(self, queries: Tensor, keys: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The mask of tokens at these positions."""
+        return nn.visible(queries, keys, None, documents, documents)
+
+    def finish(self, o_BSHK: Tensor, w: Tree, split: bool, axes: Axes) -> Tensor:
+        """The output's projection; split: over tp on the sequence."""
+        return nn.row_parallel(o_BSHK.flatten(2), w["wo"], axes["tp"], split)
+
+    def products(self, seq_len: int, causal: bool) -> float:
+        """Multiply-adds times 2 of q·k and p·v that a token needs, on average over its positions."""
+        keys = (seq_len + 1) / 2 if causal else seq_len
+        return 2 * keys * self.heads * (self.nope + self.rope.dim + self.v_dim)
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers of a token that generation keeps: keys and values of all heads."""
+        return self.heads * (self.nope + self.rope.dim + self.v_dim)
+
+
+def _of_all_heads(k_BSK: Tensor, tp: Axis, split: bool) -> Tensor:
+    """The part of the key that all heads share, of the full sequence; its gradient is a sum over the ranks' heads."""
+    return all_gather(k_BSK, tp, 1) if split else enter(k_BSK, tp)

@@ -1,0 +1,65 @@
+"""The feed-forward mixer: two matrices, or a gate beside the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fmegatron import nn
+from fmegatron.collectives import Axes, enter
+from fmegatron.layout import Mesh
+from fmegatron.model.arrays import Array, At
+from fmegatron.tree import Constant, Tree
+
+
+@dataclass(frozen=True)
+class MLP:
+    """(act(u gate) * (u up)) down; without a gate act(u up + b) down + b.  activation: of `nn.ACTIVATIONS`.
+
+    bias: of the form without a gate.
+    """
+
+    ffn_dim: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    per_token = True
+
+    def __post_init__(self):
+        if not isinstance(self.ffn_dim, int) or isinstance(self.ffn_dim, bool) or self.ffn_dim < 1:
+            raise ValueError(f"MLP.ffn_dim: got {self.ffn_dim!r}, wanted a whole number of at least 1")
+        if self.activation not in nn.ACTIVATIONS:
+            raise ValueError(f"MLP.activation: got {self.activation!r}, wanted one of {', '.join(nn.ACTIVATIONS)}")
+        if self.gated and self.bias:
+            raise ValueError("MLP.bias: got True with a gate, wanted False; set gated=False, or write a mixer")
+
+    def arrays(self, dim: int) -> dict[str, Array]:
+        """{"w_gate_up": [D, 2F], "w_down": [F, D]}, or {"w_up", "w_down"} and biases "bias_up", "bias_down"."""
+        F = self.ffn_dim
+        down = {"w_down": Array((F, dim), (("tp", "fsdp"),), residual=True)}
+        if self.gated:
+            return {"w_gate_up": Array((dim, 2 * F), ("fsdp", "tp"), (F, F)), **down}
+        biases = {"bias_up": Array((F,), ("tp",), init=Constant(0.0)), "bias_down": Array((dim,), init=Constant(0.0))}
+        return {"w_up": Array((dim, F), ("fsdp", "tp")), **down, **(biases if self.bias else {})}
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """ValueError where tp does not divide the hidden width."""
+        tp = mesh["tp"]
+        if self.ffn_dim % tp:
+            raise ValueError(
+                f"MLP.ffn_dim: got {self.ffn_dim}, wanted a multiple of tp={tp} on the mesh {mesh}; "
+                f"try ffn_dim={-(-self.ffn_dim // tp) * tp}"
+            )
+
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
+        """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism."""
+        tp, split = axes["tp"], at.splits(u_BSD)
+        if self.gated:
+            return nn.gated_mlp(u_BSD, w["w_gate_up"], w["w_down"], tp, split, self.activation)
+        u_BSF = nn.column_parallel(u_BSD, w["w_up"], tp, split)
+        u_BSF = nn.ACTIVATIONS[self.activation](u_BSF + w["bias_up"].to(u_BSF.dtype) if self.bias else u_BSF)
+        y_BSD = nn.row_parallel(u_BSF, w["w_down"], tp, split)
+        if not self.bias:
+            return y_BSD
+        return y_BSD + (enter(w["bias_down"], tp) if split else w["bias_down"]).to(y_BSD.dtype)

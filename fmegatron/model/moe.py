@@ -1,0 +1,131 @@
+"""Mixture of experts as a mixer: a router, experts that axes of the mesh hold, and an MLP that all tokens share.
+
+Legend: B batch, S sequence, D width, F hidden width of an expert, E experts, X experts of this rank, M rows of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmegatron import nn
+from fmegatron.collectives import Axes, all_gather, enter, psum, reduce_scatter
+from fmegatron.layout import Mesh
+from fmegatron.model.arrays import Array, At
+from fmegatron.model.mlp import MLP
+from fmegatron.tree import Constant, Tree
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Σ of the chosen experts' gated MLPs, times their gates, and of the shared MLP.
+
+    router: how experts are chosen. ffn_dim: of one expert. shared: an MLP for every token. choice_bias: the choice has
+    a bias that no gradient reaches (`nn.balanced_bias`). ep: axes of the data that hold experts, each rank E/n of them;
+    their gathered weights stay split over them. rows: for which a rank has room (`nn.dropless`); None: for all.
+    balance, z_loss: coefficients of losses of the router (`nn.balance_loss`, `nn.router_z_loss`), 0 for none.
+    biases: router and experts have biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up
+    lie in turns (arXiv 2508.10925); None: silu.
+    """
+
+    router: nn.Router
+    ffn_dim: int
+    shared: MLP | None = None
+    choice_bias: bool = False
+    ep: tuple[str, ...] = ("ep",)
+    rows: int | None = None
+    balance: float = 0.0
+    z_loss: float = 0.0
+    biases: bool = False
+    limit: float | None = None
+    per_token = True
+
+    def arrays(self, dim: int) -> dict[str, Any]:
+        """{"router": [D, E], "up": [E, D, 2F], "down": [E, F, D]}, "shared", and biases."""
+        E, F, used, zero = self.router.experts, self.ffn_dim, self.router.top_k / self.router.experts, Constant(0.0)
+        parts = (F, F) if self.limit is None else ()
+        fixed = {"kept": self.ep, "used": used}
+        down = Array((E, F, dim), (self.ep, "tp", "fsdp"), residual=True, **fixed)
+        out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, "fsdp", "tp"), parts, **fixed), "down": down}
+        out["router"] = Array((dim, E))
+        if self.choice_bias:
+            out["choice_bias"] = Array((E,), init=zero)
+        if self.biases:
+            out["router_bias"] = Array((E,), init=zero)
+            out["bias_up"] = Array((E, 2 * F), (self.ep, "tp"), parts, zero, kept=self.ep)
+            out["bias_down"] = Array((E, dim), (self.ep,), init=zero, kept=self.ep)
+        return out | ({} if self.shared is None else {"shared": self.shared.arrays(dim)})
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """ValueError where experts, or their hidden width, do not divide."""
+        ways = mesh.extent(mesh.axes(self.ep))
+        for name, value, n in (("router.experts", self.router.experts, ways), ("ffn_dim", self.ffn_dim, mesh["tp"])):
+            if value % n:
+                raise ValueError(
+                    f"MoE.{name}: got {value}, wanted a multiple of {n} on the mesh {mesh}; choose a divisor"
+                )
+        if self.shared is not None:
+            self.shared.check_mesh(mesh)
+
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
+        """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
+        "load" [E], how often each expert was chosen on all ranks; "loss"; with `rows` "overflow".
+
+        Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are.
+        """
+        tp, split, data, ep = axes["tp"], at.splits(u_BSD), axes[axes.data], axes[self.ep]
+
+        def own(name: str) -> Tensor:  # every rank has it; with other tokens on each its gradient is a sum
+            return enter(w[name], tp) if split else w[name]
+
+        logits_BSE = u_BSD @ own("router")
+        if self.biases:
+            logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
+        routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
+        if split:
+            own_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, routing.gates, routing.experts))
+        else:
+            own_BSD, gates, experts = enter(u_BSD, tp), enter(routing.gates, tp), routing.experts
+        apply, count = self._experts(w, axes), self.router.experts
+        y_BSD, found = nn.dropless(own_BSD, gates, experts, apply, count, ep, data, axes[()], self.rows)
+        y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
+        if self.shared is not None:
+            y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at, axes)
+
+        everywhere = axes[(*axes.data, "tp")] if split else data
+        tokens = u_BSD.shape[0] * u_BSD.shape[1] * everywhere.size
+        load_E = psum(nn.expert_load(routing.experts, self.router.experts), everywhere)
+        statistics = {"load": load_E}
+        if self.rows is not None:
+            statistics["overflow"] = psum(found["overflow"], data)
+        if self.balance or self.z_loss:
+            loss = self.balance * nn.balance_loss(routing.probs, load_E, tokens)
+            loss = loss + self.z_loss * nn.router_z_loss(logits_BSE, tokens)
+            statistics["loss"] = psum(loss, tp) if split else loss
+        return y_BSD, statistics
+
+    def _experts(self, w: Tree, axes: Axes):
+        """This rank's experts, as `nn.dropless` applies them."""
+        tp, names = axes["tp"], ("up", "down", "bias_up", "bias_down")
+        w = nn.expert_weights({k: w[k] for k in names if k in w}, axes[self.ep], axes[axes.data])
+
+        def apply(x_MD: Tensor, ends_X: Tensor, expert_M: Tensor) -> Tensor:
+            h_MF = nn.grouped_mm(x_MD, w["up"], ends_X)
+            if self.biases:
+                h_MF = h_MF + w["bias_up"].to(h_MF.dtype).index_select(0, expert_M)
+            if self.limit is None:
+                gate_MF, up_MF = h_MF.chunk(2, -1)
+                h_MF = nn.ACTIVATIONS["silu"](gate_MF) * up_MF
+            else:
+                gate_MF, up_MF = h_MF.unflatten(-1, (-1, 2)).unbind(-1)
+                gate_MF, up_MF = gate_MF.clamp(max=self.limit), up_MF.clamp(-self.limit, self.limit)
+                h_MF = gate_MF * torch.sigmoid(1.702 * gate_MF) * (up_MF + 1)
+            y_MD = nn.grouped_mm(h_MF, w["down"], ends_X)
+            if self.biases:  # each rank of tp adds its share to what is summed over tp
+                y_MD = y_MD + (enter(w["bias_down"], tp) / tp.size).to(y_MD.dtype).index_select(0, expert_M)
+            return y_MD
+
+        return apply

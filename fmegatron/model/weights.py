@@ -1,0 +1,132 @@
+"""Weights of a decoder as a step uses them: gathered over the data axes group by group, in the dtypes of its policy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from fmegatron import nn, step, tree
+from fmegatron.collectives import Axes
+from fmegatron.model.decoder import Decoder
+
+GROUPS = ("blocks", "embed", "head")  # whose gathered weights can be freed after use: each block, the table, the head
+
+
+def gather_weights(shards, layouts, decoder: Decoder, axes: Axes):
+    """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather for all.
+
+    They travel as `decoder.policy.wires` says. Vectors (norm weights) keep their dtype: they are small, their maths is
+    fp32; they are in the same buffer nevertheless.
+    Transpose: one reduce_scatter of all gradients, which arrive in the dtype of the shards.
+    """
+    return nn.gather_tree(shards, layouts, axes[axes.data], decoder.policy.wires(layouts))
+
+
+def _gather_block(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
+    """`gather_weights` of one block; what its arrays keep split is another collective."""
+    kept = [array.kept for array in tree.leaves(arrays)]
+    if not any(kept):
+        return gather_weights(shards, layouts, decoder, axes)
+    _, of_leaves, spec = tree.flatten(layouts)
+    wires, leaves = tree.leaves(decoder.policy.wires(layouts)), tree.leaves(shards)
+    for names in dict.fromkeys(kept):
+        mine = [i for i, own in enumerate(kept) if own == names]
+        axis = axes[tuple(name for name in axes.data if name not in names)]
+        parts, at = [leaves[i] for i in mine], [of_leaves[i] for i in mine]
+        found = nn.gather_tree(parts, at, axis, [wires[i] for i in mine])
+        for i, leaf in zip(mine, found, strict=True):
+            leaves[i] = leaf
+    return tree.unflatten(spec, leaves)
+
+
+def prepared(params: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
+    """Parameters as `gather_weights` takes them: matrices that travel in 8 bits get their scales, by one pmax."""
+    wire = decoder.policy.wire
+    if not wire.scaled or wire.gather is None:
+        return params
+    stacked = {name: tree.map(lambda _, name=name: name in decoder.stacks, leaf) for name, leaf in layouts.items()}
+    return nn.with_scales(params, layouts, axes, wire.gather, stacked)
+
+
+class Outer:
+    """The weights outside of the blocks, by name: some gathered together at once and kept, the others when asked for.
+
+    freed: the groups of `GROUPS` that are gathered for each use. None: all, but with a tied table not "head".
+    """
+
+    def __init__(self, params: dict, layouts: dict, decoder: Decoder, axes: Axes, freed: tuple[str, ...] | None):
+        if freed is None:
+            freed = tuple(name for name in GROUPS if name != "head" or not decoder.tied)
+        if unknown := [name for name in freed if name not in GROUPS]:
+            raise ValueError(f"reshard_after_forward: got {unknown[0]!r}, wanted names among {', '.join(GROUPS)}")
+        self.params, self.layouts, self.decoder, self.axes, self.freed = params, layouts, decoder, axes, freed
+        self.groups = {"embed": ("embed",), "head": ("final_norm", "embed" if decoder.tied else "head")}
+        kept = [name for group, names in self.groups.items() if group not in freed for name in names]
+        self.kept = self._gather(list(dict.fromkeys(kept)))
+
+    def _gather(self, names: list[str]) -> dict:
+        params, layouts = ({name: whole[name] for name in names} for whole in (self.params, self.layouts))
+        return gather_weights(params, layouts, self.decoder, self.axes) if names else {}
+
+    def __getitem__(self, group: str) -> dict:
+        names = self.groups[group]
+        missing = [name for name in names if name not in self.kept]
+        return {**{name: self.kept[name] for name in names if name in self.kept}, **self._gather(missing)}
+
+
+def each_layer(
+    block: Callable,
+    params: dict,
+    layouts: dict,
+    decoder: Decoder,
+    axes: Axes,
+    save: step.Policy | None,
+    offload: int | None,
+    reshard_after_forward: bool,
+) -> Iterator[tuple[Callable, dict]]:
+    """For each block in order (run, weights): `run(x, weights, at)` applies it. Equal blocks share one compiled pair.
+
+    Args:
+        block: block(x, weights, at, parts=, axes=) -> x.
+        params: this rank's shards.
+        layouts: of the parameters.
+        decoder: of the model.
+        axes: Axes(mesh).
+        save: what a block keeps for its backward (`step.layers`).
+        offload: what of it waits in host memory.
+        reshard_after_forward: whether gathered weights of a block are freed after it.
+    """
+    shards, gathers = {}, {}
+    for name, stack in decoder.stacks.items():
+        of_one = tree.map(step.layer_layout, layouts[name])
+        gather = functools.partial(_gather_block, arrays=stack.arrays, layouts=of_one, decoder=decoder, axes=axes)
+        for depth, layer in zip(stack.depths, step.unstack(params[name]), strict=True):
+            shards[depth], gathers[depth] = layer, (name, gather)
+    compiled: dict[tuple, Callable] = {}
+    for depth, parts in enumerate(decoder.blocks):
+        name, gather = gathers[depth]
+        run = functools.partial(block, parts=parts, axes=axes)
+        if save is not None:
+            if (name, parts) not in compiled:
+                prepare = gather if reshard_after_forward else None
+                compiled[name, parts] = step.compiled_layer(save, offload=offload)(run, prepare)
+            run = compiled[name, parts]
+        inside = save is not None and reshard_after_forward  # a compiled layer gathers, again for its backward
+        yield run, shards[depth] if inside else gather(shards[depth])
+
+
+def embedded(tokens_BS: Tensor, w: dict, positions: Tensor, decoder: Decoder, axes: Axes, split: bool) -> Tensor:
+    """`tokens[B, S] -> x[B, S, D]` of the embedding's weights w; split: S_tp.
+
+    Raises ValueError for a sequence that tp does not divide.
+    """
+    tp = axes["tp"]
+    x_BSD = nn.embed(tokens_BS, w["table"], tp, split)
+    if decoder.embed_scale != 1.0:
+        x_BSD = x_BSD * x_BSD.new_full((), decoder.embed_scale)
+    if not decoder.positions:
+        return x_BSD
+    table_SD = nn.positions(positions, w["positions"], tp, split)
+    return x_BSD + table_SD.to(x_BSD.dtype)

@@ -1,0 +1,272 @@
+"""Mixture of experts: tokens go to the ranks that hold their experts, through these, and back.
+
+A step's shapes are fixed, how many rows go where is data. Each rank sends a token at most once to another one, however
+many of its experts are there; gates go with it, and what comes back is the gated sum over that rank's experts.
+
+Legend: B batch, S sequence, T tokens of this rank, D width, K experts of a token, E experts, X = E/n experts of this
+rank, n ranks of ep; A rows that leave, R rows that come, M rows of experts (a row that came, once for each expert).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmegatron import tree
+from fmegatron.collectives import Axis, all_to_all, all_to_all_rows, declare, psum
+from fmegatron.tree import Tree
+
+__all__ = ["dropless", "expert_weights", "most_rows", "with_capacity"]
+
+
+def most_rows(tokens: int, ep: Axis, top_k: int, experts: int) -> int:
+    """Rows of experts that one rank has at most: all tokens of all ranks of ep choose as many of its experts as they
+    can. tokens: of one rank."""
+    return ep.size * tokens * min(top_k, experts // ep.size)
+
+
+def expert_weights(w: Tree, ep: Axis, dealt: Axis) -> Tree:
+    """The weights of this rank's experts `w[X, ...]`, for rows of all ranks of ep: their gradient is complete over ep,
+    and a pending sum over the other axes of `dealt`, those by which the tokens are dealt."""
+    rest = dealt.only(tuple(name for name in dealt.names if name not in ep.names))
+    return tree.map(lambda x: declare(declare(x, ep, backward=("sharded", 0)), rest, backward="partial"), w)
+
+
+# ---- rows and their places -------------------------------------------------------------------------------------------
+class _Index(NamedTuple):
+    """Which row each of A places has, the places of each of N rows (-1: none), and how many places are in use."""
+
+    row_A: Tensor
+    place_NC: Tensor
+    used: Tensor
+
+
+def _taken(x_ND: Tensor, index: _Index) -> Tensor:
+    """`x[N, D] -> y[A, D]`, the row of each place. Places that are not in use hold any rows. Transpose: `_summed`."""
+    return _Taken.apply(x_ND, *index)
+
+
+def _summed(y_AD: Tensor, index: _Index) -> Tensor:
+    """`y[A, D] -> x[N, D]`, for each row the sum over its places. Transpose: `_taken`, with zeros where none is."""
+    return _Summed.apply(y_AD, *index)
+
+
+class _Taken(torch.autograd.Function):
+    # A pair of gathers: the transpose of an index is an addition at places, which is slow where these are many.
+    @staticmethod
+    def forward(ctx, x, *index):
+        ctx.save_for_backward(*index)
+        return x.index_select(0, index[0])
+
+    @staticmethod
+    def backward(ctx, g):
+        return _summed(g, _Index(*ctx.saved_tensors)), None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, *index):
+        ctx.save_for_backward(*index)
+        place_NC = index[1]
+        found = y.index_select(0, place_NC.flatten().clamp(min=0)).unflatten(0, place_NC.shape)
+        return torch.where((place_NC >= 0)[..., None], found, 0).sum(1)
+
+    @staticmethod
+    def backward(ctx, g):
+        index = _Index(*ctx.saved_tensors)
+        used_A = torch.arange(index.row_A.shape[0], device=g.device) < index.used
+        return torch.where(used_A[:, None], _taken(g, index), 0), None, None, None
+
+
+def _to_ranks(goes_Tn: Tensor, places: int) -> _Index:
+    """Tokens sorted by destination, each once for every rank that it goes to."""
+    T, n = goes_Tn.shape
+    goes_F = goes_Tn.t().flatten()
+    row_A = goes_F.logical_not().to(torch.int8).argsort(stable=True)[:places] % T
+    place_F = torch.where(goes_F, goes_F.cumsum(0) - 1, -1)
+    return _Index(row_A, place_F.view(n, T).t(), goes_F.sum())
+
+
+def _to_experts(local_RK: Tensor, counts_X: Tensor, places: int) -> tuple[_Index, _Index]:
+    """Rows sorted by expert, each once for every expert that it goes to, and the same of their choices [R K].
+
+    local: 1 + this rank's expert, 0: none.
+    """
+    X, K = counts_X.shape[0], local_RK.shape[1]
+    key_F = torch.where(local_RK > 0, local_RK - 1, X).flatten()
+    order_F = key_F.argsort(stable=True)
+    place_F = order_F.argsort()  # the inverse of a permutation
+    place_F = torch.where((key_F < X) & (place_F < places), place_F, -1)
+    used, choice_M = counts_X.sum(), order_F[:places]
+    return _Index(choice_M // K, place_F.view(-1, K), used), _Index(choice_M, place_F[:, None], used)
+
+
+# ---- dropless --------------------------------------------------------------------------------------------------------
+def dropless(
+    x_BSD: Tensor,
+    gates_BSK: Tensor,
+    experts_BSK: Tensor,
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor],
+    experts: int,
+    ep: Axis,
+    data: Axis,
+    sequence: Axis,
+    rows: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Every token through each expert that it chose -> (y[B, S, D], {"overflow", "sent"}), as x is sharded.
+
+    y = Σ_k gate_k expert_k(x). The statistics are int64 terms of sums over data and sequence. overflow: rows for which
+    there was no room; with any, y is NaN on all ranks, so that loss and gradients are, and the step is refused like
+    every other that is not finite (`optim.skip_nonfinite`, `loop.nonfinite`). sent: rows given to the
+    exchange, those for the rank itself included.
+
+    Args:
+        x_BSD: this rank's tokens, B split over data and S over sequence.
+        gates_BSK: of each choice (`Routing`).
+        experts_BSK: int64 in [0, E).
+        apply: apply(x[M, D], ends[X] int32, expert[M]) -> y[M, D], this rank's experts on rows that are sorted by
+            expert, those of expert e ending at ends[e] (`nn.grouped_mm`); expert[M] is the number in [0, X) of each
+            row. Rows behind the last end are no tokens: their results are not used. Its weights by `expert_weights`.
+        experts: E, of all ranks.
+        ep: the axis that holds experts, made of axes of data and sequence.
+        data: over which the batch is split.
+        sequence: over which sequences are split; size 1 where they are not.
+        rows: M, which a rank has room for; None: as many as there can be (`most_rows`).
+
+    Raises ValueError where the experts cannot be shared out over ep, or ep has axes by which no tokens are dealt.
+    """
+    (B, S, D), K, n = x_BSD.shape, experts_BSK.shape[-1], ep.size
+    T, X = B * S, experts // n
+    _require_experts(experts, ep, data, sequence)
+    most = most_rows(T, ep, K, experts)
+    rows = most if rows is None else min(rows, most)
+    x_BSD, gates_BSK, experts_BSK = (_own(v, data, sequence) for v in (x_BSD, gates_BSK, experts_BSK))
+    x_TD, gates_TK, experts_TK = (v.reshape(T, -1) for v in (x_BSD, gates_BSK, experts_BSK))
+    if n == 1:
+        came_RD, gates_RK, local_RK = x_TD, gates_TK, experts_TK + 1
+        back, arrived = None, torch.zeros_like(experts_TK[0, 0])
+        sent = arrived
+    else:
+        rank_TK = experts_TK // X
+        goes_Tn = (rank_TK[..., None] == torch.arange(n, device=x_TD.device)).any(1)
+        index = _to_ranks(goes_Tn, T * min(K, n))
+        send_n = goes_Tn.sum(0)
+        recv_n = all_to_all(send_n, ep, 0, 0)
+        ends_n = send_n.cumsum(0)
+        to_A = (torch.arange(index.row_A.shape[0], device=x_TD.device)[:, None] >= ends_n).sum(1)
+        there_AK = rank_TK.index_select(0, index.row_A) == to_A[:, None]
+        local_AK = torch.where(there_AK, experts_TK.index_select(0, index.row_A) % X + 1, 0)
+        gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)
+        R = min(rows, n * T)
+        came_RD, gates_RK, local_RK = (
+            all_to_all_rows(v, send_n, recv_n, ep, R) for v in (_taken(x_TD, index), gates_AK, local_AK)
+        )
+        back = (recv_n, send_n, ep, index.row_A.shape[0])
+        arrived, sent = recv_n.sum() - R, send_n.sum()
+    counts_X = (local_RK.flatten()[:, None] == torch.arange(1, X + 1, device=x_TD.device)).sum(0)
+    y_RD = _through(came_RD, gates_RK, local_RK, counts_X, apply, rows)
+    y_TD = y_RD if back is None else _summed(all_to_all_rows(y_RD, *back), index)
+    stats = {"sent": _terms(sent, data, sequence)}
+    stats["overflow"] = _terms(torch.zeros_like(sent), data, sequence)
+    y_BSD = _sharded(y_TD.view(B, S, D), data, sequence)
+    if rows < most:
+        over = torch.maximum(counts_X.sum() - rows, arrived).clamp(min=0)
+        stats["overflow"] = _terms(over, data, sequence)
+        refused = psum(psum(stats["overflow"], data), sequence) > 0
+        y_BSD = y_BSD * torch.where(refused, torch.nan, 1.0).to(y_BSD.dtype)
+    return y_BSD, stats
+
+
+def _through(came_RD, gates_RK, local_RK, counts_X, apply, rows):
+    """Rows that came through their experts: the gated sum over these."""
+    index, choices = _to_experts(local_RK, counts_X, rows)
+    ends_X = counts_X.cumsum(0).clamp(max=rows).to(torch.int32)
+    y_MD = apply(_taken(came_RD, index), ends_X, _expert_of_rows(ends_X, rows))
+    return _summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index)
+
+
+def _expert_of_rows(ends_X: Tensor, rows: int) -> Tensor:
+    """The expert of each row; behind the last end the last one."""
+    row_M = torch.arange(rows, device=ends_X.device)
+    return (row_M[:, None] >= ends_X).sum(1).clamp(max=ends_X.shape[0] - 1)
+
+
+# ---- capacity --------------------------------------------------------------------------------------------------------
+def with_capacity(
+    x_BSD: Tensor,
+    gates_BSK: Tensor,
+    experts_BSK: Tensor,
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor],
+    experts: int,
+    ep: Axis,
+    data: Axis,
+    capacity: int,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `dropless`, but an expert takes at most `capacity` tokens of a sequence, those with the largest gates.
+
+    -> (y[B, S, D], {"dropped": int64 terms of a sum over data, choices that were dropped}). Each expert gets capacity
+    rows of every sequence, padded; the same are dropped on every mesh. Source: GShard, arXiv 2006.16668, section 2.2.
+
+    Args:
+        x_BSD: this rank's tokens, B split over data, sequences in full.
+        gates_BSK: of each choice, at least 0.
+        experts_BSK: int64 in [0, E).
+        apply: of this rank's experts (`dropless`).
+        experts: E, of all ranks.
+        ep: the axis that holds experts, made of axes of data.
+        data: over which the batch is split.
+        capacity: tokens of a sequence that an expert takes, such as ceil(1.25 S K / E); at most S.
+
+    Raises ValueError as `dropless`, and for a capacity that is not from 1 to S.
+    """
+    (B, S, D), n, C = x_BSD.shape, ep.size, capacity
+    _require_experts(experts, ep, data, data.only(()))
+    if not 1 <= C <= S:
+        raise ValueError(f"with_capacity: got capacity={C}, wanted 1 to {S}, the tokens of a sequence")
+    x_BSD, gates_BSK, experts_BSK = (declare(v, data, "own", 0) for v in (x_BSD, gates_BSK, experts_BSK))
+    hot_BSKE = experts_BSK[..., None] == torch.arange(experts, device=x_BSD.device)
+    gates_BSE = torch.where(hot_BSKE, gates_BSK[..., None], 0).sum(2)
+    rank_BSE = torch.where(hot_BSKE.any(2), gates_BSE.detach(), -torch.inf)
+    best_BCE, token_BCE = rank_BSE.topk(C, 1)
+    taken_BCE = best_BCE >= 0
+    gates_ER = torch.where(taken_BCE, gates_BSE.gather(1, token_BCE), 0).permute(2, 0, 1).flatten(1)
+    token_BCE = token_BCE + S * torch.arange(B, device=x_BSD.device)[:, None, None]
+    token_F = token_BCE.permute(2, 0, 1).flatten()
+    there_ERD = x_BSD.flatten(0, 1).index_select(0, token_F).view(experts, B * C, D)
+    came_MD = all_to_all(there_ERD, ep, 0, 1).flatten(0, 1)
+    ends_X = torch.arange(1, experts // n + 1, device=x_BSD.device, dtype=torch.int32) * (n * B * C)
+    y_MD = apply(came_MD, ends_X, _expert_of_rows(ends_X, came_MD.shape[0]))
+    back_ERD = all_to_all(y_MD.view(experts // n, -1, D), ep, 1, 0)
+    gated_FD = (back_ERD * gates_ER[..., None].to(back_ERD.dtype)).flatten(0, 1)
+    y_BSD = gated_FD.new_zeros(B * S, D).index_add(0, token_F, gated_FD).view(B, S, D)
+    dropped = experts_BSK.numel() - taken_BCE.sum()
+    return declare(y_BSD, data, ("sharded", 0)), {"dropped": declare(dropped, data, "partial")}
+
+
+# ---- borders ---------------------------------------------------------------------------------------------------------
+def _own(x_BS: Tensor, data: Axis, sequence: Axis) -> Tensor:
+    return declare(declare(x_BS, data, "own", 0), sequence, "own", 1)
+
+
+def _sharded(x_BS: Tensor, data: Axis, sequence: Axis) -> Tensor:
+    return declare(declare(x_BS, data, ("sharded", 0)), sequence, ("sharded", 1))
+
+
+def _terms(x: Tensor, data: Axis, sequence: Axis) -> Tensor:
+    return declare(declare(x, data, "partial"), sequence, "partial")
+
+
+def _require_experts(experts: int, ep: Axis, data: Axis, sequence: Axis) -> None:
+    if experts % ep.size:
+        raise ValueError(
+            f"moe: got {experts} experts over {ep} of size {ep.size}, wanted as many on each rank; choose an ep that "
+            "divides them"
+        )
+    if others := [name for name in ep.names if name not in data.names + sequence.names]:
+        raise ValueError(
+            f"moe: got experts over {others[0]!r}, whose ranks all have the same tokens, wanted axes of data and "
+            "sequence, or every row would be sent several times; split the sequence over it (collectives.shard) first"
+        )

@@ -1,0 +1,195 @@
+"""Routers: which experts a token goes to and with what weight, losses and biases that balance them, statistics.
+
+Legend: T tokens ([B, S] or any other leading dims), E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmegatron.collectives import Axes, Axis, psum
+from fmegatron.layout import Layout
+from fmegatron.nn.random import normal, uniform
+from fmegatron.tree import working_dtype
+
+__all__ = ["Router", "Routing", "balance_loss", "balanced_bias", "router_entropy", "jittered", "expert_load", "noisy"]
+__all__ += ["router_z_loss", "sequence_balance_loss"]
+
+_SCORES = ("softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """What a router decides.
+
+    gates: [T, K], fp32 or wider, what the result of each chosen expert is multiplied by. experts: [T, K], int64,
+    sorted by falling score. probs: [T, E], the scores divided by their sum, for losses and statistics.
+    """
+
+    gates: Tensor
+    experts: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True)
+class Router:
+    """Top-k choice among experts. ValueError for sizes that do not fit.
+
+    scores: "softmax" of the logits over the experts (Shazeer et al. 2017, arXiv 1701.06538), or "sigmoid" of each
+    (DeepSeek V3, arXiv 2412.19437, equation 15). normalised: gates are divided by their sum (Mixtral, gpt-oss: a
+    softmax over the chosen logits). scale: of the gates. groups: experts stand in so many groups of consecutive ones;
+    a token chooses among the experts of its best `top_groups`; a group is as good as the sum of its `group_best` best
+    scores (DeepSeek V2, arXiv 2405.04434, section 2.1.2: 1; V3: 2).
+    """
+
+    experts: int
+    top_k: int
+    scores: str = "softmax"
+    normalised: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+    def __post_init__(self):
+        if self.scores not in _SCORES:
+            raise ValueError(f"Router.scores: got {self.scores!r}, wanted one of {', '.join(_SCORES)}")
+        if not (isinstance(self.experts, int) and isinstance(self.top_k, int) and 1 <= self.top_k <= self.experts):
+            raise ValueError(f"Router.top_k: got {self.top_k} of {self.experts} experts, wanted 1 to {self.experts}")
+        if self.groups < 1 or self.experts % self.groups:
+            raise ValueError(f"Router.groups: got {self.groups}, wanted a divisor of experts={self.experts}")
+        of_group = self.experts // self.groups
+        if not (1 <= self.top_groups <= self.groups and self.top_k <= self.top_groups * of_group):
+            raise ValueError(
+                f"Router.top_groups: got {self.top_groups} of {self.groups} groups with {of_group} experts each, "
+                f"wanted at least top_k={self.top_k} experts in them; raise top_groups"
+            )
+        if not 1 <= self.group_best <= of_group:
+            raise ValueError(
+                f"Router.group_best: got {self.group_best}, wanted 1 to {of_group}, the experts of a group"
+            )
+
+    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> Routing:
+        """`logits[..., E] -> Routing`. bias: is added to the scores for the choice alone; no gradient reaches it.
+
+        Ties are broken in the same way on every mesh: each token is looked at alone.
+        """
+        logits_TE = logits_TE.to(working_dtype(logits_TE.dtype))
+        scores_TE = logits_TE.softmax(-1) if self.scores == "softmax" else logits_TE.sigmoid()
+        choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E.detach().to(scores_TE.dtype)
+        if self.groups > 1:
+            choice_TE = torch.where(self._in_best_groups(choice_TE), choice_TE, -torch.inf)
+        experts_TK = choice_TE.topk(self.top_k, -1).indices
+        gates_TK = scores_TE.gather(-1, experts_TK)
+        if self.normalised:
+            gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True).clamp(min=1e-20)
+        gates_TK = gates_TK * self.scale if self.scale != 1.0 else gates_TK
+        sums_T1 = scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+        return Routing(gates_TK, experts_TK, scores_TE if self.scores == "softmax" else scores_TE / sums_T1)
+
+    def _in_best_groups(self, choice_TE: Tensor) -> Tensor:
+        choice_TGX = choice_TE.unflatten(-1, (self.groups, -1))
+        best_TG = choice_TGX.topk(self.group_best, -1).values.sum(-1)
+        chosen_TL = best_TG.topk(self.top_groups, -1).indices
+        allowed_TG = (chosen_TL[..., None] == torch.arange(self.groups, device=chosen_TL.device)).any(-2)
+        return allowed_TG[..., None].expand(choice_TGX.shape).flatten(-2)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+def jittered(
+    x: Tensor, eps: float, *, key: int, count: Tensor, layout: Layout | None = None, axes: Axes | None = None
+) -> Tensor:
+    """x times numbers from [1 - eps, 1 + eps): on a router's argument (Switch, arXiv 2101.03961, section 2.2).
+
+    Args:
+        x: any shape, floating point.
+        eps: half the width.
+        key: of the numbers, as for `nn.dropout`, and so are the others; the numbers are the same on every mesh.
+        count: of the step or of each sample.
+        layout: of the full array, where x is a shard of it.
+        axes: Axes(mesh), with a layout.
+    """
+    return x * (1 - eps + 2 * eps * uniform(x, key=key, count=count, layout=layout, axes=axes))
+
+
+def noisy(
+    logits_TE: Tensor, std: float, *, key: int, count: Tensor, layout: Layout | None = None, axes: Axes | None = None
+) -> Tensor:
+    """Logits and normal numbers of this standard deviation (Shazeer et al. 2017, equation 4, with a constant width).
+
+    Args:
+        logits_TE: any shape, floating point.
+        std: standard deviation.
+        key: of the numbers, as for `nn.dropout`, and so are the others; the numbers are the same on every mesh.
+        count: of the step or of each sample.
+        layout: of the full array, where the logits are a shard of it.
+        axes: Axes(mesh), with a layout.
+    """
+    return logits_TE + std * normal(logits_TE, key=key, count=count, layout=layout, axes=axes)
+
+
+# ---- load and losses -------------------------------------------------------------------------------------------------
+def expert_load(experts_TK: Tensor, experts: int, dims: int | None = None) -> Tensor:
+    """`experts[..., K] -> counts[E]`, int64: how often this rank's tokens chose each. dims: keep so many leading dims.
+
+    Of tokens that ranks share, a pending sum: psum over their axes makes it the load of all.
+    """
+    chosen = experts_TK[..., None] == torch.arange(experts, device=experts_TK.device)
+    return chosen.sum(list(range(dims or 0, chosen.dim() - 1)))
+
+
+def balance_loss(probs_TE: Tensor, load_E: Tensor, tokens: int) -> Tensor:
+    """E Σ_e f_e P_e, this rank's part: f_e the share of expert e in the load, P_e the mean of its probability.
+
+    1 where all have equal shares. Source: Switch, arXiv 2101.03961, equations 4 to 6.
+
+    Args:
+        probs_TE: of this rank's tokens.
+        load_E: of all tokens of this microbatch on all ranks, `psum(expert_load(...), data)`; for a loss over the
+            batch (global-batch balance, arXiv 2501.11873) that of all microbatches, or of steps before. No gradient.
+        tokens: of this microbatch on all ranks: what the mean of the probability is over.
+    """
+    E = probs_TE.shape[-1]
+    share_E = load_E.to(probs_TE.dtype) / load_E.sum().clamp(min=1)
+    return E / tokens * (share_E * probs_TE.reshape(-1, E).sum(0)).sum()
+
+
+def sequence_balance_loss(probs_BSE: Tensor, experts_BSK: Tensor, tokens: int, sequence: Axis) -> Tensor:
+    """The mean over sequences of E Σ_e f_e P_e, each of one sequence; this rank's part (DeepSeek V3, equations 17-20).
+
+    Args:
+        probs_BSE: of this rank's tokens.
+        experts_BSK: that they chose.
+        tokens: of all ranks.
+        sequence: the axis over which the sequences are split; size 1 where each rank has full ones.
+    """
+    E, K = probs_BSE.shape[-1], experts_BSK.shape[-1]
+    load_BE, S = psum(expert_load(experts_BSK, E, 1), sequence), probs_BSE.shape[1] * sequence.size
+    share_BE = load_BE.to(probs_BSE.dtype) / (S * K)
+    return E / tokens * (share_BE * probs_BSE.sum(1)).sum()
+
+
+def router_z_loss(logits_TE: Tensor, tokens: int) -> Tensor:
+    """The mean over tokens of logsumexp(logits)², this rank's part (ST-MoE, arXiv 2202.08906, equation 5).
+
+    tokens: of all ranks.
+    """
+    return logits_TE.to(working_dtype(logits_TE.dtype)).logsumexp(-1).square().sum() / tokens
+
+
+def balanced_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
+    """The router's bias for the next step: up by `rate` for experts with less than the mean load, down for the others.
+
+    load_E: of all tokens of the step. Source: arXiv 2408.15664, algorithm 1 (DeepSeek V3, section 2.1.2).
+    """
+    missing_E = load_E.to(torch.float64).mean() - load_E.to(torch.float64)
+    return bias_E + rate * missing_E.sign().to(bias_E.dtype)
+
+
+def router_entropy(probs_TE: Tensor, tokens: int) -> Tensor:
+    """The mean over tokens of -Σ_e p_e ln p_e, this rank's part, for a metric: ln E where a token has no preference."""
+    probs_TE = probs_TE.detach()
+    return -torch.special.xlogy(probs_TE, probs_TE).sum() / tokens

@@ -1,0 +1,63 @@
+"""experiments/finetune.py: folders of random tiny models are trained on any mesh, and transformers loads the result."""
+
+import pytest
+import torch
+
+from experiments import finetune
+from fmegatron import loop
+from fmegatron.layout import Mesh
+from tests.model.families.tiny_hf import config_of, model_of
+
+transformers = pytest.importorskip("transformers")
+TINY = {"seq_len": 16, "batch_size": 8, "steps": 6, "lr": 1e-2, "backend": "eager"}
+
+
+def folder(name, path):
+    """A folder of a model that has all bytes."""
+    theirs = model_of(name, vocab_size=256)
+    theirs.save_pretrained(path)
+    return theirs
+
+
+def finetuned(rank, config):
+    """On a real rank."""
+    return finetune.main(config)
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "gemma2", "gpt2"])
+def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
+    theirs = folder(name, tmp_path / "model")
+    places = {"model": str(tmp_path / "model"), "out": str(tmp_path / "out"), "run": str(tmp_path / "run")}
+    finetune.main(finetune.Config(**places, **TINY))
+    first, last = (
+        r["loss"] for r in loop.read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"] in (1, 6) and "loss" in r
+    )
+    tokens = torch.tensor(finetune.token_ids(finetune.Config(**places))[:256]).long().view(16, 16)
+    tuned = type(theirs).from_pretrained(tmp_path / "out").eval()
+    before, after = (m(tokens, labels=tokens).loss.item() for m in (theirs, tuned))
+    assert last < first - 0.3 and after < before - 0.3
+    assert {p.dtype for p in tuned.parameters()} == {torch.float32}
+    assert config_of(name)[1].model_type == tuned.config.model_type
+
+
+def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks):
+    folder("llama3.1", tmp_path / "model")
+    tuned = []
+    for name, mesh in (("one", Mesh()), ("two", Mesh(tp=2)), ("fsdp", Mesh(fsdp=2))):
+        places = {"out": str(tmp_path / f"{name}_out"), "run": str(tmp_path / name)}
+        config = finetune.Config(model=str(tmp_path / "model"), mesh=mesh, **places, **{**TINY, "steps": 2, "lr": 1e-3})
+        if mesh.size == 1:
+            finetune.main(config)
+        else:
+            ranks.run(finetuned, config, ranks=2)
+        tuned.append(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_out").state_dict())
+    for path, one in tuned[0].items():
+        for other in tuned[1:]:  # Adam's first steps have the sign of the gradient, also of one that is rounding only
+            assert ((other[path] - one).abs() > 1e-5).double().mean() < 0.01, path
+
+
+def test_a_text_that_the_vocabulary_does_not_have(tmp_path):
+    model_of("llama2").save_pretrained(tmp_path / "model")
+    config = finetune.Config(model=str(tmp_path / "model"), run=str(tmp_path / "run"), out=str(tmp_path / "o"), **TINY)
+    with pytest.raises(loop.UsageError, match="text: got token 122, wanted at most 69"):
+        finetune.main(config)

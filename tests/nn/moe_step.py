@@ -1,0 +1,135 @@
+"""Steps with experts on several meshes: routers, exchange, gated experts, losses, plain SGD.
+
+Letters: B batch, S sequence, D width, F hidden, E experts. The mutants of `moe_mutants.py` are this file, `nn/moe.py`
+or `nn/router.py` with one line changed.
+"""
+
+import types
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmegatron.collectives import Axes, all_gather, enter, psum
+from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.nn import Router, grouped_mm, moe, router
+from fmegatron.step import value_and_grad
+
+B, S, D, FF, E = 8, 8, 6, 10, 8
+DATA = ("dp", "fsdp", "ep")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step: its mesh, which axes hold experts and which split the sequence, its router, room of experts."""
+
+    mesh: Mesh
+    ep: tuple = ("ep",)
+    sequence: tuple = ()
+    router: Router = Router(E, 3)
+    rows: int | None = None
+    capacity: int | None = None
+    dtype: torch.dtype = torch.float64
+
+
+V3 = Router(E, 3, "sigmoid", normalised=True, scale=2.5, groups=4, top_groups=2, group_best=2)
+SETTINGS = {
+    "ep2": Setting(Mesh(ep=2)),
+    "ep4": Setting(Mesh(ep=4), router=Router(E, 2, normalised=True)),
+    "dp2 ep2": Setting(Mesh(dp=2, ep=2), router=V3),
+    "ep2 tp2": Setting(Mesh(ep=2, tp=2), router=V3),
+    "fsdp2 ep2": Setting(Mesh(fsdp=2, ep=2)),
+    "experts over fsdp": Setting(Mesh(dp=2, fsdp=2), ep=("fsdp",)),
+    "folded over fsdp and ep": Setting(Mesh(fsdp=2, ep=2), ep=("fsdp", "ep"), router=V3),
+    "folded over cp and tp": Setting(Mesh(dp=2, cp=2, tp=2), ep=("cp", "tp"), sequence=("cp", "tp"), router=V3),
+    "capacity": Setting(Mesh(dp=2, ep=2), capacity=2),
+    "groups without ep": Setting(Mesh(dp=4), router=Router(E, 2, groups=4, top_groups=2)),
+}
+STEPS = tuple(SETTINGS)
+
+
+def layouts(mesh: Mesh, of: str) -> tuple:
+    """Of (parameters, batch)."""
+    setting = SETTINGS[of]
+    tp = "tp" if "tp" not in setting.ep else None
+    fsdp = "fsdp" if "fsdp" not in setting.ep else None
+    specs = {
+        "mix": ((D, D), ()),
+        "router": ((D, E), ()),
+        "bias": ((E,), ()),
+        "up": ((E, D, 2 * FF), (setting.ep, fsdp, Split(tp, 2) if tp else None)),
+        "down": ((E, FF, D), (setting.ep, tp, fsdp)),
+    }
+    params = {name: Layout(shape, setting.dtype, mesh, spec) for name, (shape, spec) in specs.items()}
+    rows = Layout((B, S, D), setting.dtype, mesh, (DATA, setting.sequence))
+    return params, {"x": rows, "target": rows}
+
+
+def values(of: str, skew: float = 0.0) -> tuple:
+    """Global arguments. skew: how much the first experts are preferred."""
+    g = torch.Generator().manual_seed(5)
+    shapes, batch = layouts(SETTINGS[of].mesh, of)
+
+    def draw(layout):
+        return torch.randn(layout.shape, generator=g, dtype=torch.float64).to(layout.dtype)
+
+    w = {name: draw(layout) / (1 if layout.shape[0] == E else 2) for name, layout in shapes.items()}
+    w["bias"] = w["bias"] / 8 - skew * torch.arange(E)
+    return w, {name: draw(layout) for name, layout in batch.items()}
+
+
+def make_step(
+    mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.ModuleType = router, rows: int | None = None
+):
+    """step(params, batch) -> (params, metrics)."""
+    setting, axes = SETTINGS[of], Axes(mesh)
+    data, sequence, ep = axes[DATA], axes[setting.sequence], axes[setting.ep]
+    dealt = axes[(*DATA, *setting.sequence)]
+    tp = axes["tp" if "tp" not in setting.ep else ()]
+    gathered = axes["fsdp" if "fsdp" not in setting.ep else ()]
+    choose = router.Router(**vars(setting.router))
+    tokens = B * S
+
+    def apply(w):
+        def of_rows(x_MD: Tensor, ends: Tensor, expert_M: Tensor) -> Tensor:
+            gate_MF, up_MF = grouped_mm(x_MD, w["up"], ends).chunk(2, -1)
+            return grouped_mm(F.silu(gate_MF) * up_MF, w["down"], ends)
+
+        return of_rows
+
+    def loss_fn(w, batch):
+        h_BSD = (batch["x"] @ w["mix"]).tanh()
+        logits_BSE = h_BSD @ w["router"]
+        routing = choose(logits_BSE, w["bias"])
+        experts = {"up": all_gather(w["up"], gathered, 1), "down": all_gather(w["down"], gathered, 2)}
+        experts = moe.expert_weights(experts, ep, dealt)
+        given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, apply(experts), E, ep, data)
+        if setting.capacity is None:
+            y_BSD, stats = moe.dropless(*given, sequence, rows or setting.rows)
+        else:
+            y_BSD, stats = moe.with_capacity(*given, setting.capacity)
+        stats.pop("sent", None)  # which is another number on every mesh
+        y_BSD = psum(y_BSD, tp)
+        load_E = psum(router.expert_load(routing.experts, E), dealt)
+        terms = {
+            "fit": (y_BSD - batch["target"]).square().sum() / tokens,
+            "balance": 0.1 * router.balance_loss(routing.probs, load_E, tokens),
+            "of sequences": 0.1 * router.sequence_balance_loss(routing.probs, routing.experts, tokens, sequence),
+            "z": 0.01 * router.router_z_loss(logits_BSE, tokens),
+            "entropy": router.router_entropy(routing.probs, tokens),
+        }
+        loss = sum(value for name, value in terms.items() if name != "entropy")
+        metrics = {name: psum(value.detach(), dealt) for name, value in {**terms, **stats, "loss": loss}.items()}
+        return loss, {**metrics, "load": load_E}
+
+    def step(params, batch):
+        (_, metrics), raw = value_and_grad(loss_fn)(params, batch)
+        grads = {name: psum(raw[name], dealt) for name in ("mix", "router")}
+        rest = dealt.only(tuple(name for name in dealt.names if name not in ep.names + gathered.names))
+        grads |= {name: psum(raw[name], rest) for name in ("up", "down")}
+        new = {name: params[name] - 0.02 * g for name, g in grads.items()}
+        new["bias"] = router.balanced_bias(params["bias"], metrics["load"], 0.001)
+        return new, metrics
+
+    return step
