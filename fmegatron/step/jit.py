@@ -211,7 +211,7 @@ def jit(
     check: Declared | bool | None = None,
     allow: Mapping[str, str] | None = None,
     overlap: Overlap | None = None,
-    **others: Any,
+    **others: object,
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
