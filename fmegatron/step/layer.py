@@ -30,8 +30,8 @@ __all__ = ["compiled_layer", "layer_layout", "layers", "remat", "unstack"]
 # ---- a stack of layers -----------------------------------------------------------------------------------------------
 def layers(
     block: Callable,
-    params: Any,
-    layouts: Any,
+    params: tree.Tree,
+    layouts: tree.Tree,
     axes: Axes,
     save: Policy | None = "mincut",
     *,
@@ -106,7 +106,7 @@ def _of_one_layer(path: str, layout: Layout) -> Layout:
     return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
 
 
-def unstack(stacked: Any) -> list:
+def unstack(stacked: tree.Tree) -> list:
     """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums."""
     paths, leaves, spec = tree.flatten(stacked)
     counts = {path: leaf.shape[0] if leaf.dim() else None for path, leaf in zip(paths, leaves, strict=True)}

@@ -22,7 +22,7 @@ class State(NamedTuple):
     opt: Any
 
 
-def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
+def placements(param_layouts: tree.Tree, strategy: DataParallel) -> Placed:
     """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
 
     Matrix optimizers (`optim.muon`) take `placements(...).optim` as their layouts.
@@ -31,7 +31,7 @@ def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
     return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
 
 
-def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
+def state_specs(param_specs: tree.Tree, optimizer: optim.Optimizer, strategy: DataParallel | None = None) -> State:
     """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
@@ -52,7 +52,7 @@ def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
     return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
 
 
-def averaged_params(state: State, layouts: Any, axes: Axes, strategy: DataParallel | None = None) -> Any:
+def averaged_params(state: State, layouts: tree.Tree, axes: Axes, strategy: DataParallel | None = None) -> tree.Tree:
     """The average of the parameters (`optim.averaged`) in the place of the parameters: same layouts, same dtypes.
 
     A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it

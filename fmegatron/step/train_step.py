@@ -138,7 +138,7 @@ def _without_history(x: Any) -> Any:
 def build_train_step(
     loss_fn: Callable,
     optimizer: optim.Optimizer,
-    layouts: Any,
+    layouts: tree.Tree,
     axes: Axes,
     *,
     strategy: DataParallel | None = None,

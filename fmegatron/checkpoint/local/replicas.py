@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
@@ -145,8 +146,8 @@ class LocalReplicas:
     def save(
         self,
         step: int,
-        state: Any,
-        layouts: Any,
+        state: tree.Tree,
+        layouts: tree.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -172,8 +173,8 @@ class LocalReplicas:
     def save_async(
         self,
         step: int,
-        state: Any,
-        layouts: Any,
+        state: tree.Tree,
+        layouts: tree.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -235,7 +236,7 @@ class LocalReplicas:
 
     def restore_latest(
         self,
-        layouts: Any,
+        layouts: tree.Tree,
         *,
         fallback: Manager | Callable[..., tuple[int, Any, dict[str, Any]]] | None = None,
         device: str | torch.device | None = None,

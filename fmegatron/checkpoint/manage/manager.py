@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fmegatron import tree
 from fmegatron.checkpoint.background.async_save import AsyncSaver
 from fmegatron.checkpoint.calls.arguments import check_step, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
@@ -183,8 +184,8 @@ class Manager:
     def save(
         self,
         step: int,
-        state: Any,
-        layouts: Any = None,
+        state: tree.Tree,
+        layouts: tree.Tree = None,
         metadata: dict[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
@@ -331,7 +332,7 @@ class Manager:
 
     def restore_latest(
         self,
-        target: Any = None,
+        target: tree.Tree = None,
         *,
         rank: int | None = None,
         prefer_finite: bool = True,
@@ -352,7 +353,7 @@ class Manager:
         return found.step, found.state, found.metadata
 
     def restore(
-        self, step: int, target: Any = None, *, rank: int | None = None, **options: Any
+        self, step: int, target: tree.Tree = None, *, rank: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fmegatron import tree
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
@@ -31,7 +32,7 @@ class Read(NamedTuple):
 
 def explain(
     path: str | os.PathLike | Store | Snapshot,
-    target_layouts: Any,
+    target_layouts: tree.Tree,
     rank: int = 0,
     *,
     rules: Sequence[Rule] = (),

@@ -41,20 +41,20 @@ from fmegatron.checkpoint.reading.view import Fill, regions
 
 def restore(
     path: str | os.PathLike | Store | Snapshot,
-    target: Any = None,
+    target: tree.Tree = None,
     *,
-    into: Any = None,
+    into: tree.Tree = None,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
     rules: Sequence[Rule] = (),
     prefix: str = "",
-    initial: Any = None,
+    initial: tree.Tree = None,
     read: str = "own",
     cast: bool = False,
     device: str | torch.device | None = None,
     verify: bool = True,
-) -> Any:
+) -> tree.Tree:
     """The state at `path` as local tensors of a rank under target layouts: a tree of the structure of `target`.
 
     On one process the target may be a state instead, or be left out; then it is all global arrays and plain values that

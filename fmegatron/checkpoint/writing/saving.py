@@ -32,8 +32,8 @@ from fmegatron.layout import Layout
 
 def save(
     path: str | os.PathLike | Store,
-    state: Any,
-    layouts: Any = None,
+    state: tree.Tree,
+    layouts: tree.Tree = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,

@@ -173,6 +173,11 @@ class Value:
         mark = self.marks.get(axis)
         return isinstance(mark, Pending) and (not kinds or mark.kind in kinds)
 
+    def birth(self, axis: str) -> Node | None:
+        """The node from which on a reduction over the axis is pending; None where it came in so, or none is."""
+        mark = self.marks.get(axis)
+        return mark.birth if isinstance(mark, Pending) else None
+
     def is_(self, axis: str, *kinds: type) -> bool:
         """Whether its mark over the axis is one of these."""
         return isinstance(self.marks.get(axis), kinds)
