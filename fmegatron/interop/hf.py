@@ -86,7 +86,8 @@ def _experts(array: Array, stacked: bool) -> Sequence[int]:
 
 def from_names(decoder: Decoder, family: Family) -> Rule:
     """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros."""
-    return Rule(_from_names, (tuple(pieces(decoder, family)), family.unused, decoder.tied))
+    unused = tuple(pattern.replace("{layers}", str(decoder.layers)) for pattern in family.unused)
+    return Rule(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied))
 
 
 def to_names(decoder: Decoder, family: Family) -> Rule:
