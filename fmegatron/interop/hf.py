@@ -86,7 +86,8 @@ def _experts(array: Array, stacked: bool) -> Sequence[int]:
 
 def from_names(decoder: Decoder, family: Family) -> Rule:
     """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros."""
-    return Rule(_from_names, (tuple(pieces(decoder, family)), family.unused, decoder.tied))
+    unused = tuple(pattern.replace("{layers}", str(decoder.layers)) for pattern in family.unused)
+    return Rule(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied))
 
 
 def to_names(decoder: Decoder, family: Family) -> Rule:
@@ -159,13 +160,15 @@ def config_of(folder: str | os.PathLike) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}; give a folder of Hugging Face") from None
 
 
-def decoder(folder: str | os.PathLike, **changes: Any) -> Decoder:
+def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: Any) -> Decoder:
     """The model of a folder; changes: fields of `Decoder`, such as compute_dtype, max_seq or sequence_parallel.
+
+    family: one of your own; None: that of `model_type`.
 
     Raises ValueError, naming the key, for a configuration that is not understood; CheckpointError where there is none.
     """
     config = config_of(folder)
-    return family_of(config).decoder(config, **changes)
+    return (family or family_of(config)).decoder(config, **changes)
 
 
 def load(
@@ -176,6 +179,7 @@ def load(
     rank: int = 0,
     cast: bool = True,
     device: str | torch.device | None = None,
+    family: Family | None = None,
 ) -> Tree:
     """This rank's shards of a folder's weights; it reads only what lies in them.
 
@@ -186,6 +190,7 @@ def load(
         rank: whose shards.
         cast: convert to the dtype of the layouts where another is stored.
         device: where they go.
+        family: one of your own; None: that of `model_type`.
 
     Raises:
         CheckpointError: files that are missing or not whole.
@@ -193,7 +198,7 @@ def load(
     """
     where = os.fspath(folder)
     found = safetensors_files.places(where)
-    family, mode = family_of(config_of(folder)), strictness("error")
+    family, mode = family or family_of(config_of(folder)), strictness("error")
     manifest = Manifest(None, {}, (), {k: Leaf(k, p.shape, dtype_text(p.dtype), {}) for k, p in found.items()}, {}, 0)
     request = match(where, manifest, layouts, mode, rules=[from_names(decoder, family)], cast=cast)
     tensors, wants = destinations(request, rank)
@@ -211,6 +216,7 @@ def save(
     world: World | None = None,
     *,
     like: str | os.PathLike,
+    family: Family | None = None,
 ) -> None:
     """Write the parameters as a folder that transformers loads; all ranks call it, and return when it is there.
 
@@ -223,10 +229,11 @@ def save(
         layouts: of its parameters.
         world: the ranks that hold them; None: one process.
         like: the folder that the model came from; its files besides the weights are copied.
+        family: one of your own; None: that of `model_type`.
 
     Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
     """
-    path, family = os.path.abspath(folder), family_of(config_of(like))
+    path, family = os.path.abspath(folder), family or family_of(config_of(like))
     draft = path + ".draft"
 
     def begin() -> None:
