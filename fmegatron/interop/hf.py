@@ -25,6 +25,7 @@ from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import together
 from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text
+from fmegatron.checkpoint.files.look import is_file, is_there
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
 from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
@@ -230,7 +231,7 @@ def save(
     draft = path + ".draft"
 
     def begin() -> None:
-        if os.path.exists(path):
+        if is_there(path):
             raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another, or remove it")
         pieces(decoder, family)
         shutil.rmtree(draft, ignore_errors=True)
@@ -243,7 +244,7 @@ def save(
         safetensors_files.write(os.path.join(draft, "folder"), loaded, len(groups))
         for name in sorted(os.listdir(like)):
             source = os.path.join(like, name)
-            if os.path.isfile(source) and not name.endswith(
+            if is_file(source) and not name.endswith(
                 (".safetensors", ".safetensors.index.json", ".bin", ".pth")
             ):
                 shutil.copy(source, os.path.join(draft, "folder", name))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.look import is_there
 from fmegatron.layout import Box, row_major_strides
 
 _DTYPES = MappingProxyType(
@@ -43,7 +44,7 @@ def places(folder: str) -> dict[str, Place]:
     """Every tensor of a folder by its name. Raises CheckpointError for files that are not there or not whole."""
     index, files = os.path.join(folder, _INDEX), ["model.safetensors"]
     try:
-        if os.path.exists(index):
+        if is_there(index):
             with open(index, encoding="utf-8") as text:
                 files = sorted(set(json.load(text)["weight_map"].values()))
         found: dict[str, Place] = {}
