@@ -4,7 +4,7 @@
     params = hf.load("Qwen2.5-0.5B", decoder, layouts, rank=world.rank)
     hf.save("tuned", params, decoder, layouts, world, like="Qwen2.5-0.5B")   # transformers loads it
 
-A rank reads only what lies in its shards. Nothing is executed, and no other package is needed.
+A rank reads only what is in its shards. Nothing is executed, and no other package is needed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def load(
     cast: bool = True,
     device: str | torch.device | None = None,
 ) -> Tree:
-    """This rank's shards of a folder's weights; it reads only what lies in them.
+    """This rank's shards of a folder's weights; it reads only what is in them.
 
     Args:
         folder: with config.json and safetensors files.
@@ -189,7 +189,7 @@ def load(
         device: where they go.
 
     Raises:
-        CheckpointError: files that are missing or not whole.
+        CheckpointError: files that are missing or not complete.
         ValueError: names, shapes or dtypes that do not fit, each named.
     """
     where = os.fspath(folder)
@@ -244,9 +244,7 @@ def save(
         safetensors_files.write(os.path.join(draft, "folder"), loaded, len(groups))
         for name in sorted(os.listdir(like)):
             source = os.path.join(like, name)
-            if is_file(source) and not name.endswith(
-                (".safetensors", ".safetensors.index.json", ".bin", ".pth")
-            ):
+            if is_file(source) and not name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pth")):
                 shutil.copy(source, os.path.join(draft, "folder", name))
         os.rename(os.path.join(draft, "folder"), path)
 
