@@ -87,9 +87,13 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
             wrong = Wrong(node, f"declared {kind}, but it does not depend on the rank",
                        "the axis_index in it belongs to another axis?")  # fmt: skip
             out = out.marked({axis: wrong})
+        elif axis not in x.marks and x.shards(axis) and _other_dim(x, axis, stated):
+            wrong = Wrong(node, f"declared {kind}{_on_dim(stated)}, but it is {x.state(axis)}",
+                       "leave it out, or say what changed: own, or another axis?")  # fmt: skip
+            out = out.marked({axis: wrong})
     believed = tuple(a for a in axes if a in x.marks and not _is_more(x.marks[a]))
     if kind == "replicated":
-        return x.without(believed)
+        return out.without(believed)
     if kind == "partial":
         return out.marked({a: Pending("sum", node) for a in believed if not x.pending(a, "sum")})
     if believed:
@@ -100,6 +104,14 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
         dims[dim] = canonical((Atom(size_of(atoms), before + believed),))
         out = out.with_dims(dims)
     return out
+
+
+def _other_dim(x: Value, axis: str, stated: Any) -> bool:
+    return not isinstance(stated, Sharded) or stated.place.dims[0] not in x.shards(axis)
+
+
+def _on_dim(stated: Any) -> str:
+    return f" on dim {stated.place.dims[0]}" if isinstance(stated, Sharded) else ""
 
 
 def _own(node: Node, x: Value, axes: tuple[str, ...]) -> Value:
