@@ -264,7 +264,7 @@ def _merge(digits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _digits_of_axes(mesh: Mesh) -> dict[str, list[tuple[int, int]]]:
-    """The rank digits that each axis is made of; ValueError when an axis cuts a digit in no whole parts."""
+    """The rank digits that each axis is made of; ValueError when an axis cuts a digit in no equal parts."""
     left, result = list(mesh.digits), {}
     for name, want in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True):
         result[name] = []

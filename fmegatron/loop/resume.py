@@ -41,7 +41,7 @@ class Changes:
 @dataclasses.dataclass(frozen=True)
 class Begun:
     """Where a run begins or goes on. step: updates that `state` has seen. samples: that its data has shown, None if
-    the checkpoint does not say. metadata: of the checkpoint, empty for a new run."""
+    the checkpoint does not state it. metadata: of the checkpoint, empty for a new run."""
 
     step: int
     state: tree.Tree
@@ -58,7 +58,7 @@ class Settings:
         ...
         manager.save(step, state, specs, metadata=settings.metadata(batches.samples(step)))
 
-    config: a dataclass; what a change of its fields means is said beside them (`loop.field`), and in fields of a
+    config: a dataclass; what a change of its fields means is stated beside them (`loop.field`), and in fields of a
     dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
     facts whose change is not refused this time.
     Raises UsageError for an allowed name that there is not; ValueError for values whose change could not be seen (a
@@ -194,9 +194,9 @@ class Settings:
 
 
 def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, Any], set[str]]:
-    """(class of each field that says one, default of each that has one, the fields that have fields), by dotted names.
+    """(class of each field that has one, default of each that has one, the fields that have fields), by dotted names.
 
-    A default that no text tells from others is left out: nothing is known to be equal to it.
+    A default that no text distinguishes from others is left out: nothing is known to be equal to it.
     """
     classes, defaults, nested = {}, {}, set()
     for item in dataclasses.fields(config):
