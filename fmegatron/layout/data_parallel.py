@@ -48,7 +48,7 @@ class DataParallel:
 
     >>> from fmegatron.layout import Layout, Mesh
     >>> import torch
-    >>> w = Layout((4, 512, 512), torch.float32, Mesh(dp=2, fsdp=2), (None, "fsdp"))  # what a model's rules say
+    >>> w = Layout((4, 512, 512), torch.float32, Mesh(dp=2, fsdp=2), (None, "fsdp"))  # what a model's rules state
     >>> for layout in DataParallel.hybrid("fsdp", "dp").place(w, whole=(0,)):
     ...     print(layout)
     f32[4, 512@fsdp, 512] on dp2·fsdp2
@@ -88,7 +88,7 @@ class DataParallel:
 
     @staticmethod
     def replicated(*axes: str) -> DataParallel:
-        """Everything whole on every rank; gradients are all-reduced once a step."""
+        """Everything in full on every rank; gradients are all-reduced once a step."""
         return DataParallel(axes or DATA_AXES)
 
     @staticmethod
@@ -166,10 +166,11 @@ class DataParallel:
         rows = Split(names, microbatches) if microbatches > 1 and ranks > 1 else names
         along = mesh.axes(self.sequence) if len(shape) > 1 else ()
         pieces = mesh.extent(along)
-        if pieces > 1 and shape[1] % pieces:
+        length = shape[1] if len(shape) > 1 else 0
+        if length % pieces:
             raise ValueError(
-                f"sequence: got {shape[1]} positions, which {pieces} ranks of {'+'.join(along)} cannot share evenly, "
-                f"wanted a multiple; pad it to {-(-shape[1] // pieces) * pieces}, or choose another mesh"
+                f"sequence: got {length} positions, which {pieces} ranks of {'+'.join(along)} cannot share evenly, "
+                f"wanted a multiple; pad it to {-(-length // pieces) * pieces}, or choose another mesh"
             )
         return Layout(shape, dtype, mesh, (rows, along) if pieces > 1 else (rows,))
 
@@ -186,7 +187,7 @@ class DataParallel:
         """At rest: split over `params` on the dims where the rules name data axes, else on another dim that divides.
 
         A leaf that no dim can share out equally is flattened into ranges; where that does not divide either, or a dim
-        must stay whole, it stays whole over the axis.
+        must stay full, it stays full over the axis.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.tokens)]
         base = layout.without(layout.mesh.axes(self.tokens))
@@ -213,7 +214,7 @@ class DataParallel:
 
 def _contiguous_first(layout: Layout) -> list[int]:
     """Dims in the order in which they are split for gradients and state: a reduce-scatter of dim 0 copies nothing, and
-    leaves matrices of a stack whole, for optimizers that look at matrices."""
+    leaves matrices of a stack unsplit, for optimizers that look at matrices."""
     dims = [d for d in range(len(layout.shape)) if _plain(layout, d)]
     return sorted(dims, key=lambda d: (d > 0, -layout.shape[d]))
 

@@ -96,10 +96,11 @@ def forward(
             reduce-scatter.
     """
     tokens_BS = batch["tokens"]
-    if tokens_BS.shape[1] * axes["cp"].size > decoder.max_seq:
+    length = tokens_BS.shape[1] * axes["cp"].size
+    if length > decoder.max_seq:
         raise ValueError(
-            f"tokens: got sequences of {tokens_BS.shape[1] * axes['cp'].size}, wanted at most Decoder.max_seq={decoder.max_seq}; "
-            "raise max_seq (RoPE needs no new parameters) or cut the batch"
+            f"tokens: got sequences of {length}, wanted at most Decoder.max_seq={decoder.max_seq}; raise "
+            "max_seq (RoPE needs no new parameters) or cut the batch"
         )
     tp = axes["tp"]
     if decoder.sequence_parallel and tokens_BS.shape[1] % tp.size:

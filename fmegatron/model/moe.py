@@ -48,8 +48,9 @@ class MoE:
         E, F, used, zero = self.router.experts, self.ffn_dim, self.router.top_k / self.router.experts, Constant(0.0)
         parts = (F, F) if self.limit is None else ()
         fixed = {"kept": self.ep, "used": used}
-        down = Array((E, F, dim), (self.ep, "tp", "fsdp"), residual=True, **fixed)
-        out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, "fsdp", "tp"), parts, **fixed), "down": down}
+        inner = None if "fsdp" in self.ep else "fsdp"
+        down = Array((E, F, dim), (self.ep, "tp", inner), residual=True, **fixed)
+        out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, inner, "tp"), parts, **fixed), "down": down}
         out["router"] = Array((dim, E))
         if self.choice_bias:
             out["choice_bias"] = Array((E,), init=zero)
@@ -85,19 +86,20 @@ class MoE:
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
         routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
+        gates, experts = routing.gates, routing.experts
         if split:
-            own_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, routing.gates, routing.experts))
+            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
         else:
-            own_BSD, gates, experts = enter(u_BSD, tp), enter(routing.gates, tp), routing.experts
-        apply, count = self._experts(w, axes), self.router.experts
-        y_BSD, found = nn.dropless(own_BSD, gates, experts, apply, count, ep, data, axes[()], self.rows)
+            v_BSD, gates = enter(u_BSD, tp), enter(gates, tp)
+        E, apply = self.router.experts, self._experts(w, axes)
+        y_BSD, found = nn.dropless(v_BSD, gates, experts, apply, E, ep, data, axes[()], self.rows)
         y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at, axes)
 
         everywhere = axes[(*axes.data, "tp")] if split else data
         tokens = u_BSD.shape[0] * u_BSD.shape[1] * everywhere.size
-        load_E = psum(nn.expert_load(routing.experts, self.router.experts), everywhere)
+        load_E = psum(nn.expert_load(routing.experts, E), everywhere)
         statistics = {"load": load_E}
         if self.rows is not None:
             statistics["overflow"] = psum(found["overflow"], data)

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -187,6 +188,19 @@ class Jitted:
         return stages[stage].graph
 
 
+_STATIC = "leave it out: what is no tensor among the arguments is static"
+_WHOLE = "leave it out: the whole function is one graph, of the shapes that it is called with"
+_OF_OTHERS = MappingProxyType(
+    {
+        **{"donate_argnums": "give donate=0, the positions", "donate_argnames": "give donate=0, the positions"},
+        **{"static_argnums": _STATIC, "static_argnames": _STATIC, "fullgraph": _WHOLE, "dynamic": _WHOLE},
+        "mode": 'give backend="inductor", "aot_eager" or "eager", and Inductor\'s settings as options',
+        "in_shardings": "leave it out: a function sees local tensors; testing.simulate takes layouts",
+        "out_shardings": "leave it out: a function returns local tensors",
+    }
+)
+
+
 def jit(
     fn: Callable,
     donate: int | Sequence[int] | None = None,
@@ -197,6 +211,7 @@ def jit(
     check: Declared | bool | None = None,
     allow: Mapping[str, str] | None = None,
     overlap: Overlap | None = None,
+    **others: object,
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
@@ -223,6 +238,7 @@ def jit(
             your own; False: no check.
         allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
         overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
+        others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
 
     Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
     """
@@ -231,6 +247,11 @@ def jit(
             f"jit: got {tree.in_words(fn)}, wanted a pure function of trees of tensors; of a module: "
             "lambda params, x: torch.func.functional_call(module, params, (x,))"
         )
+    if others:
+        name, value = next(iter(others.items()))
+        fix = _OF_OTHERS.get(name, "arguments of the function go to what jit returns")
+        own = ", ".join([*signature(jit).parameters][1:-1])
+        raise ValueError(f"jit: got {name}={value!r}, wanted arguments of its own: {own}; {fix}")
     if overlap is not None and not isinstance(overlap, Overlap):
         raise ValueError(f"jit: got overlap={overlap!r}, wanted None or a setting such as Overlap(depth=1)")
     positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)

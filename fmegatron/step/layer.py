@@ -189,9 +189,12 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
     return functools.partial(_of_function, save, label, offload)
 
 
-def _of_function(save: Policy, label: str | None, offload: int | None, fn: Callable, prepare: Callable | None = None):
-    if not callable(fn):
-        raise ValueError(f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y")
+def _of_function(save, label, offload, fn: Callable, prepare: Callable | None = None, *others) -> CompiledLayer:
+    if not callable(fn) or others:
+        raise ValueError(
+            f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y; the layer of "
+            "a function is compiled_layer(save=...)(fn), and is called with (x, weights, *rest)"
+        )
     name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
     return CompiledLayer(fn, prepare, save, offload, name)
 

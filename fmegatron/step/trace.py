@@ -175,7 +175,8 @@ def _explained(name: str):
         raise _refused(
             e,
             f"{name}: at {_raised_at(e)}: got a tensor from a closure or a global, wanted tensors among its arguments; "
-            f"pass it as an argument, or make it inside the function from Python numbers ({e})",
+            "pass it as an argument, or make it inside the function from Python numbers; of a module, pass all "
+            f"parameters and buffers: torch.func.functional_call(module, {{**params, **buffers}}, args) ({e})",
         ) from None
     except Exception as e:
         at, text = _raised_at(e), str(e)

@@ -199,9 +199,9 @@ def _gather_behind(value: fx.Node) -> fx.Node | None:
         return None
     while not is_wait(node):
         taken = node.target is operator.getitem  # one of a split: the only one, if it has all elements
-        before = node_of(node.args[0])
-        if not (_only_views(node) or (taken and _only_views(before))) or not _lies_alike(node, made):
+        if not (_only_views(node) or (taken and _only_views(node_of(node.args[0])))) or not _lies_alike(node, made):
             return None
+        before = node_of(node.args[0])
         node = node_of(before.args[0]) if taken else before
         if len(node.users) != 1:
             return None

@@ -162,7 +162,7 @@ class LocalReplicas:
             state: tree of this rank's local tensors, any device.
             layouts: the same tree of Layouts (or ArraySpecs).
             metadata: JSON values; those of rank 0 are stored.
-            finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored,
+            finite: whether loss and gradient norm of this step are finite. If one rank passes False, nothing is stored,
                 with a warning: replicas are states to go back to, and older ones are not given up for one that is none.
 
         Raises ValueError for a request that does not fit, RuntimeError on all ranks with the first failing rank's
@@ -231,7 +231,7 @@ class LocalReplicas:
         )
 
     def steps(self) -> list[int]:
-        """The steps of which this node holds something, in rising order; whether that is good, reading will tell."""
+        """The steps of which this node holds something, in rising order; whether that is good, reading will show."""
         return sorted({step for step, _, _ in self.shelf.keys()})
 
     def restore_latest(

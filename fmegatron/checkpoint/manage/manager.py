@@ -124,7 +124,7 @@ class Manager:
         return int(text) if text else None
 
     def finite(self, step: int) -> bool | None:
-        """Whether loss and gradient norm of a complete step were finite, as its save said; None: it did not say.
+        """Whether loss and gradient norm of a complete step were finite, as its save reported; None: it did not.
 
         None, too, for a step whose manifest is damaged, or that is not there. Raises OSError for what cannot be read.
         """
@@ -163,7 +163,7 @@ class Manager:
         self._attempt("the tracker could not be written", self._track)
 
     def rewind(self, step: int) -> None:
-        """Say that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
+        """Report that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
 
         What is newer now is set aside by the next save: it has a hidden name, is never resumed, is listed by `ls` and
         removed by `gc`. `restore_latest` does this itself, and so does `restore` of an older step.
@@ -338,7 +338,7 @@ class Manager:
         prefer_finite: bool = True,
         **options: Any,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """(step, state, metadata) of the newest step that is whole on all ranks; the arguments are those of `restore`.
+        """(step, state, metadata) of the newest step that is complete on all ranks; arguments are those of `restore`.
 
         Temporary checkpoints count, too. A step that is damaged is skipped with a warning that names the damage, and
         so is, as long as there is a better one, a step saved with a loss or gradient norm that was not finite

@@ -21,7 +21,7 @@ class Read(NamedTuple):
     """What a restore reads of one chunk file for one leaf of the result.
 
     leaf: path in the result; bands that several leaves share count for the first.  array: stored array.  file: path
-    inside the checkpoint.  nbytes: whole bands, as they are read and verified.
+    inside the checkpoint.  nbytes: full bands, as they are read and verified.
     """
 
     leaf: str

@@ -48,7 +48,7 @@ from fmegatron.step.check.dims import (
 )
 from fmegatron.step.check.marks import raised
 from fmegatron.step.check.movement import reshaped
-from fmegatron.step.check.statements import OPEN, axes_on, declared, left_of, made, starts_of
+from fmegatron.step.check.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of
 from fmegatron.step.check.values import (
     First,
     Mark,
@@ -82,11 +82,11 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
 def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
     match _over(axes, before), _over(axes, after):
         case Partial(kind), Replicated():
-            return _zeros(_reduced(scope, node, x, axes, kind))
+            return equal_over(axes, _zeros(_reduced(scope, node, x, axes, kind)))
         case Partial(kind), Sharded(place):
             return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
         case Sharded(place), Replicated():
-            return _gathered(scope, node, x, axes, place)
+            return equal_over(axes, _gathered(scope, node, x, axes, place))
         case Sharded(Place((concat, *_) as concats)), Sharded(Place((split, *_) as splits)) if (
             len({*concats}) == len({*splits}) == 1
         ):

@@ -19,7 +19,18 @@ from fmegatron.step.check.context import Rules, Scope, op_name, shape_of, suspec
 from fmegatron.step.check.dims import Atom, Dim, canonical, met, over, plain, size_of
 from fmegatron.step.check.marks import strongest
 from fmegatron.step.check.reductions import along, reduction
-from fmegatron.step.check.values import First, Mark, Pending, Somewhere, Value, Varying, Wrong, number, portions
+from fmegatron.step.check.values import (
+    First,
+    Mark,
+    Pending,
+    Somewhere,
+    Unknown,
+    Value,
+    Varying,
+    Wrong,
+    number,
+    portions,
+)
 
 Node = torch.fx.Node
 _OWN_ROWS = "indexes a rank's own part of a sharded dim by indices of its own"
@@ -84,7 +95,7 @@ def _own_part(scope: Scope, node: Node, x: Value, dim: int, index: Value) -> Val
                 node, f"takes this rank's part of a value that is {x.state(axis)} already", "leave it out"
             )
         else:
-            marks[axis] = mark
+            marks[axis] = mark._replace(equal=False) if isinstance(mark, Unknown) else mark
     fold = [atom.fold for atom in x.dims[dim] if atom.fold]
     marks |= {f.axis: scope.unknown(node, "takes one of what a collective brought together") for f in fold}
     out = x.marked(marks)

@@ -61,7 +61,10 @@ def strongest(scope: Scope, node: Node, values: Sequence[Value], axis: str, adds
     open_ = [m for m in marks if isinstance(m, Unknown)]
     if open_:
         origins = frozenset().union(*(m.origins for m in open_))
-        return Unknown(origins, all(m.own for m in open_), any(m.factor for m in open_))
+        equal = all(
+            m.equal if isinstance(m, Unknown) else v.replicated(axis) for m, v in zip(marks, values, strict=True)
+        )
+        return Unknown(origins, all(m.own for m in open_), any(m.factor for m in open_), equal)
     suspect = next((m for m in marks if isinstance(m, Suspect)), None)
     if suspect is None:
         return None

@@ -85,11 +85,13 @@ class Unknown(NamedTuple):
 
     own: it is made of each rank's part, and no collective over the axis came since: no other rank has the same.
     factor: it may be n times too large, of which a `declare` is not informative.
+    equal: whatever it is, all ranks of the axis have the same, by a sum or a gather over it.
     """
 
     origins: frozenset[int]
     own: bool = False
     factor: bool = False
+    equal: bool = False
     words = "not known"
 
 
