@@ -87,13 +87,20 @@ def test_a_train_step_is_proven_and_the_same(mesh, strategy):
 def make_train_step(config, strategy, rate, mesh):
     layouts = model.layouts(config, mesh, strategy=strategy)
     axes = Axes(mesh, data=strategy.tokens)
-    return step.build_train_step(
-        lambda p, b: model.loss(p, b, config, layouts, axes, "inputs"),
-        optim.adamw(rate),
-        layouts,
-        axes,
-        strategy=strategy,
-    )
+
+    def loss(params, batch):
+        return model.loss(params, batch, config, layouts, axes, "inputs")
+
+    return step.build_train_step(loss, optim.adamw(rate), layouts, axes, strategy=strategy)
+
+
+def test_attention_that_knows_nothing_of_a_split_is_found():
+    """Where the sequence is split over an axis of another name, which no mixer looks at."""
+    config, mesh, strategy = tiny(max_seq=16), Mesh(seq=2), DataParallel((), sequence=("seq",))
+    rows = strategy.batch_layout((4, 16), torch.int64, mesh)
+    specs = step.state_specs(model.specs(config, mesh, strategy=strategy), optim.adamw(1e-2), strategy)
+    report = step.check(make_train_step(config, strategy, 1e-2, mesh), specs, {"tokens": rows, "labels": rows}, mesh)
+    assert not report.ok and "seq" in str(report), report
 
 
 def test_what_cannot_be():
