@@ -63,8 +63,7 @@ SUMS_OF_STEP = (
     M("tokens_entered_twice", "The gradient of the tokens is summed twice over tp.", "enter(h_BSD, tp)",
       "enter(enter(h_BSD, tp), tp)", of=TP),
     M("gates_not_entered", "The gradient of the gates is that of this rank's hidden units.",
-      "enter(routing.gates, tp)", "routing.gates",
-      "unproven, simulate", of=TP),
+      "enter(routing.gates, tp)", "routing.gates", of=TP),
     M("gates_entered_twice", "The gradient of the gates is summed twice over tp.", "enter(routing.gates, tp)",
       "enter(enter(routing.gates, tp), tp)", of=TP),
     M("gates_entered_over_ep", "The gradients of gates of different tokens are added up.", "enter(routing.gates, tp)",
@@ -102,8 +101,8 @@ TERMS = 'return declare(declare(x, data, "partial"), sequence, "partial")'
 ALL_THREE = "(_own(v, data, sequence) for v in (x_BSD, gates_BSK, experts_BSK))"
 COUNTS = "recv_n = all_to_all(send_n, ep, 0, 0)"
 THERE = "all_to_all_rows(v, send_n, recv_n, ep, R) for v in"
-BACK = "back = (recv_n, send_n, ep, index.row_A.shape[0])"
-REFUSED = 'refused = psum(psum(stats["overflow"], data), sequence) > 0'
+BACK = "all_to_all_rows(y_RD, recv_n, send_n, ep, "
+REFUSED = "refused = psum(psum(over, data), sequence) > 0"
 BORDERS = (
     M("gradient_not_sharded", "Nothing is said of the gradient over ep.", PARTIAL,
       'declare(x, rest, backward="partial")',
@@ -158,21 +157,22 @@ BORDERS = (
       "unproven", of=OVER),
     M("terms_over_data_only", "Counts are declared terms over data only.", TERMS, 'return declare(x, data, "partial")',
       "unproven", of="too few, folded"),
-    M("refused_by_this_rank", "Each rank refuses by its own overflow.", REFUSED, 'refused = stats["overflow"] > 0',
+    M("refused_by_this_rank", "Each rank refuses by its own overflow.", REFUSED, 'refused = over > 0',
       of=OVER),
     M("refused_over_sequence", "Ranks of data are not asked for their overflow.", REFUSED,
-      'refused = psum(stats["overflow"], sequence) > 0', of=OVER),
+      'refused = psum(over, sequence) > 0', of=OVER),
     M("refused_over_data", "Ranks of the sequence are not asked for their overflow.", REFUSED,
-      'refused = psum(stats["overflow"], data) > 0', of="too few, folded"),
+      'refused = psum(over, data) > 0', of="too few, folded"),
     M("counts_not_exchanged", "A rank expects as many rows as it sends.", COUNTS, "recv_n = send_n", "simulate",
       of="ep2"),
     M("counts_over_dp", "Counts are exchanged over dp.",
-      COUNTS, 'recv_n = all_to_all(send_n, data.only(("dp",)), 0, 0)',
+      COUNTS, 'recv_n = all_to_all(send_n, type(ep)(("dp",), 2, ep.mesh, ep.world, (2,)), 0, 0)',
       "simulate", of=DP),
     M("rows_over_dp", "Rows are exchanged over dp.", THERE,
-      'all_to_all_rows(v, send_n, recv_n, data.only(("dp",)), R) for v in', "simulate", of=DP),
+      'all_to_all_rows(v, send_n, recv_n, type(ep)(("dp",), 2, ep.mesh, ep.world, (2,)), R) for v in', "simulate",
+      of=DP),
     M("back_by_first_counts", "Results go back by the counts of the way there.", BACK,
-      "back = (send_n, recv_n, ep, index.row_A.shape[0])", "simulate", of="ep2"),
+      "all_to_all_rows(y_RD, send_n, recv_n, ep, ", "simulate", of="ep2"),
     M("capacity_not_own", "Tokens are not declared own.", 'declare(v, data, "own", 0) for v in (x_BSD,',
       "v for v in (x_BSD,",
       "check", of=CAPACITY),
@@ -189,10 +189,11 @@ LOCAL = "experts_TK.index_select(0, index.row_A) % X + 1, 0)"
 GATES = "gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)"
 ORDER = "place_F = order_F.argsort()  # the inverse of a permutation"
 ENDS = "ends_X = counts_X.cumsum(0).clamp(max=rows).to(torch.int32)"
-GATED = "return _summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index)"
+OVERFLOW = "torch.maximum(needed - rows, recv_n.sum() - R).clamp(min=0)"
+GATED = "_summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index), counts_X"
 SUMMED = "return torch.where((place_NC >= 0)[..., None], found, 0).sum(1)"
 OF_MOE = (
-    M("wrong_token_leaves", "Each token's neighbour is sent.", SELECT, "[:places].roll(1) % T", "simulate", of="ep4"),
+    M("wrong_token_leaves", "Each token's neighbour is sent.", SELECT, "[:places].roll(1) % T", of="ep4"),
     M("places_in_token_order", "Results are looked for in the order of tokens.",
       "return _Index(row_A, place_F.view(n, T).t(), goes_F.sum())",
       "return _Index(row_A, place_F.view(T, n), goes_F.sum())", "simulate", of="ep2"),
@@ -215,10 +216,10 @@ OF_MOE = (
       "ends_X = counts_X.clamp(max=rows).to(torch.int32)", "simulate", of="ep2"),
     M("ends_exclusive", "Where a group begins is taken for its end.", ENDS,
       "ends_X = (counts_X.cumsum(0) - counts_X).to(torch.int32)", "simulate", of="ep2"),
-    M("not_gated", "Results are not multiplied by the gates.", GATED, "return _summed(y_MD, index)", "simulate",
+    M("not_gated", "Results are not multiplied by the gates.", GATED, "_summed(y_MD, index), counts_X", "simulate",
       of="ep2"),
     M("gated_twice", "Results are multiplied by the gates twice.", GATED,
-      "return _summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).square().to(y_MD.dtype), index)", "simulate",
+      "_summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).square().to(y_MD.dtype), index), counts_X", "simulate",
       of="ep2"),
     M("mean_of_choices", "Results are averaged over the choices.", SUMMED, SUMMED.replace("sum(1)", "mean(1)"),
       "simulate", of="ep2"),
@@ -230,9 +231,9 @@ OF_MOE = (
     M("tokens_without_gradient", "No gradient goes back with the rows.", "return x.index_select(0, index[0])",
       "return x.index_select(0, index[0].clamp(max=x.shape[0] - 2))", "simulate", of="ep2"),
     M("overflow_not_counted", "Rows are dropped and the metric is 0.",
-      "over = torch.maximum(counts_X.sum() - rows, arrived).clamp(min=0)", "over = sent * 0", "simulate", of=OVER),
+      OVERFLOW, "(needed * 0)", "simulate", of=OVER),
     M("overflow_of_one_rank", "Overflow is counted where more arrived than fit on the wire only.",
-      "over = torch.maximum(counts_X.sum() - rows, arrived).clamp(min=0)", "over = arrived.clamp(min=0)", "simulate",
+      OVERFLOW, "(recv_n.sum() - R).clamp(min=0)", "simulate",
       of=OVER),
     M("capacity_by_position", "The last tokens of a sequence are taken, not those with the largest gates.",
       "hot_BSKE.any(2), gates_BSE.detach(), -torch.inf", "hot_BSKE.any(2), -gates_BSE.detach(), -torch.inf", "simulate",

@@ -14,7 +14,7 @@ from torch import Tensor
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.nn import Router, grouped_mm, moe, router
-from fmegatron.step import value_and_grad
+from fmegatron.step import remat, value_and_grad
 
 B, S, D, FF, E = 8, 8, 6, 10, 8
 DATA = ("dp", "fsdp", "ep")
@@ -22,7 +22,7 @@ DATA = ("dp", "fsdp", "ep")
 
 @dataclass(frozen=True)
 class Setting:
-    """A step: its mesh, which axes hold experts and which split the sequence, its router, room of experts."""
+    """A step: its mesh, which axes hold experts and which split the sequence, its router; room."""
 
     mesh: Mesh
     ep: tuple = ("ep",)
@@ -30,6 +30,7 @@ class Setting:
     router: Router = Router(E, 3)
     rows: int | None = None
     capacity: int | None = None
+    chunks: int = 1
     dtype: torch.dtype = torch.float64
 
 
@@ -44,6 +45,8 @@ SETTINGS = {
     "folded over fsdp and ep": Setting(Mesh(fsdp=2, ep=2), ep=("fsdp", "ep"), router=V3),
     "folded over cp and tp": Setting(Mesh(dp=2, cp=2, tp=2), ep=("cp", "tp"), sequence=("cp", "tp"), router=V3),
     "capacity": Setting(Mesh(dp=2, ep=2), capacity=2),
+    "chunks": Setting(Mesh(dp=2, ep=2), chunks=2),
+    "chunks, folded": Setting(Mesh(cp=2, tp=2), ("cp", "tp"), ("cp", "tp"), V3, chunks=4),
     "groups without ep": Setting(Mesh(dp=4), router=Router(E, 2, groups=4, top_groups=2)),
 }
 TOO_FEW = {  # rows that are enough for some ranks
@@ -97,12 +100,9 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
     choose = router.Router(**vars(setting.router))
     tokens = B * S
 
-    def apply(w):
-        def of_rows(x_MD: Tensor, ends: Tensor, expert_M: Tensor) -> Tensor:
-            gate_MF, up_MF = grouped_mm(x_MD, w["up"], ends).chunk(2, -1)
-            return grouped_mm(F.silu(gate_MF) * up_MF, w["down"], ends)
-
-        return of_rows
+    def apply(w, x_MD: Tensor, ends: Tensor, expert_M: Tensor) -> Tensor:
+        gate_MF, up_MF = grouped_mm(x_MD, w["up"], ends).chunk(2, -1)
+        return grouped_mm(F.silu(gate_MF) * up_MF, w["down"], ends)
 
     def loss_fn(w, batch):
         h_BSD = (batch["x"] @ w["mix"]).tanh()
@@ -110,9 +110,9 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
         routing = choose(logits_BSE, w["bias"])
         experts = {"up": all_gather(w["up"], gathered, 1), "down": all_gather(w["down"], gathered, 2)}
         experts = moe.expert_weights(experts, ep, dealt)
-        given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, apply(experts), E, ep, data)
+        given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, experts, apply, E, ep, data)
         if setting.capacity is None:
-            y_BSD, stats = moe.dropless(*given, sequence, setting.rows)
+            y_BSD, stats = moe.dropless(*given, sequence, setting.rows, setting.chunks, remat)
         else:
             y_BSD, stats = moe.with_capacity(*given, setting.capacity)
         stats.pop("sent", None)  # which is another number on every mesh
