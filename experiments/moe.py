@@ -56,13 +56,22 @@ class Config:
 
 def decoder(config: Config, kind: str, vocab_size: int) -> model.Decoder:
     """The model of one kind; both need the same multiply-adds for a token, but for the router's."""
-    sizes = {"dim": config.dim, "layers": config.layers, "heads": config.heads, "kv_heads": config.heads}
     if config.ffn_dim % config.top_k:
         raise ValueError(f"Config.ffn_dim: got {config.ffn_dim}, wanted a multiple of top_k={config.top_k}")
     router = nn.Router(config.experts, config.top_k, normalised=True)
     moe = model.MoE(router, config.ffn_dim // config.top_k, balance=config.balance, chunks=config.chunks)
     mlp = None if kind == "dense" else moe
-    return model.llama(vocab_size, **sizes, ffn_dim=config.ffn_dim, max_seq=config.seq_len, tied=True, mlp=mlp)
+    return model.llama(
+        vocab_size,
+        dim=config.dim,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.heads,
+        ffn_dim=config.ffn_dim,
+        max_seq=config.seq_len,
+        tied=True,
+        mlp=mlp,
+    )
 
 
 def make_loss(config: Config, of: model.Decoder):
@@ -102,11 +111,19 @@ def train(config: Config, kind: str, world) -> dict[str, float]:
         batch_at = heldout.for_rank(heldout.layout(config.mesh, STRATEGY), world.rank, world.device).at
         return loop.evaluate(heldout_step, state.params, batch_at, len(heldout), heldout.real_tokens)
 
-    how = {"eval_every": config.every, "save_every": config.every, "log_every": 10}
     jitted = step.jit(train_step, donate=0, world=world, backend=config.backend)
     settings = loop.Settings(config, data=data.fingerprint(ids))
-    folder = f"{config.run}/{kind}"
-    run = loop.Run(folder, jitted, specs, world=world, settings=settings, key=config.seed, evaluate=evaluate, **how)
+    run = loop.Run(
+        f"{config.run}/{kind}",
+        jitted,
+        specs,
+        world=world,
+        settings=settings,
+        key=config.seed,
+        evaluate=evaluate,
+        eval_every=config.every,
+        save_every=config.every,
+    )
     for _ in run(batches, config.steps):
         pass
     return run.metrics or evaluate(run.state)

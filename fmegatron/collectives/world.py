@@ -6,7 +6,6 @@ import atexit
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,7 @@ class World:
     def __hash__(self) -> int:
         return id(self)
 
-    def put(self, values: Any) -> Any:
+    def put(self, values: tree.Tree) -> tree.Tree:
         """The tree with its tensors on this rank's device; tensors that are there already are returned as they are.
 
         >>> World.alone("cpu").put({"x": torch.zeros(2)})["x"].device

@@ -108,7 +108,7 @@ def _read(snapshot: Snapshot, shard: Shard) -> torch.Tensor:
 
 
 def _boxes(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """The shards of a leaf in a DCP directory: whole if it is of moderate size, else as many chunks as make it so."""
+    """The shards of a leaf in a DCP directory: one if it is of moderate size, else as many chunks as make it so."""
     if 0 in shape or math.prod(shape) * itemsize <= 4 * CHUNK_BYTES:
         yield Box((0,) * len(shape), shape, 0, row_major_strides(shape))
         return

@@ -56,7 +56,7 @@ from fmegatron.layout import Box, check_cover, row_major_strides
 
 @dataclass(frozen=True)
 class _Orders:
-    """What the coordinator tells a rank: its number, where to write, the plans of the leaves that it has parts of."""
+    """What the coordinator sends a rank: its number, where to write, the plans of the leaves that it has parts of."""
 
     rank: int
     root: str
@@ -68,8 +68,8 @@ class FmegatronWriter(StorageWriter):
     """A StorageWriter of torch whose directory is a checkpoint of fmegatron.
 
     path: directory or URL.  metadata, step: as `checkpoint.save`. A save that fails leaves an earlier checkpoint at the
-    path as it is; what it has written stays hidden until a save there, when nobody holds this writer any more, removes
-    it (torch does not tell a writer that a save has failed).
+    path as it is; what it has written stays hidden until a save there, when this writer is gone, removes
+    it (torch does not report to a writer that a save has failed).
 
     Refused, with an error on all ranks: objects that are no plain data (numbers, strings, containers), shards that
     overlap or leave gaps, `use_collectives=False`, planners that cache plans (`enable_plan_caching`).

@@ -217,7 +217,7 @@ def _blocks(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]:
     """(global start, shape, bits) of consecutive parts of a shard: all of it to verify, else what targets touch."""
     width, kind = blob.dtype.itemsize, raw_dtype(blob.dtype.itemsize)
-    if not blob.is_plain:  # strided in its storage (nothing of DCP's own making): the whole storage in memory
+    if not blob.is_plain:  # strided in its storage (nothing of DCP's own making): the full storage in memory
         data = _pread(fd, np.empty(blob.nbytes, np.uint8), blob.start, where)
         if verify and zlib.crc32(data.data) != blob.crc:
             raise CheckpointError(f"{where} is damaged: the checksum of its storage is wrong; restore another step")
@@ -225,7 +225,7 @@ def _blocks(
         view = np.ndarray(blob.shape, kind, data, blob.offset * width, strides)
         yield box.start, box.shape, np.ascontiguousarray(view).reshape(box.shape)
         return
-    # Whole trailing dims, then as many rows of the dim before as fit a block.
+    # Full trailing dims, then as many rows of the dim before as fit a block.
     dim = next((d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) * width <= _BLOCK_BYTES), 0)
     row = math.prod(box.shape[dim + 1 :])
     step = max(1, _BLOCK_BYTES // (row * width))

@@ -2,7 +2,7 @@
 
 A layout's boxes are exactly what DCP's plan is made of: chunks of a global tensor. So any layout can be written,
 flattened and interleaved ones included, and torch loads it into DTensors of any placement. torch's own writer does the
-writing; our planner tells it what there is.
+writing; our planner lists what there is.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> Non
 
 
 class ShardPlanner(SavePlanner):
-    """Tells torch what to write: shards, whose tensors `read` gives one by one, and values."""
+    """The planner of what torch is to write: shards, whose tensors `read` gives one by one, and values."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ShardPlanner(SavePlanner):
         return SavePlan(items, planner_data={name: tuple(path.split("/")) for name, path in self.paths.items()})
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """torch's own rule, and the keys of every name, which tell other readers how the names nest."""
+        """torch's own rule, and the keys of every name, by which other readers know how the names nest."""
         plans, metadata = create_default_global_save_plan(all_plans)
         keys: dict[str, tuple[str, ...]] = {}
         for plan in all_plans:
@@ -179,7 +179,7 @@ def _item(shard: Shard) -> WriteItem:
 
 
 def _nothing(layout: Layout, rank: int) -> Iterator[Box]:
-    """The one empty box that tells torch of a tensor without elements; a layout has none."""
+    """The one empty box by which torch knows of a tensor without elements; a layout has none."""
     if not any(layout.shard(rank)):
         yield Box((0,) * len(layout.shape), layout.shape, 0, (1,) * len(layout.shape))
 

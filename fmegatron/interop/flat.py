@@ -41,7 +41,7 @@ def put(state: Any, keys: Keys, value: Any) -> None:
 
 
 def nested(items: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts by path. Raises ValueError when something lies below a leaf."""
+    """Nested dicts by path. Raises ValueError when something is below a leaf."""
     tree: dict[str, Any] = {}
     for path, value in items.items():
         *above, last = path.split("/")

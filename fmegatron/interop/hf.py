@@ -4,7 +4,7 @@
     params = hf.load("Qwen2.5-0.5B", decoder, layouts, rank=world.rank)
     hf.save("tuned", params, decoder, layouts, world, like="Qwen2.5-0.5B")   # transformers loads it
 
-A rank reads only what lies in its shards. Nothing is executed, and no other package is needed.
+A rank reads only what is in its shards. Nothing is executed, and no other package is needed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import together
 from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text
+from fmegatron.checkpoint.files.look import is_file, is_there
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
 from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
@@ -86,7 +87,8 @@ def _experts(array: Array, stacked: bool) -> Sequence[int]:
 
 def from_names(decoder: Decoder, family: Family) -> Rule:
     """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros."""
-    return Rule(_from_names, (tuple(pieces(decoder, family)), family.unused, decoder.tied))
+    unused = tuple(pattern.replace("{layers}", str(decoder.layers)) for pattern in family.unused)
+    return Rule(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied))
 
 
 def to_names(decoder: Decoder, family: Family) -> Rule:
@@ -159,13 +161,15 @@ def config_of(folder: str | os.PathLike) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}; give a folder of Hugging Face") from None
 
 
-def decoder(folder: str | os.PathLike, **changes: Any) -> Decoder:
+def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: Any) -> Decoder:
     """The model of a folder; changes: fields of `Decoder`, such as compute_dtype, max_seq or sequence_parallel.
+
+    family: one of your own; None: that of `model_type`.
 
     Raises ValueError, naming the key, for a configuration that is not understood; CheckpointError where there is none.
     """
     config = config_of(folder)
-    return family_of(config).decoder(config, **changes)
+    return (family or family_of(config)).decoder(config, **changes)
 
 
 def load(
@@ -176,8 +180,9 @@ def load(
     rank: int = 0,
     cast: bool = True,
     device: str | torch.device | None = None,
+    family: Family | None = None,
 ) -> Tree:
-    """This rank's shards of a folder's weights; it reads only what lies in them.
+    """This rank's shards of a folder's weights; it reads only what is in them.
 
     Args:
         folder: with config.json and safetensors files.
@@ -186,14 +191,15 @@ def load(
         rank: whose shards.
         cast: convert to the dtype of the layouts where another is stored.
         device: where they go.
+        family: one of your own; None: that of `model_type`.
 
     Raises:
-        CheckpointError: files that are missing or not whole.
+        CheckpointError: files that are missing or not complete.
         ValueError: names, shapes or dtypes that do not fit, each named.
     """
     where = os.fspath(folder)
     found = safetensors_files.places(where)
-    family, mode = family_of(config_of(folder)), strictness("error")
+    family, mode = family or family_of(config_of(folder)), strictness("error")
     manifest = Manifest(None, {}, (), {k: Leaf(k, p.shape, dtype_text(p.dtype), {}) for k, p in found.items()}, {}, 0)
     request = match(where, manifest, layouts, mode, rules=[from_names(decoder, family)], cast=cast)
     tensors, wants = destinations(request, rank)
@@ -211,6 +217,7 @@ def save(
     world: World | None = None,
     *,
     like: str | os.PathLike,
+    family: Family | None = None,
 ) -> None:
     """Write the parameters as a folder that transformers loads; all ranks call it, and return when it is there.
 
@@ -223,14 +230,15 @@ def save(
         layouts: of its parameters.
         world: the ranks that hold them; None: one process.
         like: the folder that the model came from; its files besides the weights are copied.
+        family: one of your own; None: that of `model_type`.
 
     Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
     """
-    path, family = os.path.abspath(folder), family_of(config_of(like))
+    path, family = os.path.abspath(folder), family or family_of(config_of(like))
     draft = path + ".draft"
 
     def begin() -> None:
-        if os.path.exists(path):
+        if is_there(path):
             raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another, or remove it")
         pieces(decoder, family)
         shutil.rmtree(draft, ignore_errors=True)
@@ -243,9 +251,7 @@ def save(
         safetensors_files.write(os.path.join(draft, "folder"), loaded, len(groups))
         for name in sorted(os.listdir(like)):
             source = os.path.join(like, name)
-            if os.path.isfile(source) and not name.endswith(
-                (".safetensors", ".safetensors.index.json", ".bin", ".pth")
-            ):
+            if is_file(source) and not name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pth")):
                 shutil.copy(source, os.path.join(draft, "folder", name))
         os.rename(os.path.join(draft, "folder"), path)
 

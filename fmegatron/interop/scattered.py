@@ -18,7 +18,7 @@ class Scattered:
     """What the writers of a checkpoint need of a Layout, for boxes of no regular order.
 
     held: (rank, start, shape) of every box. A rank's local tensor is its boxes' elements, box after box. To readers the
-    leaf is described as whole: where its boxes lie on disk is told apart from that.
+    leaf is described as one full array: where its boxes are on disk is described apart from that.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Scattered:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Bytes of the full array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -55,7 +55,7 @@ class Scattered:
         return 0
 
     def to_json(self) -> dict:
-        """As a whole array."""
+        """As one full array."""
         return Layout(self.shape, self.dtype, self.mesh).to_json()
 
     def plan(self, path: str, pack: bool) -> LeafPlan:

@@ -3,8 +3,8 @@
     save_state_dict(path, {"model": model, "optimizer": optimizer}, world=world)     # or their state_dict()s
     load_state_dict(path, {"model": model, "optimizer": optimizer}, world=world)     # in place; either may be fresh
 
-Every tensor becomes a leaf at the path of its keys; DTensors keep how they lie (dtensor.py), other tensors count as
-held alike by all ranks. Everything else goes to the checkpoint's metadata as JSON (values.py) and must be the same on
+Every tensor becomes a leaf at the path of its keys; DTensors keep their layout (dtensor.py), other tensors count as
+identical on all ranks. Everything else goes to the checkpoint's metadata as JSON (values.py) and must be the same on
 all ranks. The state dict of another mesh, of another parallelism, is loaded as its own target asks.
 """
 
@@ -147,7 +147,7 @@ def load_state_dict(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Fill a state dict from a checkpoint, in place: tensors keep their memory, values are replaced.
 
-    The state dict says what is wanted, and how it lies: any mesh, any parallelism; only what this rank needs is read.
+    The state dict states what is wanted, and its layout: any mesh, any parallelism; only what this rank needs is read.
     Modules and optimizers may stand in it, and load their state dicts when these are filled; of an optimizer's state
     dict, `optimizer.load_state_dict(state_dict["optimizer"])` must follow. An optimizer need not have made a step: its
     state gets the entries that are stored (stateful.py; on several ranks give the optimizer, not its state dict).

@@ -58,7 +58,7 @@ Read = Callable[[int, int], bytes]  # (how many bytes, from where) -> the bytes
 
 @dataclass(frozen=True)
 class Blob:
-    """A tensor in a file: its elements lie `offset` + strides elements into the bytes [start, start + nbytes)."""
+    """A tensor in a file: its elements are `offset` + strides elements into the bytes [start, start + nbytes)."""
 
     start: int
     nbytes: int
@@ -121,7 +121,7 @@ class _Archive:
             if isinstance(error, OSError):
                 check_damage(error, where)
             raise self.error(f"is no archive of torch.save ({error!s:.100})") from None
-        # All members lie in one folder, whose name does not matter.
+        # All members are in one folder, whose name does not matter.
         self.members = {info.filename.partition("/")[2]: info for info in found}
         order = self.members.get("byteorder")
         if order is not None and (order.file_size != len(b"little") or self.member("byteorder") != b"little"):

@@ -101,7 +101,7 @@ def engines(n: int, client: Client | None = None, timeout_s: float = 120, patien
         try:
             if client is None:
                 where = undo.enter_context(tempfile.TemporaryDirectory(prefix="fmegatron-engines-"))
-                quiet = logging.Logger("ipyparallel", logging.CRITICAL)  # it tells engines that are ended as failures
+                quiet = logging.Logger("ipyparallel", logging.CRITICAL)  # it reports engines that are ended as failures
                 cluster = ipyparallel.Cluster(n=n, profile_dir=where, controller_ip="127.0.0.1", delay=0.0, log=quiet)
                 undo.callback(cluster.stop_cluster_sync)
                 cluster.start_cluster_sync()

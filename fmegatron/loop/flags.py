@@ -35,7 +35,7 @@ _OWN = (
 
 
 class UsageError(ValueError):
-    """A command line that does not fit the `Config`; the message says what was wrong and names the nearest flag."""
+    """A command line that does not fit the `Config`; the message states what was wrong and names the nearest flag."""
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def set_up() -> Iterator[None]:
     """Within this block, in which an experiment makes what its Config asks for, a ValueError is a UsageError.
 
     For values that only the data, the model or the number of ranks show to be wrong: `launch` ends with one line and
-    status 2. The line says where in the experiment it was, and a notebook shows the ValueError as its cause. Errors of
+    status 2. The line names where in the experiment it was, and a notebook shows the ValueError as its cause. Errors of
     other types, those with a type of their own (a damaged checkpoint, another run in the folder) among them, pass. To
     end before anything is written, and before the first step: no ValueError of a step is about the command line.
 

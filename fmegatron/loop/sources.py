@@ -23,7 +23,7 @@ _MOST_DIGITS = 400  # of a whole number in text
 
 
 class SourceError(ValueError):
-    """A file or variable that gives no values of a Config; the message says which and why."""
+    """A file or variable that gives no values of a Config; the message states which and why."""
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class MoE:
     expert takes at most so many times its equal share of a sequence's tokens, and drops others (`nn.with_capacity`).
     balance, sequence_balance, z_loss: coefficients of losses of the router (`nn.balance_loss`,
     `nn.sequence_balance_loss`, `nn.router_z_loss`), 0 for none. biases: router and experts have biases.
-    limit: gate and up are clamped to it and gated as gpt-oss does, gate and up lie in turns (arXiv 2508.10925); None:
+    limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925); None:
     silu.
     """
 
@@ -114,37 +114,41 @@ class MoE:
             statistics["loss"] = psum(loss, tp) if split else loss
         return y_BSD, statistics
 
-    def _routed(self, u_BSD: Tensor, routing: nn.Routing, w: Tree, split: bool, axes: Axes):
+    def _routed(
+        self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
         tp, data, ep, E = axes["tp"], axes[axes.data], axes[self.ep], self.router.experts
-        given, sequence = (u_BSD, *routing[:2]), axes[()]
+        v_BSD, (gates, experts, _), sequence, token_axes = u_BSD, routing, axes[()], data
         if folded := "tp" in ep.names:
             if not split:
                 raise ValueError(
                     f"MoE.ep: got {self.ep} on the mesh {axes.mesh} with full sequences on each rank of tp, wanted "
                     "other tokens on each; set Decoder.sequence_parallel=True, or leave tp out of ep"
                 )
-            sequence = tp
+            sequence, token_axes = tp, axes[(*axes.data, "tp")]
         elif split:
-            given = tuple(all_gather(x, tp, 1) for x in given)
+            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
         else:
-            given = (*(enter(x, tp) for x in given[:2]), given[2])
-        dealt = axes[(*axes.data, "tp")] if folded else data
+            v_BSD, gates = enter(u_BSD, tp), enter(gates, tp)
         own = {k: w[k] for k in ("up", "down", "bias_up", "bias_down") if k in w}
-        rest = (nn.expert_weights(own, ep, dealt), functools.partial(self._experts, tp=axes[()] if folded else tp), E)
+        own = nn.expert_weights(own, ep, token_axes)
+        apply = functools.partial(self._experts, tp=axes[()] if folded else tp)
         if self.capacity is not None:
-            S = given[0].shape[1]
+            S = v_BSD.shape[1]
             room = min(S, math.ceil(self.capacity * S * self.router.top_k / E))
-            y_BSD, found = nn.with_capacity(*given, *rest, ep, data, room)
+            y_BSD, found = nn.with_capacity(v_BSD, gates, experts, own, apply, E, ep, data, room)
         else:
             again = step.remat if self.chunks > 1 else None
-            y_BSD, found = nn.dropless(*given, *rest, ep, data, sequence, self.rows, self.chunks, again)
+            y_BSD, found = nn.dropless(
+                v_BSD, gates, experts, own, apply, E, ep, data, sequence, self.rows, self.chunks, again
+            )
         if not folded:
             y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
         wanted = ("dropped",) if self.capacity is not None else ("overflow",) if self.rows is not None else ()
-        return y_BSD, {name: psum(found[name], dealt) for name in wanted}
+        return y_BSD, {name: psum(found[name], token_axes) for name in wanted}
 
-    def _experts(self, w: Tree, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, *, tp: Axis) -> Tensor:
+    def _experts(self, w: Any, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, *, tp: Axis) -> Tensor:
         """This rank's experts (`nn.Apply`), of which tp splits the hidden units."""
         h_MF = nn.grouped_mm(x_MD, w["up"], ends_X)
         if self.biases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -30,11 +31,14 @@ def _gather_block(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, a
     if not any(kept):
         return gather_weights(shards, layouts, decoder, axes)
     _, of_leaves, spec = tree.flatten(layouts)
-    wires, leaves = tree.leaves(decoder.policy.wires(layouts)), spec.flatten_up_to(shards)
+    wires: list[Any] = tree.leaves(decoder.policy.wires(layouts))
+    whole: Any = shards
+    leaves = spec.flatten_up_to(whole)
     for names in dict.fromkeys(kept):
         mine = [i for i, own in enumerate(kept) if own == names]
         axis = axes[tuple(name for name in axes.data if name not in names)]
-        found = nn.gather_tree(*([x[i] for i in mine] for x in (leaves, of_leaves)), axis, [wires[i] for i in mine])
+        given = ([leaves[i] for i in mine], [of_leaves[i] for i in mine])
+        found = nn.gather_tree(given[0], given[1], axis, [wires[i] for i in mine])
         for i, leaf in zip(mine, found, strict=True):
             leaves[i] = leaf
     return tree.unflatten(spec, leaves)

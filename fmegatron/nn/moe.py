@@ -40,10 +40,10 @@ def most_rows(tokens: int, ep: Axis, top_k: int, experts: int) -> int:
     return ep.size * tokens * min(top_k, experts // ep.size)
 
 
-def expert_weights(w: Tree, ep: Axis, dealt: Axis) -> Tree:
+def expert_weights(w: Tree, ep: Axis, token_axes: Axis) -> Tree:
     """The weights of this rank's experts `w[X, ...]`, for rows of all ranks of ep: their gradient is complete over ep,
-    and a pending sum over the other axes of `dealt`, those by which the tokens are dealt."""
-    rest = dealt.only(tuple(name for name in dealt.names if name not in ep.names))
+    and a pending sum over the other ones of the axes that split the tokens."""
+    rest = token_axes.only(tuple(name for name in token_axes.names if name not in ep.names))
     return tree.map(lambda x: declare(declare(x, ep, backward=("sharded", 0)), rest, backward="partial"), w)
 
 
@@ -155,7 +155,7 @@ def dropless(
             that the memory of a chunk is free when the next one begins; None: as it is.
 
     Raises ValueError where the experts cannot be shared out over ep, the chunks do not divide the tokens, or ep has
-    axes by which no tokens are dealt.
+    axes that split no tokens.
     """
     (B, S, D), K = x_BSD.shape, experts_BSK.shape[-1]
     _require_experts(experts, ep, data, sequence)
@@ -195,8 +195,9 @@ def _one_chunk(
     local_AK = torch.where(there_AK, experts_TK.index_select(0, index.row_A) % X + 1, 0)
     gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)
     R = min(rows, n * T)
-    came = (all_to_all_rows(v, send_n, recv_n, ep, R) for v in (_taken(x_TD, index), gates_AK, local_AK))
-    y_RD, needed = _through(*came, X, weights["w"], apply, rows)
+    leave = (_taken(x_TD, index), gates_AK, local_AK)
+    came_RD, gates_RK, local_RK = [all_to_all_rows(v, send_n, recv_n, ep, R) for v in leave]
+    y_RD, needed = _through(came_RD, gates_RK, local_RK, X, weights["w"], apply, rows)
     y_TD = _summed(all_to_all_rows(y_RD, recv_n, send_n, ep, index.row_A.shape[0]), index)
     return y_TD, torch.maximum(needed - rows, recv_n.sum() - R).clamp(min=0), send_n.sum()
 

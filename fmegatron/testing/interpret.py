@@ -46,7 +46,11 @@ def _communicate(collective: Collective, node: fx.Node, values: dict[fx.Node, li
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
-_VIEWS_BY_NATURE = frozenset({UNSAFE_VIEW, operator.getitem})
+# Their results are in the memory of their argument, of which their schemas say nothing (`nn.GRU` writes into a part).
+_aten = torch.ops.aten
+_VIEWS_BY_NATURE = frozenset(
+    {UNSAFE_VIEW, operator.getitem, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
+)
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:

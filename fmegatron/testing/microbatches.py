@@ -55,7 +55,7 @@ def cuts_of(many: fx.Graph, one: fx.Graph, layouts: list[Layout | None]) -> list
 
 
 def finding_of_cut(cut: Cut, mesh: Mesh) -> Finding:
-    """What is said where only the order of rows makes the difference."""
+    """What is reported where only the order of rows makes the difference."""
     what = (
         f"each rank of {mesh} cuts its own rows into {cut.n} microbatches, so that these hold other rows than on one "
         "rank, and the result depends on which rows are together; give the batch a layout by which every rank has its "

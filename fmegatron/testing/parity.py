@@ -90,7 +90,7 @@ def parity(
     mesh: Mesh,
     *args: Any,
     layouts: tuple | None = None,
-    out_layouts: Any = None,
+    out_layouts: tree.Tree = None,
     steps: int = 1,
     tolerance: float = 1e-10,
     floor: float = 0.0,

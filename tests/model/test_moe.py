@@ -1,86 +1,101 @@
-"""Decoders with experts on simulated ranks equal one rank: losses, metrics, parameters after two steps, fp64, 1e-10."""
-
-import functools
+"""Experts in a decoder, over an axis of their own and folded over fsdp: loss and each gradient of one rank, proven."""
 
 import pytest
 import torch
 
 from fmegatron import model, nn, optim, step, tree
-from fmegatron.collectives import Axes, Precision
-from fmegatron.layout import DataParallel, Mesh
-from fmegatron.testing import assert_parity
+from fmegatron.collectives import Axes
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.step import raw_gradient_layout, value_and_grad
+from fmegatron.testing import assert_parity, simulate
+from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.pairs import turns
 
 DATA = ("dp", "fsdp", "ep")
-ZERO3 = DataParallel(DATA, *[("dp", "fsdp", "ep")] * 3)
-HSDP = DataParallel(DATA, *[("fsdp",)] * 3)
-V3 = nn.Router(8, 3, "sigmoid", normalised=True, scale=2.5, groups=4, top_groups=2, group_best=2)
-
-
-def decoder(sequence_parallel=False, **of_moe):
-    """Two blocks, the second with experts."""
-    moe = model.MoE(**{"router": nn.Router(8, 2, normalised=True), "ffn_dim": 12, "balance": 0.01, **of_moe})
-    sizes = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "max_seq": 8}
-    return model.llama(
-        48, **sizes, mlp=moe, precision=Precision.fp64(), sequence_parallel=sequence_parallel, vocab_multiple=8
-    )
-
-
-SHARED = {"router": V3, "shared": model.MLP(20), "choice_bias": True, "z_loss": 1e-3, "sequence_balance": 0.1}
-CASES = {
-    "ep2": (Mesh(ep=2), HSDP, decoder()),
-    "ep4, ZeRO-3": (Mesh(ep=4), ZERO3, decoder(**SHARED)),
-    "fsdp2 ep2": (Mesh(fsdp=2, ep=2), HSDP, decoder(**SHARED)),
-    "dp2 ep2, ZeRO-3": (Mesh(dp=2, ep=2), ZERO3, decoder()),
-    "experts over fsdp": (Mesh(dp=2, fsdp=2), ZERO3, decoder(ep=("fsdp",))),
-    "ep2 tp2": (Mesh(ep=2, tp=2), HSDP, decoder(**SHARED)),
-    "ep2 tp2, sequence parallel": (Mesh(ep=2, tp=2), HSDP, decoder(True, **SHARED)),
-    "folded over ep and tp": (Mesh(dp=2, ep=2, tp=2), HSDP, decoder(True, ep=("ep", "tp"), **SHARED)),
-    "folded over tp, in chunks": (Mesh(fsdp=2, tp=2), HSDP, decoder(True, ep=("tp",), chunks=2)),
-    "in chunks": (Mesh(ep=2), ZERO3, decoder(chunks=2)),
-    "capacity": (Mesh(dp=2, ep=2), HSDP, decoder(capacity=1.0)),
+SIGMOID = nn.Router(4, 2, "sigmoid", normalised=True, scale=2.5, groups=2, top_groups=1, group_best=2)
+SETTINGS = {
+    "ep": (Mesh(ep=2), {}),
+    "fsdp, ep": (Mesh(fsdp=2, ep=2), {"router": SIGMOID, "choice_bias": True}),
+    "ep, tp": (Mesh(ep=2, tp=2), {"shared": model.MLP(16)}),
+    "ep, tp, sequence parallel": (Mesh(ep=2, tp=2), {"biases": True, "limit": 1.0}),
+    "over fsdp": (Mesh(dp=2, fsdp=2), {"ep": ("fsdp",)}),
+    "tp, sequence parallel": (Mesh(fsdp=2, tp=2), {"choice_bias": True}),
 }
 
 
-def train_step(mesh, strategy, of, save=None, microbatches=1):
-    axes, layouts = Axes(mesh, data=DATA), model.layouts(of, mesh, strategy=strategy)
-    loss = functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes, save=save)
-    how = {"strategy": strategy, "microbatches": microbatches}
-    return step.build_train_step(lambda p, b: loss(p, b), optim.adamw(1e-2), layouts, axes, **how)
+def experts(name):
+    """A Llama of one layer whose MLP are experts with losses of their router."""
+    fields = {"router": nn.Router(4, 2, normalised=True), "balance": 0.1, "z_loss": 0.01, **SETTINGS[name][1]}
+    return tiny(layers=1, mlp=model.MoE(ffn_dim=24, **fields), sequence_parallel="sequence" in name)
 
 
-def given(mesh, strategy, of, microbatches=1):
-    """(specs of the state, layouts of the batch)."""
-    specs = step.state_specs(model.specs(of, mesh, strategy=strategy), optim.adamw(1e-2), strategy)
-    rows = strategy.batch_layout((8, 8), torch.int64, mesh, microbatches)
-    return specs, {"tokens": rows, "labels": rows}
+@pytest.mark.parametrize("name", turns(1, [(name,) for name in SETTINGS], SETTINGS))
+def test_loss_and_each_gradient(name):
+    of, mesh = experts(name), SETTINGS[name][0]
+
+    def make_step(mesh):
+        layouts, axes = model.layouts(of, mesh), Axes(mesh, data=DATA)
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, of, layouts, axes, "inputs"))
+
+        def gradients(params, batch):
+            (loss, metrics), grads = f(params, batch)
+            return grads, loss, metrics
+
+        return gradients
+
+    params, batch = leaves_that_differ(model.init(of, Mesh(), key=3)), make_batch(of, batch_size=4)
+    data, layouts = Axes(mesh, data=DATA).data, model.layouts(of, mesh)
+    raw = tree.map(lambda layout: raw_gradient_layout(layout, data), layouts)
+    result = assert_parity(
+        make_step, mesh, params, batch,
+        layouts=(layouts, {k: Layout(x.shape, x.dtype, mesh, (data,)) for k, x in batch.items()}),
+        out_layouts=(raw, Layout((), torch.float64, mesh, unreduced=data), None),
+    )  # fmt: skip
+    assert {"loss", "router_loss", "imbalance"} <= set(result.sharded.metrics)
 
 
-def values(specs):
-    g = torch.Generator().manual_seed(0)
-    state = tree.init(specs, 0, 0)
-    batch = {name: torch.randint(0, 48, (8, 8), generator=g) for name in ("tokens", "labels")}
-    return state, batch
+@pytest.mark.parametrize("name", turns(1, [(name,) for name in SETTINGS], SETTINGS))
+def test_every_output_is_proven(name):
+    of, mesh = experts(name), SETTINGS[name][0]
+    axes, layouts, optimizer = Axes(mesh, data=DATA), model.layouts(of, mesh), optim.adamw(1e-3)
+    train = step.build_train_step(lambda p, b: model.loss(p, b, of, layouts, axes, "inputs"), optimizer, layouts, axes)
+    rows = DataParallel(axes.data).batch_layout((8, 12), torch.int64, mesh)
+    report = step.check(
+        train, step.state_specs(model.specs(of, mesh), optimizer), {"tokens": rows, "labels": rows}, mesh
+    )
+    assert report.ok, str(report)
 
 
-BOTH = [(name, save) for name in CASES for save in (None, "inputs")]
+def test_too_few_rows_are_counted_and_no_loss_is_reported():
+    mesh = Mesh(ep=2)
+    of = tiny(layers=1, mlp=model.MoE(nn.Router(4, 2), 24, rows=13))
+    layouts, axes = model.layouts(of, mesh), Axes(mesh, data=DATA)
+    batch = make_batch(of, batch_size=2)
+    sim = simulate(
+        lambda p, b: (p, model.loss(p, b, of, layouts, axes)[1]), mesh, model.init(of, Mesh(), 0), batch,
+        layouts=(layouts, {k: Layout(x.shape, x.dtype, mesh, ("ep",)) for k, x in batch.items()}),
+        out_layouts=(layouts, None),
+    )  # fmt: skip
+    assert int(sim.metrics["overflow"]) > 0 and torch.isnan(torch.as_tensor(sim.metrics["loss"]))
 
 
-@pytest.mark.parametrize(("name", "save"), turns(2, BOTH, [f"{name}-{save}" for name, save in BOTH]))
-def test_equal_to_one_rank_and_proven(name, save):
-    mesh, strategy, of = CASES[name]
-    specs, rows = given(mesh, strategy, of)
-    report = step.check(train_step(mesh, strategy, of, save), specs, rows, mesh)
-    assert report.ok and not report.unproven, str(report)
-    one = Mesh(**dict.fromkeys(mesh.names, 1))
-    state, batch = values(given(one, strategy, of)[0])
-    make = functools.partial(train_step, strategy=strategy, of=of, save=save)
-    found = assert_parity(make, mesh, state, batch, layouts=(tree.layouts(specs), rows), steps=2, floor=1e-12)
-    assert found.sharded.metrics["imbalance"] > 1
+def test_counts():
+    of = tiny(mlp=model.MoE(nn.Router(8, 2), 24, model.MLP(16)))
+    counts = model.parameters(of)
+    assert counts["total"] == sum(x.numel() for x in tree.leaves(model.init(of, Mesh(), 0)))
+    assert counts["mlp"] == 2 * (32 * 8 + 8 * 3 * 32 * 24 + 3 * 32 * 16)
+    used = 2 * (32 * 8 + 2 * 3 * 32 * 24 + 3 * 32 * 16 + 32 * 32 * 3)
+    assert model.flops_per_token(of, training=False)["matmul"] == 2 * used
 
 
-def test_experts_over_tp_want_sequence_parallelism():
-    mesh = Mesh(tp=2)
-    with pytest.raises(ValueError, match="MoE.ep: got .* set Decoder.sequence_parallel=True"):
-        train = train_step(mesh, HSDP, decoder(ep=("tp",)))
-        step.check(train, *given(mesh, HSDP, decoder(ep=("tp",))), mesh)
+@pytest.mark.parametrize(
+    ("fields", "mesh", "message"),
+    [
+        ({}, Mesh(ep=3), r"MoE.router.experts: got 4, wanted a multiple of 3 on the mesh ep3"),
+        ({"ffn_dim": 25}, Mesh(tp=2), r"MoE.ffn_dim: got 25, wanted a multiple of 2"),
+    ],
+)
+def test_experts_that_do_not_fit_their_mesh(fields, mesh, message):
+    moe = model.MoE(**{"router": nn.Router(4, 2), "ffn_dim": 24, **fields})
+    with pytest.raises(ValueError, match=message):
+        model.specs(tiny(mlp=moe), mesh)

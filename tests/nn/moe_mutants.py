@@ -11,18 +11,18 @@ FOLDED, FSDP, TP, DP, CAPACITY, OVER = "folded over cp and tp", "fsdp2 ep2", "ep
 
 # ---- tests/nn/moe_step.py --------------------------------------------------------------------------------------------
 MIX = 'for name in ("mix", "router")}'
-SUM = "{name: psum(raw[name], dealt) for name in "
+SUM = "{name: psum(raw[name], token_axes) for name in "
 REST = 'grads |= {name: psum(raw[name], rest) for name in ("up", "down")}'
-NAMES = "tuple(name for name in dealt.names if name not in ep.names + gathered.names)"
-LOAD = "load_E = psum(router.expert_load(routing.experts, E), dealt)"
-WEIGHTS = "moe.expert_weights(experts, ep, dealt)"
-METRICS = "name: psum(value.detach(), dealt) for"
+NAMES = "tuple(name for name in token_axes.names if name not in ep.names + gathered.names)"
+LOAD = "load_E = psum(router.expert_load(routing.experts, E), token_axes)"
+WEIGHTS = "moe.expert_weights(experts, ep, token_axes)"
+METRICS = "name: psum(value.detach(), token_axes) for"
 Y = "y_BSD = psum(y_BSD, tp)"
 SUMS_OF_STEP = (
     M("router_not_summed", "The router's gradient is that of this rank's tokens.", SUM + '("mix", "router")}',
-      '{"mix": psum(raw["mix"], dealt), "router": raw["router"]}', of="ep2"),
+      '{"mix": psum(raw["mix"], token_axes), "router": raw["router"]}', of="ep2"),
     M("router_summed_twice", "The router's gradient is summed twice.", SUM + '("mix", "router")}',
-      '{n: psum(psum(raw[n], dealt), dealt) for n in ("mix", "router")}', of="ep2"),
+      '{n: psum(psum(raw[n], token_axes), token_axes) for n in ("mix", "router")}', of="ep2"),
     M("router_over_data_only", "Ranks of the sequence keep router gradients of their own.", SUM + '("mix", "router")}',
       '{n: psum(raw[n], data) for n in ("mix", "router")}', of=FOLDED),
     M("router_over_ep_only", "The router's gradient is not summed over dp.", SUM + '("mix", "router")}',
@@ -32,27 +32,27 @@ SUMS_OF_STEP = (
     M("experts_not_summed", "Ranks of dp keep gradients of experts of their own.", REST,
       'grads |= {name: raw[name] for name in ("up", "down")}', of=DP),
     M("experts_summed_over_ep", "Gradients of different experts are added up.", REST,
-      'grads |= {name: psum(raw[name], dealt) for name in ("up", "down")}', of="ep2"),
+      'grads |= {name: psum(raw[name], token_axes) for name in ("up", "down")}', of="ep2"),
     M("experts_summed_twice", "Gradients of experts are summed twice over dp.", REST,
       'grads |= {name: psum(psum(raw[name], rest), rest) for name in ("up", "down")}', of=DP),
     M("experts_over_cp", "Gradients of experts are added up over an axis that holds others.", NAMES,
-      'tuple(name for name in dealt.names if name != "tp")', of=FOLDED),
+      'tuple(name for name in token_axes.names if name != "tp")', of=FOLDED),
     M("experts_over_fsdp_again", "Gradients are summed over fsdp again, by which they were scattered.", NAMES,
-      "tuple(name for name in dealt.names if name not in ep.names)", of=FSDP),
+      "tuple(name for name in token_axes.names if name not in ep.names)", of=FSDP),
     M("one_expert_matrix_not_summed", "One of two matrices is not summed over dp.", REST,
       'grads |= {"up": psum(raw["up"], rest), "down": raw["down"]}', of=DP),
     M("load_of_this_rank", "The balance loss looks at this rank's load.", LOAD,
       "load_E = router.expert_load(routing.experts, E)", of="ep2"),
     M("load_summed_twice", "The load is counted once for each rank.", LOAD,
-      "load_E = psum(psum(router.expert_load(routing.experts, E), dealt), dealt)", of="ep2"),
+      "load_E = psum(psum(router.expert_load(routing.experts, E), token_axes), token_axes)", of="ep2"),
     M("load_over_ep", "The load leaves out the ranks of dp.", LOAD,
       "load_E = psum(router.expert_load(routing.experts, E), ep)", of=DP),
     M("load_over_data", "The load leaves out the rest of the sequences.", LOAD,
       "load_E = psum(router.expert_load(routing.experts, E), data)", of=FOLDED),
     M("metrics_of_this_rank", "Metrics are this rank's.", METRICS, "name: value.detach() for", of="ep2"),
     M("metrics_over_ep", "Metrics leave out the ranks of dp.", METRICS, "name: psum(value.detach(), ep) for", of=DP),
-    M("metrics_twice", "Metrics are summed twice.", METRICS, "name: psum(psum(value.detach(), dealt), dealt) for",
-      of="ep2"),
+    M("metrics_twice", "Metrics are summed twice.", METRICS,
+      "name: psum(psum(value.detach(), token_axes), token_axes) for", of="ep2"),
     M("hidden_not_summed", "Results of parts of an expert's hidden units are not added up.", Y, "y_BSD = y_BSD", of=TP),
     M("hidden_summed_twice", "Results of parts of the hidden units are added up twice.", Y,
       "y_BSD = psum(psum(y_BSD, tp), tp)", of=TP),
@@ -78,16 +78,16 @@ SUMS_OF_STEP = (
 )  # fmt: skip
 OF_STEP = (
     M("weights_without_ep", "Experts are declared to be pending over their own axis.", WEIGHTS,
-      "moe.expert_weights(experts, axes[()], dealt)",
+      "moe.expert_weights(experts, axes[()], token_axes)",
       "check", of="ep2"),
     M("weights_without_dp", "It is not said that ranks of dp have parts of the gradient.", WEIGHTS,
       "moe.expert_weights(experts, ep, ep)",
       "unproven", of=DP),
     M("weights_over_dp", "Experts are declared to be sharded over dp.", WEIGHTS,
-      'moe.expert_weights(experts, axes["dp"], dealt)',
+      'moe.expert_weights(experts, axes["dp"], token_axes)',
       "check", of=DP),
     M("weights_turned", "The axes of ep in the wrong order.", WEIGHTS,
-      'moe.expert_weights(experts, axes["tp", "cp"], dealt)',
+      'moe.expert_weights(experts, axes["tp", "cp"], token_axes)',
       "check", of=FOLDED),
     M("gates_swapped", "gate and up are exchanged.", "F.silu(gate_MF) * up_MF", "F.silu(up_MF) * gate_MF", "simulate",
       of="ep2"),

@@ -94,7 +94,7 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
     """step(params, batch) -> (params, metrics)."""
     setting, axes = setting_of(of), Axes(mesh)
     data, sequence, ep = axes[DATA], axes[setting.sequence], axes[setting.ep]
-    dealt = axes[(*DATA, *setting.sequence)]
+    token_axes = axes[(*DATA, *setting.sequence)]
     tp = axes["tp" if "tp" not in setting.ep else ()]
     gathered = axes["fsdp" if "fsdp" not in setting.ep else ()]
     choose = router.Router(**vars(setting.router))
@@ -109,7 +109,7 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
         logits_BSE = h_BSD @ w["router"]
         routing = choose(logits_BSE, w["bias"])
         experts = {"up": all_gather(w["up"], gathered, 1), "down": all_gather(w["down"], gathered, 2)}
-        experts = moe.expert_weights(experts, ep, dealt)
+        experts = moe.expert_weights(experts, ep, token_axes)
         given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, experts, apply, E, ep, data)
         if setting.capacity is None:
             y_BSD, stats = moe.dropless(*given, sequence, setting.rows, setting.chunks, remat)
@@ -117,7 +117,7 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
             y_BSD, stats = moe.with_capacity(*given, setting.capacity)
         stats.pop("sent", None)  # which is another number on every mesh
         y_BSD = psum(y_BSD, tp)
-        load_E = psum(router.expert_load(routing.experts, E), dealt)
+        load_E = psum(router.expert_load(routing.experts, E), token_axes)
         terms = {
             "fit": (y_BSD - batch["target"]).square().sum() / tokens,
             "balance": 0.1 * router.balance_loss(routing.probs, load_E, tokens),
@@ -126,13 +126,13 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
             "entropy": router.router_entropy(routing.probs, tokens),
         }
         loss = sum(value for name, value in terms.items() if name != "entropy")
-        metrics = {name: psum(value.detach(), dealt) for name, value in {**terms, **stats, "loss": loss}.items()}
+        metrics = {name: psum(value.detach(), token_axes) for name, value in {**terms, **stats, "loss": loss}.items()}
         return loss, {**metrics, "load": load_E}
 
     def step(params, batch):
         (_, metrics), raw = value_and_grad(loss_fn)(params, batch)
-        grads = {name: psum(raw[name], dealt) for name in ("mix", "router")}
-        rest = dealt.only(tuple(name for name in dealt.names if name not in ep.names + gathered.names))
+        grads = {name: psum(raw[name], token_axes) for name in ("mix", "router")}
+        rest = token_axes.only(tuple(name for name in token_axes.names if name not in ep.names + gathered.names))
         grads |= {name: psum(raw[name], rest) for name in ("up", "down")}
         new = {name: params[name] - 0.02 * g for name, g in grads.items()}
         new["bias"] = router.balanced_bias(params["bias"], metrics["load"], 0.001)

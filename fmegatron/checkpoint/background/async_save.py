@@ -37,8 +37,8 @@ from fmegatron.layout import Layout
 
 def save_async(
     path: str | os.PathLike | Store,
-    state: Any,
-    layouts: Any = None,
+    state: tree.Tree,
+    layouts: tree.Tree = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,
@@ -154,8 +154,8 @@ class AsyncSaver:
     def save(
         self,
         path: str | os.PathLike | Store,
-        state: Any,
-        layouts: Any = None,
+        state: tree.Tree,
+        layouts: tree.Tree = None,
         world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
@@ -242,7 +242,7 @@ class AsyncSaver:
             if draft and handle not in flights.pending:
                 store.end(draft)
 
-    def reserve(self, layouts: Any, world: Ranks | None = None) -> None:
+    def reserve(self, layouts: tree.Tree, world: Ranks | None = None) -> None:
         """Make the plan, take the memory for a state of these layouts, and wait until the writer is ready.
 
         Call it before training; otherwise the first save does it (but for the waiting). Raises ValueError, OSError.

@@ -83,7 +83,7 @@ class Flights:
         """Return when `ended()`, which an exchange makes true on all ranks at once; all ranks call it.
 
         Raises TimeoutError on all ranks when `timeout_s` is over on one. After Ctrl-C on one rank KeyboardInterrupt
-        there and RuntimeError on the others. so: what the messages say of the save then.
+        there and RuntimeError on the others. so: what the messages state of the save then.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with held_interrupt() as pressed:
@@ -259,7 +259,7 @@ class Flights:
             self.arena.release(handle.regions.pop())
 
     def _fail(self, handle: Handle) -> None:
-        """All ranks together: stop, tell the first message to all, remove the files."""
+        """All ranks together: stop, send the first message to all, remove the files."""
         self._stop(handle)
         try:
             handle.world.agree(handle.error, handle.what)

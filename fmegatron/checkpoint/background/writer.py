@@ -96,7 +96,7 @@ class Writer:
         os._exit(1)
 
     def report(self, **message: Any) -> None:
-        """Tell the trainer; if it is gone, `run` sees it."""
+        """Report to the trainer; if it is gone, `run` sees it."""
         with self.lock, contextlib.suppress(OSError):
             self.channel.send(message)
 
@@ -190,7 +190,7 @@ class Writer:
             self.commits.submit(self.forget, number)  # not while it is being committed
 
     def forget(self, number: int) -> None:
-        """Drop what is known of a cancelled save, and say so."""
+        """Drop what is known of a cancelled save, and report it."""
         self.saves.pop(number, None)
         self.report(id=number, did="cancelled")
 

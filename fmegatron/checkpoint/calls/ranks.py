@@ -42,7 +42,7 @@ def jointly(world: Ranks, what: str) -> Iterator[None]:
     error = None
     try:
         yield
-    except BaseException as e:  # a rank that is interrupted must tell the others, too
+    except BaseException as e:  # a rank that is interrupted must report it to the others, too
         error = e
     _agree(world, what, error)
 

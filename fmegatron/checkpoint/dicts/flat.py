@@ -103,7 +103,7 @@ def _holds_more(item: Any) -> bool:
 
 
 def _kind(node: Any, path: str) -> Any:
-    """What the paths do not tell: None for dicts whose keys are parts of paths, and for NamedTuples."""
+    """What the paths do not determine: None for dicts whose keys are parts of paths, and for NamedTuples."""
     if isinstance(node, list):
         return "list"
     if is_named_tuple(node):

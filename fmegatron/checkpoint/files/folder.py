@@ -112,7 +112,7 @@ class Folder:
         if self.held is None:
             return os.path.realpath(self.at(name)) == self.at(name)
         parts = name.split("/")
-        with suppress(OSError):  # what is not there is said by who opens it
+        with suppress(OSError):  # what is not there is reported by who opens it
             for i in range(len(parts)):
                 found = os.stat("/".join(parts[: i + 1]), dir_fd=self.fd, follow_symlinks=False)
                 if stat.S_ISLNK(found.st_mode):
@@ -216,7 +216,7 @@ class FolderStore:
             doubts = self._clear(os.path.basename(self.path), Watch())
             fix = f"if they have died, `python -m fmegatron.checkpoint gc --watch 5m {self.above().path}` removes it"
             say_doubts(self.path, doubts, fix)
-        except OSError as error:  # what is somebody else's, say; it is in nobody's way
+        except OSError as error:  # such as what belongs to another user; it is in no save's way
             text = f"{self.path}: what killed saves have left there could not be removed: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         token = commit.new_token()

@@ -24,7 +24,7 @@ _FILE_WRITERS = 4  # threads that write files
 class KeyValues:
     """The values under a kvstore spec (its path ends in "/", or is empty). Every failure is an OSError.
 
-    Reads and writes are those of a `Storage`. What the server says of a request is in the error's text.
+    Reads and writes are those of a `Storage`. What the server reports of a request is in the error's text.
     """
 
     spec: dict[str, Any]

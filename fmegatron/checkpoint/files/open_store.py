@@ -55,7 +55,7 @@ def store_from_json(value: dict[str, Any]) -> Store:
 
 
 def holding(store: Store) -> AbstractContextManager[None]:
-    """`reading` of the checkpoint at `store`, if it has the name of a Manager's step; others nobody deletes."""
+    """`reading` of the checkpoint at `store`, if it has the name of a Manager's step; others are not deleted."""
     name = store.text.rpartition("/")[2]
     return reading(store.above().notes(), name) if STEP.fullmatch(name) else nullcontext()
 

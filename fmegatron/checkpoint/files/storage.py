@@ -85,7 +85,7 @@ class Storage(Protocol):
         ...
 
     def inside(self, name: str) -> bool:
-        """Whether the directory `name` is where it says, and not a link to somewhere else."""
+        """Whether the directory `name` is where its name states, and not a link to somewhere else."""
         ...
 
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
@@ -180,7 +180,7 @@ class Store(Protocol):
         """Remove the files of a checkpoint of this name that was set aside."""
 
     def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
-        """Remove what dead saves and deletions left of children whose whole name matches the regular expression.
+        """Remove what dead saves and deletions left of children whose full name matches the regular expression.
 
         keep: children that are being written or deleted now.  watch: what this process knows of the savers of others.
         """
@@ -190,7 +190,7 @@ class Store(Protocol):
         ...
 
     def notes(self) -> Notes | KeyNotes:
-        """Small files beside the checkpoints of this directory, each whole or not there."""
+        """Small files beside the checkpoints of this directory, each complete or not there."""
         ...
 
     def to_json(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class ZarrArray:
 
     @cached_property
     def _store(self) -> ts.TensorStore:
-        """The array, open; no file is read or written. Its shape is that of all chunks, so that each is written whole:
+        """The array, open; no file is read or written. Its shape is that of all chunks, so each is written in full:
         the last ones are padded by who writes them."""
         metadata = zarr_metadata(self.array)
         shape = [n * c for n, c in zip(self.array.grid, self.array.chunk, strict=True)]

@@ -75,7 +75,7 @@ def few(ranks: Sequence[int]) -> str:
 
 
 def tell_all(world: Ranks, talks: Sequence[int], text: str) -> list[str]:
-    """The texts of the first few ranks that have something to say (`talks`: not 0), on all ranks."""
+    """The texts of the first few ranks that have something to report (`talks`: not 0), on all ranks."""
     speakers = [rank for rank, flag in enumerate(talks) if flag]
     texts = [f"rank {rank}: {world.broadcast_text(text, rank)}" for rank in speakers[:_MOST_TEXTS]]
     return texts + ([f"and {len(speakers) - _MOST_TEXTS} more ranks"] if len(speakers) > _MOST_TEXTS else [])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
@@ -145,8 +146,8 @@ class LocalReplicas:
     def save(
         self,
         step: int,
-        state: Any,
-        layouts: Any,
+        state: tree.Tree,
+        layouts: tree.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -161,7 +162,7 @@ class LocalReplicas:
             state: tree of this rank's local tensors, any device.
             layouts: the same tree of Layouts (or ArraySpecs).
             metadata: JSON values; those of rank 0 are stored.
-            finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored,
+            finite: whether loss and gradient norm of this step are finite. If one rank passes False, nothing is stored,
                 with a warning: replicas are states to go back to, and older ones are not given up for one that is none.
 
         Raises ValueError for a request that does not fit, RuntimeError on all ranks with the first failing rank's
@@ -172,8 +173,8 @@ class LocalReplicas:
     def save_async(
         self,
         step: int,
-        state: Any,
-        layouts: Any,
+        state: tree.Tree,
+        layouts: tree.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -230,12 +231,12 @@ class LocalReplicas:
         )
 
     def steps(self) -> list[int]:
-        """The steps of which this node holds something, in rising order; whether that is good, reading will tell."""
+        """The steps of which this node holds something, in rising order; whether that is good, reading will show."""
         return sorted({step for step, _, _ in self.shelf.keys()})
 
     def restore_latest(
         self,
-        layouts: Any,
+        layouts: tree.Tree,
         *,
         fallback: Manager | Callable[..., tuple[int, Any, dict[str, Any]]] | None = None,
         device: str | torch.device | None = None,

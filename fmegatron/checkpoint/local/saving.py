@@ -189,7 +189,7 @@ class Saving:
                 self._drafts[member] = self._begin(member, plans[member])
 
         together(world, self._what, begin)
-        # As many rounds on all ranks as the longest shard needs; those who have nothing left to tell stay silent.
+        # As many rounds on all ranks as the longest shard needs; those that have nothing left to send stay silent.
         for n in range(max(count for count, _ in rows)):
             parts = {m: buffers[m][: cut[m][n].nbytes if n < len(cut[m]) else 0] for m in group}
             if n < len(cut[rank]):

@@ -19,7 +19,7 @@ class Keep:
     `metadata["metrics"][metric]`; equals: the newer one.  newer_than_s: all that were saved within so many seconds.
 
     The newest step is always kept, the newest good one (its manifest is readable, and its save did not
-    say that loss or gradient norm were not finite), and steps that are pinned, read, or being written.
+    report that loss or gradient norm were not finite), and steps that are pinned, read, or being written.
 
     >>> Keep(last=2, every=1000, best=("heldout_loss", "min", 3))
     Keep(last=2, every=1000, best=('heldout_loss', 'min', 3), newer_than_s=None)

@@ -29,7 +29,7 @@ _LOOKS = 20  # at a directory in which steps come and go
 class Facts:
     """Facts from the manifest of a complete step. problem: why they cannot be read, or None.
 
-    finite: of loss and gradient norm of the step, None if the run did not say.
+    finite: of loss and gradient norm of the step, None if the run did not report it.
     """
 
     problem: str | None = None
@@ -157,7 +157,7 @@ class Steps:
         return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def note_saved(self, step: int) -> None:
-        """This step was just saved. An object store does not tell times, so we note it."""
+        """This step was just saved. An object store does not report times, so we note it."""
         if not self.renames:
             self.notes.write(self._stamp(step), str(time.time()).encode())
 

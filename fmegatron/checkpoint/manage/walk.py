@@ -194,7 +194,7 @@ class Search:
                 state, manifest = restore_save(
                     place, self.target, world=self.world, rank=self.rank, stacklevel=6, **self.options
                 )
-        except BaseException as e:  # a rank that is interrupted must tell the others, too
+        except BaseException as e:  # a rank that is interrupted must report it to the others, too
             damaged, unfit = isinstance(e, CheckpointError), isinstance(e, ValueError) or not isinstance(e, Exception)
             kind, error = _DAMAGED if damaged else _UNFIT if unfit else _FAILED, e
         # The first rank of each kind of error, size for none.

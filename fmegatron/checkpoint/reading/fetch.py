@@ -35,7 +35,7 @@ from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.reading.digests import stored_digests
 from fmegatron.layout import Box
 
-_JOB_BYTES = 16 << 20  # work is dealt to threads in jobs of about this size
+_JOB_BYTES = 16 << 20  # work is assigned to threads in jobs of about this size
 _SPAN_BYTES = 2 << 20  # of a piece are held in memory at a time
 
 
@@ -141,7 +141,7 @@ class Fetch:
                     self._errors.append(error)
 
     def _array(self, name: str, leaf: str) -> Array:
-        """An array of the manifest, after a look that its directory is where it says; its zarr.json is a thread's."""
+        """An array of the manifest, after a look that its directory is no link; its zarr.json is a thread's."""
         if not self.storage.inside(name):
             raise CheckpointError(f"{name}: {self.storage.at(name)} leads outside of the checkpoint; {RESTORE_ANOTHER}")
         array = self.manifest.arrays[name]
@@ -225,7 +225,7 @@ class _File:
     def band(
         self, reader: Reader, number: int, offset: int, into: np.ndarray, leaf: Callable[[], str] | None = None
     ) -> None:
-        """Read band `number`, at `offset`, into all of `into`; verify it. leaf: tells whose bytes they are."""
+        """Read band `number`, at `offset`, into all of `into`; verify it. leaf: names whose bytes they are."""
         done = 0
         while done < into.nbytes:
             try:

@@ -41,20 +41,20 @@ from fmegatron.checkpoint.reading.view import Fill, regions
 
 def restore(
     path: str | os.PathLike | Store | Snapshot,
-    target: Any = None,
+    target: tree.Tree = None,
     *,
-    into: Any = None,
+    into: tree.Tree = None,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
     rules: Sequence[Rule] = (),
     prefix: str = "",
-    initial: Any = None,
+    initial: tree.Tree = None,
     read: str = "own",
     cast: bool = False,
     device: str | torch.device | None = None,
     verify: bool = True,
-) -> Any:
+) -> tree.Tree:
     """The state at `path` as local tensors of a rank under target layouts: a tree of the structure of `target`.
 
     On one process the target may be a state instead, or be left out; then it is all global arrays and plain values that
@@ -145,7 +145,7 @@ def restore_save(
 
 
 def _protected(path: str | os.PathLike | Store | Snapshot) -> ExitStack:
-    """`holding` of the checkpoint; nothing where that fails: what is wrong is said by all ranks together, later."""
+    """`holding` of the checkpoint; nothing where that fails: what is wrong is reported by all ranks together, later."""
     stack = ExitStack()
     if not isinstance(path, Snapshot):  # whoever has opened it holds it
         with suppress(Exception):
@@ -206,7 +206,7 @@ def start_reading(
 def finish_reading(started: Started, world: Ranks, device: str | torch.device | None) -> Any:
     """The restored tree; with exchanges, all ranks of the world call this, by `together`."""
     if started.exchanges and not exchange_all(started.exchanges, world):
-        return None  # the rank that failed tells why, where the ranks agree
+        return None  # the rank that failed reports why, where the ranks agree
     request, tensors = started.request, finish_tensors(started, device or world.device)
     return returned(started, unflatten_some(request.spec, tensors, request.left_out))
 

@@ -66,7 +66,7 @@ def collect(
 
     Hidden directories and notes have owners. What belongs to a process that is gone from this machine goes at once.
     Checkpoints that are not complete and have no hidden name are left to a person. Never removed: the newest complete
-    checkpoint, and the newest good one (its manifest is readable, and its save did not say that its loss was not
+    checkpoint, and the newest good one (its manifest is readable, and its save did not report that its loss was not
     finite).
 
     Args:

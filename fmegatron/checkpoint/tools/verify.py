@@ -235,7 +235,7 @@ class _Check:
             return part.reshape(math.prod(array.grid), math.prod(array.bands))
         leaf = self._leaf(array, 0, 0)
         self.damages.append(Damage("bytes", DIGESTS, f"the digests of {array.name} were altered", leaf, 8 * lo, 8 * hi))
-        # What a missing table would have said is unknown, but not which files there should be.
+        # What a missing table would have stated is unknown, but not which files there should be.
         for index in itertools.islice(_indices(array.grid), len(self.entries) + 1000):
             self._there(array.chunk_file(index), math.prod(array.chunk) * array.itemsize, leaf)
         return None
@@ -318,7 +318,7 @@ def _indices(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _band_sizes(array: Array) -> tuple[int, ...]:
-    """Bytes of each band of a chunk. Whole trailing dims: in their order they are the file from first byte to last."""
+    """Bytes of each band of a chunk. Full trailing dims: in their order they are the file from first byte to last."""
     sizes = [array.itemsize]
     for c, b in zip(array.chunk, array.band, strict=True):
         lengths = [min(b, c - at) for at in range(0, c, b)]

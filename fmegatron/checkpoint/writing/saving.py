@@ -3,7 +3,7 @@
     hidden place for the files -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
     -> the new one takes the name in one step
 
-No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 tells the
+No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 sends the
 name of the hidden place.
 """
 
@@ -32,8 +32,8 @@ from fmegatron.layout import Layout
 
 def save(
     path: str | os.PathLike | Store,
-    state: Any,
-    layouts: Any = None,
+    state: tree.Tree,
+    layouts: tree.Tree = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,
@@ -53,7 +53,7 @@ def save(
         metadata: JSON values.
         step: whole number.
         finite: whether loss and gradient norm of this step are finite; None if that is not known. It is stored
-            (`describe(path).finite`); one rank that says False speaks for all.
+            (`describe(path).finite`); one rank that passes False decides for all.
 
     Raises:
         ValueError: state and layouts disagree, a leaf cannot be stored, several ranks save without layouts, or the
@@ -126,7 +126,7 @@ def check_names(store: Store, plans: Sequence[LeafPlan], size: int) -> None:
 
 
 def agreed(finite: bool | None, world: Ranks) -> bool | None:
-    """What the ranks say together: False if one says so, else None if one does not know. All ranks call it."""
+    """What the ranks report together: False if one does, else None if one does not know. All ranks call it."""
     words = (False, None, True)
     return words[int(world.minimum(torch.tensor([words.index(finite)])))]
 

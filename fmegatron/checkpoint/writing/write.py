@@ -220,7 +220,7 @@ class _Writer:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """An error says whose bytes it concerns."""
+    """An error names whose bytes it concerns."""
     try:
         yield
     except OSError as error:

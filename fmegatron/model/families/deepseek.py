@@ -142,4 +142,4 @@ def _choice(keys: Keys) -> tuple[int, int, float]:
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", _read_v2, _NAMES, UNUSED)
-DEEPSEEK_V3 = Family("deepseek_v3", _read_v3, _NAMES, (*UNUSED, r"model\.layers\.61\..*"))
+DEEPSEEK_V3 = Family("deepseek_v3", _read_v3, _NAMES, (*UNUSED, r"model\.layers\.{layers}\..*"))

@@ -38,7 +38,7 @@ class Family:
 
     name: Hugging Face's `model_type`. read: keys of config.json -> Decoder, given dtypes and the like as keywords.
     names: for each path of ours, without the name of the stack, what is stored. unused: regular expressions of stored
-    names that hold nothing learned.
+    names that the model does not have; `{layers}` in them is the number of its blocks.
     """
 
     name: str

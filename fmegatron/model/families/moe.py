@@ -18,10 +18,10 @@ from fmegatron.model.moe import MoE
 from fmegatron.model.norm import RMSNorm
 
 
-def _losses(keys: Keys) -> dict[str, float]:
+def _balance(keys: Keys) -> float:
     """The coefficient of the balance loss, which transformers adds where `output_router_logits` asks for it."""
     coefficient = keys.take("router_aux_loss_coef", 0.001)
-    return {"balance": coefficient if keys.take("output_router_logits", False) else 0.0}
+    return coefficient if keys.take("output_router_logits", False) else 0.0
 
 
 def _read_mixtral(keys: Keys, **changes: Any) -> Decoder:
@@ -29,7 +29,7 @@ def _read_mixtral(keys: Keys, **changes: Any) -> Decoder:
     keys.only("router_jitter_noise", 0.0, 0)
     of, window = sizes(keys, eps=1e-5, theta=1e6), keys.take("sliding_window", None)
     router = nn.Router(keys.take("num_local_experts", 8), keys.take("num_experts_per_tok", 2), normalised=True)
-    return llama(**{**of, "window": window, "mlp": MoE(router, of["ffn_dim"], **_losses(keys)), **changes})
+    return llama(**{**of, "window": window, "mlp": MoE(router, of["ffn_dim"], balance=_balance(keys)), **changes})
 
 
 def _read_qwen3_moe(keys: Keys, **changes: Any) -> Decoder:
@@ -43,7 +43,7 @@ def _read_qwen3_moe(keys: Keys, **changes: Any) -> Decoder:
         keys.take("num_experts_per_tok", 8),
         normalised=keys.take("norm_topk_prob", False),
     )
-    mlp = MoE(router, keys.take("moe_intermediate_size", 768), **_losses(keys))
+    mlp = MoE(router, keys.take("moe_intermediate_size", 768), balance=_balance(keys))
     own = {"head_dim": head_dim or of["head_dim"], "bias": bias, "out_bias": bias, "mlp": mlp}
     own["qk_norm"] = RMSNorm(of["norm_eps"])
     return llama(**{**of, **own, "window": windows(keys), **changes})

@@ -66,7 +66,7 @@ def _all_of(scope: Scope, node: Node, x: Value, dims: tuple[int, ...], what: str
 
 def attention_backward(scope: Scope, node: Node, given: dict) -> list[Value | None]:
     """Gradients of q, k, v: linear in that of the output."""
-    g = given.get("grad_out", given.get("grad_out_"))
+    g = given["grad_out" if "grad_out" in given else "grad_out_"]
     q, k, v = _located(scope, node, given)
     masked = _masked(scope, node, given, q)
     rest = elementwise(scope, node, "function", [_heads(t, q) for t in (masked, k, v)])
@@ -150,7 +150,7 @@ def _mean_of_labels(scope: Scope, node: Node, loss: Value) -> Value:
     """Each rank divides by the labels that it has and does not ignore; how many these are is data."""
     why = "the mean of a rank's own rows divides by the number of its labels that are not ignored"
     fix = 'reduction="sum" and a division by the psum of the number of labels is proven'
-    means = [a for a in loss.having(Pending) if loss.marks[a].birth is node]
+    means = [a for a in loss.having(Pending) if loss.birth(a) is node]
     (doubt,) = scope.unknown(node, why, fix).origins
     return raised(loss, means, 1, node, "mean over a sharded dim divides by the local size only", doubt=doubt)
 

@@ -69,6 +69,7 @@ def is_layer(node: fx.Node) -> bool:
 def kind(node: fx.Node) -> str:
     """ "gather", "scatter" (reduce-scatter), "reduce" (all-reduce) or "exchange", of a node that starts one."""
     name = node.meta.get("symbolic") or _c10d_name(node)  # an exact reduce-scatter is an exchange with sums behind it
+    assert name is not None, f"{node} starts a collective"
     for word, prefix in (("gather", "all_gather"), ("scatter", "reduce_scatter"), ("reduce", "all_reduce")):
         if name.startswith(prefix):
             return word

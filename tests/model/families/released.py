@@ -37,6 +37,13 @@ _GEMMA = {
     "cache_implementation": "hybrid", "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
     **_OF_STORAGE,
 }  # fmt: skip
+_MLA = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_bias": False,
+    "moe_layer_freq": 1, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_YARN_MLA = {
+    "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
+}  # fmt: skip
 READ = {
     "Llama-2-7b": (_llama(32000, 4096, 11008, 32, 32, 32, 4096), 6_738_415_616),
     "CodeLlama-7b": (_llama(32016, 4096, 11008, 32, 32, 32, 16384, 1e6), 6_738_546_688),
@@ -88,6 +95,44 @@ READ = {
          "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "attn_logit_softcapping": None,
          "final_logit_softcapping": None},
         999_885_952,
+    ),
+    "Mixtral-8x7B": (
+        {**_llama(32000, 4096, 14336, 32, 32, 8, 32768, 1e6), "model_type": "mixtral", "sliding_window": None,
+         "num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.02},
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B": (
+        _qwen("Qwen3", 151936, 2048, 6144, 48, 32, 4, model_type="qwen3_moe", head_dim=128, attention_bias=False,
+              decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+              num_experts=128, num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001,
+              sliding_window=None),
+        30_532_122_624,
+    ),
+    "DeepSeek-V2-Lite": (
+        {**_llama(102400, 2048, 10944, 27, 16, 16, 163840), **_MLA, "model_type": "deepseek_v2", "q_lora_rank": None,
+         "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+         "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+         "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "aux_loss_alpha": 0.001, "seq_aux": True,
+         "rope_scaling": {**_YARN_MLA, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        15_706_484_224,
+    ),
+    "DeepSeek-V3": (
+        {**_llama(129280, 7168, 18432, 61, 128, 128, 163840), **_MLA, "model_type": "deepseek_v3", "q_lora_rank": 1536,
+         "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+         "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+         "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "ep_size": 1,
+         "rope_scaling": {**_YARN_MLA, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        671_026_419_200,
+    ),
+    "gpt-oss-20b": (
+        {**_llama(201088, 2880, 2880, 24, 64, 8, 131072, 150000), "model_type": "gpt_oss", "head_dim": 64,
+         "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "initial_context_length": 4096,
+         "layer_types": ["sliding_attention", "full_attention"] * 12, "num_experts_per_tok": 4,
+         "num_local_experts": 32, "output_router_logits": False, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+         "swiglu_limit": 7.0,
+         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                          "original_max_position_embeddings": 4096}},
+        20_914_757_184,
     ),
     "gpt2": (
         {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,

@@ -20,8 +20,9 @@ transformers = pytest.importorskip("transformers")
 SMALL = {
     "vocab_size": 70, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4,
     "max_position_embeddings": 64, "head_dim": 16, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64,
-    "n_ctx": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
-    "moe_intermediate_size": 24, "query_pre_attn_scalar": 24, "bos_token_id": 1, "eos_token_id": 2,
+    "n_ctx": 64, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
+    "moe_intermediate_size": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "query_pre_attn_scalar": 24, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -32,6 +33,11 @@ def small(config):
         out["num_hidden_layers"] = 8 if "gemma" in out["model_type"] else 2
         few = config["num_attention_heads"] // config["num_key_value_heads"]
         out["num_key_value_heads"] = {1: 4, 4: 1}.get(few, 2)
+    for key, value in {"q_lora_rank": 24, "layer_types": ["sliding_attention", "full_attention"]}.items():
+        if out.get(key):
+            out[key] = value
+    if out.get("first_k_dense_replace"):
+        out["first_k_dense_replace"] = 1
     if out.get("sliding_window"):
         out["sliding_window"] = 5
     if out.get("rope_scaling"):

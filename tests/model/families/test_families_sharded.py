@@ -23,7 +23,9 @@ def family(name, **changes):
     return model.families.family_of(config).decoder(config, precision=Precision.fp64(), **changes)
 
 
-CASES = mixed(MODELS, [Mesh(dp=2, tp=2), FSDP_TP], [False, True])
+DENSE = [name for name in MODELS if not set(MODELS[name][1]) & {"num_experts_per_tok"}]
+EXPERTS = [name for name in MODELS if name not in DENSE]  # minutes each: their graphs are long
+CASES = mixed(DENSE, [Mesh(dp=2, tp=2), FSDP_TP], [False, True])
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,15 @@ CASES = mixed(MODELS, [Mesh(dp=2, tp=2), FSDP_TP], [False, True])
 )
 def test_loss_and_each_gradient(name, mesh, sequence_parallel):
     check(family(name, sequence_parallel=sequence_parallel), mesh, save="inputs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name, sequence_parallel):
+    of = family(name, sequence_parallel=sequence_parallel)
+    check(of, FSDP_TP, save="inputs")
+    assert_proven(of, FSDP_TP)
 
 
 def assert_proven(decoder, mesh, save="inputs", **others):
@@ -43,7 +54,7 @@ def assert_proven(decoder, mesh, save="inputs", **others):
     assert report.ok, str(report)
 
 
-PROVEN = mixed(MODELS, [False, True])
+PROVEN = mixed(DENSE, [False, True])
 
 
 @pytest.mark.parametrize(("name", "sequence_parallel"), turns(2, PROVEN, ["-".join(map(str, case)) for case in PROVEN]))
