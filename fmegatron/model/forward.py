@@ -191,11 +191,15 @@ def loss(
 
 
 def _counted(statistics: list[dict]) -> dict[str, Tensor]:
-    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean, and "overflow"."""
+    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean; "router_entropy", of
+    all blocks the mean; "overflow" and "dropped", sums."""
     found = [one for block in statistics for one in block.values()]
     metrics = {}
     if loads := [one["load"].double() for one in found if "load" in one]:
         metrics["imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).max()
-    if over := [one["overflow"] for one in found if "overflow" in one]:
-        metrics["overflow"] = torch.stack(over).sum()
+    if entropies := [one["entropy"] for one in found if "entropy" in one]:
+        metrics["router_entropy"] = torch.stack(entropies).mean()
+    for name in ("overflow", "dropped"):
+        if counts := [one[name] for one in found if name in one]:
+            metrics[name] = torch.stack(counts).sum()
     return metrics
