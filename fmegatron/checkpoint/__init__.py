@@ -6,8 +6,8 @@ from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.dicts.describe import Description, describe, layouts, metadata
 from fmegatron.checkpoint.files.claim import Claim, ClaimedError, claim
 from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot, open_snapshot
-from fmegatron.checkpoint.files.storage import open_store
 from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.manage.report import Report

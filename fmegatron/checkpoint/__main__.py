@@ -18,8 +18,9 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.snapshot import again
-from fmegatron.checkpoint.files.storage import Store, holding, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.diff import diff
 from fmegatron.checkpoint.tools.export import SHARD_BYTES, export, parse_dtype, parse_renames

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fmegatron.layout import DATA_AXES, Mesh
-from fmegatron.tree import require_mesh
+from fmegatron.tree import Tree, require_mesh
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World
@@ -35,7 +35,7 @@ class Axis:
         sizes = tuple(self.sizes[self.names.index(name)] for name in names)
         return replace(self, names=tuple(names), size=math.prod(sizes), sizes=sizes)
 
-    def require(self, layouts: Any, who: str) -> None:
+    def require(self, layouts: Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of this axis."""
         require_mesh(layouts, self.mesh, who, "the axis")
 
@@ -72,6 +72,6 @@ class Axes:
         sizes = tuple(self.mesh[name] for name in kept)
         return Axis(kept, math.prod(sizes), self.mesh, self.world, sizes)
 
-    def require(self, layouts: Any, who: str) -> None:
+    def require(self, layouts: Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of these axes."""
         require_mesh(layouts, self.mesh, who, "the axes")

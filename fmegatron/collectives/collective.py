@@ -93,7 +93,7 @@ class Collective:
 
     name: str
     arguments: str
-    type: Callable[..., tuple]
+    type: Callable[..., tuple[Any, Any]]
     real: Callable[..., Sequence[Tensor]]
     simulated: Callable[..., Sequence[Tensor]]
     sent: Callable[[int, int], float] | None

@@ -44,7 +44,7 @@ def meet(
     """
     own, until, pause = secrets.token_hex(8), time.monotonic() + timeout_s, 0.002
     hall = dist.PrefixStore(f"fmegatron/{use}", store)
-    questions, answered, word = [f"asks/{r}" for r in range(1, size)], set(), own if rank == 0 else None
+    questions, answered, word = [f"asks/{r}" for r in range(1, size)], set(), own if rank == 0 else ""
     if rank > 0:
         hall.set(f"asks/{rank}", own)
     while True:

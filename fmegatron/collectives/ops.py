@@ -46,7 +46,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     Each rank uses the gathered value for its own purpose, so the gradients of all ranks are summed on the way back.
     An interleaved dim is left as it comes, the shards side by side.
     """
-    dim = _dim(x, dim, f"all_gather over {axis}")
+    dim = _dim(x, dim, f"all_gather over {_own(axis, 'all_gather')}")
     return all_gather_many([x], axis, [_side_by_side(axis, dim)])[0]
 
 
@@ -87,6 +87,7 @@ def all_gather_many(
 
     Raises ValueError for a place that does not fit its tensor.
     """
+    _own(axis, "all_gather")
     wires = [wire] * len(xs) if isinstance(wire, Wire) else list(wire)
     scales = [None] * len(xs) if scales is None else list(scales)
     if axis.size == 1:
@@ -130,7 +131,7 @@ def _idle(wire: Wire, dtype: torch.dtype) -> bool:
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """`x[S]{U_a} -> x[S_a]`; transpose: all_gather over a on the same dim. The dim must divide by the axis size."""
-    return reduce_scatter_many([x], axis, [_dim(x, dim, f"reduce_scatter over {axis}")])[0]
+    return reduce_scatter_many([x], axis, [_dim(x, dim, f"reduce_scatter over {_own(axis, 'reduce_scatter')}")])[0]
 
 
 def reduce_scatter_many(
@@ -142,7 +143,7 @@ def reduce_scatter_many(
     an all_to_all of bytes and local sums in the order of the ranks; the bytes are those of a reduce-scatter.
     Raises ValueError for a place that does not fit its tensor, dims that do not divide included.
     """
-    who = f"reduce_scatter over {axis}"
+    who = f"reduce_scatter over {_own(axis, 'reduce_scatter')}"
     if axis.size == 1:
         return [x.to(wide(x.dtype)) if exact else x for x in xs]
     places = _places(xs, axis, dims, who)
@@ -163,7 +164,7 @@ def psum_many(xs: Sequence[Tensor], axis: Axis, exact: bool = False) -> list[Ten
     One all_reduce where all have one dtype. exact (as in `reduce_scatter_many`), or several dtypes: a reduce-scatter of
     bytes by all_to_all and an all-gather of the sums; one all-gather and local sums where that sends no more or little.
     """
-    if axis.size == 1:
+    if _own(axis, "psum").size == 1:
         return [x.to(wide(x.dtype)) if exact else x for x in xs]
     _require_sums(xs, exact, f"psum over {axis}")
     return PSUM(xs, axis, exact)
@@ -171,14 +172,14 @@ def psum_many(xs: Sequence[Tensor], axis: Axis, exact: bool = False) -> list[Ten
 
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """`x -> x`, the identity; transpose: psum over a. Marks where a replicated value begins to be used differently."""
-    if axis.size == 1:
+    if _own(axis, "enter").size == 1:
         return x
     return linear(lambda xs: [x.view_as(x) for x in xs], lambda gs, _: PSUM.emit(gs, axis, False), [x])[0]
 
 
 def pmax(x: Tensor, axis: Axis) -> Tensor:
     """Elementwise maximum over a; no gradient passes (the argument is detached)."""
-    return x.detach() if axis.size == 1 else PMAX([x], axis)[0]
+    return x.detach() if _own(axis, "pmax").size == 1 else PMAX([x], axis)[0]
 
 
 # ---- moves -----------------------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def all_to_all_many(
     split_dims, concat_dims: S and C of each tensor. Raises ValueError for a dim that a tensor does not have, and for a
     split dim that does not divide by the axis.
     """
-    who = f"all_to_all over {axis}"
+    who = f"all_to_all over {_own(axis, 'all_to_all')}"
     if len(xs) != len(split_dims) or len(xs) != len(concat_dims):
         raise ValueError(
             f"{who}: got {len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} concat dims, wanted "
@@ -224,7 +225,7 @@ def all_to_all_rows(x: Tensor, send: Tensor, recv: Tensor, axis: Axis, rows: int
 
     Raises ValueError for counts of another shape or dtype, and for rows below 0.
     """
-    who = f"all_to_all_rows over {axis}"
+    who = f"all_to_all_rows over {_own(axis, 'all_to_all_rows')}"
     for name, counts in (("send", send), ("recv", recv)):
         if tuple(counts.shape) != (axis.size,) or counts.dtype != torch.int64:
             raise ValueError(
@@ -244,12 +245,18 @@ def all_to_all_rows(x: Tensor, send: Tensor, recv: Tensor, axis: Axis, rows: int
 
 def ppermute(x: Tensor, axis: Axis, shift: int) -> Tensor:
     """Rank i receives the value of rank i - shift (a ring); transpose: ppermute by -shift."""
+    if not isinstance(shift, int):
+        raise ValueError(
+            f"ppermute over {_own(axis, 'ppermute')}: got shift={shift!r}, wanted a whole number: every rank sends to "
+            "the one that is so many behind it; the pairs (i, i + 1) of all ranks are shift=1"
+        )
+    _own(axis, "ppermute")
     return PPERMUTE([x], axis, shift)[0]
 
 
 def shard(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """`x[S] -> x[S_a]`, this rank's part of a value replicated over a; transpose: all_gather over a."""
-    who = f"shard over {axis}"
+    who = f"shard over {_own(axis, 'shard')}"
     dim = _dim(x, dim, who)
     if axis.size == 1:
         return x
@@ -272,7 +279,7 @@ def axis_index(axis: Axis, like: Tensor | None = None) -> Tensor:
 
     A tensor and never a Python int: all ranks share one graph, and a checker can see what depends on the rank.
     """
-    if axis.size == 1:
+    if _own(axis, "axis_index").size == 1:
         return torch.zeros((), dtype=torch.int64, device=None if like is None else like.device)
     return AXIS_INDEX([torch.zeros(()) if like is None else like], axis)[0]
 
@@ -314,7 +321,7 @@ def declare(
                 f'declare: {name}: got {kind!r}, wanted "own", "partial", "replicated", ("sharded", dim) or None; '
                 "say what the ranks' values are"
             )
-    if axis.size == 1 or axis.world is not None:
+    if _own(axis, "declare").size == 1 or axis.world is not None:
         return x
 
     def stated(xs, kind):
@@ -325,6 +332,14 @@ def declare(
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
+def _own(axis: Axis, who: str) -> Axis:
+    """The axis. ValueError for what is none, such as its name."""
+    if not isinstance(axis, Axis):
+        name = repr(axis) if isinstance(axis, str) else "name"
+        raise ValueError(f"{who}: got the axis {axis!r}, wanted a value of Axes; with axes = Axes(mesh): axes[{name}]")
+    return axis
+
+
 def _side_by_side(axis: Axis, dim: int) -> Place:
     return Place((dim,) * len(axis.names), dim)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -94,14 +94,14 @@ class Place:
     def parse(text: str) -> Place:
         """The inverse of `str`."""
         dims, *rest = text.split("|")
-        place = {"dims": tuple(map(int, dims.split(",")))}
+        place = Place(tuple(map(int, dims.split(","))))
         for field in rest:
             dim, colon, parts = field.partition(":")
             if colon:
-                place |= {"interleaved": int(dim), "parts": tuple(map(int, parts.split("+") if parts else ()))}
+                place = replace(place, interleaved=int(dim), parts=tuple(map(int, parts.split("+") if parts else ())))
             else:
-                place["block"] = tuple(map(int, field.split("x")))
-        return Place(**place)
+                place = replace(place, block=tuple(map(int, field.split("x"))))
+        return place
 
     # ---- shapes
 

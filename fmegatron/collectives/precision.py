@@ -72,7 +72,7 @@ class Precision:
         """How matrices travel when they are gathered, and their gradients when they are reduced."""
         return Wire(self.gather or self.compute, self.reduce, self.exact, self.compute)
 
-    def wires(self, layouts: Any) -> Any:
+    def wires(self, layouts: tree.Tree) -> tree.Tree:
         """How each leaf travels: the tree of `layouts` with a Wire for each.
 
         Vectors are leaves of one dim or none, and those of stacks of them, which are known by their path: "norm" or

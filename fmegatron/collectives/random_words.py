@@ -123,11 +123,13 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
         )
         return _of_dims(like, merged, axes).flatten()
     within = _ramp(math.prod(shape), layout.flat, like, axes)
-    block, strides, at = layout.replace(flat=()).local_shape(0), row_major_strides(layout.shape), 0
+    at: torch.Tensor | int = 0
+    block, strides = layout.replace(flat=()).local_shape(0), row_major_strides(layout.shape)
     for dim, stride in enumerate(row_major_strides(block)):
         index = torch.div(within, stride, rounding_mode="floor") % block[dim]
         at = at + _global_index(index, layout, dim, axes) * strides[dim]
     split = tuple(name for dim in range(len(block)) for name in layout.axes(dim) if layout.mesh[name] > 1)
+    assert isinstance(at, torch.Tensor), "a sharded array has a dim"
     return declare(at, axes[split], forward=("sharded", 0)) if split else at
 
 
@@ -155,6 +157,7 @@ def _of_dims(like: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
                 [_ramp(n // count, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)]
             )
         at = at + (index * stride).view(-1, *[1] * (len(layout.shape) - 1 - dim))
+    assert isinstance(at, torch.Tensor), "a sharded array has a dim"
     return at
 
 

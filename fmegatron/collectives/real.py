@@ -278,7 +278,9 @@ def _start(out: Tensor, x: Tensor, came: list[int], sent: list[int], group_name:
     """
     width = x.dtype.itemsize * math.prod(x.shape[1:])
     given, room = (t.reshape(-1).view(torch.uint8).view(t.shape[0], width) for t in (x, out))
-    register_work(out, dist.all_to_all_single(room, given, came, sent, group_named(group_name), async_op=True))
+    work = dist.all_to_all_single(room, given, came, sent, group_named(group_name), async_op=True)
+    assert work is not None, "this rank is in the group"
+    register_work(out, work)
     return out
 
 

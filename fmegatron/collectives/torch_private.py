@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast, overload
+
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._ops import OpOverload
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName  # a str to type checkers only, in newer releases only
 
 __all__ = ["functional_ops", "group_named", "register_group", "register_work", "schema_of", "unregister_group"]
 
 
-def schema_of(op):
+@overload
+def schema_of(op: OpOverload) -> torch.FunctionSchema: ...
+@overload
+def schema_of(op: object) -> torch.FunctionSchema | None: ...
+def schema_of(op: object) -> torch.FunctionSchema | None:
     """What an operator takes and returns (name, arguments, returns, is_mutable); None for what is no operator."""
     return getattr(op, "_schema", None)
 
@@ -20,19 +31,19 @@ def functional_ops():
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The group that torch knows under a name. Raises RuntimeError for an unknown one."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
+    return _distributed_c10d._resolve_process_group(cast("GroupName", name))
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:
     """Let torch's functional collectives know a group by a name, the same on all ranks."""
-    torch._C._distributed_c10d._register_process_group(name, group)
+    _distributed_c10d._register_process_group(cast("GroupName", name), group)
 
 
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
     """Let `wait_tensor` of a tensor, or of a view of its memory, wait for a collective that writes it."""
-    torch._C._distributed_c10d._register_work(tensor, work)
+    _distributed_c10d._register_work(tensor, work)
 
 
 def unregister_group(name: str) -> None:
     """Forget the name."""
-    torch._C._distributed_c10d._unregister_process_group(name)
+    _distributed_c10d._unregister_process_group(cast("GroupName", name))

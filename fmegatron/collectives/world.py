@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +59,7 @@ class World:
     def __hash__(self) -> int:
         return id(self)
 
-    def put(self, values: Any) -> Any:
+    def put(self, values: tree.Tree) -> tree.Tree:
         """The tree with its tensors on this rank's device; tensors that are there already are returned as they are.
 
         >>> World.alone("cpu").put({"x": torch.zeros(2)})["x"].device
@@ -91,8 +89,8 @@ class World:
     def _open(self, key: str, axes: tuple[str, ...], own: bool) -> tuple[str, dist.ProcessGroup]:
         """The group under the first name that is free, or that another open world has for the same ranks: a cell of a
         notebook that connects is run again, and runs of two meshes may follow each other in one process."""
-        for number in itertools.count():
-            name = f"{key}#{number}" if number else key
+        name, number = key, 0
+        while True:
             known = _known_group(name)
             if known is None:
                 group = self._make_group(name, axes, own)
@@ -100,6 +98,8 @@ class World:
                 return name, group
             if set(dist.get_process_group_ranks(known)) == set(self.mesh.group(self.rank, axes)):
                 return name, known
+            number += 1
+            name = f"{key}#{number}"
 
     @staticmethod
     def axes_of(name: str) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class World:
         order = tuple(sorted(ranks).index(rank) for rank in ranks)
         return None if order == tuple(range(len(order))) else order
 
-    def _make_group(self, name, axes, own=False):
+    def _make_group(self, name: str, axes: tuple[str, ...], own: bool) -> dist.ProcessGroup:
         if len(axes) == 1 and not own:
             group = self.device_mesh().get_group(axes[0])
         else:
@@ -130,6 +130,7 @@ class World:
                 group = dist.group.WORLD
             else:
                 group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+        assert isinstance(group, dist.ProcessGroup), "this rank is in one of the groups"
         register_group(name, group)
         return group
 

@@ -2,7 +2,7 @@
 
 There is no iterator state. To resume, ask for the next step; to change the mesh, ask for other rows. A batch is
 `{"tokens": [B, S] int64, "labels": [B, S] int64}` with labels[b, s] the token that follows tokens[b, s]. Which rows a
-rank gets is what the batch's layout says: `strategy.batch_layout(shape, dtype, mesh, microbatches)`.
+rank gets is what the batch's layout states: `strategy.batch_layout(shape, dtype, mesh, microbatches)`.
 """
 
 import operator
@@ -15,7 +15,7 @@ import torch
 
 from fmegatron.data.permutation import permuted
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.tree import fold_in
+from fmegatron.tree import fold_in, in_words
 
 Batch = dict[str, torch.Tensor]
 _Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
@@ -100,7 +100,7 @@ class Batches:
         return self.windows / self.batch_size
 
     def at(self, step: int) -> Batch:
-        """The whole batch of `step` (0, 1, 2 …)."""
+        """The full batch of `step` (0, 1, 2 …)."""
         return self._rows_at(step, ((0, self.batch_size),))
 
     def _rows_at(self, step: int, rows: _Ranges) -> Batch:
@@ -159,11 +159,11 @@ class EvaluationBatches:
         return self.windows or _window_count(self)
 
     def real_tokens(self, number: int) -> int:
-        """How many tokens of the whole batch (all ranks) are not padding: the weight of its mean loss."""
+        """How many tokens of the full batch (all ranks) are not padding: the weight of its mean loss."""
         return self.seq_len * min(self.batch_size, self._shown - number * self.batch_size)
 
     def at(self, number: int) -> Batch:
-        """The whole batch `number`; ValueError when there is no such batch."""
+        """The full batch `number`; ValueError when there is no such batch."""
         return self._rows_at(number, ((0, self.batch_size),))
 
     def layout(self, mesh: Mesh, strategy: DataParallel | None = None) -> Layout:
@@ -199,6 +199,11 @@ class RankBatches:
 
     def __post_init__(self) -> None:
         wanted = self.batches.batch_size, self.batches.seq_len
+        if not isinstance(self.layout, Layout):
+            raise ValueError(
+                f"for_rank: got {in_words(self.layout)} as the layout, wanted one Layout, of tokens and labels; give "
+                "batches.layout(mesh, strategy, microbatches), or one of those that the step declares"
+            )
         if self.layout.shape != wanted or not self.layout.is_even or self.layout.flat or self.layout.unreduced:
             raise ValueError(
                 f"for_rank: got the layout {self.layout}, wanted one of shape {wanted} with equal parts for all ranks; "
@@ -269,7 +274,7 @@ def _rows(ranges: _Ranges) -> np.ndarray:
 def _order(seed: int, windows: int, batch_size: int, ranges: _Ranges, steps: int, first: int) -> np.ndarray:
     """Which windows some rows of a batch show in a block of steps that begins with sample `first`: int64 [steps, rows],
     read-only. One permutation of many positions costs little more than of few. A block may begin before sample 0
-    (`Batches.after`); nobody asks for those rows."""
+    (`Batches.after`); no rank asks for those rows."""
     rows = np.arange(first, first + steps * batch_size, batch_size, dtype=np.int64)[:, None]
     rows = rows + _rows(ranges)
     epochs, order = rows // windows, np.empty_like(rows)

@@ -26,7 +26,7 @@ def write_tokens(
     dtype: str | np.dtype | type | None = None,
     tokenizer: ByteTokenizer | CharTokenizer | None = None,
 ) -> Path:
-    """Write ids to a token file and return its path. The file appears whole or not at all (temporary file, fsync,
+    """Write ids to a token file and return its path. The file appears complete or not at all (temporary file, fsync,
     rename).
 
     `ids` is one integer array or tensor [count], or an iterable of such arrays (so that a corpus larger than memory can
@@ -119,7 +119,7 @@ class TokenArray:
 
     @property
     def tokenizer(self) -> ByteTokenizer | CharTokenizer | None:
-        """The tokenizer that made the ids, or None when the file does not say."""
+        """The tokenizer that made the ids, or None when the file does not state it."""
         return None if self._description is None else tokenizer_from(self._description)
 
     def verify(self) -> None:

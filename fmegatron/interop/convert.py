@@ -17,8 +17,9 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.dicts.described import stored_values
 from fmegatron.checkpoint.dicts.values import CONTAINERS, VALUES, to_json
 from fmegatron.checkpoint.files.format import CHUNK_BYTES, dtype_of
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, plan
@@ -107,7 +108,7 @@ def _read(snapshot: Snapshot, shard: Shard) -> torch.Tensor:
 
 
 def _boxes(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """The shards of a leaf in a DCP directory: whole if it is of moderate size, else as many chunks as make it so."""
+    """The shards of a leaf in a DCP directory: one if it is of moderate size, else as many chunks as make it so."""
     if 0 in shape or math.prod(shape) * itemsize <= 4 * CHUNK_BYTES:
         yield Box((0,) * len(shape), shape, 0, row_major_strides(shape))
         return
@@ -150,8 +151,9 @@ def _memory(entry: Any, given: torch.Tensor | None) -> tuple[torch.Tensor, list[
         places.append((box, Box(box.start, box.shape, at, row_major_strides(box.shape))))
         at += box.size
     x = torch.empty(at, dtype=leaf.layout.dtype)
-    for box, place in places if given is not None else ():
-        place.view(x).copy_(given[box.slices])
+    if given is not None:
+        for box, place in places:
+            place.view(x).copy_(given[box.slices])
     return x, places
 
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -40,8 +41,9 @@ from fmegatron.checkpoint.dicts.described import stored_values
 from fmegatron.checkpoint.dicts.values import VALUES, to_json
 from fmegatron.checkpoint.files.format import MOST_SMALL, dtype_of
 from fmegatron.checkpoint.files.manifest import to_json_text
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
@@ -54,7 +56,7 @@ from fmegatron.layout import Box, check_cover, row_major_strides
 
 @dataclass(frozen=True)
 class _Orders:
-    """What the coordinator tells a rank: its number, where to write, the plans of the leaves that it has parts of."""
+    """What the coordinator sends a rank: its number, where to write, the plans of the leaves that it has parts of."""
 
     rank: int
     root: str
@@ -66,8 +68,8 @@ class FmegatronWriter(StorageWriter):
     """A StorageWriter of torch whose directory is a checkpoint of fmegatron.
 
     path: directory or URL.  metadata, step: as `checkpoint.save`. A save that fails leaves an earlier checkpoint at the
-    path as it is; what it has written stays hidden until a save there, when nobody holds this writer any more, removes
-    it (torch does not tell a writer that a save has failed).
+    path as it is; what it has written stays hidden until a save there, when this writer is gone, removes
+    it (torch does not report to a writer that a save has failed).
 
     Refused, with an error on all ranks: objects that are no plain data (numbers, strings, containers), shards that
     overlap or leave gaps, `use_collectives=False`, planners that cache plans (`enable_plan_caching`).
@@ -78,12 +80,19 @@ class FmegatronWriter(StorageWriter):
     ):
         super().__init__()
         self.checkpoint_id, self._metadata, self._step = path, dict(metadata or {}), step
-        self._begun = self._plans = self._names = self._paths = None
+        self._begin_none()
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Another save begins, perhaps to another path."""
         self.checkpoint_id = checkpoint_id or self.checkpoint_id
-        self._begun = self._plans = self._names = self._paths = None
+        self._begin_none()
+
+    def _begin_none(self) -> None:
+        """No save has begun. What follows is the coordinator's; names are torch's."""
+        self._begun: Storage | None = None
+        self._plans: tuple[LeafPlan, ...] = ()
+        self._names: frozenset[str] = frozenset()
+        self._paths: dict[str, str] = {}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: what a rank is to write comes with its plan. Raises ValueError for saves without one plan."""
@@ -106,7 +115,7 @@ class FmegatronWriter(StorageWriter):
             keys |= plan.planner_data if isinstance(plan.planner_data, dict) else {}
             for item in plan.items:
                 if item.type != WriteItemType.BYTE_IO:
-                    data = item.tensor_data
+                    data = _described(item)
                     whole = held.setdefault(item.index.fqn, (tuple(data.size), data.properties.dtype, []))
                     whole[2].append((rank, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
         self._paths = {name: "/".join(map(str, k)) for name, k in keys.items()}
@@ -142,11 +151,11 @@ class FmegatronWriter(StorageWriter):
             if item.type == WriteItemType.BYTE_IO:
                 results.append(WriteResult(item.index, 0, self._value(item, planner)))
                 continue
-            x = planner.resolve_data(item).detach()
-            if tuple(x.shape) != tuple(item.tensor_data.chunk.sizes) or x.dtype != item.tensor_data.properties.dtype:
-                raise ValueError(
-                    f"{item.index.fqn}: got {x.dtype} {tuple(x.shape)}, wanted {item.tensor_data}, as planned"
-                )
+            given, described = planner.resolve_data(item), _described(item)
+            assert isinstance(given, torch.Tensor), "a plan of a shard is resolved to its tensor"
+            x = given.detach()
+            if tuple(x.shape) != tuple(described.chunk.sizes) or x.dtype != described.properties.dtype:
+                raise ValueError(f"{item.index.fqn}: got {x.dtype} {tuple(x.shape)}, wanted {described}, as planned")
             pieces[item.index.fqn].append(x)
             results.append(WriteResult(item.index, x.numel() * x.element_size(), None))
         tensors = [x[0] if len(x) == 1 else torch.cat([part.reshape(-1) for part in x]) for x in pieces.values()]
@@ -159,12 +168,14 @@ class FmegatronWriter(StorageWriter):
 
     def _value(self, item: WriteItem, planner: SavePlanner) -> str:
         """An object, which the planner has pickled, as JSON; read as data."""
-        name = item.index.fqn
-        return to_json_text(to_json(plain_object(planner.resolve_data(item).getvalue(), name), name))
+        name, given = item.index.fqn, planner.resolve_data(item)
+        assert isinstance(given, io.BytesIO), "a plan of an object is resolved to its bytes"
+        return to_json_text(to_json(plain_object(given.getvalue(), name), name))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all have written: merge, make durable, give the name."""
         store, storage = open_store(self.checkpoint_id), self._begun
+        assert storage is not None, "the coordinator has begun the save"
         try:
             parts = [Part.load(storage, rank) for rank in range(len(results))]
             texts = {r.index.fqn: r.storage_data for found in results for r in found if isinstance(r.storage_data, str)}
@@ -181,6 +192,12 @@ class FmegatronWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         """Whether this writer can write there."""
         return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def _described(item: WriteItem) -> TensorWriteData:
+    """The shard that an item of a plan describes."""
+    assert item.tensor_data is not None, "what is no object is a shard"
+    return item.tensor_data
 
 
 @dataclass(frozen=True)
@@ -206,7 +223,12 @@ class FmegatronReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Another load begins, perhaps from another path."""
         self.checkpoint_id = checkpoint_id or self.checkpoint_id
-        self._open: _Opened | None = None
+        self._open = None
+
+    @property
+    def _opened(self) -> _Opened:
+        assert self._open is not None, "torch sets a reader up first"
+        return self._open
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What is stored, as torch describes it: every tensor as one chunk, of which any box can be read.
@@ -240,7 +262,7 @@ class FmegatronReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the digest of the save that this rank has opened, for the coordinator."""
-        return replace(plan, storage_data=self._open.snapshot.digest)
+        return replace(plan, storage_data=self._opened.snapshot.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are. Raises RuntimeError when the ranks have opened different saves of the checkpoint."""
@@ -248,20 +270,20 @@ class FmegatronReader(StorageReader):
             first = plans[0].storage_data
             other = next(rank for rank, plan in enumerate(plans) if plan.storage_data != first)
             raise RuntimeError(
-                f"{self._open.snapshot.text}: ranks 0 and {other} see different saves of it (another job saves there,"
+                f"{self._opened.snapshot.text}: ranks 0 and {other} see different saves of it (another job saves there,"
                 " or the file system shows some nodes what was there before): load again when that is over"
             )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the boxes of the plan into the planner's tensors. Raises CheckpointError for damage, naming the leaf."""
-        snapshot, paths = self._open.snapshot, self._open.paths
+        snapshot, paths = self._opened.snapshot, self._opened.paths
         wanted: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 data = io.BytesIO()
-                torch.save(self._open.values[name], data)
+                torch.save(self._opened.values[name], data)
                 data.seek(0)
                 planner.load_bytes(item, data)
             else:

@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: `name` is torch's, boxes and places (of the same index) say which part of it lies where."""
+    """A tensor: `name` is torch's, boxes and places (of the same index) state which part of it is where."""
 
     path: str
     name: str
@@ -83,7 +83,7 @@ class StoredObject:
 class Directory:
     """A DCP directory: its tensors and objects by path.
 
-    A path joins the keys under which the state dict held a tensor by '/', where the directory tells them
+    A path joins the keys under which the state dict held a tensor by '/', where the directory has them
     (torch's default planner); else it is torch's flat name.  digest: 63 bits of the xxh3_64 of `.metadata`.
     """
 
@@ -110,7 +110,7 @@ def open_dcp(path: str | os.PathLike) -> Directory:
 
 
 def _metadata(root: str, where: str) -> bytes:
-    """The bytes of `.metadata`. Raises CheckpointError: nobody waits for a pipe, and a hole takes no memory."""
+    """The bytes of `.metadata`. Raises CheckpointError: no pipe is waited for, and a hole takes no memory."""
     folder = Folder(root)
     try:
         size = os.stat(where, follow_symlinks=False).st_size

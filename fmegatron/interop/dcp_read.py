@@ -160,7 +160,7 @@ def _manifest(directory: Directory) -> Manifest:
 
 def read_tensors(directory: Directory, requests: Mapping[str, Sequence[Target]], verify: bool) -> None:
     """Fill the targets, by path of the stored tensor. Raises CheckpointError, naming tensor and file."""
-    jobs = []
+    jobs: list[tuple[StoredTensor, Box, Place, list[Target]]] = []
     for name, targets in requests.items():
         tensor = directory.tensors[name]
         try:
@@ -195,7 +195,7 @@ def _read_shard(
         crc = 0
         for start, shape, data in _blocks(fd, blob, box, targets, verify, where):
             if verify and blob.is_plain:
-                crc = zlib.crc32(data, crc)
+                crc = zlib.crc32(data.data, crc)
             for target in targets:
                 part = Box(start, shape, 0, row_major_strides(shape)).intersect(target.box.start, target.box.stop)
                 if part is not None:
@@ -217,15 +217,15 @@ def _blocks(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]:
     """(global start, shape, bits) of consecutive parts of a shard: all of it to verify, else what targets touch."""
     width, kind = blob.dtype.itemsize, raw_dtype(blob.dtype.itemsize)
-    if not blob.is_plain:  # strided in its storage (nothing of DCP's own making): the whole storage in memory
+    if not blob.is_plain:  # strided in its storage (nothing of DCP's own making): the full storage in memory
         data = _pread(fd, np.empty(blob.nbytes, np.uint8), blob.start, where)
-        if verify and zlib.crc32(data) != blob.crc:
+        if verify and zlib.crc32(data.data) != blob.crc:
             raise CheckpointError(f"{where} is damaged: the checksum of its storage is wrong; restore another step")
         strides = [s * width for s in blob.strides]
         view = np.ndarray(blob.shape, kind, data, blob.offset * width, strides)
         yield box.start, box.shape, np.ascontiguousarray(view).reshape(box.shape)
         return
-    # Whole trailing dims, then as many rows of the dim before as fit a block.
+    # Full trailing dims, then as many rows of the dim before as fit a block.
     dim = next((d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) * width <= _BLOCK_BYTES), 0)
     row = math.prod(box.shape[dim + 1 :])
     step = max(1, _BLOCK_BYTES // (row * width))
@@ -247,7 +247,7 @@ def _blocks(
 def _pread(fd: int, into: np.ndarray, offset: int, where: str) -> np.ndarray:
     done = 0
     while done < into.nbytes:
-        got = os.preadv(fd, [into[done:]], offset + done)
+        got = os.preadv(fd, [into[done:].data], offset + done)
         if got == 0:
             raise CheckpointError(f"{where}: ends at byte {offset + done} of its file; the directory is damaged")
         done += got

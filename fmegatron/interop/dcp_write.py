@@ -2,7 +2,7 @@
 
 A layout's boxes are exactly what DCP's plan is made of: chunks of a global tensor. So any layout can be written,
 flattened and interleaved ones included, and torch loads it into DTensors of any placement. torch's own writer does the
-writing; our planner tells it what there is.
+writing; our planner lists what there is.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def save_dcp(
     Raises:
         ValueError: the path exists or the request does not fit; the rest are torch's errors.
     """
-    alone = world is None or world.size == 1
-    if not alone and not (dist.is_initialized() and dist.get_world_size() == world.size):
+    ranks = ranks_of(world)
+    alone, rank = ranks.size == 1, ranks.rank
+    if not alone and not (dist.is_initialized() and dist.get_world_size() == ranks.size):
         raise ValueError(
-            f"save_dcp: got a world of {world.size} ranks without torch.distributed over them, wanted the same ranks"
+            f"save_dcp: got a world of {ranks.size} ranks without torch.distributed over them, wanted the same ranks"
         )
-    rank = 0 if alone else world.rank
-    tensors, _ = check_request(state, layouts, ranks_of(world), {})
+    tensors, _ = check_request(state, layouts, ranks, {})
     paths, leaves, _ = tree.flatten(layouts)
     leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
     by_path = dict(zip(paths, tensors, strict=True))
@@ -93,10 +93,9 @@ class Shard:
 
 def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> None:
     """Let torch write what a planner has, to a new directory."""
+    path = os.fspath(path)
     if names_in(path) or (is_there(path) and not is_directory(path)):
-        raise ValueError(
-            f"{os.fspath(path)}: got a path that exists, wanted a new one, for torch would overwrite it in place"
-        )
+        raise ValueError(f"{path}: got a path that exists, wanted a new one, for torch would overwrite it in place")
     try:
         with warnings.catch_warnings():
             # torch warns of a save in one process, which is what is asked for.
@@ -107,11 +106,11 @@ def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> Non
         if isinstance(error, ValueError):
             raise error from None
         where = "" if alone else f" on rank {rank}"
-        raise RuntimeError(f"writing {os.fspath(path)} failed{where}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"writing {path} failed{where}: {type(error).__name__}: {error}") from error
 
 
 class ShardPlanner(SavePlanner):
-    """Tells torch what to write: shards, whose tensors `read` gives one by one, and values."""
+    """The planner of what torch is to write: shards, whose tensors `read` gives one by one, and values."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class ShardPlanner(SavePlanner):
         return SavePlan(items, planner_data={name: tuple(path.split("/")) for name, path in self.paths.items()})
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """torch's own rule, and the keys of every name, which tell other readers how the names nest."""
+        """torch's own rule, and the keys of every name, by which other readers know how the names nest."""
         plans, metadata = create_default_global_save_plan(all_plans)
         keys: dict[str, tuple[str, ...]] = {}
         for plan in all_plans:
@@ -163,6 +162,7 @@ class ShardPlanner(SavePlanner):
             data = io.BytesIO()
             torch.save(self.values[self.paths[index.fqn]], data)
             return data
+        assert index.offset is not None, "an item of `_item`"
         return self.read(self.shards[index.fqn, tuple(index.offset)])
 
 
@@ -179,7 +179,7 @@ def _item(shard: Shard) -> WriteItem:
 
 
 def _nothing(layout: Layout, rank: int) -> Iterator[Box]:
-    """The one empty box that tells torch of a tensor without elements; a layout has none."""
+    """The one empty box by which torch knows of a tensor without elements; a layout has none."""
     if not any(layout.shard(rank)):
         yield Box((0,) * len(layout.shape), layout.shape, 0, (1,) * len(layout.shape))
 

@@ -1,6 +1,6 @@
 """DTensor <-> (Layout, local tensor), without a copy in either direction.
 
-A DTensor's placements say for each mesh dim which tensor dim it cuts; a Layout says for each tensor dim which axes cut
+A DTensor's placements give for each mesh dim the tensor dim that it cuts; a Layout for each tensor dim which axes cut
 it, major first. Both cut by torch's chunk rule. Several mesh dims on one tensor dim cut in the order of the mesh;
 `_StridedShard` (FSDP over a tensor-parallel dim) means that later mesh dims cut first.
 """
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fmegatron.collectives import World
-from fmegatron.interop.torch_private import local_of, strided_factor, strided_shard
+from fmegatron.interop.torch_private import local_of, split_dim, strided_factor, strided_shard
 from fmegatron.layout import Layout, Mesh, Split, chunk
 
 _REST = "rest"  # the axis of the ranks that a submesh leaves out
@@ -51,7 +51,7 @@ def mesh_of(mesh: DeviceMesh | World | Mesh | None) -> Mesh:
     )
     if not torch.equal(ranks.cpu() - ranks.flatten()[0].cpu(), torch.as_tensor(steps).expand(ranks.shape)):
         raise ValueError(wrong)
-    # Digits of the rank number, minor to major: those of the mesh, and what lies between them.
+    # Digits of the rank number, minor to major: those of the mesh, and what is between them.
     found, at = [], 1
     for size, stride, name in sorted((d for d in digits if d[0] > 1), key=lambda digit: digit[1]):
         if stride < at or stride % at:
@@ -101,7 +101,7 @@ def to_dtensor(x: torch.Tensor, layout: Layout, mesh: DeviceMesh | World) -> DTe
     """The DTensor of a local tensor under a layout; it shares the memory of `x`.
 
     mesh: a DeviceMesh (or the World of one) that has the axes which split the layout, in the same places.
-    Raises ValueError for what DTensor cannot say: flattened ranges, interleaved parts, pending sums.
+    Raises ValueError for what DTensor cannot express: flattened ranges, interleaved parts, pending sums.
     """
     mesh = mesh.device_mesh() if isinstance(mesh, World) else mesh
     placements = placements_of(layout, mesh)
@@ -112,10 +112,10 @@ def to_dtensor(x: torch.Tensor, layout: Layout, mesh: DeviceMesh | World) -> DTe
 
 
 def placements_of(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
-    """The placements of a layout on a device mesh. Raises ValueError for what DTensor cannot say."""
+    """The placements of a layout on a device mesh. Raises ValueError for what DTensor cannot express."""
     names = mesh.mesh_dim_names or tuple(f"dim{d}" for d in range(mesh.ndim))
     found = mesh_of(mesh)
-    # What a layout says of an axis holds on this mesh if its groups are the same ranks.
+    # What a layout states of an axis holds on this mesh if its groups are the same ranks.
     if any(name not in names or not _same_places(found, layout.mesh, name) for name in layout.sharded):
         raise ValueError(
             f"{layout}: got the device mesh {names} of {tuple(mesh.shape)}, wanted the same axes and ranks;"
@@ -151,13 +151,14 @@ def axis_orders(placements: tuple[Placement, ...], sizes: tuple[int, ...], ndim:
             )
         if factor is None and type(placement) is not Shard:
             raise ValueError(f"DTensor with {list(placements)}: got {placement!r}, wanted Shard or Replicate")
-        order, before = orders[placement.dim], 0
+        dim, before = split_dim(placement), 0
+        order = orders[dim]
         while math.prod(sizes[d] for d in order[:before]) < (factor or 1) and before < len(order):
             before += 1
         if math.prod(sizes[d] for d in order[:before]) != (factor or 1):
             raise ValueError(
                 f"DTensor with {list(placements)} on a mesh of {sizes}: got the split factor {factor} of mesh dim "
-                f"{at}, wanted the size of the mesh dims that cut dim {placement.dim} before it; redistribute it to "
+                f"{at}, wanted the size of the mesh dims that cut dim {dim} before it; redistribute it to "
                 "Shard first"
             )
         order.insert(before, at)

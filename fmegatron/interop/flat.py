@@ -35,13 +35,13 @@ def put(state: Any, keys: Keys, value: Any) -> None:
     elif isinstance(state[at], tuple):
         items = list(state[at])
         put(items, tuple(rest), value)
-        state[at] = type(state[at])(items)
+        state[at] = type(state[at])(*items) if hasattr(state[at], "_fields") else type(state[at])(items)
     else:
         put(state[at], tuple(rest), value)
 
 
 def nested(items: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts by path. Raises ValueError when something lies below a leaf."""
+    """Nested dicts by path. Raises ValueError when something is below a leaf."""
     tree: dict[str, Any] = {}
     for path, value in items.items():
         *above, last = path.split("/")

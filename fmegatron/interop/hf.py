@@ -4,7 +4,7 @@
     params = hf.load("Qwen2.5-0.5B", decoder, layouts, rank=world.rank)
     hf.save("tuned", params, decoder, layouts, world, like="Qwen2.5-0.5B")   # transformers loads it
 
-A rank reads only what lies in its shards. Nothing is executed, and no other package is needed.
+A rank reads only what is in its shards. Nothing is executed, and no other package is needed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import together
 from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text
+from fmegatron.checkpoint.files.look import is_file, is_there
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
 from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
@@ -181,7 +182,7 @@ def load(
     device: str | torch.device | None = None,
     family: Family | None = None,
 ) -> Tree:
-    """This rank's shards of a folder's weights; it reads only what lies in them.
+    """This rank's shards of a folder's weights; it reads only what is in them.
 
     Args:
         folder: with config.json and safetensors files.
@@ -193,7 +194,7 @@ def load(
         family: one of your own; None: that of `model_type`.
 
     Raises:
-        CheckpointError: files that are missing or not whole.
+        CheckpointError: files that are missing or not complete.
         ValueError: names, shapes or dtypes that do not fit, each named.
     """
     where = os.fspath(folder)
@@ -237,7 +238,7 @@ def save(
     draft = path + ".draft"
 
     def begin() -> None:
-        if os.path.exists(path):
+        if is_there(path):
             raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another, or remove it")
         pieces(decoder, family)
         shutil.rmtree(draft, ignore_errors=True)
@@ -250,9 +251,7 @@ def save(
         safetensors_files.write(os.path.join(draft, "folder"), loaded, len(groups))
         for name in sorted(os.listdir(like)):
             source = os.path.join(like, name)
-            if os.path.isfile(source) and not name.endswith(
-                (".safetensors", ".safetensors.index.json", ".bin", ".pth")
-            ):
+            if is_file(source) and not name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pth")):
                 shutil.copy(source, os.path.join(draft, "folder", name))
         os.rename(os.path.join(draft, "folder"), path)
 

@@ -1,7 +1,7 @@
 """Pickles read as data: a machine for pickle's instructions that has nothing to call anything with.
 
 Python's own unpickler imports and calls what a file names, and even with a guarded `find_class` it sets attributes of
-whatever the file likes. This one builds lists, dicts, strings, numbers and `Record`s that say "global X with these
+whatever the file likes. This one builds lists, dicts, strings, numbers and `Record`s that mean "global X with these
 arguments and this state". A global that the caller does not allow is an error that names it. Memory and time are
 bounded by the size of the file: nothing is expanded, no size in the file is believed.
 """
@@ -30,7 +30,7 @@ class Global:
 
 
 class Record:
-    """What a pickle says of an object: which global, called with what, and the state it was given."""
+    """What a pickle states of an object: which global, called with what, and the state it was given."""
 
     __slots__ = ("name", "args", "state")
 
@@ -86,7 +86,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Carry out instructions until the one that says stop."""
+        """Carry out instructions until the one that ends it."""
         data, size = self.data, len(self.data)
         table = {code[0]: getattr(self, name) for code, name in _CODES}
         while self.at < size:

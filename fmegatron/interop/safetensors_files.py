@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.look import is_there
 from fmegatron.layout import Box, row_major_strides
 
 _DTYPES = MappingProxyType(
@@ -31,7 +32,7 @@ _LARGEST_HEADER = 100 << 20  # bytes, as the safetensors package has it
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: file, dtype, shape, first byte."""
+    """Where a tensor is: file, dtype, shape, first byte."""
 
     file: str
     dtype: torch.dtype
@@ -40,10 +41,10 @@ class Place(NamedTuple):
 
 
 def places(folder: str) -> dict[str, Place]:
-    """Every tensor of a folder by its name. Raises CheckpointError for files that are not there or not whole."""
+    """Every tensor of a folder by its name. Raises CheckpointError for files that are not there or not complete."""
     index, files = os.path.join(folder, _INDEX), ["model.safetensors"]
     try:
-        if os.path.exists(index):
+        if is_there(index):
             with open(index, encoding="utf-8") as text:
                 files = sorted(set(json.load(text)["weight_map"].values()))
         found: dict[str, Place] = {}
@@ -81,7 +82,7 @@ def _places_of(path: str) -> dict[str, Place]:
 def read(place: Place, box: Box) -> torch.Tensor:
     """A region of a tensor, contiguous. Raises CheckpointError when the file ends before it."""
     shape, width = place.shape, place.dtype.itemsize
-    whole = len(shape)  # dims from here on are read whole
+    whole = len(shape)  # dims from here on are read in full
     while whole and box.shape[whole - 1] == shape[whole - 1]:
         whole -= 1
     run = math.prod(box.shape[max(whole - 1, 0) :])  # elements that follow each other
@@ -131,4 +132,4 @@ def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryvie
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little") + head
     for x in tensors.values():
-        yield memoryview(x.contiguous().view(-1).view(torch.uint8).numpy())
+        yield x.contiguous().view(-1).view(torch.uint8).numpy().data

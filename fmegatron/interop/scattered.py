@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -17,7 +18,7 @@ class Scattered:
     """What the writers of a checkpoint need of a Layout, for boxes of no regular order.
 
     held: (rank, start, shape) of every box. A rank's local tensor is its boxes' elements, box after box. To readers the
-    leaf is described as whole: where its boxes lie on disk is told apart from that.
+    leaf is described as one full array: where its boxes are on disk is described apart from that.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +34,7 @@ class Scattered:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Bytes of the full array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -54,15 +55,16 @@ class Scattered:
         return 0
 
     def to_json(self) -> dict:
-        """As a whole array."""
+        """As one full array."""
         return Layout(self.shape, self.dtype, self.mesh).to_json()
 
     def plan(self, path: str, pack: bool) -> LeafPlan:
         """Where the leaf goes: by the rules of `checkpoint.writing.plan`. pack: whether small ones are too many."""
+        layout = cast("Layout", self)  # it has all that writing asks of a layout; restoring asks for more
         local = max((math.prod(shape) for _, _, shape in self.held), default=0) * self.dtype.itemsize
         if pack and is_small(self.shape, self.nbytes):
-            return LeafPlan(path, self, "packed")
-        return LeafPlan(path, self, *home_of(self.shape, self.dtype.itemsize, self._unit(), local, self.mesh.size))
+            return LeafPlan(path, layout, "packed")
+        return LeafPlan(path, layout, *home_of(self.shape, self.dtype.itemsize, self._unit(), local, self.mesh.size))
 
     def _unit(self) -> tuple[int, ...]:
         return tuple(_gcd(self._cuts(dim), n) for dim, n in enumerate(self.shape))

@@ -3,8 +3,8 @@
     save_state_dict(path, {"model": model, "optimizer": optimizer}, world=world)     # or their state_dict()s
     load_state_dict(path, {"model": model, "optimizer": optimizer}, world=world)     # in place; either may be fresh
 
-Every tensor becomes a leaf at the path of its keys; DTensors keep how they lie (dtensor.py), other tensors count as
-held alike by all ranks. Everything else goes to the checkpoint's metadata as JSON (values.py) and must be the same on
+Every tensor becomes a leaf at the path of its keys; DTensors keep their layout (dtensor.py), other tensors count as
+identical on all ranks. Everything else goes to the checkpoint's metadata as JSON (values.py) and must be the same on
 all ranks. The state dict of another mesh, of another parallelism, is loaded as its own target asks.
 """
 
@@ -28,8 +28,9 @@ from fmegatron.checkpoint.dicts.flat import flatten
 from fmegatron.checkpoint.dicts.values import VALUES, with_state
 from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
@@ -146,7 +147,7 @@ def load_state_dict(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Fill a state dict from a checkpoint, in place: tensors keep their memory, values are replaced.
 
-    The state dict says what is wanted, and how it lies: any mesh, any parallelism; only what this rank needs is read.
+    The state dict states what is wanted, and its layout: any mesh, any parallelism; only what this rank needs is read.
     Modules and optimizers may stand in it, and load their state dicts when these are filled; of an optimizer's state
     dict, `optimizer.load_state_dict(state_dict["optimizer"])` must follow. An optimizer need not have made a step: its
     state gets the entries that are stored (stateful.py; on several ranks give the optimizer, not its state dict).
@@ -168,7 +169,7 @@ def load_state_dict(
         CheckpointError: damage; some tensors may have been filled already.
         RuntimeError: the ranks go on seeing different saves; the same holds.
     """
-    mode, name = strictness(strict), getattr(path, "text", None) or open_store(path).text
+    mode, name = strictness(strict), path.text if isinstance(path, Snapshot) else open_store(path).text
     state, pairs = opened(state_dict)
     flat_items(state)  # what contains itself is an error
     unmade, filled = Unmade(state, pairs), set()

@@ -1,8 +1,8 @@
 """Modules and optimizers inside a state dict, and the state that an optimizer has not made yet, before its first step.
 
 torch's optimizers make moments at their first step, so the state dict of a fresh one asks for none of those that a
-checkpoint holds. What is stored says which there are; the parameters say how they lie, as torch makes them: a moment of
-the parameter's shape lies like the parameter. Nothing is stepped, so parameters, gradients and hooks are not touched.
+checkpoint holds. What is stored states which there are; the parameters have a layout, as torch makes them: a moment of
+the parameter's shape has its layout. Nothing is stepped, so parameters, gradients and hooks are not touched.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Unmade:
     def make(self, stored: Stored, are_sharded: Callable[[str], bool], ranks: int) -> None:
         """Give each parameter without state the entries that are stored for it, as tensors to be filled.
 
-        are_sharded: whether the ranks that wrote a path held parts of it.  Raises ValueError where nobody can know how
-        they lie: a state dict does not hold the parameters, so on several ranks the optimizer itself must be given.
+        are_sharded: whether the ranks that wrote a path held parts of it.  Raises ValueError where nothing states how
+        they are split: a state dict does not hold the parameters, so several ranks must give the optimizer itself.
         """
         for keys, state, parameters in self._optimizers:
             start = "/".join(map(str, (*keys, "state", "")))
@@ -129,7 +129,7 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _empty(path: str, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | None) -> torch.Tensor:
-    """Zeros to be filled: like the parameter where they have its shape, else whole on every rank."""
+    """Zeros to be filled: like the parameter where they have its shape, else in full on every rank."""
     if like is None:
         return torch.zeros(shape, dtype=dtype)
     if tuple(like.shape) == shape:

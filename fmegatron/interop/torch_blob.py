@@ -11,6 +11,7 @@ import io
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,7 @@ Read = Callable[[int, int], bytes]  # (how many bytes, from where) -> the bytes
 
 @dataclass(frozen=True)
 class Blob:
-    """A tensor in a file: its elements lie `offset` + strides elements into the bytes [start, start + nbytes)."""
+    """A tensor in a file: its elements are `offset` + strides elements into the bytes [start, start + nbytes)."""
 
     start: int
     nbytes: int
@@ -120,7 +121,7 @@ class _Archive:
             if isinstance(error, OSError):
                 check_damage(error, where)
             raise self.error(f"is no archive of torch.save ({error!s:.100})") from None
-        # All members lie in one folder, whose name does not matter.
+        # All members are in one folder, whose name does not matter.
         self.members = {info.filename.partition("/")[2]: info for info in found}
         order = self.members.get("byteorder")
         if order is not None and (order.file_size != len(b"little") or self.member("byteorder") != b"little"):
@@ -157,7 +158,7 @@ class _Archive:
         if info.file_size > _MOST_PICKLE_BYTES:
             raise self.error(f"has a data.pkl of {info.file_size} bytes")
         data = self.member("data.pkl")
-        if zipfile.crc32(data) != info.CRC:
+        if zlib.crc32(data) != info.CRC:
             raise self.error("is damaged: the checksum of data.pkl is wrong")
         return data
 
@@ -173,7 +174,12 @@ class _Archive:
             dtype = dtype_from_global(args[6].name) if len(args) > 6 and isinstance(args[6], Global) else None
         storage = args[0].value if args and isinstance(args[0], Persistent) else ()
         kinds = (str, Global, str, str, int)
-        if len(args) < 4 or type(storage) is not tuple or tuple(map(type, storage)) != kinds:
+        if (
+            len(args) < 4
+            or type(storage) is not tuple
+            or len(storage) != 5
+            or tuple(type(part) for part in storage) != kinds
+        ):
             raise self.error("describes its tensor in a way that is not torch's")
         _, kind, key, _, count = storage
         dtype = dtype or next((dtype for name, dtype in _STORAGES if name == kind.name), None)
@@ -193,7 +199,7 @@ class _Archive:
         """A small tensor, in memory of its own."""
         blob = self.blob(value)
         data = self.read(blob.nbytes, blob.start)
-        if len(data) != blob.nbytes or zipfile.crc32(data) != blob.crc:
+        if len(data) != blob.nbytes or zlib.crc32(data) != blob.crc:
             raise self.error("is damaged: the checksum of a tensor is wrong")
         if 0 in blob.shape:
             return torch.empty(blob.shape, dtype=blob.dtype)

@@ -10,7 +10,7 @@ try:
 except ImportError:  # a torch that has given it up has no tensors with such a placement either
     _StridedShard = None
 
-__all__ = ["local_of", "strided_factor", "strided_shard"]
+__all__ = ["local_of", "split_dim", "strided_factor", "strided_shard"]
 
 
 def strided_factor(placement: Placement) -> int | None:
@@ -18,6 +18,13 @@ def strided_factor(placement: Placement) -> int | None:
     if _StridedShard is not None and isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     return None
+
+
+def split_dim(placement: Placement) -> int:
+    """The tensor dim that a `Shard` or a `_StridedShard` splits; their common base has none in torch's types."""
+    dim = getattr(placement, "dim", None)
+    assert isinstance(dim, int), f"{placement} splits a dim"
+    return dim
 
 
 def strided_shard(dim: int, factor: int) -> Placement:

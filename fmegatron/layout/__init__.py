@@ -4,6 +4,7 @@ from fmegatron.layout.boxes import Box, row_major_strides
 from fmegatron.layout.cover import check_cover
 from fmegatron.layout.data_parallel import DATA_AXES, DataParallel, Placed
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
+from fmegatron.layout.folding import Folded, folded
 from fmegatron.layout.layout import Layout
 from fmegatron.layout.mesh import STANDARD_AXES, Mesh
 from fmegatron.layout.plan import Plan, Transfer, plan_reshard
@@ -14,6 +15,7 @@ __all__ = [
     "Box",
     "DATA_AXES",
     "DataParallel",
+    "Folded",
     "Layout",
     "Mesh",
     "Placed",
@@ -26,6 +28,7 @@ __all__ = [
     "chunk",
     "dtype_from_name",
     "dtype_name",
+    "folded",
     "plan_reshard",
     "row_major_strides",
 ]

@@ -92,7 +92,7 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple
         return [((), ())]
     head: list = []
     tail: list = []
-    for dim in range(ndim - 1, 0, -1):  # climb: cut ragged ends until both lie on whole steps of the dim above
+    for dim in range(ndim - 1, 0, -1):  # climb: cut ragged ends until both are on full steps of the dim above
         step, above = strides[dim], strides[dim - 1]
         up, down = -(-start // above) * above, stop // above * above
         if up > down:  # both ends inside one step of the dim above

@@ -12,7 +12,7 @@ from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import entry_axes
 from fmegatron.layout.split import Split
 
-DATA_AXES = ("dp", "fsdp")  # as they are called where nobody gives them other names
+DATA_AXES = ("dp", "fsdp")  # as they are called where they are given no other names
 
 
 class Placed(NamedTuple):
@@ -45,7 +45,7 @@ class DataParallel:
 
     >>> from fmegatron.layout import Layout, Mesh
     >>> import torch
-    >>> w = Layout((4, 512, 512), torch.float32, Mesh(dp=2, fsdp=2), (None, "fsdp"))  # what a model's rules say
+    >>> w = Layout((4, 512, 512), torch.float32, Mesh(dp=2, fsdp=2), (None, "fsdp"))  # what a model's rules state
     >>> for layout in DataParallel.hybrid("fsdp", "dp").place(w, whole=(0,)):
     ...     print(layout)
     f32[4, 512@fsdp, 512] on dp2·fsdp2
@@ -78,7 +78,7 @@ class DataParallel:
 
     @staticmethod
     def replicated(*axes: str) -> DataParallel:
-        """Everything whole on every rank; gradients are all-reduced once a step."""
+        """Everything in full on every rank; gradients are all-reduced once a step."""
         return DataParallel(axes or DATA_AXES)
 
     @staticmethod
@@ -168,7 +168,7 @@ class DataParallel:
         """At rest: split over `params` on the dims where the rules name data axes, else on another dim that divides.
 
         A leaf that no dim can share out equally is flattened into ranges; where that does not divide either, or a dim
-        must stay whole, it stays whole over the axis.
+        must stay full, it stays full over the axis.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.axes)]
         base = layout.without(layout.mesh.axes(self.axes))
@@ -195,7 +195,7 @@ class DataParallel:
 
 def _contiguous_first(layout: Layout) -> list[int]:
     """Dims in the order in which they are split for gradients and state: a reduce-scatter of dim 0 copies nothing, and
-    leaves matrices of a stack whole, for optimizers that look at matrices."""
+    leaves matrices of a stack unsplit, for optimizers that look at matrices."""
     dims = [d for d in range(len(layout.shape)) if _plain(layout, d)]
     return sorted(dims, key=lambda d: (d > 0, -layout.shape[d]))
 

@@ -22,7 +22,7 @@ Shard = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a global array lie on a mesh.
+    """Where the elements of a global array are on a mesh.
 
     shape, dtype: of the global array.  spec: per dim None, an axis, a tuple of axes (major first) or a `Split`; missing
     trailing dims are None. Uneven dims are cut by torch's chunk rule, axis after axis.  unreduced: axes over which the
@@ -178,7 +178,7 @@ class Layout:
         return (nested_chunk(math.prod(block), self.flat_counts, shard[-1])[1],) if self.flat else block
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """Which global boxes the rank holds and where they lie in its contiguous local tensor. No box is empty."""
+        """Which global boxes the rank holds and where they are in its contiguous local tensor. No box is empty."""
         return self.shard_boxes(self.shard(rank))
 
     def shard_boxes(self, shard: Shard) -> tuple[Box, ...]:

@@ -32,7 +32,12 @@ class Mesh:
     # (world, 1) when the position is the rank; more only in a view that permutes axes.
     digits: tuple[tuple[int, int], ...]
 
-    def __init__(self, **axes: int):
+    def __init__(self, *unnamed: object, **axes: int):
+        if unnamed:
+            raise ValueError(
+                f"Mesh: got {', '.join(map(repr, unnamed))} without a name, wanted sizes of axes by name; "
+                "Mesh(dp=2, fsdp=4) has 8 ranks, and no devices"
+            )
         for name, size in axes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh axis {name!r}: got size {size!r}, wanted a whole number of at least 1")
@@ -259,7 +264,7 @@ def _merge(digits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _digits_of_axes(mesh: Mesh) -> dict[str, list[tuple[int, int]]]:
-    """The rank digits that each axis is made of; ValueError when an axis cuts a digit in no whole parts."""
+    """The rank digits that each axis is made of; ValueError when an axis cuts a digit in no equal parts."""
     left, result = list(mesh.digits), {}
     for name, want in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True):
         result[name] = []

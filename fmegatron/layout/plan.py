@@ -11,7 +11,7 @@ from fmegatron.layout.layout import Layout, Shard
 class Transfer(NamedTuple):
     """One box that moves between this rank and `peer`.
 
-    src, dst: the same global indices, as they lie in the sender's local tensor and in the receiver's.
+    src, dst: the same global indices, as they are in the sender's local tensor and in the receiver's.
     """
 
     peer: int

@@ -15,7 +15,7 @@ from fmegatron.layout.mesh import Mesh
 
 @dataclass(frozen=True, init=False)
 class Rules:
-    """(pattern, spec) rows. A pattern is a regular expression over whole segments of a path, anywhere in it:
+    """(pattern, spec) rows. A pattern is a regular expression over full segments of a path, anywhere in it:
     `attention/wo` matches `blocks/attention/wo` and `opt/mu/blocks/attention/wo`, not `attention/wo2`.
 
     >>> rules = Rules([(r"mlp/w_.*", (None, "fsdp", "tp")), (r".*norm", ())])

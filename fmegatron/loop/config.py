@@ -22,10 +22,10 @@ CLASSES = ("refused", "named", "free")
 
 
 def field(default: T, *, resume: str = "refused", least: float | None = None, above: float | None = None) -> T:
-    """A field of a frozen dataclass with a default, as `dataclasses.field`, that also says what holds for its value.
+    """A field of a frozen dataclass with a default, as `dataclasses.field`, that also states what holds for its value.
 
     resume: what happens when a run is resumed with another value: "refused" unless it is allowed by name, "named" in
-    what is printed, or "free". A field that says nothing is refused. least, above: the value, of text and tuples their
+    what is printed, or "free". A field that states none is refused. least, above: the value, of text and tuples their
     length, is at least, or above, this number.
     """
     if resume not in CLASSES:
@@ -37,7 +37,7 @@ def check(config: Config) -> None:
     """Raise ValueError, naming the field, for a value of a Config of the wrong type or outside of its range.
 
     To be called when a Config is made: `__post_init__ = check`, or in an own `__post_init__`. Values that mean the same
-    become what the field says: a list a tuple, a Path a str, a whole number a float, numpy's numbers Python's.
+    become what the field has: a list a tuple, a Path a str, a whole number a float, numpy's numbers Python's.
     """
     hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -66,8 +67,9 @@ def engines(n: int, client: Client | None = None, timeout_s: float = 120, patien
         %%px
         world = connect(Mesh(fsdp=2))  # gloo on CPUs; with CUDA nccl too, cuda:LOCAL_RANK
 
-    Each engine has torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), its share of the cores as threads, and the
-    notebook's folder and `sys.path`. A mesh may be left (`world.close()`) and another connected, as often as one likes.
+    Each engine has torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...) and its share of the cores as threads; one
+    that is started here also has the notebook's folder and `sys.path`. A mesh may be left (`world.close()`) and another
+    connected, as often as one likes.
 
     Nothing is waited for in vain: an engine that dies makes the cells that the others are in end within `patience_s`
     seconds, with their processes when they wait in a collective; so does an engine where a cell raises while others
@@ -94,14 +96,13 @@ def engines(n: int, client: Client | None = None, timeout_s: float = 120, patien
         ) from error
     until, failures = time.monotonic() + timeout_s, []
     with contextlib.ExitStack() as undo:
-        undo.callback(failures.clear)  # what was closed is missed by nobody's cell
+        undo.callback(failures.clear)  # after a close, no cell reports an engine as missing
         controller, where = 0, "its log"
         try:
             if client is None:
                 where = undo.enter_context(tempfile.TemporaryDirectory(prefix="fmegatron-engines-"))
-                cluster = ipyparallel.Cluster(
-                    n=n, profile_dir=where, controller_ip="127.0.0.1", delay=0.0, log_level=30, engine_timeout=1 << 20
-                )
+                quiet = logging.Logger("ipyparallel", logging.CRITICAL)  # it reports engines that are ended as failures
+                cluster = ipyparallel.Cluster(n=n, profile_dir=where, controller_ip="127.0.0.1", delay=0.0, log=quiet)
                 undo.callback(cluster.stop_cluster_sync)
                 cluster.start_cluster_sync()
                 controller = getattr(cluster.controller, "pid", 0)
@@ -109,7 +110,7 @@ def engines(n: int, client: Client | None = None, timeout_s: float = 120, patien
                 client.wait_for_engines(n, timeout=max(0, int(until - time.monotonic())), interactive=False)
             if len(client.ids) < n:
                 raise ValueError(f"engines: n: got {n}, wanted at most the client's {len(client.ids)}; start more")
-            store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             ids = sorted(client.ids)[:n]
             view = client[ids]
             _begin_all(client, ids, store.port, controller, patience_s, until)
@@ -141,8 +142,9 @@ def _begin_all(client: Client, ids: list[int], port: int, controller: int, patie
     def remaining() -> float:
         return max(0.1, until - time.monotonic())
 
-    at = f"import os, sys; sys.path[:] = {sys.path!r}" + (f"; os.chdir({os.getcwd()!r})" if controller else "")
-    view.execute(at, silent=True, block=False).get(remaining())
+    if controller:  # engines of others have a place of their own
+        at = f"import os, sys; sys.path[:] = {sys.path!r}; os.chdir({os.getcwd()!r})"
+        view.execute(at, silent=True, block=False).get(remaining())
     hosts = view.apply_async(socket.gethostname).get(remaining())
     here = "127.0.0.1" if set(hosts) == {socket.gethostname()} else socket.getfqdn()
     asked = []
@@ -241,11 +243,13 @@ class _Watch:
                 why = self._failure(cell)
                 answered = time.monotonic()
             except (RuntimeError, OSError):
-                if controller and time.monotonic() - answered > LOST_SECONDS:
-                    with contextlib.suppress(OSError):
-                        os.kill(controller, signal.SIGTERM)
-                    os._exit(1)
-                continue
+                if time.monotonic() - answered < LOST_SECONDS:
+                    continue
+                if not controller:  # an engine of others stays
+                    return
+                with contextlib.suppress(OSError):
+                    os.kill(controller, signal.SIGTERM)
+                os._exit(1)
             if cell is None or why is None:
                 waits = None
             elif cell != waits:

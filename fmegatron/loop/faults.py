@@ -24,7 +24,7 @@ from fmegatron.collectives import FailedOnRank, meet
 POLL_SECONDS = 0.5
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
 LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
-# What torch 2.11 to 2.13 say, over gloo and NCCL, when a peer is gone, and when it does not come.
+# What torch 2.11 to 2.13 report, over gloo and NCCL, when a peer is gone, and when it does not come.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _TIMED_OUT = "Timed out waiting"
 _LATE = "another rank did not come to this collective in time: is it stopped, or does it wait for something else?"
@@ -80,7 +80,7 @@ class Faults:
         return self._open.is_set()
 
     def report(self, error: BaseException) -> str:
-        """Say that this rank failed; return the line of the rank that said so first, this one's included.
+        """Report that this rank failed; return the line of the rank that reported first, this one's included.
 
         An echo of another rank's failure is not reported, as that rank speaks for itself: a lost connection, or what
         failed on it in something that all do together. This waits some seconds for its word.
@@ -157,12 +157,12 @@ def watch(place: Place) -> Iterator[Faults | None]:
         yield faults
     finally:
         done.set()
-        # A thread that is inside the store's C++ while Python shuts down takes the whole process with it.
+        # A thread that is inside the store's C++ while Python shuts down takes the process with it.
         thread.join(timeout=10)
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether this error, or one that it came from, says that a connection to another rank was lost."""
+    """Whether this error, or one that it came from, reports that a connection to another rank was lost."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -173,7 +173,7 @@ def lost_peer(error: BaseException | None) -> bool:
 
 
 def fail(error: BaseException, place: Place, faults: Faults | None, status: int = 1, brief: bool = False) -> None:
-    """Print what happened on this rank, tell the others and torchrun, and end the process. Does not return.
+    """Print what happened on this rank, report it to the others and torchrun, and end the process. Does not return.
 
     The rank that was first prints its traceback (brief: only its last line). The others print one line, as their errors
     are mostly echoes of the first (a closed connection), and nothing when theirs is the same (a bad flag).
@@ -210,6 +210,6 @@ def say(message: str) -> None:
 
 
 def end(message: str, status: int = 1) -> None:
-    """Say `message` and leave at once, without waiting for threads or process groups. Does not return."""
+    """Print `message` and leave at once, without waiting for threads or process groups. Does not return."""
     say(message)
     os._exit(status)

@@ -4,22 +4,38 @@ import contextlib
 import dataclasses
 import inspect
 import os
+import shlex
 import traceback
-import types
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from absl import flags
 
-from fmegatron.layout import Mesh
+from fmegatron import tree
 from fmegatron.loop.config import Config, check, type_name
+from fmegatron.loop.sources import (
+    SourceError,
+    as_toml,
+    fields_of,
+    is_nested,
+    of_environment,
+    of_file,
+    text_of,
+    value_of,
+)
 
 PREFIX = "config_"
+FILES = "config"
+_OWN = (
+    ("help", "print these flags and stop"),
+    ("print_config", "print the value of each field, and where it is from, as a TOML file, and stop"),
+    (FILES, "values of a TOML file, or of a run's config.json; variables and flags win over them"),
+)
 
 
 class UsageError(ValueError):
-    """A command line that does not fit the `Config`; the message says what was wrong and names the nearest flag."""
+    """A command line that does not fit the `Config`; the message states what was wrong and names the nearest flag."""
 
 
 @contextlib.contextmanager
@@ -27,7 +43,7 @@ def set_up() -> Iterator[None]:
     """Within this block, in which an experiment makes what its Config asks for, a ValueError is a UsageError.
 
     For values that only the data, the model or the number of ranks show to be wrong: `launch` ends with one line and
-    status 2. The line says where in the experiment it was, and a notebook shows the ValueError as its cause. Errors of
+    status 2. The line names where in the experiment it was, and a notebook shows the ValueError as its cause. Errors of
     other types, those with a type of their own (a damaged checkpoint, another run in the folder) among them, pass. To
     end before anything is written, and before the first step: no ValueError of a step is about the command line.
 
@@ -46,56 +62,111 @@ def set_up() -> Iterator[None]:
         raise UsageError(f"{error}{where}") from error
 
 
-def parse(argv: Sequence[str], config: Config) -> Config:
-    """Return `config` with the values of the command line `argv` (program name first) in place of its defaults.
+def parse(argv: Sequence[str], config: Config, environment: Mapping[str, str] | None = None) -> Config:
+    """Return `config` with values of files, the environment and the command line in place of its defaults.
 
-    config: a frozen dataclass, or an instance of one, whose fields all have defaults. Each field is a flag
-    `--config_NAME=VALUE`; a field that is a dataclass gives one flag for each of its own fields,
-    `--config_model.dim=256`. Types: int, float, bool (also `--noconfig_x`), str, Literal, tuples (`1,2,3`),
-    Optional (`none`), Mesh (`fsdp=2,tp=2`; empty: one rank).
-    Raises UsageError for an unknown flag (with the nearest names), a bad value or a stray argument, and SystemExit(0)
-    after printing the flags for `--help`.
+    Later ones win: the defaults; `--config=FILE` (TOML, or the `config.json` of a run; may be given several times);
+    variables such as FMEGATRON_CONFIG_LR, FMEGATRON_CONFIG_MODEL__DIM; flags. Each field is a flag
+    `--config_NAME=VALUE`, or short `--NAME=VALUE`; a field that is a dataclass gives one flag for each of its own
+    fields, `--config_model.dim=256`. Types: int (also `1e3`), float, bool (also `--noconfig_x`), str, Literal, tuples
+    (`1,2,3`; a text with commas in double quotes), Optional (`none`), Mesh (`fsdp=2,tp=2`; empty: one rank).
+    `--print_config` prints the values, and where each is from, as a TOML file; `--help` the flags.
+
+    Args:
+        argv: program name and flags.
+        config: a frozen dataclass, or an instance of one, whose fields all have defaults.
+        environment: variables; None: those of this process.
+
+    Raises:
+        UsageError: an unknown flag, name or variable (with the nearest names), a bad value or a stray argument.
+        SystemExit: with status 0, after `--help` and `--print_config`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Config:
     ...     lr: float = 1e-3
-    ...     mesh: Mesh = Mesh()
-    >>> parse(["prog", "--config_lr=0.1", "--config_mesh=fsdp=2,tp=2"], Config).mesh["tp"]
-    2
-    >>> parse(["prog", "--config_lrr=1"], Config)
+    ...     steps: int = 100
+    >>> parse(["prog", "--config_lr=0.1", "--steps=1e3"], Config, {}).steps
+    1000
+    >>> parse(["prog", "--config_lrr=1"], Config, {})
     Traceback (most recent call last):
     fmegatron.loop.flags.UsageError: Unknown command line flag 'config_lrr'. Did you mean: config_lr ?
     """
     defaults = _instance(config)
     values = flags.FlagValues()
-    flags.DEFINE_boolean("help", False, "print these flags and stop", flag_values=values, module_name="launch")
+    for name, text in _OWN:
+        if name == FILES:
+            flags.DEFINE_multi_string(name, [], text, flag_values=values, module_name="launch")
+        else:
+            flags.DEFINE_boolean(name, False, text, flag_values=values, module_name="launch")
     _define(defaults, PREFIX, values)
     try:
-        rest = values(list(argv))[1:]
-    except flags.Error as error:
+        rest = values(_full_names(argv, values))[1:]
+    except flags.UnrecognizedFlagError as error:
+        short = tree.did_you_mean(error.flagname, [name for name, _, _ in fields_of(defaults)])
+        raise UsageError(f"{error}{'' if error.flagname.startswith(PREFIX) else short}") from None
+    except (flags.Error, ValueError) as error:  # the second of absl, too: a value behind --noNAME
         raise UsageError(str(error)) from None
     if values["help"].value:
         print(usage(defaults))
         raise SystemExit(0)
     if rest:
         raise UsageError(f"got the argument {rest[0]!r}, wanted flags only: --{PREFIX}NAME=VALUE (see --help)")
-    return _collect(defaults, PREFIX, values)
+    given: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    try:
+        for path in values[FILES].value or ():
+            for name, value in of_file(path, defaults).items():
+                given[name], origins[name] = value, path
+        for name, (variable, value) in of_environment(
+            defaults, os.environ if environment is None else environment
+        ).items():
+            given[name], origins[name] = value, variable
+    except SourceError as error:
+        raise UsageError(str(error)) from error
+    for name, _, _ in fields_of(defaults):
+        if values[PREFIX + name].present:
+            given[name], origins[name] = values[PREFIX + name].value, f"--{PREFIX}{name}"
+    made = _collect(defaults, "", given, origins)
+    if values["print_config"].value:
+        print(as_toml(made, lambda name: origins.get(name, "default")))
+        raise SystemExit(0)
+    return made
+
+
+def _full_names(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
+    """The command line with `--config_steps` for `--steps`, `--noconfig_x` for `--nox`; other names stay."""
+    found = list(argv)
+    for i, argument in enumerate(found[1:], 1):
+        if argument == "--":
+            break
+        dashes = argument[: len(argument) - len(argument.lstrip("-"))]
+        name, equals, value = argument[len(dashes) :].partition("=")
+        if len(dashes) not in (1, 2) or name in values:
+            continue
+        if PREFIX + name in values:
+            found[i] = f"--{PREFIX}{name}{equals}{value}"
+        elif name.startswith("no") and PREFIX + name[2:] in values:
+            found[i] = f"--no{PREFIX}{name[2:]}{equals}{value}"
+    return found
 
 
 def usage(config: Config) -> str:
-    """One line for each flag of `config`: name, default, and the comment that stands beside the field."""
+    """One line for each flag of `config`: name and default, as a shell reads them, and the field's comment."""
     lines = []
 
     def visit(instance, prefix):
-        for field, comment in _fields(instance):
-            value = getattr(instance, field.name)
-            if _is_nested(value):
+        hints, comments = typing.get_type_hints(type(instance)), _comments(instance)
+        for field in _fields(instance):
+            value, comment = getattr(instance, field.name), comments.get(field.name, "")
+            if is_nested(value):
                 visit(value, f"{prefix}{field.name}.")
             else:
-                lines.append(f"  --{prefix}{field.name}={_text(value)}" + (f"   {comment}" if comment else ""))
+                flag = shlex.quote(f"--{prefix}{field.name}={text_of(value, hints[field.name])}")
+                lines.append(f"  {flag}" + (f"   # {comment}" if comment else ""))
 
     visit(_instance(config), PREFIX)
-    return "\n".join(["flags, with their defaults:", *lines])
+    own = [f"  --{name}" + ("=FILE" if name == FILES else "") + f"   # {text}" for name, text in _OWN]
+    return "\n".join([f"flags, with their defaults (--{PREFIX}NAME may be --NAME):", *lines, *own])
 
 
 def _instance(config):
@@ -111,12 +182,13 @@ def _instance(config):
     return config()
 
 
-def _is_nested(value) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, Mesh)
-
-
 def _fields(instance):
-    """The fields of a dataclass instance, each with the comment at the end of its line in the source."""
+    """The fields of a dataclass instance that can be given."""
+    return [field for field in dataclasses.fields(instance) if field.init]
+
+
+def _comments(instance) -> dict[str, str]:
+    """The comments at the end of the lines of fields in the source, by their names."""
     comments = {}
     try:
         for line in inspect.getsource(type(instance)).splitlines():
@@ -126,35 +198,38 @@ def _fields(instance):
                 comments[name] = comment.strip()
     except (OSError, TypeError):  # written at a prompt: there is no source to read
         pass
-    return [(field, comments.get(field.name, "")) for field in dataclasses.fields(instance) if field.init]
+    return comments
 
 
 def _define(instance, prefix, values):
     hints = typing.get_type_hints(type(instance))
-    for field, comment in _fields(instance):
+    for field in _fields(instance):
         name, default = prefix + field.name, getattr(instance, field.name)
-        if _is_nested(default):
+        if is_nested(default):
             _define(default, name + ".", values)
         elif hints[field.name] is bool:
-            flags.DEFINE_boolean(name, default, comment, flag_values=values, module_name="config")
+            flags.DEFINE_boolean(name, default, "", flag_values=values, module_name="config")
         else:
-            flag = flags.Flag(_Parser(hints[field.name]), None, name, None, comment)
+            flag = flags.Flag(_Parser(hints[field.name]), None, name, None, "")
             flags.DEFINE_flag(flag, flag_values=values, module_name="config")
 
 
-def _collect(instance, prefix, values):
+def _collect(instance, prefix, given, origins):
     changes = {}
-    for field, _ in _fields(instance):
+    for field in _fields(instance):
         name, default = prefix + field.name, getattr(instance, field.name)
-        if _is_nested(default):
-            changes[field.name] = _collect(default, name + ".", values)
-        elif values[name].present:
-            changes[field.name] = values[name].value
+        if is_nested(default):
+            changes[field.name] = _collect(default, name + ".", given, origins)
+        elif name in given:
+            changes[field.name] = given[name]
     try:
         made = dataclasses.replace(instance, **changes)
         check(made)  # a Config need not have a __post_init__ that does
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        where = sorted({origins[prefix + name] for name in changes if prefix + name in origins})
+        elsewhere = [one for one in where if not one.startswith("--")]
+        from_ = f" (values of {', '.join(elsewhere)})" if elsewhere else ""
+        raise UsageError(str(error) + from_) from error
     return made
 
 
@@ -166,68 +241,7 @@ class _Parser(flags.ArgumentParser):
         self.syntactic_help = type_name(hint)
 
     def parse(self, argument):
-        return _value(argument, self.hint) if isinstance(argument, str) else argument
+        return value_of(argument, self.hint) if isinstance(argument, str) else argument
 
     def flag_type(self):
         return type_name(self.hint)
-
-
-def _value(text: str, hint) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if type(None) in arguments and text.lower() in ("none", ""):
-            return None
-        errors = []
-        for option in arguments:
-            if option is not type(None):
-                try:
-                    return _value(text, option)
-                except ValueError as error:
-                    errors.append(str(error))
-        raise ValueError("; ".join(errors))
-    if origin is Literal:
-        for option in arguments:
-            if text == str(option):
-                return option
-        raise ValueError(f"got {text!r}, wanted one of {', '.join(map(str, arguments))}")
-    if origin is tuple:
-        parts = [part for part in text.strip("()").split(",") if part.strip()]
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            arguments = (arguments[0],) * len(parts)
-        if len(parts) != len(arguments):
-            raise ValueError(f"got {len(parts)} values in {text!r}, wanted {len(arguments)} separated by commas")
-        return tuple(_value(part.strip(), part_hint) for part, part_hint in zip(parts, arguments, strict=True))
-    if hint is Mesh:
-        return _mesh(text)
-    if hint is bool:
-        if text.lower() in ("true", "false", "1", "0"):
-            return text.lower() in ("true", "1")
-        raise ValueError(f"got {text!r}, wanted true or false")
-    if hint is int:
-        return int(text.replace("_", ""), 0)
-    if hint in (float, str):
-        return hint(text)
-    raise ValueError(
-        f"got a field of type {type_name(hint)}, wanted one that text can give; change it in a copy of the experiment"
-    )
-
-
-def _mesh(text: str) -> Mesh:
-    axes = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, equals, size = part.partition("=")
-        if not (equals and name.isidentifier() and size.isdigit() and int(size) > 0) or name in axes:
-            raise ValueError(f"got {part!r}, wanted axes and their sizes, major first, such as fsdp=2,tp=2")
-        axes[name] = int(size)
-    return Mesh(**axes)
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """A mesh as a flag says it: `fsdp=2,tp=2`, nothing for one rank."""
-    return ",".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
-
-
-def _text(value) -> str:
-    if isinstance(value, Mesh):
-        return mesh_text(value)
-    return ",".join(map(_text, value)) if isinstance(value, tuple) else str(value)

@@ -43,7 +43,7 @@ def look(state: tree.Tree, world=None) -> list[tuple[str, int]]:
         named = [(path, x) for path, x in named if x.dim()]
     devices = sorted({x.device for _, x in named}, key=str)
     bad = {}
-    for device in devices:  # a state may lie in host memory in part
+    for device in devices:  # a state may be in host memory in part
         here = [(path, x) for path, x in named if x.device == device]
         bad.update(zip([path for path, _ in here], torch.stack([_is_bad(x) for _, x in here]).tolist(), strict=True))
     rank, size = (0, 1) if world is None else (world.rank, world.size)

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from fmegatron.layout import Mesh
-from fmegatron.loop.flags import mesh_text
+from fmegatron.loop.sources import mesh_text
 
 _SHOWN = 64  # elements of an array; of a longer one its digest
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -27,7 +27,7 @@ def plain(value: Any, name: str = "value", exact: bool = True) -> Any:
 
     A function or class is its name, where a module has it under this name; another object is its own repr. Arrays are
     lists, long ones a digest; a dict with keys that are no text is a list of pairs; a dataclass a dict with its class.
-    Raises ValueError, with `name` and the path below it, where no text tells a value from others of its kind: lambdas
+    Raises ValueError, with `name` and the path below it, where a value has no text of its own: lambdas
     and functions made in functions, objects with the repr that Python gives all. With exact=False, and in fields of a
     dataclass that are declared free, these are texts that may be the same for values that differ.
 
@@ -84,7 +84,7 @@ def fields(config: Any, name: str, exact: bool = True) -> dict[str, Any]:
 
 
 def _is_own(value: Any, text: str) -> bool:
-    """Whether this text, which is no name that a module has, tells the value from others of its type."""
+    """Whether this text, which is no name that a module has, distinguishes the value from others of its type."""
     if isinstance(value, type):  # made in a function: another may have the same name
         return False
     if isinstance(value, torch.nn.Module) and value.state_dict():  # its text has no numbers
@@ -112,7 +112,7 @@ def _sorted(values: list) -> list:
 
 
 def _elements(value: np.generic | np.ndarray | torch.Tensor) -> Any:
-    """An array as nested lists or one number; a long one as a text that tells one from another."""
+    """An array as nested lists or one number; a long one as a text that distinguishes one from another."""
     values = value.detach().cpu() if isinstance(value, torch.Tensor) else value
     if values.dtype != object and math.prod(values.shape) > _SHOWN:
         flat = values.reshape(-1)

@@ -41,7 +41,7 @@ class Changes:
 @dataclasses.dataclass(frozen=True)
 class Begun:
     """Where a run begins or goes on. step: updates that `state` has seen. samples: that its data has shown, None if
-    the checkpoint does not say. metadata: of the checkpoint, empty for a new run."""
+    the checkpoint does not state it. metadata: of the checkpoint, empty for a new run."""
 
     step: int
     state: tree.Tree
@@ -58,7 +58,7 @@ class Settings:
         ...
         manager.save(step, state, specs, metadata=settings.metadata(batches.samples(step)))
 
-    config: a dataclass; what a change of its fields means is said beside them (`loop.field`), and in fields of a
+    config: a dataclass; what a change of its fields means is stated beside them (`loop.field`), and in fields of a
     dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
     facts whose change is not refused this time.
     Raises UsageError for an allowed name that there is not; ValueError for values whose change could not be seen (a
@@ -157,10 +157,17 @@ class Settings:
         changes = self.changes(metadata)
         if changes.refused:
             names = ",".join(dict.fromkeys(text.partition(" ")[0] for text in changes.refused))
+            how = f"--{PREFIX}allow={names} (in a notebook allow={tuple(names.split(','))!r})"
+            if "allow" not in self.config:
+                how = (
+                    f"Settings(config, allow={tuple(names.split(','))!r}), or give the Config a field "
+                    '`allow: tuple[str, ...] = loop.field((), resume="free")` and its flag; what may always change, '
+                    'such as a mesh, is declared: loop.field(Mesh(), resume="named")'
+                )
             raise UsageError(
                 f"the checkpoint of step {step} is of a run with other settings: {', '.join(changes.refused)}. These "
                 "change the function or the order of data; go on with the old values, begin another run, or allow the "
-                f"change by name: --{PREFIX}allow={names} (in a notebook allow={tuple(names.split(','))!r})"
+                f"change by name: {how}"
             )
         return changes
 
@@ -187,9 +194,9 @@ class Settings:
 
 
 def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, Any], set[str]]:
-    """(class of each field that says one, default of each that has one, the fields that have fields), by dotted names.
+    """(class of each field that has one, default of each that has one, the fields that have fields), by dotted names.
 
-    A default that no text tells from others is left out: nothing is known to be equal to it.
+    A default that no text distinguishes from others is left out: nothing is known to be equal to it.
     """
     classes, defaults, nested = {}, {}, set()
     for item in dataclasses.fields(config):

@@ -57,7 +57,7 @@ class StepInfo:
         """Whether loss and grad_norm of this very step were finite (all metrics, where neither is there), and the state
         that it left, as far as this rank holds it.
 
-        What a save says of itself. The state may be the first to break: the loss of a step is that of the parameters
+        What a save states of itself. The state may be the first to break: the loss of a step is that of the parameters
         before its update. Waits for the device, as a save does, and is to be asked while `state` is valid.
         """
         return not broken(self.metrics or fetch(self.tensors)) and not look(self.state)
@@ -119,7 +119,7 @@ def train(
 
 
 def _require_layout(step, batch_at) -> None:
-    """ValueError where both the step and the batches say how rows are split over ranks, and differ."""
+    """ValueError where both the step and the batches state how rows are split over ranks, and differ."""
     declared, batches = getattr(step, "declared", None), getattr(batch_at, "__self__", None)
     if not isinstance(declared, Declared) or not isinstance(batches, (Batches, RankBatches)):
         return
@@ -152,7 +152,7 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens_per_step, st
             unsound += [(number, shown)] * bool(shown)
         else:
             # Every rank asks after every step, so the order of collectives is the same on all, whatever the caller
-            # does in between. An answer that nobody fetches (the caller leaves the loop, or raises) needs no rank.
+            # does in between. An answer that is not fetched (the caller leaves the loop, or raises) needs no rank.
             asked = stop.ask(world, bool(shown)), number, shown
             if last:
                 late, bad = asked[0]()

@@ -1,6 +1,14 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
 from fmegatron.nn.attention import attention, soft_cap, visible
+from fmegatron.nn.attention_blocks import attention_with_lse
+from fmegatron.nn.context_parallel import (
+    gathered_attention,
+    ring_attention,
+    two_level_attention,
+    ulysses_attention,
+    zigzag,
+)
 from fmegatron.nn.embed import embed, positions
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.grouped import grouped_mm
@@ -36,6 +44,7 @@ __all__ = [
     "Yarn",
     "apply_rope",
     "attention",
+    "attention_with_lse",
     "balance_loss",
     "balanced_bias",
     "chunked_cross_entropy",
@@ -48,6 +57,7 @@ __all__ = [
     "expert_weights",
     "gated_mlp",
     "gather_tree",
+    "gathered_attention",
     "grouped_mm",
     "jittered",
     "layer_norm",
@@ -55,6 +65,7 @@ __all__ = [
     "noisy",
     "normal",
     "positions",
+    "ring_attention",
     "rms_norm",
     "rope_angles",
     "router_entropy",
@@ -62,8 +73,11 @@ __all__ = [
     "row_parallel",
     "sequence_balance_loss",
     "soft_cap",
+    "two_level_attention",
+    "ulysses_attention",
     "uniform",
     "visible",
     "with_capacity",
     "with_scales",
+    "zigzag",
 ]

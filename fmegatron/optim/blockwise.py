@@ -22,11 +22,11 @@ class Blockwise:
     """Codes of a grid and a scale, the largest magnitude, for each block of `block` elements of the last dim.
 
     block: rows of a leaf [..., n] are cut into blocks, the last one of which may be shorter; one at least as long as
-    the rows gives a scale per row. The scales are the array [..., ⌈n/block⌉], which lies as the leaf does. No result
+    the rows gives a scale per row. The scales are the array [..., ⌈n/block⌉], laid out as the leaf. No result
     depends on the mesh; in return no edge of a shard may cut a block (ValueError, with a block that fits).
     fit: where an edge would cut a block, take the longest blocks that fit instead (the greatest common divisor of
-    `block` and what lies between edges). It serves every even layout, but values and the shape of the scales then
-    depend on how the mesh cuts the leaf: its checkpoint is restored onto a mesh that cuts it alike.
+    `block` and what is between edges). It serves every even layout, but values and the shape of the scales then
+    depend on how the mesh cuts the leaf: its checkpoint is restored onto a mesh that cuts it in the same places.
     root: store the square root. For second moments, which are never negative and span twice the orders of magnitude of
     the first: the codes need no sign, and what is above 0 stays above 0 (a negative value becomes NaN).
     smallest: leaves of fewer elements (of the global array) stay float32, as in the paper's implementation.
@@ -59,7 +59,7 @@ class Blockwise:
         return {"codes": ArraySpec(codes), "scale": ArraySpec(self._scale(path, spec.layout))}
 
     def encode(self, x: torch.Tensor, layout: Layout | None) -> dict[str, torch.Tensor]:
-        """float32 -> {"codes": in its shape and layout, "scale": float32}.  layout: None for a whole array."""
+        """float32 -> {"codes": in its shape and layout, "scale": float32}.  layout: None for a full array."""
         row, width = self._row_and_width(x, layout)
         rows = (x.sqrt() if self.root else x).reshape(*_lead(x, layout), row)
         codes, scales = [], []
@@ -88,7 +88,7 @@ class Blockwise:
     # ---- where the blocks are
 
     def _row_and_width(self, x: torch.Tensor, layout: Layout | None) -> tuple[int, int]:
-        """Elements of a row of the local tensor (of a block, where flat ranges are not whole rows), and of a block."""
+        """Elements of a row of the local tensor (of a block, where flat ranges are not full rows), and of a block."""
         if layout is None:
             row = x.shape[-1] if x.dim() else 1
             return row, min(self.block, row)

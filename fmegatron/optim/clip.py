@@ -28,7 +28,7 @@ def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = No
     """The Euclidean norm of all gradients as one vector: a 0-d tensor, the same on every rank, float32 or wider.
 
     The squares of a leaf are summed over the axes that split it and over no other; so a replicated leaf counts once.
-    `layouts` is the twin tree of the gradients' layouts; without it every leaf is taken as whole (one process).
+    `layouts` is the twin tree of the gradients' layouts; without it every leaf is a full array (one process).
     ValueError names a leaf that is still a partial sum over an axis: its norm would be wrong.
 
         norm[] = √ Σ over sets A of axes:  psum over A of Σ over leaves split by A, in their dtype's working precision,

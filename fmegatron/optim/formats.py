@@ -46,7 +46,7 @@ _OF_MASTER = (Remainder, NoMaster)
 
 
 class FormatTable(NamedTuple):
-    """Rules (pattern over whole segments of a path, format); the first that matches decides, Float32 without one."""
+    """Rules (pattern over full segments of a path, format); the first that matches decides, Float32 without one."""
 
     rules: tuple[tuple[re.Pattern, Format], ...]
 

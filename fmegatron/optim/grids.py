@@ -68,7 +68,7 @@ class Linear:
 class Dynamic:
     """Decades with ever more values: the largest has half of all codes, each one below half as many as the one above.
 
-    Code c >= 1 lies in decade i = floor(log2 c) of n (7 with a sign, 8 without) and stands for
+    Code c >= 1 is in decade i = floor(log2 c) of n (7 with a sign, 8 without) and stands for
     10^(i - n + 1)·(1 - 0.9·(2ⁱ⁺¹ - 1 - c)/2ⁱ); 0 is 0. The smallest is 1e-6, or 1e-7 without a sign. That is the
     dynamic tree of Dettmers et al. 2021 (arXiv 2110.02861, section 2), with values at the ends of its intervals, not in
     their middle, so that 1 is one.

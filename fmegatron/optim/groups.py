@@ -174,7 +174,7 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]], common:
 
 
 def whole_segments(pattern: str) -> re.Pattern:
-    """A pattern over whole segments of a path, anywhere in it: `mlp/w` finds `blocks/mlp/w`, not `blocks/mlp/w2`."""
+    """A pattern over full segments of a path, anywhere in it: `mlp/w` finds `blocks/mlp/w`, not `blocks/mlp/w2`."""
     try:
         return re.compile(f"(?:^|/)(?:{pattern})(?:/|$)")
     except re.error as error:

@@ -72,7 +72,13 @@ def skip_nonfinite(
         spike: skip spikes of the norm too.
         loss_scale: `build_train_step` multiplies the loss by the state's scale (`Optimizer.loss_scale`) and divides the
             gradients; here the scale is only moved on.
+
+    Raises ValueError for a loss scale or spikes in the place of the layouts.
     """
+    for value in (layouts, axes):
+        if isinstance(value, LossScale | Spike):
+            name = "loss_scale" if isinstance(value, LossScale) else "spike"
+            raise ValueError(f"skip_nonfinite: got {value!r} by position, wanted it by name; {name}={value!r}")
 
     def init(params: Tree) -> Tree:
         like = tree.leaves(params)[0]

@@ -1,10 +1,10 @@
 """Gathers full matrices from shards and scatters them back, for optimizers that work on matrices.
 
-A leaf is a stack of matrices [..., m, n]. However layouts cut the leaves, `on_whole_matrices` deals their matrices to
+A leaf is a stack of matrices [..., m, n]. However layouts cut the leaves, `on_whole_matrices` assigns their matrices to
 the ranks that hold pieces of them, lets a function work on them, and takes the results back. Each rank moves as many
 bytes as it holds of the leaves, out and back, however many ranks there are.
 
-Matrices that are alike (size, cut, dtype; a tall one counts as the wide one that it is transposed) are dealt as one
+Matrices of one size, cut and dtype (a tall one counts as the wide one that it is transposed) are assigned as one
 stack, whichever leaves they are of. So each rank gets the same number of each size, at most one of which is padding:
 the work is balanced as well as one graph for all ranks allows.
 """
@@ -30,7 +30,7 @@ class _Cut(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What matrices of one stack have in common. size: rows <= columns of the whole matrix.  leading: axes along which
+    """What matrices of one stack have in common. size: rows <= columns of the full matrix.  leading: axes along which
     ranks hold other matrices.  shared: axes along which they hold the same ones, and divide the work."""
 
     size: tuple[int, int]
@@ -70,22 +70,22 @@ def on_whole_matrices(
     parts: Sequence[tuple[int, ...] | None] | None = None,
     scale: Callable[[int, int], float] | None = None,
 ) -> list[torch.Tensor]:
-    """f of the matrices of all leaves, dealt to ranks: `x[..., m_a, n_b] -> y[..., m_a, n_b]` for each leaf.
+    """f of the matrices of all leaves, assigned to ranks: `x[..., m_a, n_b] -> y[..., m_a, n_b]` for each leaf.
 
         x[L, m_a, n_b] -> x[L_ab, m, n]   one all_to_all over a and one over b for all leaves together; L is padded
                                           with zeros to a multiple
-        f                                 on L/(a·b) whole matrices of each rank
+        f                                 on L/(a·b) full matrices of each rank
         y[L_ab, m, n] -> y[L, m_a, n_b]   the same exchanges, back
 
     f maps [k, m, n] with m <= n to the same shape, each matrix on its own, zeros to zeros, and has nothing against its
-    matrices being transposed for it. layouts: one for each leaf; None: it is whole.
+    matrices being transposed for it. layouts: one for each leaf; None: it is full.
     parts: for each leaf the sizes of consecutive parts of its last dim that are matrices of their own (heads of q, k,
-    v; gate and up), or None. Parts that lie whole on a rank are not exchanged along that dim.  scale(m, n): a factor on
+    v; gate and up), or None. Parts that a rank has in full are not exchanged along that dim.  scale(m, n): a factor on
     what becomes of a matrix (or part) of m rows and n columns.
     All leading dims are one L; they may be split too (pipeline stages, experts). Ranks that hold the same pieces do the
-    same work, but for those along the axes `share`, which deal the matrices among them and pay for it with an
-    all_gather. A flattened leaf needs no exchange if its ranges are whole matrices. If they are not, or if parts cross
-    the border of ranks, the leaf is gathered first, and the work is dealt all the same.
+    same work, but for those along the axes `share`, which share out the matrices and pay for it with an
+    all_gather. A flattened leaf needs no exchange if its ranges are full matrices. If they are not, or if parts cross
+    the border of ranks, the leaf is gathered first, and the work is assigned all the same.
     """
     parts = [None] * len(xs) if parts is None else parts
     stacks, undo = [], []
@@ -155,7 +155,7 @@ def _cut(layout: Layout, dim: int) -> _Cut:
 
 
 def _columns(cut: _Cut, sizes: tuple[int, ...], ways: int) -> list[tuple[int, int, bool]] | None:
-    """How a rank's columns make up parts: [(count, size of a whole part, whether ranks hold pieces of it)], in order.
+    """How a rank's columns make up parts: [(count, size of a full part, whether ranks hold pieces of it)], in order.
 
     None when some part crosses the border of two ranks without being split over all of them.
 
@@ -214,7 +214,7 @@ def _split_columns(stack: _Stack, sizes, ways: int, shape):
     return stacks, back
 
 
-# ---- dealing ---------------------------------------------------------------------------------------------------------
+# ---- assignment ------------------------------------------------------------------------------------------------------
 def _dealt(f: Function, stacks: list[torch.Tensor], kinds: list[_Kind], axes: Axes | None) -> list[torch.Tensor]:
     """f of stacks x[k, m_a, n_b], which only this rank's matrices make up: one exchange for each set of axes, and one
     back."""
@@ -273,7 +273,7 @@ def _by_rank(x: torch.Tensor, dim: int, sizes: tuple[int, ...], n: int) -> torch
 
 
 def dealt_layout(layout: Layout) -> Layout:
-    """The layout in which ranks hold whole matrices, for state that belongs to a matrix: the axes that split rows,
+    """The layout in which ranks hold full matrices, for state that belongs to a matrix: the axes that split rows,
     columns or the flattened block go to the leading dims as far as these divide; along the others ranks hold copies.
 
     >>> from fmegatron.layout import Mesh
@@ -297,7 +297,7 @@ def dealt_layout(layout: Layout) -> Layout:
 
 
 def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callable[[str, Any], Layout | None]:
-    """A function (path, leaf) -> layout, None for every path when `layouts` is None: everything is whole.
+    """A function (path, leaf) -> layout, None for every path when `layouts` is None: everything is full.
 
     ValueError, naming the path, for a path that `layouts` does not have, for an uneven layout or a pending sum, and
     when a leaf is split and `axes` is None; for an ArraySpec that is split when no `layouts` were given.

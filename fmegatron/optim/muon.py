@@ -44,6 +44,7 @@ def muon(
     matrices: Where | None = None,
     rules: Sequence[tuple[str, Group]] = (),
     adam: Transform | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for everything else, on any mesh.
 
@@ -63,6 +64,7 @@ def muon(
             default `is_hidden_matrix`.
         rules: those of `grouped` (rates, decay, frozen leaves).
         adam: the transform of the other leaves, by default `scale_by_adam()`.
+        dtype: of Muon's iteration, and of what is exchanged for it (`scale_by_muon`).
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
     return grouped(
@@ -70,7 +72,7 @@ def muon(
         rules,
         weight_decay=weight_decay,
         choose=lambda path: "muon" if selects(path) else "adam",
-        muon=scale_by_muon(layouts, axes, momentum, nesterov, scale=scale, parts=parts, share=share),
+        muon=scale_by_muon(layouts, axes, momentum, nesterov, scale=scale, parts=parts, share=share, dtype=dtype),
         adam=scale_by_adam() if adam is None else adam,
     )
 

@@ -3,8 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+_OF_OTHERS = MappingProxyType(  # names of torch and optax -> what takes their place
+    {
+        "params": "leave it out: parameters are an argument of init and update",
+        "lr": "the rate comes first, without a name; parameters are an argument of init and update",
+        "betas": "give b1 and b2",
+        "mask": "give decay=, a list of patterns of paths, or use optim.grouped",
+    }
+)
 P = ParamSpec("P")
 T = TypeVar("T", bound=tuple)
 
@@ -18,8 +27,13 @@ def recorded(make: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(make)
     def made(*args: P.args, **named: P.kwargs) -> T:
+        try:
+            bound = signature.bind(*args, **named)
+        except TypeError as error:
+            fix = next((fix for name, fix in _OF_OTHERS.items() if name in named), "see its docstring")
+            wanted = ", ".join(signature.parameters)
+            raise TypeError(f"{make.__name__}: got arguments with {error}, wanted ({wanted}); {fix}") from None
         result: Any = make(*args, **named)
-        bound = signature.bind(*args, **named)
         bound.apply_defaults()
         words = []
         for name, value in bound.arguments.items():

@@ -10,7 +10,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 -> (bfloat16, int16 remainder), from which `join_master` makes the same 32 bits again.
 
     The bfloat16 is the nearest one, ties away from zero: with ties to even, 65537 numbers round to an even neighbour,
-    one more than 16 bits can tell apart. NaN stays NaN with its sign and payload, and becomes quiet if it is not (no
+    one more than 16 bits can distinguish. NaN stays NaN with its sign and payload, and becomes quiet if it is not (no
     arithmetic makes a signalling one).
     """
     nan, bits = master.isnan(), master.view(torch.int32)

@@ -80,7 +80,7 @@ def scale_by_soap(
 ) -> Transform:
     """g -> Q_L Adam(Q_Lᵀ g Q_R) Q_Rᵀ for stacks of matrices g[..., m, n], each with a basis of its own.
 
-        L = b2 L + (1 - b2) g gᵀ;  Q_L = QR(L Q_L).Q;  R, Q_R alike, of gᵀ g       (Q is the identity before step 1)
+        L = b2 L + (1 - b2) g gᵀ;  Q_L = QR(L Q_L).Q;  R, Q_R likewise, of gᵀ g    (Q is the identity before step 1)
         M = b1 M + (1 - b1) g;  M', g' = Q_Lᵀ M Q_R, Q_Lᵀ g Q_R;  V = b2 V + (1 - b2) g'²
         result: Q_L [M'/(1 - b1ᵗ) / (√V/√(1 - b2ᵗ) + eps)] Q_Rᵀ
 
@@ -162,7 +162,7 @@ def scale_by_soap(
 
 
 def _one(g: torch.Tensor, state: dict, scalars: tuple[torch.Tensor, ...], b1: float, b2: float, eps: float):
-    """(the direction, the new state) of one leaf of whole matrices g[..., m, n]."""
+    """(the direction, the new state) of one leaf of full matrices g[..., m, n]."""
     correct_m, correct_root_v, first = scalars
     x = g.reshape(-1, *g.shape[-2:])
     new, bases = {}, {}
@@ -177,7 +177,7 @@ def _one(g: torch.Tensor, state: dict, scalars: tuple[torch.Tensor, ...], b1: fl
         ridge = _RIDGE / size * (statistics * eye).sum((-2, -1), keepdim=True)
         bases[side] = torch.linalg.qr(torch.baddbmm(ridge * before, statistics, before)).Q
         new[side] = statistics.view(state[side].shape)
-        # LAPACK's columns lie one after another; a state that does not keep its strides is another signature for jit.
+        # LAPACK's columns are one after another; a state that does not keep its strides is another signature for jit.
         new[f"{side}_basis"] = bases[side].contiguous().view(state[side].shape)
 
     def turned(y: torch.Tensor, back: bool) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _one(g: torch.Tensor, state: dict, scalars: tuple[torch.Tensor, ...], b1: fl
 
 
 def _square(leaf: torch.Tensor | ArraySpec, side: str) -> torch.Tensor | ArraySpec:
-    """Zeros [..., m, m] or [..., n, n] for a leaf of whole matrices [..., m, n]."""
+    """Zeros [..., m, m] or [..., n, n] for a leaf of full matrices [..., m, n]."""
     size = leaf.shape[-2 if side == "left" else -1]
     if isinstance(leaf, ArraySpec):
         return leaf.replace(shape=(*leaf.shape[:-2], size, size))

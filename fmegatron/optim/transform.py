@@ -5,7 +5,7 @@ of it). Leaves of a tree may be absent: None, which optree treats as an empty no
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -112,5 +112,8 @@ def path_predicate(where: Where) -> Callable[[str], bool]:
         return where
     if isinstance(where, str):
         raise ValueError(f"where: got the path pattern {where!r}, wanted a list of patterns: [{where!r}]")
+    if not isinstance(where, Iterable):
+        fix = '[""] is every leaf' if where is True else "[] is none"
+        raise ValueError(f"where: got {where!r}, wanted a function of the path, or a list of patterns of paths; {fix}")
     patterns = [re.compile(pattern) for pattern in where]
     return lambda path: any(pattern.search(path) for pattern in patterns)

@@ -66,7 +66,8 @@ def accumulate(
         def once(params, batch, *args):
             require_parts(batch, 1)
             out, grads = grad_fn(params, batch, *args)
-            weight_of(*out, weight)
+            loss, aux = out
+            weight_of(loss, aux, weight)
             return out, each(grads)
 
         return once

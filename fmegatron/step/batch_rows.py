@@ -116,9 +116,9 @@ def _marks(graph: torch.fx.Graph) -> list[tuple[int, _Cut]]:
 def _origin(node: torch.fx.Node) -> torch.fx.Node | None:
     """The placeholder of whose rows a value consists, one by one: behind casts, reshapes and other ops of elements."""
     while node.op == "call_function":
-        schema, sources = schema_of(node.target), node.all_input_nodes
-        known = schema is not None and (
-            schema.name.partition("::")[2] in _SAME_ROWS or torch.Tag.pointwise in node.target.tags
+        sources = node.all_input_nodes
+        known = isinstance(node.target, Op) and (
+            schema_of(node.target).name.partition("::")[2] in _SAME_ROWS or torch.Tag.pointwise in node.target.tags
         )
         if not known or len(sources) != 1 or _rows(sources[0]) != _rows(node):
             return None

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fmegatron import tree
+from fmegatron import optim, tree
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.state import placements, state_specs
 
@@ -43,7 +42,11 @@ class Traffic:
 
 
 def state_bytes(
-    param_specs: Any, optimizer: Any, strategy: DataParallel, rank: int = 0, accumulate: torch.dtype = torch.float32
+    param_specs: tree.Tree,
+    optimizer: optim.Optimizer,
+    strategy: DataParallel,
+    rank: int = 0,
+    accumulate: torch.dtype = torch.float32,
 ) -> StateBytes:
     """Bytes of each kind of state on a rank, from layouts alone; full bytes / ranks where everything divides.
 
@@ -74,7 +77,7 @@ def state_bytes(
 
 
 def least_traffic(
-    param_layouts: Any,
+    param_layouts: tree.Tree,
     strategy: DataParallel,
     microbatches: int = 1,
     *,

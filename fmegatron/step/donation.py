@@ -50,6 +50,8 @@ class Leaf:
 class Donated(torch.Tensor):
     """What is left of a tensor that was donated: every use of it but its repr raises ValueError."""
 
+    _leaf: Leaf
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         todo = [*args, *(kwargs or {}).values()]

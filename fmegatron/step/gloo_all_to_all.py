@@ -13,7 +13,7 @@ from torch import fx
 
 from fmegatron.collectives import World
 from fmegatron.collectives.torch_private import functional_ops
-from fmegatron.step.graph.nodes import is_start, is_wait
+from fmegatron.step.graph.nodes import int_of, is_start, is_wait
 from fmegatron.step.graph.order import add_call
 from fmegatron.step.lower import copy_module
 from fmegatron.step.torch_private import opname
@@ -59,7 +59,7 @@ def _replace(graph: fx.Graph, start: fx.Node, piece: fx.Node, x: fx.Node) -> Non
     piece: the start itself, or the node that takes this tensor's result out of a coalesced one.
     """
     gather = _form(start) == _FORMS[0]
-    n, group = start.args[-2:]
+    n, group = int_of(start.args[-2]), start.args[-1]
     like = next(user for user in piece.users if is_wait(user))
     with graph.inserting_before(start):
         if gather:

@@ -6,8 +6,9 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -46,7 +47,8 @@ class Compiled:
         self.stages, self.options = self.program.stages, options
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
-        self.run = self.donation = None
+        self.run: Callable[..., Any] | None = None
+        self.donation: Donation | None = None
         if self.donated:
             self.donation = self._donation(_name(fn))
 
@@ -63,10 +65,12 @@ class Compiled:
 
     def __call__(self, tensors: list) -> Any:
         """The result of the step for the tensors among its arguments."""
+        run = self.run
+        assert run is not None, "`compile` comes first"
         if self.donation is not None:
-            return self.donation.call(self.run, tensors, self._finish)
+            return self.donation.call(run, tensors, self._finish)
         with torch.no_grad():
-            outs = self.run(*tensors)
+            outs = run(*tensors)
         return self._finish((), outs)
 
     def _finish(self, donated, outs) -> Any:
@@ -85,7 +89,8 @@ class Jitted:
     def __init__(self, fn, donate, target: Target, options, check, allow):
         self.declared = declared_by(fn) if check is None else check or None
         self.allow, self.fn, self.donate, self.target, self.options = allow, fn, donate, target, options
-        self.world, self.cache, self._last = target.world, {}, None
+        self.world, self.cache = target.world, {}
+        self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
@@ -102,24 +107,26 @@ class Jitted:
                 f"jit of {described(self.fn)}: got {', '.join(named)} by name, wanted all arguments by position, which "
                 "is how donate and layouts name them"
             )
-        leaves, spec = optree.tree_flatten(args)
+        leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
         signature = signature_of(leaves)
         if is_tracing():
             return self._call_inside(args, leaves, (spec, tuple(signature)))
         # Compared with the last one before it is hashed, because this runs at every step for every leaf.
-        if self._last is None or signature != self._last[0] or spec != self._last[1]:
+        last = self._last
+        if last is None or signature != last[0] or spec != last[1]:
             key = (spec, tuple(signature))
             if not _known(key, self.cache, args):
                 self._tell_second(spec, signature)
                 self.cache[key] = self._build(args, leaves)
-            self._last = (signature, spec, self.cache[key])
-        compiled = self._last[2]
+            last = self._last = (signature, spec, self.cache[key])
+        compiled = last[2]
         return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
 
     def _tell_second(self, spec, signature) -> None:
         """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
-        if len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
-            changed = differences((self._last[1], self._last[0]), (spec, signature))
+        last = self._last
+        if last is not None and len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
+            changed = differences((last[1], last[0]), (spec, signature))
             warnings.warn(f"{self.name} is compiled again (reported once): {changed}", stacklevel=3)
 
     def _build(self, args, leaves) -> Compiled:
@@ -130,7 +137,7 @@ class Jitted:
             tell("tracing")
             compiled = Compiled(self.fn, args, self.donate, target, self._check, self.options)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-            require_own_memory(tensors, compiled.traced.in_paths, compiled.donated.values())
+            require_own_memory(tensors, compiled.traced.in_paths, list(compiled.donated.values()))
             compile_ = functools.partial(compiled.compile, tell)
             if self.world is None:
                 compile_()
@@ -139,7 +146,7 @@ class Jitted:
         return compiled
 
     def _check(self, traced):
-        if self.declared:
+        if self.declared and self.world is not None:
             tree.require_mesh(self.declared.state, self.world.mesh, f"jit: the state of {self.name}", "the world")
             return check_call(traced, self.declared, self.name, self.allow, speak=self.world.rank == 0)
         return None
@@ -181,6 +188,19 @@ class Jitted:
         return stages[stage].graph
 
 
+_STATIC = "leave it out: what is no tensor among the arguments is static"
+_WHOLE = "leave it out: the whole function is one graph, of the shapes that it is called with"
+_OF_OTHERS = MappingProxyType(
+    {
+        **{"donate_argnums": "give donate=0, the positions", "donate_argnames": "give donate=0, the positions"},
+        **{"static_argnums": _STATIC, "static_argnames": _STATIC, "fullgraph": _WHOLE, "dynamic": _WHOLE},
+        "mode": 'give backend="inductor", "aot_eager" or "eager", and Inductor\'s settings as options',
+        "in_shardings": "leave it out: a function sees local tensors; testing.simulate takes layouts",
+        "out_shardings": "leave it out: a function returns local tensors",
+    }
+)
+
+
 def jit(
     fn: Callable,
     donate: int | Sequence[int] | None = None,
@@ -191,6 +211,7 @@ def jit(
     check: Declared | bool | None = None,
     allow: Mapping[str, str] | None = None,
     overlap: Overlap | None = None,
+    **others: object,
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
@@ -217,6 +238,7 @@ def jit(
             your own; False: no check.
         allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
         overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
+        others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
 
     Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
     """
@@ -225,6 +247,11 @@ def jit(
             f"jit: got {tree.in_words(fn)}, wanted a pure function of trees of tensors; of a module: "
             "lambda params, x: torch.func.functional_call(module, params, (x,))"
         )
+    if others:
+        name, value = next(iter(others.items()))
+        fix = _OF_OTHERS.get(name, "arguments of the function go to what jit returns")
+        own = ", ".join([*signature(jit).parameters][1:-1])
+        raise ValueError(f"jit: got {name}={value!r}, wanted arguments of its own: {own}; {fix}")
     if overlap is not None and not isinstance(overlap, Overlap):
         raise ValueError(f"jit: got overlap={overlap!r}, wanted None or a setting such as Overlap(depth=1)")
     positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)

@@ -30,8 +30,8 @@ __all__ = ["compiled_layer", "layer_layout", "layers", "remat", "unstack"]
 # ---- a stack of layers -----------------------------------------------------------------------------------------------
 def layers(
     block: Callable,
-    params: Any,
-    layouts: Any,
+    params: tree.Tree,
+    layouts: tree.Tree,
     axes: Axes,
     save: Policy | None = "mincut",
     *,
@@ -106,7 +106,7 @@ def _of_one_layer(path: str, layout: Layout) -> Layout:
     return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
 
 
-def unstack(stacked: Any) -> list:
+def unstack(stacked: tree.Tree) -> list:
     """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums."""
     paths, leaves, spec = tree.flatten(stacked)
     counts = {path: leaf.shape[0] if leaf.dim() else None for path, leaf in zip(paths, leaves, strict=True)}
@@ -189,9 +189,12 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
     return functools.partial(_of_function, save, label, offload)
 
 
-def _of_function(save: Policy, label: str | None, offload: int | None, fn: Callable, prepare: Callable | None = None):
-    if not callable(fn):
-        raise ValueError(f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y")
+def _of_function(save, label, offload, fn: Callable, prepare: Callable | None = None, *others) -> CompiledLayer:
+    if not callable(fn) or others:
+        raise ValueError(
+            f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y; the layer of "
+            "a function is compiled_layer(save=...)(fn), and is called with (x, weights, *rest)"
+        )
     name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
     return CompiledLayer(fn, prepare, save, offload, name)
 

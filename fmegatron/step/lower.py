@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.collectives import AXIS_INDEX, REDUCE_SCATTER, Group, World, collective_of, require_mesh_of_graph
-from fmegatron.step.graph.nodes import meta_of, symbolic_nodes
+from fmegatron.collectives import (
+    AXIS_INDEX,
+    REDUCE_SCATTER,
+    Collective,
+    Group,
+    World,
+    collective_of,
+    require_mesh_of_graph,
+)
+from fmegatron.step.graph.nodes import int_of, items_of, meta_of, symbolic_nodes
 from fmegatron.step.torch_private import graph_module_of, make_fx, outside_of_tracing
 
 __all__ = ["RankInputs", "copy_module", "lower"]
@@ -16,7 +24,10 @@ class RankInputs:
 
     def __init__(self, axes: list[tuple[str, ...]], world: World | None):
         self.axes = axes
-        self.tensors = [torch.tensor(world.index(names), device=world.device) for names in axes] if axes else []
+        self.tensors: list[torch.Tensor] = []
+        if axes:
+            assert world is not None, "`lower` has refused a graph that communicates"
+            self.tensors = [torch.tensor(world.index(names), device=world.device) for names in axes]
 
 
 def copy_module(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -36,11 +47,11 @@ def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, 
     if found and world is None:
         first = found[0]
         raise ValueError(
-            f"{collective_of(first.target).name} over {'+'.join(_axes(first))} at {first.meta.get('at', '?')}: got no "
+            f"{_collective(first).name} over {'+'.join(_axes(first))} at {first.meta.get('at', '?')}: got no "
             "world, wanted one, since the step communicates; give jit(..., world=connect(mesh)), or look at the step "
             "with fmegatron.testing.simulate"
         )
-    if found:
+    if world is not None and found:
         require_mesh_of_graph(graph_module.graph, world.mesh, "jit", "the world")
     module = copy_module(graph_module)
     graph = module.graph
@@ -53,28 +64,36 @@ def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, 
                 with graph.inserting_after(last_placeholder):
                     index_inputs[axes] = last_placeholder = graph.placeholder("index_" + "_".join(axes))
                 last_placeholder.meta["val"] = node.meta["val"][0]
-            results = [index_inputs[axes]] * len(node.args[0])
+            results = [index_inputs[axes]] * len(items_of(node.args[0]))
         else:
             results = _inline(graph, node, axes, world, fake_mode, snippets)
         for item in list(node.users):  # operator.getitem, and nothing else takes a list apart
-            item.replace_all_uses_with(results[item.args[1]])
+            item.replace_all_uses_with(results[int_of(item.args[1])])
             graph.erase_node(item)
         graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
     with outside_of_tracing(), fake_mode:
-        extra = [torch.empty((), dtype=torch.int64, device=world.device) for _ in index_inputs]
+        device = None if world is None else world.device  # no index is asked for without a world
+        extra = [torch.empty((), dtype=torch.int64, device=device) for _ in index_inputs]
     return module, [*fakes, *extra], RankInputs(list(index_inputs), world)
 
 
-def _axes(node) -> tuple[str, ...]:
-    return tuple(node.args[1])
+def _axes(node: torch.fx.Node) -> tuple[str, ...]:
+    return tuple(items_of(node.args[1]))
+
+
+def _collective(node: torch.fx.Node) -> Collective:
+    """The collective of a symbolic node."""
+    found = collective_of(node.target)
+    assert found is not None, f"{node} is a symbolic collective"
+    return found
 
 
 def _inline(graph, node, axes, world, fake_mode, snippets) -> list[torch.fx.Node]:
     """Put the nodes that the real binding makes for one before it -> the results; made once per kind of call."""
-    collective, rest = collective_of(node.target), node.args[3:]
+    collective, rest = _collective(node), node.args[3:]
     counts = [x for x in rest if isinstance(x, torch.fx.Node)]
     given = [*node.args[0], *counts]
     fixed = [None if x in counts else x for x in rest]

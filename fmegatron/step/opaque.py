@@ -11,6 +11,7 @@ import functools
 import hashlib
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import fx
 
 from fmegatron.collectives import ALL_TO_ALL_ROWS, PPERMUTE, collective_of
 from fmegatron.layout import Mesh
-from fmegatron.step.graph.nodes import entry_of, meta_of, opaque_entries, user_line
+from fmegatron.step.graph.nodes import entry_of, items_of, meta_of, opaque_entries, user_line
 from fmegatron.step.output_buffers import with_own_outputs
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.passes import Program, Target
@@ -64,7 +65,7 @@ class Entry:
     def __init__(self, name, graph_module, fakes, fake_mode):
         self.called_at = line_here()
         self.name, self.graph_module, self.fakes, self.fake_mode = name, graph_module, fakes, fake_mode
-        self.out_meta = [meta_of(n.meta["val"]) for n in graph_module.graph.output_node().args[0]]
+        self.out_meta = [meta_of(n.meta["val"]) for n in items_of(graph_module.graph.output_node().args[0])]
         self.bound = {}
         self.op = _define(_SYMBOLIC, name, graph_module, self.out_meta, self)
 
@@ -72,7 +73,7 @@ class Entry:
     def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Entry:
         """Entry for a graph; `label` only makes the name readable. No output shares memory with an input or another."""
         with_own_outputs(graph_module)
-        outs = [meta_of(n.meta["val"]) for n in graph_module.graph.output_node().args[0]]
+        outs = [meta_of(n.meta["val"]) for n in items_of(graph_module.graph.output_node().args[0])]
         text = "\n".join([graph_module.code, *_constants(graph_module), repr([meta_of(f) for f in fakes]), repr(outs)])
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         name = f"{re.sub(r'[^0-9a-zA-Z]+', '_', label)}_{digest}"
@@ -117,7 +118,8 @@ class Bound:
     """An entry after the passes for one target, with the operator that calls the compiled code."""
 
     def __init__(self, entry: Entry, target: Target, name: str):
-        self.program, self.run = Program(entry.graph_module, entry.fakes, entry.fake_mode, target), None
+        self.program = Program(entry.graph_module, entry.fakes, entry.fake_mode, target)
+        self.run: Callable[..., Any] | None = None
         self.label = entry.name.rpartition("_")[0]  # without the digest
         self.graph_module = self.program.graph_module
         self.op = _define(_COMPILED, name, self._call, entry.out_meta, self)
@@ -129,8 +131,8 @@ class Bound:
             self.run = run if self.program.target.backend == "inductor" else below_autograd(run)
 
     def _call(self, *args):
-        if self.run is None:
-            self.compile()
+        self.compile()
+        assert self.run is not None, "it is compiled"
         return list(self.run(*args))
 
 

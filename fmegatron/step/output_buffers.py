@@ -13,6 +13,7 @@ import operator
 import torch
 
 from fmegatron.step.graph.memory import memory_of
+from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.torch_private import outside_of_tracing
 
 __all__ = ["barrier", "in_own_memory", "with_own_outputs"]
@@ -70,7 +71,7 @@ def with_own_outputs(graph_module: torch.fx.GraphModule) -> None:
     """Change a graph that runs op by op so that every output has memory of its own."""
     graph = graph_module.graph
     output = graph.output_node()
-    outs = list(output.args[0])
+    outs = list(items_of(output.args[0]))
     with graph.inserting_before(output):
         own, _ = in_own_memory(graph, outs, [], in_order=True)
     if own != outs:

@@ -10,6 +10,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives.torch_private import schema_of
+from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.purity import require_pure
 from fmegatron.step.torch_private import (
     UNSAFE_VIEW,
@@ -155,7 +156,7 @@ def partition(joint: Joint, policy: Policy) -> Partition:
     graph = graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     primals, tangents = placeholders[: len(joint.inputs)], placeholders[len(joint.inputs) :]
-    outputs = graph.output_node().args[0]
+    outputs = items_of(graph.output_node().args[0])
     ys, grads = outputs[: joint.spec.num_leaves], outputs[joint.spec.num_leaves :]
     if policy == "inputs":
         wanted = list(primals)
@@ -190,9 +191,9 @@ def partition(joint: Joint, policy: Policy) -> Partition:
 
 
 def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
-    if policy != "mincut" and not isinstance(policy, int | float):
+    if not (policy == "mincut" or isinstance(policy, int | float)):
         return None
-    budget = 1.0 if policy == "mincut" else float(policy)
+    budget = float(policy) if isinstance(policy, int | float) else 1.0
     with torch.no_grad(), joint.fake_mode:
         given = [joint.inputs, joint.tangents]
         _, backward = min_cut(joint.graph_module, given, joint.spec.num_leaves, budget)

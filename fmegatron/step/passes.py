@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +13,13 @@ from fmegatron.collectives import World
 from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.graph.nodes import entry_of, opaque_entries
-from fmegatron.step.lower import copy_module, lower
+from fmegatron.step.lower import RankInputs, copy_module, lower
 from fmegatron.step.overlap import Overlap, overlapped
 from fmegatron.step.write_back import write_back, writes_last
 
 __all__ = ["PASSES", "Program", "Target"]
 
-_NOTHING = MappingProxyType({})
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,18 @@ class Program:
     written, harmless: after `compile` of a graph that runs op by op: as in `Donation`.
     """
 
-    written: tuple[int, ...] = ()
+    written: Sequence[int] = ()
     harmless: bool = False
+    rank_inputs: RankInputs  # of the pass "lower"
 
-    def __init__(self, graph_module: fx.GraphModule, fakes: list, fake_mode, target: Target, donated=_NOTHING):
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        fakes: list,
+        fake_mode,
+        target: Target,
+        donated: Mapping[int, int] = _NOTHING,
+    ):
         self.fakes, self.fake_mode, self.target, self.donated = fakes, fake_mode, target, donated
         self.stages = {"trace": graph_module}
         for name, run in PASSES:

@@ -29,8 +29,8 @@ def progress(
         after_s: seconds.
         out: instead of stderr.
     """
-    out = out or sys.stderr
-    if not (out.isatty() or hasattr(builtins, "__IPYTHON__") if active is None else active):
+    into = out or sys.stderr
+    if not (into.isatty() or hasattr(builtins, "__IPYTHON__") if active is None else active):
         yield lambda text: None
         return
     done, said, start = threading.Event(), [""], time.perf_counter()
@@ -41,13 +41,13 @@ def progress(
         width = 0
         while True:
             line = f"{name}: {said[0]}, {time.perf_counter() - start:.0f} s{hint}"
-            out.write(f"\r{line:<{width}}")  # spaces over what a longer line has left
-            out.flush()
+            into.write(f"\r{line:<{width}}")  # spaces over what a longer line has left
+            into.flush()
             width = max(width, len(line))
             if done.wait(_EVERY_S):
                 break
-        out.write(f"\r{'':{width}}\r")
-        out.flush()
+        into.write(f"\r{'':{width}}\r")
+        into.flush()
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

@@ -11,7 +11,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.graph.nodes import storage_of, written_by
-from fmegatron.step.torch_private import FakeTensor, outside_of_tracing
+from fmegatron.step.torch_private import FakeTensor, Op, outside_of_tracing
 
 __all__ = ["generators_kept", "require_keyed", "require_no_generator", "require_no_hidden_tensors", "require_pure"]
 
@@ -86,20 +86,19 @@ def require_no_generator(paths: list[str], leaves: list, name: str) -> None:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    schema = schema_of(node.target)
-    if schema is None or schema.name in _KEYED:
+    if not isinstance(node.target, Op) or (schema := schema_of(node.target)).name in _KEYED:
         return False
     takes_one = any("Generator" in str(argument.type) for argument in schema.arguments)
     if not takes_one and torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    given = _given(node)
+    given = _given(node, schema)
     off = any(given.get(name) is False for name in _SWITCHES)
     return not off and not any(isinstance(given.get(name), (int, float)) and given[name] == 0 for name in _RATES)
 
 
-def _given(node: torch.fx.Node) -> dict[str, Any]:
+def _given(node: torch.fx.Node, schema: torch.FunctionSchema) -> dict[str, Any]:
     """The arguments of a node by name, defaults included."""
-    arguments = schema_of(node.target).arguments
+    arguments = schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return given | dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
 

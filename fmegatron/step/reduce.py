@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fmegatron import tree
@@ -19,13 +17,13 @@ def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
 
 
 def reduce_gradients(
-    grads: Any,
-    layouts: Any,
+    grads: tree.Tree,
+    layouts: tree.Tree,
     axes: Axes,
-    to: Any = None,
-    wire: Any = Wire(),  # noqa: B008  a frozen value
+    to: tree.Tree = None,
+    wire: Wire | tree.Tree = Wire(),  # noqa: B008  a frozen value
     together: int = 0,
-) -> Any:
+) -> tree.Tree:
     """Sum the gradients of replicas over `axes.data`: from `raw_gradient_layout` to the layout of the parameter.
 
     Args:

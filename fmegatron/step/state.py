@@ -11,7 +11,7 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 
-__all__ = ["State", "averaged_params", "moved", "placements", "require_state", "state_specs"]
+__all__ = ["State", "averaged_params", "moved", "placements", "require_optimizer", "require_state", "state_specs"]
 
 
 class State(NamedTuple):
@@ -22,7 +22,7 @@ class State(NamedTuple):
     opt: Any
 
 
-def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
+def placements(param_layouts: tree.Tree, strategy: DataParallel) -> Placed:
     """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
 
     Matrix optimizers (`optim.muon`) take `placements(...).optim` as their layouts.
@@ -31,18 +31,34 @@ def placements(param_layouts: Any, strategy: DataParallel) -> Placed:
     return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
 
 
-def state_specs(param_specs: Any, optimizer: Any, strategy: DataParallel | None = None) -> State:
+def state_specs(param_specs: tree.Tree, optimizer: optim.Optimizer, strategy: DataParallel | None = None) -> State:
     """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
     `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is
     the state at step 0 of parameters that are known already.
     strategy: how the optimizer's state is sharded beyond the parameters; None: exactly as they are.
+    Raises ValueError for an optimizer that is none.
     """
+    require_optimizer(optimizer, "state_specs")
     mesh = tree.leaves(param_specs)[0].mesh
     step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
     params = tree.named(param_specs)
     return State(step, params, optimizer.init(_seen(params, strategy)))
+
+
+def require_optimizer(optimizer: Any, who: str) -> None:
+    """ValueError for what is no Optimizer, such as a Transform."""
+    if isinstance(optimizer, optim.Transform):
+        raise ValueError(
+            f"{who}: optimizer: got an optim.Transform, wanted an optim.Optimizer; make one of it and a "
+            "rate: optim.optimizer(direction=transform, rate=optim.scale_by_learning_rate(1e-3))"
+        )
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ValueError(
+            f"{who}: optimizer: got {tree.in_words(optimizer)}, wanted an optim.Optimizer, such as "
+            "optim.adamw(1e-3); Optimizer(init, update) makes one of two functions of your own"
+        )
 
 
 def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
@@ -52,7 +68,7 @@ def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
     return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
 
 
-def averaged_params(state: State, layouts: Any, axes: Axes, strategy: DataParallel | None = None) -> Any:
+def averaged_params(state: State, layouts: tree.Tree, axes: Axes, strategy: DataParallel | None = None) -> tree.Tree:
     """The average of the parameters (`optim.averaged`) in the place of the parameters: same layouts, same dtypes.
 
     A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it

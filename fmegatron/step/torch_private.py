@@ -11,6 +11,7 @@ import operator
 import shutil
 import sys
 import threading
+from typing import Any, cast
 
 import torch
 import torch._decomp
@@ -67,6 +68,7 @@ __all__ = [
     "opname",
     "outside_of_tracing",
     "overload_name",
+    "profiled_events",
     "quiet_about_shapes",
     "storage_number",
     "storage_uses",
@@ -78,7 +80,7 @@ __all__ = [
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 Op = torch._ops.OpOverload  # what the target of a graph's node is, if it is an operator of torch
 # Without a function of Python around them: they are asked of every leaf in every call of a donated step.
-tensor_uses = torch.Tensor._use_count
+tensor_uses = cast("Any", torch.Tensor)._use_count  # not in torch's stubs
 storage_uses = torch._C._storage_Use_Count
 storage_number = operator.attrgetter("_cdata")
 
@@ -91,6 +93,13 @@ def opname(op) -> str:
 def overload_name(op: Op) -> str:
     """The name of the overload: "default", "Tensor"."""
     return op._overloadname
+
+
+def profiled_events(profile: torch.profiler.profile) -> list[Any]:
+    """The events that a profile, which has ended, has recorded, as the library kineto reports them."""
+    recorded = profile.profiler
+    assert recorded is not None and recorded.kineto_results is not None, "the profile has run"
+    return recorded.kineto_results.events()  # of a type that torch's stubs describe in part
 
 
 def version_of(t: torch.Tensor) -> int:
@@ -130,7 +139,7 @@ def forget_constant(x) -> None:
     which a symbolic collective refuses."""
     mode = get_proxy_mode()
     for known in (x, get_proxy_slot(x, mode.tracer, None) if mode is not None else None):
-        if hasattr(known, "constant"):
+        if known is not None and hasattr(known, "constant"):
             known.constant = None
 
 
@@ -200,9 +209,8 @@ def min_cut(joint, inputs, outputs: int, budget: float):
 
 def extract_subgraph(graph, inputs, outputs, name: str):
     """The part of a joint graph between `inputs` and `outputs` (lists of nodes)."""
-    return _extract_graph_with_inputs_outputs(
-        graph, inputs, outputs, [None] * len(outputs), name, ignore_must_be_in_fw_bw=True
-    )
+    descriptions: list[Any] = [None] * len(outputs)  # of outputs, which only error texts name
+    return _extract_graph_with_inputs_outputs(graph, inputs, outputs, descriptions, name, ignore_must_be_in_fw_bw=True)
 
 
 def compile_flat_graph(graph_module, fakes, config_patches: dict):
@@ -271,8 +279,9 @@ def functional_graph(graph_module, fakes):
     def as_it_is(functional, inputs):
         return make_boxed_func(functional.forward)
 
+    compiler = cast("Any", as_it_is)  # torch's type asks for attributes that it reads of Inductor's own only
     return aot_module_simplified(
-        graph_module, fakes, fw_compiler=as_it_is, decompositions={}, keep_inference_input_mutations=True
+        graph_module, fakes, fw_compiler=compiler, decompositions={}, keep_inference_input_mutations=True
     )
 
 

@@ -19,7 +19,7 @@ import torch
 
 from fmegatron import collectives, tree
 from fmegatron.layout import dtype_name
-from fmegatron.step.graph.nodes import meta_of, storage_of
+from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
 from fmegatron.step.purity import (
     generators_kept,
     require_keyed,
@@ -74,9 +74,9 @@ class Traced:
     @property
     def outputs(self) -> list[torch.fx.Node]:
         """The nodes that are returned, one per tensor leaf of the result."""
-        return list(self.graph_module.graph.output_node().args[0])
+        return list(items_of(self.graph_module.graph.output_node().args[0]))
 
-    def result(self, tensors) -> Any:
+    def result(self, tensors) -> tree.Tree:
         """Put output tensors back into the tree that the step returned."""
         if len(self.out_paths) == len(self.out_static):
             return tree.unflatten(self.out_tree, tensors)
@@ -175,7 +175,8 @@ def _explained(name: str):
         raise _refused(
             e,
             f"{name}: at {_raised_at(e)}: got a tensor from a closure or a global, wanted tensors among its arguments; "
-            f"pass it as an argument, or make it inside the function from Python numbers ({e})",
+            "pass it as an argument, or make it inside the function from Python numbers; of a module, pass all "
+            f"parameters and buffers: torch.func.functional_call(module, {{**params, **buffers}}, args) ({e})",
         ) from None
     except Exception as e:
         at, text = _raised_at(e), str(e)
@@ -256,7 +257,7 @@ def line_here() -> str:
     return _line(_frames(sys._getframe(1)))
 
 
-def _line(frames: Iterable[tuple[str, int]]) -> str:
+def _line(frames: Iterable[tuple[str, int | None]]) -> str:
     """Of frames, innermost first: the first outside of this package, and behind it the first of the package that is
     neither torch's nor this machinery's: "exp.py:21 (in fmegatron/nn/norm.py:19)"; "" where there is neither."""
     library = ""
@@ -269,7 +270,7 @@ def _line(frames: Iterable[tuple[str, int]]) -> str:
     return library
 
 
-def _file_line(path: str, line: int) -> str:
+def _file_line(path: str, line: int | None) -> str:
     """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
     folder, name = os.path.split(path)
     return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"

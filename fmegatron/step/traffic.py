@@ -13,8 +13,8 @@ from torch import fx
 from fmegatron.collectives import COLLECTIVES, PSUM, Collective, World, collective_of, require_mesh_of_graph
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
-from fmegatron.step.graph.nodes import entry_of
-from fmegatron.step.torch_private import opname
+from fmegatron.step.graph.nodes import entry_of, items_of, node_of
+from fmegatron.step.torch_private import Op, opname
 
 __all__ = ["Transfer", "bytes_sent", "collectives_of"]
 
@@ -62,13 +62,13 @@ def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Transfer]:
         if entry is not None:
             found += collectives_of(entry.graph_module.graph, mesh)
         elif symbolic is not None and symbolic.sent is not None:
-            found.append(_transfer(node, symbolic, symbolic.name, tuple(node.args[1]), mesh))
+            found.append(_transfer(node, symbolic, symbolic.name, tuple(items_of(node.args[1])), mesh))
         elif (group := _group_of(node)) is not None:
             found.append(_transfer(node, *_real(node), World.axes_of(group), mesh))
     return found
 
 
-def bytes_sent(collectives: Iterable[Collective]) -> dict[str, int]:
+def bytes_sent(collectives: Iterable[Transfer]) -> dict[str, int]:
     """Bytes that a rank sends, per axes: {"fsdp": 1024, "dp+fsdp": 16}."""
     total: dict[str, int] = {}
     for one in collectives:
@@ -80,7 +80,7 @@ def bytes_sent(collectives: Iterable[Collective]) -> dict[str, int]:
 def _transfer(node: fx.Node, collective: Collective, op: str, axes: tuple[str, ...], mesh: Mesh) -> Transfer:
     axes = tuple(name for name in axes if mesh[name] > 1)
     size, given = mesh.extent(axes), node.args[0]
-    tensors = [n.meta["val"] for n in (given if isinstance(given, (list, tuple)) else [given])]
+    tensors = [n.meta["val"] for n in (items_of(given) if isinstance(given, (list, tuple)) else [node_of(given)])]
     dtypes = {t.dtype for t in tensors}
     nbytes = sum(t.numel() * t.dtype.itemsize for t in tensors)
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -88,6 +88,7 @@ def _transfer(node: fx.Node, collective: Collective, op: str, axes: tuple[str, .
         result = node.meta["val"]
         rooms = result if isinstance(result, (list, tuple)) else [result]
         nbytes = min(nbytes, sum(t.numel() * t.dtype.itemsize for t in rooms))
+    assert collective.sent is not None, f"{op} sends bytes"
     sent = math.ceil(collective.sent(nbytes, size))
     return Transfer(op, axes, size, dtype, nbytes // dtype.itemsize, sent, node.meta.get("at", "?"))
 
@@ -96,9 +97,10 @@ def _group_of(node: fx.Node) -> str | None:
     """The name of the process group that a node of a lowered graph communicates over, else None."""
     if getattr(node.target, "namespace", "") not in ("_c10d_functional", "fmegatron_real"):
         return None
+    assert isinstance(node.target, Op), "what has a namespace is an operator"
     names = [argument.name for argument in schema_of(node.target).arguments]
     found = [node.args[names.index(name)] for name in ("group_name", "group") if name in names]
-    return found[0] if found else None
+    return str(found[0]) if found else None
 
 
 def _real(node: fx.Node) -> tuple[Collective, str]:

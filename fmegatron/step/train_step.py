@@ -16,7 +16,7 @@ from fmegatron.step.accumulate import accumulate, require_parts, weight_of
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.check import Declared
 from fmegatron.step.reduce import reduce_gradients, widened
-from fmegatron.step.state import State, moved, placements, require_state, state_specs
+from fmegatron.step.state import State, moved, placements, require_optimizer, require_state, state_specs
 from fmegatron.step.torch_private import is_tracing, mark_backward
 from fmegatron.step.trace import described
 
@@ -138,7 +138,7 @@ def _without_history(x: Any) -> Any:
 def build_train_step(
     loss_fn: Callable,
     optimizer: optim.Optimizer,
-    layouts: Any,
+    layouts: tree.Tree,
     axes: Axes,
     *,
     strategy: DataParallel | None = None,
@@ -267,16 +267,7 @@ def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
     """ValueError for what is none of these, and for layouts of another mesh than that of the axes."""
     if not isinstance(axes, Axes):
         raise ValueError(f"build_train_step: axes: got {tree.in_words(axes)}, wanted Axes(mesh)")
-    if isinstance(optimizer, optim.Transform):
-        raise ValueError(
-            "build_train_step: optimizer: got an optim.Transform, wanted an optim.Optimizer; make one of it and a "
-            "rate: optim.optimizer(direction=transform, rate=optim.scale_by_learning_rate(1e-3))"
-        )
-    if not isinstance(optimizer, optim.Optimizer):
-        raise ValueError(
-            f"build_train_step: optimizer: got {tree.in_words(optimizer)}, wanted an optim.Optimizer, such as "
-            "optim.adamw(1e-3); Optimizer(init, update) makes one of two functions of your own"
-        )
+    require_optimizer(optimizer, "build_train_step")
     for path, leaf in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
         if not isinstance(leaf, Layout):
             raise ValueError(

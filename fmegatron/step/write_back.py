@@ -9,6 +9,7 @@ where the last of its readers stands.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,21 @@ from torch import fx
 
 from fmegatron.collectives.torch_private import group_named, schema_of
 from fmegatron.step.graph.memory import memory_of
-from fmegatron.step.graph.nodes import is_layer, is_start, is_view, is_wait, meta_of, meta_text, written_by
+from fmegatron.step.graph.nodes import (
+    is_layer,
+    is_start,
+    is_view,
+    is_wait,
+    items_of,
+    meta_of,
+    meta_text,
+    node_of,
+    written_by,
+)
 from fmegatron.step.graph.order import ancestors
 from fmegatron.step.lower import copy_module
 from fmegatron.step.output_buffers import in_own_memory
-from fmegatron.step.torch_private import opname
+from fmegatron.step.torch_private import Op, opname
 from fmegatron.step.trace import Traced
 
 __all__ = ["donated_leaves", "write_back", "writes_last"]
@@ -65,7 +76,7 @@ def _under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + "/")
 
 
-def write_back(graph_module, donated: dict[int, int], in_order: bool) -> torch.fx.GraphModule:
+def write_back(graph_module, donated: Mapping[int, int], in_order: bool) -> torch.fx.GraphModule:
     """Write new values into the old leaves at the end of the graph; the copy folds into the kernel that makes it, or
     into the gather that brings it.
 
@@ -75,12 +86,12 @@ def write_back(graph_module, donated: dict[int, int], in_order: bool) -> torch.f
     copy = copy_module(graph_module)
     graph = copy.graph
     output = graph.output_node()
-    outs = list(output.args[0])
+    outs = list(items_of(output.args[0]))
     inputs = graph.find_nodes(op="placeholder")
     old = {i: inputs[position] for i, position in donated.items() if _behind_aliases(outs[i]) is not inputs[position]}
     with graph.inserting_before(output):
         gather = _gather_in_place(graph, {i: (leaf, outs[i]) for i, leaf in old.items()})
-    written = {i: leaf for i, leaf in old.items() if gather is None or leaf not in gather.args[0]}
+    written = {i: leaf for i, leaf in old.items() if gather is None or leaf not in items_of(gather.args[0])}
     kept = [i for i in range(len(outs)) if i not in donated]
     with graph.inserting_before(gather or output):
         kept, new = in_own_memory(graph, [outs[i] for i in kept], [outs[i] for i in written], in_order)
@@ -102,7 +113,7 @@ def writes_last(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModul
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     ours = [n for n in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default) if n.args[0] in inputs]
     positions = [inputs.index(node.args[0]) for node in ours]
-    output.args = ([*output.args[0], *(node.args[1] for node in ours)],)
+    output.args = ([*items_of(output.args[0]), *(node.args[1] for node in ours)],)
     for node in ours:
         graph.erase_node(node)
     graph.lint()
@@ -113,7 +124,7 @@ def writes_last(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModul
 def _behind_aliases(node: torch.fx.Node) -> torch.fx.Node:
     """The node of which this one is only another name (detach of a detach ...)."""
     while node.op == "call_function" and node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
-        node = node.args[0]
+        node = node_of(node.args[0])
     return node
 
 
@@ -125,14 +136,16 @@ def _gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) -
     alone; if what is sent has memory of its own; and if all that reads the leaf, or is fused with what does, is needed
     to compute what these gathers send. Inserted where the graph inserts; `_forget` removes the gathers before it.
     """
-    outputs, inputs = list(graph.output_node().args[0]), {n: n.all_input_nodes for n in graph.nodes}
+    outputs, inputs = list(items_of(graph.output_node().args[0])), {n: n.all_input_nodes for n in graph.nodes}
     found: dict[int, tuple[fx.Node, fx.Node, str]] = {}
     for key, (leaf, value) in new.items():
         start = _gather_behind(value)
         if start is None or not leaf.meta["val"].is_contiguous() or len(value.users) + outputs.count(value) != 2:
             continue
-        if memory_of([start.args[0]])[start.args[0]].op != "placeholder":
-            found[key] = leaf, start.args[0], start.args[2]
+        sent_by = node_of(start.args[0])
+        memory = memory_of([sent_by])[sent_by]
+        if not isinstance(memory, fx.Node) or memory.op != "placeholder":
+            found[key] = leaf, sent_by, str(start.args[2])
     while True:  # without one that may not, others may not either
         sent = {x for _, x, _ in found.values()}
         needed = sent | ancestors(sent, inputs)
@@ -172,7 +185,7 @@ def _forget(graph: fx.Graph, values: list[fx.Node]) -> None:
     for value in values:
         start, node = _gather_behind(value), value
         while not node.users:
-            before = node.args[0]
+            before = node_of(node.args[0])
             graph.erase_node(node)
             if node is start:
                 break
@@ -186,19 +199,20 @@ def _gather_behind(value: fx.Node) -> fx.Node | None:
         return None
     while not is_wait(node):
         taken = node.target is operator.getitem  # one of a split: the only one, if it has all elements
-        if not (_only_views(node) or (taken and _only_views(node.args[0]))) or not _lies_alike(node, made):
+        if not (_only_views(node) or (taken and _only_views(node_of(node.args[0])))) or not _lies_alike(node, made):
             return None
-        node = node.args[0].args[0] if taken else node.args[0]
+        before = node_of(node.args[0])
+        node = node_of(before.args[0]) if taken else before
         if len(node.users) != 1:
             return None
-    start = node.args[0]
+    start = node_of(node.args[0])
     fits = _lies_alike(node, made) and node.meta["val"].dtype == made.dtype
     return start if fits and opname(start.target) == "all_gather_into_tensor" else None
 
 
 def _only_views(node: fx.Node) -> bool:
     """Whether a node is a view and changes nothing; an op that writes in place returns its argument too."""
-    return is_view(node) and not schema_of(node.target).is_mutable
+    return is_view(node) and isinstance(node.target, Op) and not schema_of(node.target).is_mutable
 
 
 def _lies_alike(node: fx.Node, like: torch.Tensor) -> bool:
@@ -222,6 +236,7 @@ def _gather_one(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGrou
     works += [dist.isend(mine, dist.get_global_rank(group, r), group) for r in others]
     parts[rank].copy_(mine)
     for work in works:
+        assert work is not None, "this rank is in the group"
         work.wait()
 
 

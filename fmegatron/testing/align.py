@@ -8,6 +8,7 @@ import operator
 from torch import fx
 
 from fmegatron.collectives import AXIS_INDEX, collective_of
+from fmegatron.step.graph.nodes import node_of
 
 __all__ = ["LOOKS", "align", "call_of", "is_shard_end", "name_of", "seen_through", "sources_of", "token_of"]
 
@@ -47,10 +48,10 @@ def token_of(node):
     return node.meta.get("at"), str(node.target)
 
 
-def seen_through(node):
+def seen_through(node: fx.Node) -> fx.Node:
     """The node that this one only looks at in another shape."""
     while node.op == "call_function" and name_of(node) in LOOKS:
-        node = node.args[0]
+        node = node_of(node.args[0])
     return node
 
 

@@ -151,7 +151,8 @@ class _Judging:
         if name_of(node) in LOOKS or token_of(node) != token_of(candidate):
             return False
         inputs = [n for n in node.all_input_nodes if n.all_input_nodes or self.judged[n].twin]  # constants may differ
-        twins = {seen_through(self.judged[n].twin) for n in inputs if self.judged[n].twin is not None}
+        known = (self.judged[n].twin for n in inputs)
+        twins = {seen_through(twin) for twin in known if twin is not None}
         theirs = {seen_through(n) for n in candidate.all_input_nodes}
         return not strict or bool(twins or not inputs) and twins <= theirs
 

@@ -41,7 +41,7 @@ class Fork:
             end = select.poll()
             end.register(self._end, select.POLLIN)
             if not end.poll(None if timeout is None else 1000 * timeout):
-                raise subprocess.TimeoutExpired(f"fork server: process {self.pid}", timeout)
+                raise subprocess.TimeoutExpired(f"fork server: process {self.pid}", timeout or 0.0)
             self.returncode = os.waitstatus_to_exitcode(self._server._reap(self.pid))
             os.close(self._end)
         return self.returncode

@@ -14,6 +14,7 @@ from torch import fx
 from fmegatron.collectives import DECLARE, Collective, collective_of, require_mesh_of_graph
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
+from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.torch_private import UNSAFE_VIEW
 
 __all__ = ["interpret"]
@@ -22,8 +23,8 @@ __all__ = ["interpret"]
 # ---- collectives -----------------------------------------------------------------------------------------------------
 def _communicate(collective: Collective, node: fx.Node, values: dict[fx.Node, list], mesh: Mesh) -> list[list]:
     """values: of each node before, one per rank -> the results, per rank a list."""
-    columns = [values[n] for n in node.args[0]]
-    axes, sizes = tuple(node.args[1]), node.args[2]
+    columns = [values[n] for n in items_of(node.args[0])]
+    axes, sizes = tuple(items_of(node.args[1])), node.args[2]
     counts = [x for x in node.args[3:] if isinstance(x, fx.Node)]
     out = [[] for _ in range(mesh.size)]
     for column, given in zip(columns, collective.each(node.args[3:], len(columns)), strict=True):
@@ -45,7 +46,11 @@ def _communicate(collective: Collective, node: fx.Node, values: dict[fx.Node, li
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
-_VIEWS_BY_NATURE = frozenset({UNSAFE_VIEW, operator.getitem})
+# Their results are in the memory of their argument, of which their schemas say nothing (`nn.GRU` writes into a part).
+_aten = torch.ops.aten
+_VIEWS_BY_NATURE = frozenset(
+    {UNSAFE_VIEW, operator.getitem, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
+)
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:

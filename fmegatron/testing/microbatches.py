@@ -6,8 +6,10 @@ the first rows of all. Sums over all microbatches do not see that; line by line,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -39,7 +41,9 @@ def cuts_of(many: fx.Graph, one: fx.Graph, layouts: list[Layout | None]) -> list
     found = []
     inputs = (graph.find_nodes(op="placeholder") for graph in (many, one))
     for i, (node, twin, layout) in enumerate(zip(*inputs, layouts, strict=True)):
-        for dim in range(0 if layout is None else len(layout.spec)):
+        if layout is None:
+            continue
+        for dim in range(len(layout.spec)):
             local, size = layout.local_shape(0)[dim], layout.shape[dim]
             cut, theirs = (None, None) if local == size else (_cut(node, dim, local), _cut(twin, dim, size))
             if cut is None or theirs is None or cut[0] != theirs[0]:
@@ -51,7 +55,7 @@ def cuts_of(many: fx.Graph, one: fx.Graph, layouts: list[Layout | None]) -> list
 
 
 def finding_of_cut(cut: Cut, mesh: Mesh) -> Finding:
-    """What is said where only the order of rows makes the difference."""
+    """What is reported where only the order of rows makes the difference."""
     what = (
         f"each rank of {mesh} cuts its own rows into {cut.n} microbatches, so that these hold other rows than on one "
         "rank, and the result depends on which rows are together; give the batch a layout by which every rank has its "
@@ -67,7 +71,8 @@ def _cut(node: fx.Node, dim: int, size: int) -> tuple[int, str] | None:
     while todo:
         at = todo.pop()
         for user in at.users:
-            name, args, line = name_of(user), user.args, user.meta.get("at", "?")
+            name, line = name_of(user), user.meta.get("at", "?")
+            args = cast("tuple[Any, ...]", user.args)  # each of the type that its op in `_CUTS` takes
             shapes = at.meta["val"].shape, getattr(user.meta.get("val"), "shape", ())
             if name in LOOKS and shapes[0] == shapes[1] or name == "_to_copy":
                 todo.append(user)
@@ -97,7 +102,7 @@ def _cut(node: fx.Node, dim: int, size: int) -> tuple[int, str] | None:
 _CUTS = MappingProxyType({"split": 2, "split_with_sizes": 2, "unbind": 1, "select": 1, "slice": 1})
 
 
-def _argument(args, position, default):
+def _argument(args: Sequence[Any], position: int, default: int) -> int:
     return args[position] if len(args) > position and args[position] is not None else default
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
+from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.blame import Finding, blame
 from fmegatron.testing.interpret import interpret
@@ -89,7 +90,7 @@ def parity(
     mesh: Mesh,
     *args: Any,
     layouts: tuple | None = None,
-    out_layouts: Any = None,
+    out_layouts: tree.Tree = None,
     steps: int = 1,
     tolerance: float = 1e-10,
     floor: float = 0.0,
@@ -186,7 +187,7 @@ def _find(sharded, single, wrong, tolerance=1e-10):
         at = [i for i in at if not _error(sharded, sharded.paths[i], results[i][0], 0.0) <= tolerance]
         if not at:
             return [finding_of_cut(cuts[0], sharded.mesh)]
-    outputs: list[fx.Node] = list(many.output_node().args[0])
+    outputs: list[fx.Node] = list(items_of(many.output_node().args[0]))
     nodes = {outputs[i]: sharded.layouts[i] for i in at}
     _, mine = interpret(many, sharded.mesh, sharded.inputs, keep=True)
     called_at = sharded.traced.called_at

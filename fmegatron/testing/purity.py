@@ -13,7 +13,7 @@ from fmegatron.step.torch_private import version_of
 __all__ = ["assert_pure"]
 
 
-def assert_pure(fn: Callable, *trees: Any) -> Any:
+def assert_pure(fn: Callable, *trees: tree.Tree) -> Any:
     """Call `fn(*trees)`, assert that no tensor, container or other leaf of the arguments changed, return its result.
 
     Compares bits (NaN equals NaN), shapes and structure; also catches a write of the value that was already there.

@@ -54,17 +54,25 @@ class RankPool:
             raise ValueError(f"RankPool: got {size} ranks, wanted at least 1")
         self.size, self.timeout_s, self._server, self._given = size, timeout_s, server, server is not None
         self._workers: list[_Worker | None] = [None] * size
-        self._store, self._calls = None, 0
+        self._store: dist.TCPStore | None = None
+        self._calls = 0
 
     def start(self) -> None:
         """Start the processes that are not running; `run` does it when needed."""
+        self._started()
+
+    def _started(self) -> tuple[list[_Worker], int]:
+        """All processes, running, and the port of their store."""
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if self._server is None:
             self._server = Forkserver(__name__)
+        running = []
         for i, worker in enumerate(self._workers):
             if worker is None or worker.process.poll() is not None:
-                self._workers[i] = _Worker(self._server)
+                worker = self._workers[i] = _Worker(self._server)
+            running.append(worker)
+        return running, self._store.port
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout_s: float | None = None
@@ -76,25 +84,26 @@ class RankPool:
         ranks = self.size if ranks is None else ranks
         if not 1 <= ranks <= self.size:
             raise ValueError(f"RankPool.run: got ranks={ranks}, wanted 1 to {self.size}; start a larger RankPool")
-        self.start()
+        workers, port = self._started()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._calls += 1
         where = (function.__module__, sys.modules[function.__module__].__file__, function.__qualname__)
-        for rank in range(ranks):
-            group = (rank, ranks, self._store.port, f"call{self._calls}", timeout_s)
+        for rank, worker in enumerate(workers[:ranks]):
+            group = (rank, ranks, port, f"call{self._calls}", timeout_s)
             request = (list(sys.path), where, group, pickle.dumps(args))
-            self._workers[rank].pipe.send_bytes(pickle.dumps(request))
-        return self._collect(ranks, time.monotonic() + timeout_s, where[2])
+            worker.pipe.send_bytes(pickle.dumps(request))
+        return self._collect(workers[:ranks], time.monotonic() + timeout_s, where[2])
 
-    def _collect(self, ranks, deadline, name):
-        waiting = {self._workers[rank].pipe: rank for rank in range(ranks)}
-        results, failures = [None] * ranks, []
+    def _collect(self, workers: list[_Worker], deadline: float, name: str) -> list[Any]:
+        ranks, waiting = len(workers), {worker.pipe: rank for rank, worker in enumerate(workers)}
+        results: list[Any] = [None] * ranks
+        failures: list[tuple[float, int]] = []
         try:
             while waiting:
                 ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
                 if not ready:
                     break
-                for pipe in ready:
+                for pipe in [pipe for pipe in waiting if pipe in ready]:
                     rank = waiting.pop(pipe)
                     try:
                         failed_at, results[rank] = pickle.loads(pipe.recv_bytes())
@@ -114,8 +123,9 @@ class RankPool:
             raise TimeoutError(f"{name}: no answer from rank {silent} of {ranks} in time; those processes were ended")
         return results
 
-    def _stop_worker(self, i):
+    def _stop_worker(self, i: int) -> int:
         worker, self._workers[i] = self._workers[i], None
+        assert worker is not None, "who stops a worker has one"
         worker.process.kill()
         worker.pipe.close()
         return worker.process.wait()
@@ -178,10 +188,10 @@ def _answer(request, stores):
             dist.destroy_process_group()
 
 
-def _find(module, file, qualname):
+def _find(module: str, file: str, qualname: str) -> Callable[..., Any]:
     if module == "__main__":  # under its own name a script would run as a script, and start a pool in every rank
         module = "__rank_main__"
-    found = sys.modules.get(module)
+    found: Any = sys.modules.get(module)
     if found is None or getattr(found, "__file__", None) != file:
         try:
             found = importlib.import_module(module)
@@ -189,6 +199,7 @@ def _find(module, file, qualname):
             found = None
         if getattr(found, "__file__", None) != file:
             spec = importlib.util.spec_from_file_location(module, file)
+            assert spec is not None and spec.loader is not None, f"{file} is a file of Python"
             found = sys.modules[module] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(found)
     for name in qualname.split("."):

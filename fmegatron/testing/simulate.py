@@ -32,7 +32,7 @@ class Ranks(list):
 
 
 # ---- global <-> local ------------------------------------------------------------------------------------------------
-def split(values: Any, layouts: Any, mesh: Mesh | None = None) -> Ranks:
+def split(values: tree.Tree, layouts: tree.Tree, mesh: Mesh | None = None) -> Ranks:
     """Cut a tree of global arrays into each rank's local tensors.
 
     layouts: the twin tree of Layouts (or of ArraySpecs); None for values that every rank of `mesh` holds in full. Ranks
@@ -58,7 +58,7 @@ def _split(values, layouts, mesh, name) -> Ranks:
     return Ranks(tree.unflatten(spec, [ranks[r] for ranks in local]) for r in range(mesh.size))
 
 
-def join(ranks: list, layouts: Any, mesh: Mesh | None = None, *, tolerance: float = 0.0) -> Any:
+def join(ranks: list, layouts: tree.Tree, mesh: Mesh | None = None, *, tolerance: float = 0.0) -> tree.Tree:
     """Put each rank's local tensors together to the tree of global arrays; the inverse of `split`.
 
     layouts: as for `split`; None where all ranks must hold the same. Pending sums are added up. Raises ValueError
@@ -203,7 +203,7 @@ class Simulation:
         i = self.paths.index(path)
         return _join_leaf(path, [_tensors(local)[i] for local in self.outputs], self.layouts[i], 0.0)
 
-    def globals(self) -> Any:
+    def globals(self) -> tree.Tree:
         """The full result with global arrays in place of the ranks' parts; replicas are compared."""
         return self.traced.result([self.gather(path) for path in self.paths])
 
@@ -244,7 +244,7 @@ def simulate(
     mesh: Mesh,
     *args: Any,
     layouts: tuple | None = None,
-    out_layouts: Any = None,
+    out_layouts: tree.Tree = None,
     fp64: bool = False,
 ) -> Simulation:
     """Run `step(*args)` on every rank of `mesh`, in this process, and return a `Simulation`.

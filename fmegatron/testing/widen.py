@@ -18,11 +18,12 @@ __all__ = ["wide_column", "widened"]
 def widened(traced: Traced) -> Traced:
     """The same step with all its floating-point arithmetic in torch.float64; its layers are inlined.
 
-    Raises ValueError, naming the line, for an op that reads the bits of a number as those of another dtype.
+    Raises ValueError, naming the line, for an op that reads the bits of a number as those of another dtype, unless
+    these are the bits of an fp64, which stay what they are (`nn.normal`).
     """
     graph = inline_layers(traced.graph_module.graph)
     for node in graph.nodes:
-        if node.target is torch.ops.aten.view.dtype:
+        if node.target is torch.ops.aten.view.dtype and _changes(node.args[0].meta["val"].dtype, node.args[1]):
             raise ValueError(
                 f"fp64: {node.meta.get('at', '?')}: got a view of bits as {node.args[1]}, wanted a step without one, "
                 "as its numbers have other bits in torch.float64; compare it without fp64, with a tolerance"
@@ -35,6 +36,10 @@ def wide_column(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor of each rank in torch.float64 where it has a floating-point dtype; ranks that share it still do."""
     done = {id(x): x.to(torch.float64) if x.is_floating_point() else x for x in values}
     return [done[id(x)] for x in values]
+
+
+def _changes(*dtypes: torch.dtype) -> bool:
+    return any(dtype.is_floating_point and dtype != torch.float64 for dtype in dtypes)
 
 
 def _wide(x: Any) -> Any:

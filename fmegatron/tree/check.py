@@ -9,7 +9,7 @@ from fmegatron.tree.structure import Tree, flatten, in_words, structure_differen
 
 
 def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: str = "its layouts") -> None:
-    """Raise ValueError, naming path, got, wanted and fix, unless every leaf of `params` is what its layout says.
+    """Raise ValueError, naming path, got, wanted and fix, unless every leaf of `params` is what its layout states.
 
     Compares structure, shape and dtype. It cannot see a wrong `unreduced` mark: parity tests do.
 

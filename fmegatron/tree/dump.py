@@ -15,7 +15,7 @@ from fmegatron.tree.structure import Tree, flatten
 def dump(layouts: Tree) -> str:
     """One line for each leaf: path, layout, local shapes (with the number of ranks that have each), replicas, init.
 
-    layouts: tree of Layouts or ArraySpecs, or of tensors, of which shape, dtype and device are told. The last line has
+    layouts: tree of Layouts or ArraySpecs, or of tensors, of which shape, dtype and device are shown. The last line has
     the totals. Compare it with a file to guard a layout.
 
     >>> import torch

@@ -37,7 +37,7 @@ def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = N
     Raises:
         ValueError: a spec that cannot be drawn; leaves of one name that are not one array (other shapes or initial
             values); a copy whose original was not named before the tree was put together (`tree.named`); given tensors
-            that no leaf takes, or that are not what their leaf's layout says.
+            that no leaf takes, or that are not what their leaf's layout states.
     """
     paths, leaves, spec = flatten(specs)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -136,7 +136,7 @@ def _drawn(path: str, spec: ArraySpec, key: int, rank: int, space: Scratch, devi
 
 
 def _copied(path: str, spec: ArraySpec, original: ArraySpec, source: torch.Tensor, rank: int) -> torch.Tensor:
-    """The copy of a given tensor, cut to the boxes of the copy, which lie inside of those of the original."""
+    """The copy of a given tensor, cut to the boxes of the copy, which are inside of those of the original."""
     source = source.detach()
     local = torch.empty(spec.layout.local_shape(rank), dtype=source.dtype, device=source.device)
     missing = local.numel()
@@ -171,7 +171,7 @@ def _fill_box(view: torch.Tensor, box: Box, shape: tuple[int, ...], keys, distri
     run = math.prod(box.shape[run_dim:])
     rows_shape = box.shape[:run_dim]
     start = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
-    view = view.reshape(*rows_shape, run)  # stays a view: the trailing dims are whole in the local block too
+    view = view.reshape(*rows_shape, run)  # stays a view: the trailing dims are full in the local block too
     for piece, at, counts in _tiles(view, start, rows_shape + (run,), strides[:run_dim] + (1,), space.counters.size):
         _fill_tile(piece, at, counts, strides[:run_dim], keys, distribution, space)
 

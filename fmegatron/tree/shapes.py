@@ -29,11 +29,11 @@ def specs(
         shapes: tree with tuples of whole numbers as leaves.
         mesh: on which the arrays are.
         rules: (pattern, spec) rows or `Rules`, by which axes split the dims of an array; the first row whose pattern
-            matches whole segments of the path decides, and an array that no row matches is not split.
+            matches full segments of the path decides, and an array that no row matches is not split.
         init: initial values of all arrays, or (pattern, init) rows, of which the first that matches decides.
         dtype: of all arrays.
         strategy: over which data axes the arrays are sharded at rest; every array is, on the dim where its rule names a
-            data axis, else on one that the axis divides. None: as the rules say.
+            data axis, else on one that the axis divides. None: as the rules state.
         stacked: pattern of paths of arrays whose dim 0 counts layers; the strategy does not split it, so that each rank
             holds a part of every layer.
 

@@ -180,7 +180,7 @@ def did_you_mean(name: str, candidates: list[str]) -> str:
 
 
 def neither_norm_nor_bias(path: str) -> bool:
-    """Whether neither "norm" nor "bias" stands in the path, in any case: how stacks of matrices are told from stacks of
+    """Whether neither "norm" nor "bias" stands in the path, in any case: such are stacks of matrices, not of
     vectors. By default only such leaves decay, and only their gradients travel in 16 bits.
 
     >>> neither_norm_nor_bias("blocks/attention/wqkv"), neither_norm_nor_bias("blocks/attention_norm")

@@ -13,7 +13,7 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.files import commit, folder
-from fmegatron.checkpoint.files.storage import open_store
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore

@@ -269,15 +269,15 @@ def test_a_full_disk_on_one_rank(tmp_path, monkeypatch, broken):
         return run(2, work)
 
     assert all(report.durable for report in save(1))
-    write = ZarrArray.write
+    chunk = ZarrArray.chunk
 
-    def full(self, index, data):
+    def full(self, index):
         if self.array.name == "arrays/w" and index == (broken, 0):
             raise OSError(28, "No space left on device")
-        return write(self, index, data)
+        return chunk(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ZarrArray, "write", full)
+        patch.setattr(ZarrArray, "chunk", full)
         errors = save(2)
     assert all(isinstance(e, RuntimeError) and "No space left" in str(e) for e in errors)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"] and manager.latest() == 1

@@ -13,7 +13,7 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager, open_store, read_latest
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.leases import Watch
-from fmegatron.checkpoint.files.storage import store_from_json
+from fmegatron.checkpoint.files.open_store import store_from_json
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
@@ -24,7 +24,7 @@ from tests.checkpoint.test_faults import layouts_on, state
 from tests.sampling import today
 
 ONE = layouts_on(Mesh(fsdp=1, tp=1))
-PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "write")]
+PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "chunk")]
 
 
 @pytest.fixture(scope="module")

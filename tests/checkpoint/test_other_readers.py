@@ -19,7 +19,7 @@ from zarr.dtype import UInt16
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.files import format
-from fmegatron.checkpoint.files.storage import open_store
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint import states

@@ -95,6 +95,30 @@ def test_bad_axes():
         Axes(Mesh(a=2))["a", "a"]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, axis: c.psum(x, axis),
+        lambda x, axis: c.enter(x, axis),
+        lambda x, axis: c.pmax(x, axis),
+        lambda x, axis: c.all_gather(x, axis, 0),
+        lambda x, axis: c.reduce_scatter(x, axis, 0),
+        lambda x, axis: c.all_to_all(x, axis, 0, 1),
+        lambda x, axis: c.ppermute(x, axis, 1),
+        lambda x, axis: c.shard(x, axis, 0),
+        lambda x, axis: c.axis_index(axis),
+    ],
+)
+def test_the_name_of_an_axis_is_not_an_axis(call):
+    with pytest.raises(ValueError, match=r"got the axis 'dp', wanted a value of Axes; .* axes\['dp'\]"):
+        call(torch.ones(4, 4), "dp")
+
+
+def test_a_ring_is_a_shift():
+    with pytest.raises(ValueError, match=r"ppermute over dp: got shift=\[\(0, 1\), \(1, 0\)\], .* are shift=1"):
+        c.ppermute(torch.ones(4), Axes(Mesh(dp=2))["dp"], [(0, 1), (1, 0)])
+
+
 def test_symbolic_collectives_refuse_real_tensors():
     with pytest.raises(RuntimeError, match="testing.simulate"):
         c.psum(torch.zeros(2), Axes(Mesh(a=2))["a"])

@@ -302,3 +302,9 @@ ROWS_OF_8 = Layout((8, 8), torch.int64, Mesh(dp=3), ("dp",))
 def test_errors_for_people(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_layouts_of_a_batch_are_not_a_layout():
+    batches = Batches(np.arange(100), batch_size=4, seq_len=8, seed=0)
+    with pytest.raises(ValueError, match="for_rank: got a dict of labels, tokens as the layout, wanted one Layout"):
+        batches.for_rank({name: batches.layout(Mesh()) for name in ("tokens", "labels")}, 0)

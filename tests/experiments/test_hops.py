@@ -1,13 +1,15 @@
 """How far it is from an experiment to its maths, as the stack has it: files to open, and calls to follow.
 
-Counted are the functions of the package and of the experiment, from the step to the line in question. What records a
-graph (`RECORDERS`) is left out: it calls the function that it is given, as torch does, and is no place to look for it.
+Counted are the functions of the package and of the experiment, from the step (for bytes on disk: from the experiment's
+`main`) to the line in question. What records a graph (`RECORDERS`) is left out: it calls the function that it is given,
+as torch does, and is no place to look for it.
 """
 
 import inspect
 from pathlib import Path
 
 import pytest
+import tensorstore
 import torch
 import torch.nn.functional as F
 
@@ -21,14 +23,14 @@ RECORDERS = {"trace.py", "torch_private.py", "partition.py"}
 SMALL = {"dim": 12, "layers": 2, "heads": 2, "seq_len": 8, "batch_size": 4, "prompts": ()}
 
 
-def here() -> list[tuple[str, str]]:
-    """(file, function) of the frames from the step to the caller's caller."""
+def here(begin: str = "train_step") -> list[tuple[str, str]]:
+    """(file, function) of the frames from the first function of this name to the caller's caller."""
     frames = []
     for frame in reversed(inspect.stack(0)[2:]):
         path = Path(frame.filename)
         if path.is_relative_to(ROOT / "fmegatron") or path.is_relative_to(ROOT / "experiments"):
             frames.append((path.relative_to(ROOT).as_posix(), frame.function))
-    first = next(i for i, (_, function) in enumerate(frames) if function == "train_step")
+    first = next(i for i, (_, function) in enumerate(frames) if function == begin)
     return [frame for frame in frames[first:] if frame[0].removeprefix("fmegatron/step/") not in RECORDERS]
 
 
@@ -69,3 +71,21 @@ def test_from_the_step_to_the_reduce_scatter_of_a_gradient(monkeypatch, changes)
     assert found
     for frames in found:
         assert len({file for file, _ in frames}) <= 6, frames
+
+
+@pytest.mark.parametrize("changes", [{}, {"dim": 128, "heads": 2}], ids=str)
+def test_from_the_experiment_to_bytes_on_disk(monkeypatch, tmp_path, changes):
+    """All calls are counted, from the experiment's `main` by the loop to tensorstore's write of a chunk."""
+    write, found = tensorstore.TensorStore.write, []
+
+    def noted(*args, **options):
+        found.append(here("main"))
+        return write(*args, **options)
+
+    monkeypatch.setattr(tensorstore.TensorStore, "write", noted)
+    config = {**SMALL, "run": str(tmp_path / "run"), "steps": 1, "warmup": 0, "eval_windows": 4, "backend": "eager"}
+    shakespeare.main(shakespeare.Config(**config | changes))
+    assert len(found) > 10 and not list((tmp_path / "run").rglob(".new-*"))
+    for frames in found:
+        assert frames[0] == ("experiments/shakespeare.py", "main") and frames[-1][0].startswith("fmegatron/checkpoint/")
+        assert len({file for file, _ in frames}) <= 5 and len(frames) <= 8, frames

@@ -160,7 +160,7 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"heads": 3}, "Config.dim: got 16, wanted a multiple of heads=3"),
+        ({"heads": 3}, "llama.dim: got 16, wanted a multiple of heads=3"),
         ({"save_every": 0}, "Config.save_every: got 0, wanted at least 1"),
         ({"log_every": -1}, "Config.log_every: got -1, wanted at least 1"),
         ({"batch_size": 0}, "Config.batch_size: got 0, wanted at least 1"),

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,6 +49,32 @@ def test_any_mesh_to_any_mesh(ranks, tmp_path, kind, size):
     assert checkpoint.metadata(path)["note"] == kind
     for other, count in (("fsdp", 2), ("fsdp", 4), ("tp", 2), ("fsdp_tp", 4)):
         assert ranks.run(load, path, other, count, ranks=count) == [(True, True, (0.9, 0.98))] * count, (other, count)
+
+
+def test_restore_without_targets_gives_the_global_arrays(ranks, tmp_path):
+    """On one process, what FSDP2 and tensor parallel ranks have saved: every tensor and every value."""
+    path = str(tmp_path / "c")
+    ranks.run(save, path, "fsdp_tp", 4, ranks=4)
+    got, wanted = checkpoint.restore(path), torch.load(f"{path}.wanted", weights_only=False)
+    assert same(got, wanted)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    rest: tuple
+
+
+def test_named_tuples_on_the_way_are_made_anew(tmp_path):
+    def state(fill):
+        return {
+            "opt": Pair(torch.full((3,), fill), (torch.full((2,), fill), {"deep": [Pair(torch.ones(1) * fill, ())]}))
+        }
+
+    save_state_dict(tmp_path / "c", {**state(2.0), "n": Pair(torch.tensor(5), (7,))})
+    into = {**state(0.0), "n": Pair(torch.tensor(0), (0,))}
+    load_state_dict(tmp_path / "c", into)
+    assert same(into["opt"], state(2.0)["opt"]) and type(into["opt"]) is Pair
+    assert type(into["opt"].rest[1]["deep"][0]) is Pair and into["n"] == Pair(torch.tensor(5), (7,))
 
 
 def round_trip(rank, size):

@@ -111,3 +111,10 @@ def test_other_names_are_refused_everywhere(use):
     with pytest.raises(ValueError, match="got (mesh )?axis 'fsdpp', wanted one of fsdp"):
         use(Mesh(fsdp=2), "fsdpp")
     use(Mesh(fsdp=2, fsdpp=1), "fsdpp")
+
+
+def test_axes_have_names():
+    with pytest.raises(
+        ValueError, match=r"Mesh: got 'cuda', \(2, 4\) without a name, wanted sizes of axes by name; Mesh\(dp"
+    ):
+        Mesh("cuda", (2, 4))

@@ -75,6 +75,30 @@ sys.stdin.readline()
 """
 
 
+FOREIGN = """
+import os, sys, ipyparallel
+from fmegatron import loop
+cluster = ipyparallel.Cluster(n=3, controller_ip="127.0.0.1", profile_dir=os.getcwd() + "/profile", log_level=50)
+client = cluster.start_and_connect_sync()
+where = client[:].apply_sync(os.getcwd)
+cell = '''
+from fmegatron.collectives import connect
+from fmegatron.layout import Mesh
+world = connect(Mesh(fsdp=2))
+found = world.ask(world.rank == 1)(), world.rank
+'''
+with loop.engines(2, client=client) as ranks:
+    ranks.view.execute(cell, silent=False, block=False).get(120)
+    print(ranks, ranks.view["found"])
+    try:
+        loop.engines(4, client=client)
+    except ValueError as error:
+        print(error)
+print(ranks, len(client.ids), client[:].apply_sync(os.getcwd) == where)
+cluster.stop_cluster_sync()
+"""
+
+
 @pytest.fixture
 def program(python, tmp_path):
     """program(text) -> a running process, in a folder of its own."""
@@ -86,7 +110,7 @@ def program(python, tmp_path):
 
     def begin(text):
         path = tmp_path / "program.py"
-        path.write_text(BEGINS + text)
+        path.write_text(text)
         streams = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
         running.append(python.popen([sys.executable, str(path)], **streams, env=environment, cwd=tmp_path))
         return running[-1]
@@ -106,7 +130,7 @@ def gone(pids, seconds=60):
 
 
 def test_engines_train_and_one_that_is_killed_is_an_error_within_seconds(program):
-    process = program(TRAINS)
+    process = program(BEGINS + TRAINS)
     begun, found, typo, pids = (process.stdout.readline().strip() for _ in range(4))
     assert begun == "Engines(2 ranks): all there", process.communicate()
     alone, found = losses(Mesh(), World.alone("cpu")), ast.literal_eval(found)
@@ -127,7 +151,7 @@ def test_engines_train_and_one_that_is_killed_is_an_error_within_seconds(program
 
 @pytest.mark.slow
 def test_what_waits_for_an_engine_that_raised_is_ended_and_all_end_with_their_notebook(program):
-    process = program(RAISES)
+    process = program(BEGINS + RAISES)
     pids, raised, kept, told = (process.stdout.readline().strip() for _ in range(4))
     pids = list(map(int, pids.split()))
     assert "KeyError" in raised and "Engine 1 died" in raised and kept == "3"
@@ -137,6 +161,15 @@ def test_what_waits_for_an_engine_that_raised_is_ended_and_all_end_with_their_no
     assert pids[0] in family and len(family) > 2  # the controller has processes of its own
     process.kill()
     assert gone(family)
+
+
+@pytest.mark.slow
+def test_engines_that_are_there_become_ranks_and_stay(program):
+    out, err = program(FOREIGN).communicate(timeout=300)
+    first, refused, last = out.splitlines()
+    assert first == "Engines(2 ranks): all there [((True,), 0), ((True,), 1)]", err
+    assert refused == "engines: n: got 4, wanted at most the client's 3; start more"
+    assert last == "Engines(2 ranks): closed 3 True"
 
 
 def test_refused():

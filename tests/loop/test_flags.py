@@ -104,7 +104,7 @@ def test_help(capsys):
         parsed("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert "--config_lr=0.001   peak learning rate" in text and "--config_model.dim=64" in text
+    assert "--config_lr=0.001   # peak learning rate" in text and "--config_model.dim=64" in text
     assert text.strip() == usage(Config)
 
 

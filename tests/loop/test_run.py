@@ -95,6 +95,19 @@ def test_settings_that_must_not_change(tmp_path, capsys):
     assert [info.step for info in allowed(batch_at, steps=4)] == [4]
 
 
+def test_without_a_field_allow_no_flag_is_advised(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        heads: int = 2
+
+    list(Run(tmp_path, halve, SPECS, settings=Own())(batch_at, steps=2))
+    with pytest.raises(
+        UsageError, match=r"heads 2 -> 4.*Settings\(config, allow=\('heads',\)\), or give.*loop.field\("
+    ) as e:
+        list(Run(tmp_path, halve, SPECS, settings=Own(heads=4))(batch_at, steps=4))
+    assert "--config_allow" not in str(e.value)
+
+
 def test_a_second_process_is_refused(tmp_path):
     with checkpoint.claim(tmp_path):
         with pytest.raises(ValueError, match="is in use|has it|another"):

@@ -46,12 +46,20 @@ SETTINGS = {
     "capacity": Setting(Mesh(dp=2, ep=2), capacity=2),
     "groups without ep": Setting(Mesh(dp=4), router=Router(E, 2, groups=4, top_groups=2)),
 }
-STEPS = tuple(SETTINGS)
+TOO_FEW = {  # rows that are enough for some ranks
+    "too few": Setting(Mesh(dp=2, ep=2), rows=48),
+    "too few, folded": Setting(Mesh(dp=2, cp=2, tp=2), ("cp", "tp"), ("cp", "tp"), V3, rows=24),
+}
+
+
+def setting_of(of: str) -> Setting:
+    """By its name."""
+    return {**SETTINGS, **TOO_FEW}[of]
 
 
 def layouts(mesh: Mesh, of: str) -> tuple:
     """Of (parameters, batch)."""
-    setting = SETTINGS[of]
+    setting = setting_of(of)
     tp = "tp" if "tp" not in setting.ep else None
     fsdp = "fsdp" if "fsdp" not in setting.ep else None
     specs = {
@@ -69,7 +77,7 @@ def layouts(mesh: Mesh, of: str) -> tuple:
 def values(of: str, skew: float = 0.0) -> tuple:
     """Global arguments. skew: how much the first experts are preferred."""
     g = torch.Generator().manual_seed(5)
-    shapes, batch = layouts(SETTINGS[of].mesh, of)
+    shapes, batch = layouts(setting_of(of).mesh, of)
 
     def draw(layout):
         return torch.randn(layout.shape, generator=g, dtype=torch.float64).to(layout.dtype)
@@ -79,11 +87,9 @@ def values(of: str, skew: float = 0.0) -> tuple:
     return w, {name: draw(layout) for name, layout in batch.items()}
 
 
-def make_step(
-    mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.ModuleType = router, rows: int | None = None
-):
+def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.ModuleType = router):
     """step(params, batch) -> (params, metrics)."""
-    setting, axes = SETTINGS[of], Axes(mesh)
+    setting, axes = setting_of(of), Axes(mesh)
     data, sequence, ep = axes[DATA], axes[setting.sequence], axes[setting.ep]
     dealt = axes[(*DATA, *setting.sequence)]
     tp = axes["tp" if "tp" not in setting.ep else ()]
@@ -106,7 +112,7 @@ def make_step(
         experts = moe.expert_weights(experts, ep, dealt)
         given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, apply(experts), E, ep, data)
         if setting.capacity is None:
-            y_BSD, stats = moe.dropless(*given, sequence, rows or setting.rows)
+            y_BSD, stats = moe.dropless(*given, sequence, setting.rows)
         else:
             y_BSD, stats = moe.with_capacity(*given, setting.capacity)
         stats.pop("sent", None)  # which is another number on every mesh

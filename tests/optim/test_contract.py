@@ -188,3 +188,25 @@ def test_errors_for_people():
     opt, params = adamw(1e-3), make_params(DTYPES["fp32"])
     with pytest.raises(ValueError, match="embed: got nothing, wanted a dict of table"):
         opt.update({"blocks": params["blocks"]}, opt.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: optim.adamw(1e-3, betas=(0.9, 0.95)),
+            r"adamw: got .*'betas', wanted \(learning_rate, b1, .*; give b1 and b2",
+        ),
+        (lambda: optim.adamw(lr=1e-3), r"adamw: got .*, wanted \(learning_rate, .*; the rate comes first"),
+        (lambda: optim.adamw(1e-3, mask={}), r"adamw: got .*'mask', wanted .*; give decay="),
+        (lambda: optim.sgd(), r"sgd: got .*missing .*'learning_rate', wanted \(learning_rate"),
+        (lambda: optim.adamw(1e-3, decay=True), r"where: got True, wanted .*; \[\"\"\] is every leaf"),
+        (
+            lambda: optim.skip_nonfinite(optim.sgd(0.1), optim.LossScale()),
+            r"got LossScale\(.*by name; loss_scale=LossSc",
+        ),
+    ],
+)
+def test_arguments_of_other_libraries(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

@@ -67,6 +67,18 @@ def test_muon_is_the_papers_matrix_by_matrix(scale, nesterov):
     assert torch.equal(got["norm"], alone["norm"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_muon_iterates_in_the_dtype_that_it_is_given(dtype):
+    """In float32 as the reference in float64, to float32's rounding; in bf16 not."""
+    w, g = draw(6, 10, dtype=torch.float32), draw(6, 10, seed=1, dtype=torch.float32)
+    opt = optim.muon(0.02, momentum=0.9, scale="rms", dtype=dtype)
+    got = opt.update({"w": g}, opt.init({"w": w}), {"w": w})[0]["w"]
+    wanted = reference_muon(w.double(), [g.double()], 0.02, 0.9, True, 0.1, "rms")
+    error = (got.double() - wanted).abs().max() / 0.02
+    assert error < 1e-5 if dtype == torch.float32 else 1e-4 < error < 0.1
+    assert "float32" in repr(opt) or dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("scale, theirs", [("original", "original"), ("rms", "match_rms_adamw")])
 def test_muon_is_torchs(scale, theirs):
     """torch keeps weights as [out, in] and iterates in bf16, as we do for float32."""

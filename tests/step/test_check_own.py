@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, declare, enter, ppermute, psum
+from fmegatron.collectives import Axes, declare, enter, ppermute, psum, shard
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import check
 from fmegatron.testing import parity
@@ -72,6 +72,16 @@ WRONG = {
         (ROWS,), (lay(()),),
     ),
 }  # fmt: skip
+WRONG["summed, and declared sharded"] = (
+    lambda xs: [declare(psum(declare(xs[0], DP, "own", 0), DP) * 2, DP, ("sharded", 0))], (ROWS,), (ROWS,)
+)  # fmt: skip
+WRONG["declared partial, though sharded"] = (
+    lambda xs: [psum(declare(xs[0], DP, "partial"), DP)], (ROWS,), (lay((4, 6)),)
+)  # fmt: skip
+RIGHT["summed, and each rank's part taken"] = (
+    lambda xs: [declare(shard(psum(declare(xs[0], DP, "own", 0), DP), DP, 0), DP, ("sharded", 0))],
+    (ROWS,), (lay((4, 6), "dp"),),
+)  # fmt: skip
 OPEN = {
     "not declared again": (lambda xs: [declare(xs[0], DP, "own", 0).cumsum(0)], (ROWS,), (ROWS,)),
     "summed without a word": (lambda xs: [psum(declare(xs[0], DP, "own", 0).sum(), DP)], (ROWS,), (lay(()),)),

@@ -9,7 +9,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, compiled_layer, jit, value_and_grad
+from fmegatron.step import build_train_step, compiled_layer, jit, state_specs, value_and_grad
 from fmegatron.testing import simulate
 from tests.fresh_state import fresh_state
 from tests.step.tiny import line_of
@@ -335,3 +335,44 @@ def test_shapes_inside_a_layer():
     where = line_of(__file__, "layer")
     with pytest.raises(ValueError, match=rf"layer layer \(.*\): {where}: mm got f32\[8, 4\], f32\[3, 4\]"):
         compiled_layer()(layer)(batch()["x"], params()["w"])
+
+
+@pytest.mark.parametrize(
+    ("named", "fix"),
+    [
+        ({"donate_argnums": 0}, "give donate=0, the positions"),
+        ({"static_argnums": (1,)}, "what is no tensor among the arguments is static"),
+        ({"fullgraph": True}, "the whole function is one graph"),
+        ({"x": 1}, "arguments of the function go to what jit returns"),
+    ],
+)
+def test_arguments_of_other_jits(named, fix):
+    (name,) = named
+    with pytest.raises(
+        ValueError, match=rf"jit: got {name}=.*, wanted arguments of its own: donate, world, .*; .*{fix}"
+    ):
+        jit(good, **named)
+
+
+def test_a_module_of_which_a_parameter_is_left_out():
+    module = torch.nn.Linear(4, 3)
+
+    def call(p, x):
+        return torch.func.functional_call(module, p, (x,))
+
+    with pytest.raises(
+        ValueError, match=r"got a tensor from a closure.*functional_call\(module, \{\*\*params, \*\*buf"
+    ):
+        jit(call, backend="eager")({"weight": torch.ones(3, 4)}, torch.ones(2, 4))
+
+
+def test_specs_of_a_transform():
+    specs = tree.specs({"w": (4, 3)}, ONE)
+    with pytest.raises(ValueError, match="state_specs: optimizer: got an optim.Transform, wanted an optim.Optimizer;"):
+        state_specs(specs, optim.scale_by_adam())
+
+
+def test_a_layer_of_its_arguments():
+    layer = compiled_layer(lambda x, w, n: x * w)  # a choice of nodes, and no function yet
+    with pytest.raises(ValueError, match=r"wanted a function .*compiled_layer\(save=...\)\(fn\)"):
+        layer(torch.ones(2), torch.ones(2), torch.ones(2))

@@ -8,6 +8,7 @@ import torch
 from fmegatron import nn, testing
 from fmegatron.layout import Layout, Mesh
 from fmegatron.parity import main
+from fmegatron.step import compiled_layer
 from tests.house import ROOT
 
 EXPERIMENT = """
@@ -112,3 +113,19 @@ def test_fp64_is_the_same_on_all_meshes_whatever_the_dtypes_of_the_step():
 def test_fp64_of_bits_is_refused():
     with pytest.raises(ValueError, match="test_parity_command.py:.*got a view of bits as torch.int32, wanted a step"):
         testing.simulate(lambda x: x.view(torch.int32), Mesh(), torch.ones(2), fp64=True)
+
+
+def test_fp64_of_keyed_numbers():
+    """`nn.normal` reads the bits of an fp64, which fp64 leaves as they are; inside a layer as well."""
+    mesh = Mesh(dp=2)
+    layer = compiled_layer()(lambda x, w, n: x * w["w"] + nn.normal(x, key=3, count=n))
+
+    def step(x, samples):
+        noise = nn.normal(x, key=1, count=samples) + nn.uniform(x, key=2, count=samples)
+        return layer(noise, {"w": x[:1] * 0}, samples)
+
+    x, samples = torch.ones(4, 8), torch.arange(4)
+    layouts = (Layout((4, 8), x.dtype, mesh, ("dp",)), Layout((4,), samples.dtype, mesh, ("dp",)))
+    sim = testing.simulate(step, mesh, x, samples, layouts=layouts, fp64=True)
+    one = nn.normal(x, key=3, count=samples).double()
+    torch.testing.assert_close(sim.globals(), one, rtol=1e-6, atol=0)

@@ -148,6 +148,37 @@ def test_writes_in_place_touch_no_argument_and_no_other_rank():
         assert sim.outputs[r][1][0] == 7
 
 
+@pytest.mark.parametrize(
+    "split", [lambda x: torch.unsafe_split(x, 2), lambda x: torch.unsafe_split_with_sizes(x, [2, 1])]
+)
+def test_writes_into_a_part_of_which_torch_says_nothing(split):
+    """The schema of an unsafe_split does not say that its results are in its argument's memory."""
+
+    def step(x):
+        first, second = split(torch.ones(3))  # one tensor, held by all ranks
+        first.add_(x[:2])
+        return first * second
+
+    sim = simulate(step, Mesh(dp=2), Ranks([torch.zeros(3), torch.ones(3)]))
+    assert [y.unique().item() for y in sim.outputs] == [1, 2]
+
+
+def test_a_module_with_a_recurrence():
+    """`nn.GRU` adds what differs on each rank in place to what is equal on all of them."""
+    torch.manual_seed(0)
+    gru = torch.nn.GRU(4, 4, batch_first=True).double()
+    params = {name: p.detach() for name, p in gru.named_parameters()}
+    x = torch.randn(4, 3, 4).double()
+    sim = simulate(
+        lambda p, x: torch.func.functional_call(gru, p, (x,))[0],
+        Mesh(dp=2),
+        params,
+        x,
+        layouts=(None, Layout((4, 3, 4), x.dtype, Mesh(dp=2), ("dp",))),
+    )
+    torch.testing.assert_close(sim.globals(), gru(x)[0].detach(), rtol=1e-12, atol=1e-12)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 def test_bad_arguments():
     x = torch.zeros(4).double()

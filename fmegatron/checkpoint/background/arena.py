@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from types import ModuleType
 
 import torch
 
@@ -91,11 +92,11 @@ class Arena:
             os.truncate(self.fd, capacity)
         self.memory, self.capacity = map_memory(self.fd, capacity), capacity
         if self._pin:
-            _check(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), capacity, 0), "cudaHostRegister")
+            _check(_cudart().cudaHostRegister(self.memory.data_ptr(), capacity, 0), "cudaHostRegister")
 
     def _unpin(self) -> None:
         if self._pin and self.capacity and self.memory is not None:
-            _check(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()), "cudaHostUnregister")
+            _check(_cudart().cudaHostUnregister(self.memory.data_ptr()), "cudaHostUnregister")
 
 
 def map_memory(fd: int, nbytes: int, warm: bool = True) -> torch.Tensor:
@@ -129,6 +130,13 @@ def _take(fd: int, start: int, nbytes: int) -> None:
         os.posix_fallocate(fd, start, nbytes)
     else:
         os.truncate(fd, start + nbytes)
+
+
+def _cudart() -> ModuleType:
+    """CUDA's runtime, where there is CUDA: memory is not pinned elsewhere."""
+    cudart = torch.cuda.cudart()
+    assert cudart is not None, "torch has CUDA"
+    return cudart
 
 
 def _check(code, what: str) -> None:

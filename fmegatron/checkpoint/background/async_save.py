@@ -27,7 +27,8 @@ from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
 from fmegatron.checkpoint.dicts.described import described
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.open_store import open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
 from fmegatron.collectives import held_interrupt
@@ -36,8 +37,8 @@ from fmegatron.layout import Layout
 
 def save_async(
     path: str | os.PathLike | Store,
-    state: Any,
-    layouts: Any = None,
+    state: tree.Tree,
+    layouts: tree.Tree = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,
@@ -145,15 +146,16 @@ class AsyncSaver:
         self.arena_bytes, self.in_flight, self.time_limit_s, self.nice = arena_bytes, in_flight, time_limit_s, nice
         arena = Arena(arena_bytes, torch.cuda.is_available() if pin is None else pin)
         self._flights = Flights(arena, time_limit_s, nice)
-        self._numbers, self._known = 0, None
+        self._numbers = 0
+        self._known: _Known | None = None
         self._flights.start()
 
     # ---- saving
     def save(
         self,
         path: str | os.PathLike | Store,
-        state: Any,
-        layouts: Any = None,
+        state: tree.Tree,
+        layouts: tree.Tree = None,
         world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
@@ -169,11 +171,11 @@ class AsyncSaver:
         flights, handle, began = self._flights, None, time.perf_counter()
         try:
             with held_interrupt() as pressed:
-                handle, *job = self._begin(path, state, layouts, world, metadata, step, finite, pressed)
+                handle, known, tensors, what = self._begin(path, state, layouts, world, metadata, step, finite, pressed)
                 handle.began = began
                 if begun is not None:
                     begun(handle)
-            self._stage(handle, *job)
+            self._stage(handle, known, tensors, what)
         except Exception as error:  # this rank's alone: all ranks hear of it at the next poll
             if handle is None:
                 raise
@@ -235,12 +237,12 @@ class AsyncSaver:
             said = agreed(finite, world)
             handle.draft, handle.root = draft, world.broadcast_text(draft.root if draft else "")
             flights.pending.append(handle)
+            return handle, known, tensors, {**what, "root": handle.root, "finite": said}
         finally:
             if draft and handle not in flights.pending:
                 store.end(draft)
-        return handle, known, tensors, {**what, "root": handle.root, "finite": said}
 
-    def reserve(self, layouts: Any, world: Ranks | None = None) -> None:
+    def reserve(self, layouts: tree.Tree, world: Ranks | None = None) -> None:
         """Make the plan, take the memory for a state of these layouts, and wait until the writer is ready.
 
         Call it before training; otherwise the first save does it (but for the waiting). Raises ValueError, OSError.
@@ -291,8 +293,11 @@ class AsyncSaver:
     def _plan(self, layouts: Any, world: Ranks) -> _Known:
         paths, leaves, spec = flat_layouts(layouts)
         known = self._known
-        same = known is not None and spec == known.spec
-        if not same or not all(a is b or a == b for a, b in zip(leaves, known.leaves, strict=True)):
+        if (
+            known is None
+            or spec != known.spec
+            or not all(a is b or a == b for a, b in zip(leaves, known.leaves, strict=True))
+        ):
             check_layouts(paths, leaves, world.size)
             plans = plan(paths, leaves)
             self._known = known = _Known(leaves, spec, plans, plans_to_json(plans))
@@ -306,12 +311,13 @@ class AsyncSaver:
                 limit = max(1, self.arena_bytes // 2 - tail)  # two portions: one is written while one is staged
         cut = known.cut(rank, limit)
         handle.bytes = sum(slot.nbytes for portion in cut for slot in portion.slots)
-        what = json.dumps({**what, "limit": limit, "alone": handle.world.size == 1}).encode()
+        description = json.dumps({**what, "limit": limit, "alone": handle.world.size == 1}).encode()
         for i, portion in enumerate(cut):
-            tail = (what, known.data) if i == 0 else ()
+            tail = (description, known.data) if i == 0 else ()
             at = self._flights.room(handle, portion.nbytes + sum(map(len, tail)))
             if at is None:  # the writer died: the next poll reports it
                 return
+            assert arena.memory is not None, "there is room in it"
             stage(portion, known.plans, tensors, arena.memory, at)
             job, memory, end = [], arena.memory.numpy(), at + portion.nbytes
             for data in tail:

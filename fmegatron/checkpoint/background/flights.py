@@ -83,7 +83,7 @@ class Flights:
         """Return when `ended()`, which an exchange makes true on all ranks at once; all ranks call it.
 
         Raises TimeoutError on all ranks when `timeout_s` is over on one. After Ctrl-C on one rank KeyboardInterrupt
-        there and RuntimeError on the others. so: what the messages say of the save then.
+        there and RuntimeError on the others. so: what the messages state of the save then.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with held_interrupt() as pressed:
@@ -151,7 +151,9 @@ class Flights:
                 self._take(report)
             self._lose(death)
             return
-        seen, now = (int(self.arena.board[TICKS]), process.ready), time.monotonic()
+        board, now = self.arena.board, time.monotonic()
+        assert board is not None, "the arena outlives the process"
+        seen = (int(board[TICKS]), process.ready)
         if seen != self._seen or not any(map(_busy, self.pending)):
             self._seen, self._since = seen, now
         elif now - self._since > (self.time_limit_s if process.ready else max(START_S, self.time_limit_s)):
@@ -234,8 +236,9 @@ class Flights:
             if h.sent and not (h.committed if h.world.rank == 0 else h.written):
                 h.error, h.stopped = h.error or why, True
                 self._release(h)
-        self.process.close(0.0)
-        self.process = None
+        if self.process is not None:
+            self.process.close(0.0)
+            self.process = None
 
     def _stop(self, handle: Handle) -> None:
         """On return this rank's writer writes nothing of the save any more."""
@@ -256,7 +259,7 @@ class Flights:
             self.arena.release(handle.regions.pop())
 
     def _fail(self, handle: Handle) -> None:
-        """All ranks together: stop, tell the first message to all, remove the files."""
+        """All ranks together: stop, send the first message to all, remove the files."""
         self._stop(handle)
         try:
             handle.world.agree(handle.error, handle.what)

@@ -15,6 +15,7 @@ class Saver(Protocol):
 
     def bytes_written(self, number: int) -> int:
         """Of this save."""
+        ...
 
     def poll(self) -> None:
         """Look how all pending saves stand."""
@@ -39,7 +40,8 @@ class Handle:
 
     def __init__(self, flights: Saver, number: int, store: Store, world: Ranks, step: int | None):
         self.text, self.step, self.state = store.text, step, "pending"
-        self.bytes, self.staged_s, self.durable_s = 0, 0.0, None
+        self.bytes, self.staged_s = 0, 0.0
+        self.durable_s: float | None = None
         self.number, self.flights, self.store, self.world = number, flights, store, world
         self.what = f"saving the checkpoint {store.text}"
         self.began = time.perf_counter()

@@ -76,7 +76,7 @@ class WriterProcess:
             self.channel.send(message)
 
     def reports(self, timeout_s: float = 0.0) -> list[dict[str, Any]]:
-        """What the writer has said, waiting up to `timeout_s` for the first word."""
+        """What the writer has reported, waiting up to `timeout_s` for the first report."""
         found = [] if self.channel.closed else self.channel.receive(timeout_s)
         self.ready = self.ready or any(report["did"] == "ready" for report in found)
         return [report for report in found if report["did"] != "ready"]

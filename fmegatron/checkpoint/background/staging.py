@@ -1,7 +1,7 @@
 """Staging: copies what one rank has to write into one shared memory region for the writer process.
 
 Both processes compute the same places from the same plan, so no addresses travel. Only what this rank writes is copied:
-of a leaf with replicas its own chunks, one after another, otherwise the whole local tensor.
+of a leaf with replicas its own chunks, one after another, otherwise the full local tensor.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _BITS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: tor
 class Slot:
     """The place of a leaf in a portion.
 
-    leaf: its number in the plan.  offset, nbytes: bytes, from the start of the portion.  chunks: those that lie here,
-    as boxes of the local tensor; None: the whole local tensor.
+    leaf: its number in the plan.  offset, nbytes: bytes, from the start of the portion.  chunks: those that are here,
+    as boxes of the local tensor; None: the full local tensor.
     """
 
     leaf: int
@@ -41,9 +41,9 @@ class Slot:
     chunks: Chunks | None = None
 
     def staged(self) -> list[tuple[tuple[int, ...], Box]]:
-        """The same chunks as boxes of the slot, where they lie one after another."""
+        """The same chunks as boxes of the slot, where they are one after another."""
         found, at = [], 0
-        for index, box in self.chunks:
+        for index, box in self.chunks or ():
             found.append((index, Box(box.start, box.shape, at, row_major_strides(box.shape))))
             at += box.size
         return found
@@ -205,7 +205,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _view(slot: Slot, plans: Sequence[LeafPlan], rank: int, memory: torch.Tensor, at: int) -> torch.Tensor:
-    """A slot as a tensor of the leaf's dtype: of the local shape, or flat where only some chunks lie there."""
+    """A slot as a tensor of the leaf's dtype: of the local shape, or flat where only some chunks are there."""
     layout = plans[slot.leaf].layout
     x = memory[at + slot.offset : at + slot.offset + slot.nbytes].view(layout.dtype)
     return x.view(layout.local_shape(rank)) if slot.chunks is None else x

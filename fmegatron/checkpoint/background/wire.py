@@ -15,7 +15,7 @@ _SEND_S = 10.0  # messages are small: one that does not fit into the socket's bu
 
 
 class Channel:
-    """One end of a socket pair. `closed`: the other end is gone, and all that it had said was received."""
+    """One end of a socket pair. `closed`: the other end is gone, and all that it had sent was received."""
 
     def __init__(self, end: socket.socket):
         self._end, self._left, self.closed = end, b"", False

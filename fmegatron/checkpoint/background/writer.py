@@ -32,7 +32,7 @@ import torch
 from fmegatron.checkpoint.background.arena import SAVE, TICKS, WRITTEN, map_board, map_memory
 from fmegatron.checkpoint.background.staging import groups, portions
 from fmegatron.checkpoint.background.wire import Channel, plans_from_json
-from fmegatron.checkpoint.files.storage import store_from_json
+from fmegatron.checkpoint.files.open_store import store_from_json
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.write import write_part
 
@@ -96,7 +96,7 @@ class Writer:
         os._exit(1)
 
     def report(self, **message: Any) -> None:
-        """Tell the trainer; if it is gone, `run` sees it."""
+        """Report to the trainer; if it is gone, `run` sees it."""
         with self.lock, contextlib.suppress(OSError):
             self.channel.send(message)
 
@@ -141,11 +141,14 @@ class Writer:
 
     def read_job(self, job: list[list[int]]) -> tuple[dict[str, Any], Any]:
         """The description of a save, staged beside its data: (what, plan)."""
-        what, plans = (self.memory[start : start + size].numpy().tobytes() for start, size in job)
+        memory = self.memory
+        assert memory is not None, "`write` has mapped it"
+        what, plans = (memory[start : start + size].numpy().tobytes() for start, size in job)
         return json.loads(what), plans_from_json(plans)
 
     def write_portion(self, number: int, save: _Save, message: dict[str, Any]) -> None:
         """Write the groups of a portion; sign of progress after each."""
+        assert self.memory is not None, "`write` has mapped it"
         portion = save.portions[message["portion"]]
         for plans, tensors, chunks, nbytes in groups(portion, save.plans, save.rank, self.memory, message["at"]):
             if number in self.cancelled:
@@ -187,7 +190,7 @@ class Writer:
             self.commits.submit(self.forget, number)  # not while it is being committed
 
     def forget(self, number: int) -> None:
-        """Drop what is known of a cancelled save, and say so."""
+        """Drop what is known of a cancelled save, and report it."""
         self.saves.pop(number, None)
         self.report(id=number, did="cancelled")
 

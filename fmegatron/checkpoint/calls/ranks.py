@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -21,26 +22,35 @@ class Ranks(Protocol):
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """The text of rank `source`, on all ranks."""
+        ...
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """int64 [n] of every rank -> int64 [size, n] on all ranks."""
+        ...
 
     def minimum(self, row: torch.Tensor) -> torch.Tensor:
         """int64 [n] of every rank -> int64 [n], the smallest of each, on all ranks."""
+        ...
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send and fill CPU tensors, as `World.exchange`."""
 
 
-def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
-    """Run `work()` on all ranks; if it raises on one, raise on all. A rank's own ValueError or Ctrl-C stays."""
-    error = result = None
+@contextmanager
+def jointly(world: Ranks, what: str) -> Iterator[None]:
+    """A block that all ranks run; if it raises on one, it raises on all. A rank's own ValueError or Ctrl-C stays."""
+    error = None
     try:
-        result = work()
-    except BaseException as e:  # a rank that is interrupted must tell the others, too
+        yield
+    except BaseException as e:  # a rank that is interrupted must report it to the others, too
         error = e
     _agree(world, what, error)
-    return result
+
+
+def together(world: Ranks, what: str, work: Callable[[], Any]) -> Any:
+    """The result of `work()`, run `jointly`."""
+    with jointly(world, what):
+        return work()
 
 
 def compared(

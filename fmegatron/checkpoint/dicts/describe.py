@@ -21,7 +21,7 @@ class Description:
 
     metadata: the user's JSON object (content flags).  leaves: how many.  total_bytes: of the global arrays, once.
     meshes: those that the leaves were written on.  finite: whether loss and gradient norm of the step were, as the run
-    said; None: it did not say.
+    reported; None: it did not.
     """
 
     path: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def _holds_more(item: Any) -> bool:
 
 
 def _kind(node: Any, path: str) -> Any:
-    """What the paths do not tell: None for dicts whose keys are parts of paths, and for NamedTuples."""
+    """What the paths do not determine: None for dicts whose keys are parts of paths, and for NamedTuples."""
     if isinstance(node, list):
         return "list"
     if is_named_tuple(node):
@@ -195,7 +195,7 @@ def rebuilt(node: Any, leaves: Mapping[str, Any], in_place: bool, path: str = ""
             made.clear()
             made.update(found)
             return made
-        node.update(new)
+        cast("MutableMapping[Any, Any]", node).update(new)  # a target whose dicts cannot change raises here
         return node
     if gone := next((below(path, key) for key, x in new if x is Absent), None):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 null, true, false, whole numbers, finite floats, strings and lists are themselves. The rest is an object of one key:
 {"float": "nan"}, {"tuple": [...]}, {"dict": [[key, value], ...]}, {"bytes": base64}, {"dtype": "bfloat16"}.
-Other types are refused: a checkpoint holds no code, and what JSON cannot say has no place in it.
+Other types are refused: a checkpoint holds no code, and what JSON cannot express has no place in it.
 """
 
 from __future__ import annotations

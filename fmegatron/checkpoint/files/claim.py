@@ -26,8 +26,9 @@ from fmegatron.checkpoint.files.commit import make_directories, new_token
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Holder, Lease, Watch, alive
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.owner import owner
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.collectives import held_interrupt
 
 STALE_S = 120.0
@@ -37,7 +38,7 @@ _CONTEND_S = 30.0  # for others that come at the same moment to settle it
 
 
 class ClaimedError(ValueError):
-    """Another process has the directory; the message says which."""
+    """Another process has the directory; the message names it."""
 
 
 class Claim:
@@ -70,7 +71,7 @@ def claim(
     purposes do not know of each other.  world: the ranks that call this together; rank 0 holds the claim for all.
 
     A claim whose process is gone is taken over: at once on the same machine; after `stale_s` seconds without a renewal
-    if it ran on another one, which a warning says. A thread renews the own claim every 10 s.
+    if it ran on another one, which a warning reports. A thread renews the own claim every 10 s.
 
     Raises ClaimedError (a ValueError; RuntimeError on the other ranks) when another process has it, OSError as
     RuntimeError when the directory cannot be written. Nothing else is written then.

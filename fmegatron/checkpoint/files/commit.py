@@ -2,7 +2,7 @@
 
 .NAME.tmp-TOKEN     being written, or (after an exchange) the old checkpoint on its way out
 .NAME.old-TOKEN     the old checkpoint while the new one takes its name, where the system cannot exchange two names
-.NAME.gone-TOKEN    being deleted; what is deleted has this name first, so that nobody takes half of it for something
+.NAME.gone-TOKEN    being deleted; what is deleted has this name first, so that half of it is not taken for something
 .NAME.aside-TOKEN   a checkpoint that a run has left behind when it went on from an older step
 """
 
@@ -30,13 +30,20 @@ def is_complete(path: str) -> bool:
 
 
 def checkpoint_around(path: str) -> str | None:
-    """The checkpoint in whose directory the path would lie. What is put there goes when that one is saved again."""
+    """The checkpoint in whose directory the path would be. What is put there goes when that one is saved again."""
     at = os.path.dirname(os.path.realpath(path))
     while not (is_complete(at) and is_file(os.path.join(at, MANIFEST))):
         at, below = os.path.dirname(at), at
         if at == below:
             return None
     return at
+
+
+def hidden_name(path: str) -> re.Match[str]:
+    """The name of a hidden directory, taken apart: [1] the checkpoint's, [2] the kind, [3] the token."""
+    found = HIDDEN.fullmatch(os.path.basename(path))
+    assert found is not None, f"{path} is the path of a hidden directory"
+    return found
 
 
 def hidden_siblings(path: str, *kinds: str) -> list[tuple[str, str]]:
@@ -53,7 +60,7 @@ def resolve(path: str | os.PathLike, of: Collection[str] | None = None) -> str:
     """
     path = os.path.realpath(os.fspath(path))
     if not is_there(path):
-        # Only such a crash leaves an "old" without the name itself. Both are whole; the new one was decided upon.
+        # Only such a crash leaves an "old" without the name itself. Both are complete; the new one was decided upon.
         for old, token in hidden_siblings(path, "old"):
             if of is not None and token not in of:
                 continue
@@ -66,7 +73,7 @@ def resolve(path: str | os.PathLike, of: Collection[str] | None = None) -> str:
 def finish(path: str, of: Collection[str]) -> None:
     """Give a checkpoint its name back that one of these re-saves had when it was killed between two renames."""
     if not is_there(path) and (found := resolve(path, of)) != path:
-        # Another process may do the same, or save this checkpoint: then one of them has the name, and both are whole.
+        # Another process may do the same, or save this one: then one of them has the name, and both are complete.
         with contextlib.suppress(FileNotFoundError):
             _rename_unless_there(found, path)
 
@@ -85,7 +92,7 @@ def publish(hidden_path: str, path: str) -> None:
     name, or the last fsync, is refused: then what had the name has it again (or what another saver has given it since),
     and the new one is hidden.
     """
-    parent, token = os.path.dirname(path), HIDDEN.fullmatch(os.path.basename(hidden_path))[3]
+    parent, token = os.path.dirname(path), hidden_name(hidden_path)[3]
     undo = _take_name(hidden_path, path, token)
     try:
         sync_directory(parent)
@@ -99,7 +106,7 @@ def publish(hidden_path: str, path: str) -> None:
             sync_directory(parent)
         raise OSError(error.errno, error.strerror, parent) from None
     for left in (hidden_path, hidden(path, "old", token)):
-        with contextlib.suppress(OSError):  # the new one is the checkpoint; the next save tries again, and says so
+        with contextlib.suppress(OSError):  # the new one is the checkpoint; the next save tries again, and reports it
             discard(left, path)
 
 
@@ -110,7 +117,7 @@ def discard(left: str, path: str) -> None:
     deleted bit by bit ever takes the name of a checkpoint. Raises OSError.
     """
     gone = left
-    if HIDDEN.fullmatch(os.path.basename(left))[2] != "gone" and is_there(left):
+    if hidden_name(left)[2] != "gone" and is_there(left):
         gone = hidden(path, "gone", new_token())
         try:
             os.rename(left, gone)
@@ -128,7 +135,7 @@ def renamed_away(path: str, kind: str = "gone") -> str:
 
 def remove(path: str, stop: threading.Event | None = None) -> None:
     """Delete a directory tree, its marker first, file by file until `stop`. Raises its first OSError, at the end."""
-    if is_link(path):  # somebody's link to another place: the link goes, and nothing else
+    if is_link(path):  # a user's link to another place: the link goes, and nothing else
         os.remove(path)
         return
     failed: list[OSError] = []
@@ -137,7 +144,7 @@ def remove(path: str, stop: threading.Event | None = None) -> None:
         try:
             call(at)
         except FileNotFoundError:
-            pass  # somebody else removes it, too
+            pass  # another process removes it, too
         except OSError as error:
             failed.append(error)
 
@@ -184,7 +191,7 @@ def hidden(path: str, kind: str, token: str) -> str:
 
 
 def new_token() -> str:
-    """12 hex digits that nobody else has."""
+    """12 hex digits that no other save has."""
     return secrets.token_hex(6)
 
 
@@ -210,7 +217,7 @@ def _take_name(new: str, path: str, token: str) -> Callable[[], bool]:
             return lambda: _hide_again(path, new, ours, _exchange_again)
         if not is_there(new):
             raise FileNotFoundError(errno.ENOENT, "was taken away by another process before it had its name", new)
-        # Between two renames the name is missing, but `resolve` finds both: there is no moment without a whole one.
+        # Between two renames the name is missing, but `resolve` finds both: there is no moment without a complete one.
         discard(old, path)  # of a try before
         try:
             os.rename(path, old)

@@ -18,66 +18,18 @@ import numpy as np
 
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, ZARR, Array
+from fmegatron.checkpoint.files.held import Held
 from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values, unusual
 from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
 from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
 
 _FSYNCS = 8  # a disk takes many at a time
-# Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
-_HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
 
 _TAKEN = "got a path that exists and is no checkpoint, wanted a new one or a checkpoint; choose another, or remove it"
-
-
-class Held:
-    """A directory that is held open: its files are reached by it whatever has taken its name since.
-
-    So what is read through it is of one save, never of two; files that are gone are errors.
-    """
-
-    def __init__(self, path: str):
-        self._path, self._fd, self._identity, self._error = path, None, None, None
-        try:
-            self._fd = self._opened()
-            self._identity = identity(self._fd)
-        except OSError as error:
-            self._error = error
-
-    @property
-    def fd(self) -> int:
-        """The descriptor. Raises OSError, the same as at the beginning, if the directory could not be opened then."""
-        if self._fd is None:
-            raise OSError(self._error.errno, self._error.strerror, self._error.filename)
-        return self._fd
-
-    def open(self, name: str) -> int:
-        """A descriptor of a file in the directory. Raises OSError."""
-        try:
-            return open_safely(name, self.fd)
-        except OSError as error:
-            if error.errno == errno.ESTALE:
-                self._renew()
-            raise
-
-    def _opened(self) -> int:
-        return look(lambda: os.open(self._path, _HOLD))
-
-    def _renew(self) -> None:
-        """On a network file system a handle goes stale when its directory is deleted, or when the server restarts."""
-        fd = self._opened()
-        try:
-            if identity(fd) != self._identity:
-                raise FileNotFoundError(errno.ENOENT, "was taken away", self._path)
-            os.dup2(fd, self._fd, inheritable=False)
-        finally:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
 
 
 @dataclass(frozen=True)
@@ -153,14 +105,14 @@ class Folder:
 
     def identity(self) -> tuple[int, int]:
         """Device and number of the directory: no other has them while it is held."""
-        return identity(self.fd if self.held is not None else self.root)
+        return identity(self.held.fd if self.held is not None else self.root)
 
     def inside(self, name: str) -> bool:
         """Whether no part of the name is a link."""
         if self.held is None:
             return os.path.realpath(self.at(name)) == self.at(name)
         parts = name.split("/")
-        with suppress(OSError):  # what is not there is said by who opens it
+        with suppress(OSError):  # what is not there is reported by who opens it
             for i in range(len(parts)):
                 found = os.stat("/".join(parts[: i + 1]), dir_fd=self.fd, follow_symlinks=False)
                 if stat.S_ISLNK(found.st_mode):
@@ -222,7 +174,7 @@ class _FileReader:
     fd: int
 
     def read_into(self, into: np.ndarray, offset: int) -> int:
-        return look(lambda: os.preadv(self.fd, [into], offset))
+        return look(lambda: os.preadv(self.fd, [into.data], offset))
 
 
 @dataclass(frozen=True)
@@ -264,7 +216,7 @@ class FolderStore:
             doubts = self._clear(os.path.basename(self.path), Watch())
             fix = f"if they have died, `python -m fmegatron.checkpoint gc --watch 5m {self.above().path}` removes it"
             say_doubts(self.path, doubts, fix)
-        except OSError as error:  # what is somebody else's, say; it is in nobody's way
+        except OSError as error:  # such as what belongs to another user; it is in no save's way
             text = f"{self.path}: what killed saves have left there could not be removed: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         token = commit.new_token()
@@ -281,19 +233,19 @@ class FolderStore:
         """The hidden directory `root`."""
         return Folder(root)
 
-    def publish(self, storage: Folder, marker: bytes) -> None:
+    def publish(self, storage: Storage, marker: bytes) -> None:
         """Write the marker, and give the hidden directory its name."""
         storage.write(MARKER, [marker])
         commit.sync_directory(storage.root)
         commit.publish(storage.root, self.path)
 
-    def end(self, storage: Folder | None) -> None:
+    def end(self, storage: Storage | None) -> None:
         """Remove the hidden directory if it is still there, and with it the note of the save."""
         if storage is None:
             return
         with settling(storage.lease):
             # Interrupted between the two renames of `publish`, the name is still missing.
-            commit.take_back(self.path, commit.HIDDEN.fullmatch(os.path.basename(storage.root))[3])
+            commit.take_back(self.path, commit.hidden_name(storage.root)[3])
             if commit.is_there(storage.root):
                 commit.remove(storage.root)
 
@@ -314,7 +266,7 @@ class FolderStore:
         found = ((name, commit.HIDDEN.fullmatch(name)) for name in names_in(self.path))
         return [(m[1], Folder(os.path.join(self.path, name))) for name, m in found if m and m[2] == "aside"]
 
-    def delete_aside(self, storage: Folder) -> None:
+    def delete_aside(self, storage: Storage) -> None:
         """Remove the files of a checkpoint of this name that was set aside."""
         commit.discard(storage.root, self.path)
 

@@ -50,7 +50,7 @@ _STEP = re.compile(r"step_\d{8,}|iter_\d{7,}|release")
 
 
 def recognized(storage: Storage, run: bool = False) -> str | None:
-    """What these files are, and the call that reads them, in words for an error; None for what nobody here knows.
+    """What these files are, and the call that reads them, as text for an error; None for what is not known here.
 
     A few names are looked for, and in small files of JSON for a word; nothing else is read.
     run: only what a run may have been saved as: no folder without weights, and no single file.

@@ -76,7 +76,7 @@ class Array:
 
     @property
     def digest_count(self) -> int:
-        """Number of digests of the whole array."""
+        """Number of digests of the full array."""
         return math.prod(self.grid) * math.prod(self.bands)
 
     @property
@@ -116,7 +116,7 @@ class Manifest:
 
     digest: xxh3_64 of manifest.json as it was read. The digests of all elements are in that file, so saves with the
     same digest hold the same.
-    finite: whether loss and gradient norm of its step were finite, as the run said; None: it did not say.
+    finite: whether loss and gradient norm of its step were finite, as the run reported; None: it did not.
     """
 
     step: int | None
@@ -205,7 +205,7 @@ def _quoted(path: str) -> str:
 
 
 def band_shape(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The digested bands of a chunk: whole trailing dims, then as many rows as fit 1 MiB (an exact divisor if near).
+    """The digested bands of a chunk: full trailing dims, then as many rows as fit 1 MiB (an exact divisor if near).
 
     A matrix has at least 8 bands of rows unless they get small, so that a third of its rows can be read without much
     of the rest.

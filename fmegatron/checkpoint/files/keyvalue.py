@@ -24,7 +24,7 @@ _FILE_WRITERS = 4  # threads that write files
 class KeyValues:
     """The values under a kvstore spec (its path ends in "/", or is empty). Every failure is an OSError.
 
-    Reads and writes are those of a `Storage`. What the server says of a request is in the error's text.
+    Reads and writes are those of a `Storage`. What the server reports of a request is in the error's text.
     """
 
     spec: dict[str, Any]
@@ -55,8 +55,8 @@ class KeyValues:
         """All ranges are asked for at once. A value that is too long is seen where its end is read."""
         futures = []
         for lo, hi in _requests(ranges):
-            whole = {} if (lo, hi) == (0, size) else {"byte_range": slice(lo, None if hi == size else hi)}
-            futures.append((lo, hi, self.kv.read(name, **whole)))
+            part = None if (lo, hi) == (0, size) else slice(lo, None if hi == size else hi)
+            futures.append((lo, hi, self.kv.read(name, byte_range=part)))
         parts = []
         for lo, hi, future in futures:
             value = _found(done(future), name)
@@ -173,15 +173,15 @@ class _RangesReader:
 
 def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Rising ranges of bytes as requests of moderate size; small gaps are read, too."""
-    lo = hi = None
+    lo = hi = -1  # no request yet
     for start, stop in ranges:
-        if lo is not None and start - hi <= _GAP_BYTES and stop - lo <= _REQUEST_BYTES:
+        if lo >= 0 and start - hi <= _GAP_BYTES and stop - lo <= _REQUEST_BYTES:
             hi = max(hi, stop)
             continue
-        if lo is not None:
+        if lo >= 0:
             yield lo, hi
         lo, hi = start, stop
-    if lo is not None:
+    if lo >= 0:
         yield lo, hi
 
 

@@ -1,8 +1,8 @@
 """Leases: renewed notes that show to processes on any node that a checkpoint is being read, deleted or written.
 
-    .NAME.reading-TOKEN   somebody reads the checkpoint NAME; renewed while it lasts
-    .NAME.leaving-TOKEN   somebody is about to take it away: there while it looks for readers and renames
-    .NAME.saving-TOKEN    somebody writes the hidden directory .NAME.tmp-TOKEN (or the objects NAME/TOKEN/); renewed
+    .NAME.reading-TOKEN   a process reads the checkpoint NAME; renewed while it lasts
+    .NAME.leaving-TOKEN   a process is about to take it away: there while it looks for readers and renames
+    .NAME.saving-TOKEN    a process writes the hidden directory .NAME.tmp-TOKEN (or the objects NAME/TOKEN/); renewed
     .NAME.pinned          the user wants it kept
     .NAME.pinned-TOKEN    the same of the save .NAME.aside-TOKEN (or the objects NAME/TOKEN/): its pin went with it
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STEP = re.compile(r"step_(\d{8,})")  # what a Manager calls a checkpoint
 LEASE_S = 300.0  # a note that was watched for so long and not renewed is void
 BEAT_S = 30.0  # who holds a lease renews its note
-_YIELD_S = 10.0  # the longest that a reader waits for somebody who is about to delete (a look and a rename)
+_YIELD_S = 10.0  # the longest that a reader waits for a process that is about to delete (a look and a rename)
 NOBODYS = b"{}"  # a note whose owner is dead, or taken for dead
 _NOTE = re.compile(r"\.(.+)\.(reading|leaving)-[0-9a-f]{12}")
 
@@ -94,9 +94,9 @@ class Holder:
 class Lease:
     """A note of this process, renewed by a thread until `release`. Raises OSError when it cannot be left.
 
-    One that is dropped without `release` says from then on that nobody holds it; one whose process dies has its name.
+    One that is dropped without `release` then states that it has no holder; one whose process dies has its name.
 
-    exclusive: a note that others have removed, or made nobody's, is not left again: they took this process for dead,
+    exclusive: a note that others have removed, or marked as free, is not left again: they took this process for dead,
     and `lost` is True.
     fields: more JSON values in the note.
     """
@@ -144,12 +144,12 @@ class Lease:
                 self._note.notes.remove(self._note.name)
 
     def drop(self) -> None:
-        """Leave the note, and say in it that nobody holds it: what it tells the owner of is left to whoever cleans."""
+        """Leave the note, stating that it has no holder: what it names the owner of is left to whoever cleans."""
         self._dropped()
 
 
 def _signed() -> dict[str, object]:
-    """What a note says of who leaves it, and when."""
+    """What a note states of who leaves it, and when."""
     return {"time": time.time(), "host": host(), "owner": owner()}
 
 
@@ -157,7 +157,7 @@ def _signed() -> dict[str, object]:
 def settling(lease: Lease | None) -> Iterator[None]:
     """Ends the lease of a save with this block, which removes what the save has left.
 
-    Where that failed the note stays, and says that nobody holds it: whoever cleans goes on. An OSError is not raised:
+    Where that failed the note stays, stating that it has no holder: whoever cleans goes on. An OSError is not raised:
     how the save itself has ended is what counts.
     """
     removed = False
@@ -208,7 +208,7 @@ class _Renewed:
 
 @contextlib.contextmanager
 def reading(notes: Notes | KeyNotes, name: str) -> Iterator[None]:
-    """Within this block nobody deletes the checkpoint `name` beside these notes, if it was there to begin with.
+    """Within this block no process deletes the checkpoint `name` beside these notes, if it was there to begin with.
 
     Where no note can be left (a directory that is read-only for us) there is no protection, and no error.
     """
@@ -217,7 +217,7 @@ def reading(notes: Notes | KeyNotes, name: str) -> Iterator[None]:
         with held_interrupt(), contextlib.suppress(OSError):
             lease = Lease(notes, f".{name}.reading-{new_token()}")
         until, watch = time.monotonic() + _YIELD_S, Watch()
-        with contextlib.suppress(OSError):  # notes that cannot be read protect nobody, and must not stop a reader
+        with contextlib.suppress(OSError):  # notes that cannot be read protect no reader, and must not stop a reader
             while lease and holder(notes, name, "leaving", watch) and time.monotonic() < until:
                 time.sleep(0.01)
         yield
@@ -243,7 +243,7 @@ def leaving(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True)
 
 
 def why_held(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True) -> str | None:
-    """Why the checkpoint `name` must stay: it is pinned, or somebody reads it now. None if it need not."""
+    """Why the checkpoint `name` must stay: it is pinned, or a process reads it now. None if it need not."""
     if pins and is_pinned(notes, name):
         return "it is pinned"
     reader = holder(notes, name, "reading", watch)
@@ -251,7 +251,7 @@ def why_held(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True
 
 
 def holder(notes: Notes | KeyNotes, name: str, kind: str, watch: Watch) -> Holder | None:
-    """Somebody alive who has left a note of this kind about the checkpoint `name`. Raises OSError."""
+    """A living process that has left a note of this kind about the checkpoint `name`. Raises OSError."""
     start = f".{name}.{kind}-"
     return next(
         (found for note in notes.names() if note.startswith(start) and (found := alive(notes, note, watch))), None
@@ -283,7 +283,7 @@ def alive(notes: Notes | KeyNotes, note: str, watch: Watch, lease_s: float | Non
         value = json.loads(data)
         whose, where, since = str(value.get("owner")), str(value.get("host", "")), float(value["time"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None  # notes are put in place whole: not one of ours
+        return None  # notes are put in place complete: not one of ours
     state = fate(whose)
     if state == "unknown":
         stamp = notes.stamp(note)

@@ -1,6 +1,6 @@
 """File system queries: only ENOENT and ENOTDIR mean that nothing is there; other errors are retried, then raised.
 
-A disk that hiccups, a server that is away, a directory that may not be read: none of them says that a file is missing.
+A disk that hiccups, a server that is away, a directory that may not be read: none of them means that a file is missing.
 `os.path.exists`, `isdir` and their kin answer False for all of them, so this room does not use them.
 """
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 # What may be over in a moment: disks and network file systems under load, servers that restart, handles that went stale
-# because a directory was replaced. Permissions are not: they are what somebody has set.
+# because a directory was replaced. Permissions are not: they are what a user has set.
 TRANSIENT = frozenset(
     getattr(errno, name)
     for name in "EIO ESTALE EINTR EAGAIN EBUSY ETIMEDOUT EREMOTEIO ECONNRESET ECONNREFUSED ENOTCONN ENETDOWN"
@@ -56,7 +56,7 @@ def look(ask: Callable[[], T], *absent: T) -> T:
 
 
 def check_damage(error: OSError, where: str) -> None:
-    """Raise OSError, naming the place, for an error of reading a file (after `look`) that says nothing about the file.
+    """Raise OSError, naming the place, for an error of reading a file (after `look`) that is not about the file.
 
     No permission, a server that is away, too many open files: what is behind may be good. Returns for damage.
     """

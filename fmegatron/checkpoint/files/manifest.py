@@ -86,7 +86,7 @@ def manifest_to_json(manifest: Manifest) -> bytes:
 
 
 def marker_to_json(manifest_bytes: bytes, version: int = VERSION) -> bytes:
-    """The bytes of the marker file, which says that all is written and pins the manifest."""
+    """The bytes of the marker file, which states that all is written and pins the manifest."""
     return json.dumps(
         {
             "format": FORMAT,

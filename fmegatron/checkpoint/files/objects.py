@@ -6,7 +6,7 @@
     .checkpoints/NAME       empty; so that the checkpoints of a directory are found without a walk through their chunks
     .notes/...              what a Manager leaves beside its checkpoints: which is newest, who reads which
 
-Tokens that no pointer names are in the making, which a note of a living owner tells (leases.py), or leftovers of killed
+Tokens that no pointer names are in the making, which a note of a living owner shows (leases.py), or leftovers of killed
 saves: the next save removes them. What is deleted object by object has a note without an owner meanwhile.
 """
 
@@ -39,6 +39,7 @@ from fmegatron.checkpoint.files.leases import (
     settling,
 )
 from fmegatron.checkpoint.files.object_files import Objects
+from fmegatron.checkpoint.files.storage import Storage
 
 _TOKEN = re.compile(r"[0-9a-f]{12}")
 _ASIDE = re.compile(r"ASIDE-([0-9a-f]{12})")
@@ -149,7 +150,7 @@ class ObjectStore:
         """The objects of this token."""
         return self._draft(root)
 
-    def publish(self, storage: Objects, marker: bytes) -> None:
+    def publish(self, storage: Storage, marker: bytes) -> None:
         """Put the marker beside the data, then the pointer; then remove what the pointer named before."""
         before = self._marker()
         storage.write(MARKER, [marker])
@@ -159,7 +160,7 @@ class ObjectStore:
         try:
             self.values.write(MARKER, [json.dumps(pointer).encode()])
         except OSError:
-            # The answer may be lost, and not the put. What cannot be told counts as failed.
+            # The answer may be lost, and not the put. What cannot be decided counts as failed.
             if (self._pointer() or {}).get("root") != storage.root:
                 raise
         # Who cleans marks the note and then reads the pointer. So one of the two sees the other.
@@ -169,7 +170,7 @@ class ObjectStore:
         with suppress(OSError):  # the new one is the checkpoint; the next save tries again
             self._clear(Watch(), (storage.root,))
 
-    def end(self, storage: Objects | None) -> None:
+    def end(self, storage: Storage | None) -> None:
         """Remove the objects of a save that did not become the checkpoint, and the note of the save."""
         if storage is None:
             return
@@ -182,7 +183,7 @@ class ObjectStore:
             with suppress(OSError):
                 self._forget_if_empty()
 
-    def withdraw(self) -> Withdrawn:
+    def withdraw(self) -> WithdrawnObjects:
         """Remove the marker."""
         root = (self._pointer() or {}).get("root")
         if type(root) is not str or not _TOKEN.fullmatch(root):
@@ -191,7 +192,7 @@ class ObjectStore:
             self._mark_gone(root)
             self.values.remove(f"ASIDE-{root}")
         self.values.remove(MARKER)
-        return Withdrawn(self, root)
+        return WithdrawnObjects(self, root)
 
     def set_aside(self) -> str:
         """Put the pointer under another key, to stay; returns the URL of the files."""
@@ -215,7 +216,7 @@ class ObjectStore:
                     found.append((name, child._draft(m[1])))
         return found
 
-    def delete_aside(self, storage: Objects) -> None:
+    def delete_aside(self, storage: Storage) -> None:
         """Remove the files of a checkpoint of this name that was set aside."""
         self.values.remove(f"ASIDE-{storage.root}")
         self.delete_token(storage.root)
@@ -231,7 +232,7 @@ class ObjectStore:
         return self.values.below(_INDEX).names()
 
     def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
-        """Remove tokens that no pointer names and nobody writes, of such children."""
+        """Remove tokens that no pointer names and no process writes, of such children."""
         for name in self.children():
             if re.fullmatch(pattern, name) and name not in keep:
                 self.child(name)._clear(watch)
@@ -246,7 +247,7 @@ class ObjectStore:
         return KeyNotes(self.values.below(_NOTES))
 
     def to_json(self) -> dict[str, Any]:
-        """URL and options; what lies in memory:// is in this process only."""
+        """URL and options; what is in memory:// is in this process only."""
         return {"url": self.url, "options": self.options}
 
     # ----
@@ -261,7 +262,7 @@ class ObjectStore:
             return None
 
     def _pointer(self) -> dict[str, Any] | None:
-        """The content of NAME/COMPLETE: None if missing, {} if it is not JSON (which `read_manifest` will say)."""
+        """The content of NAME/COMPLETE: None if missing, {} if it is not JSON (which `read_manifest` will report)."""
         return _parsed(self._marker())
 
     def _keys(self) -> list[str]:
@@ -276,14 +277,14 @@ class ObjectStore:
         return saving_note(self.text.rpartition("/")[2], token)
 
     def _clear(self, watch: Watch, keep: Collection[str] = ()) -> list[tuple[str, Holder]]:
-        """Remove what no pointer names and nobody writes. Returns what is left of savers that may live, and may not."""
+        """Remove what no pointer names and no process writes. Returns what savers that may live have left."""
         keys = self._keys()
         tokens = {_part(k) for k in keys if "/" in k and _TOKEN.fullmatch(_part(k))}
         savers = {token: self._saver(token, keys, watch) for token in sorted(tokens.difference(keep))}
         # Who publishes takes its note back after the pointer is put. So the pointer is read after the notes.
         pointer = self._pointer()
         if pointer is not None and type(pointer.get("root")) is not str:
-            return []  # the checkpoint lies at the URL itself, or its marker is damaged: nothing is a leftover for sure
+            return []  # the checkpoint is at the URL itself, or its marker is damaged: nothing is a leftover for sure
         named = {m[1] for k in keys if (m := _ASIDE.fullmatch(k))} | {(pointer or {}).get("root")}
         savers = {token: saver for token, saver in savers.items() if token not in named}
         doubts = [(self._draft(t).text, saver) for t, saver in savers.items() if saver is not None and not saver.sure]
@@ -308,13 +309,13 @@ class ObjectStore:
         return doubts
 
     def _is_gone(self, token: str) -> bool:
-        """Whether another process has taken the saver for dead; waits while it is about to say so."""
+        """Whether another process has taken the saver for dead; waits while it is about to state it."""
         end = time.monotonic() + _SETTLE_S
         while (note := self._notes.read(self._note(token))) == NOBODYS and time.monotonic() < end:
             time.sleep(0.02)
         return note in (None, NOBODYS)
 
-    def _take_back(self, storage: Objects, before: bytes | None) -> None:
+    def _take_back(self, storage: Storage, before: bytes | None) -> None:
         """The pointer is what it was before, unless that is gone by now, or another save has put its own."""
         if (self._pointer() or {}).get("root") == storage.root:
             root = (_parsed(before) or {}).get("root")
@@ -352,7 +353,7 @@ class ObjectStore:
 
 
 @dataclass(frozen=True)
-class Withdrawn:
+class WithdrawnObjects:
     """What is left of a checkpoint whose marker is gone. token: its objects; None: those at the URL itself."""
 
     store: ObjectStore

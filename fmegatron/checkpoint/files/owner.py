@@ -15,7 +15,7 @@ def owner() -> str:
     """This process: where it runs, its number, and when it started, as "WHERE-PID-START".
 
     WHERE is a digest of boot, host name and process namespace: processes of one WHERE see each other. It is empty where
-    the system does not tell; START is then, too.
+    the system does not report it; START is then, too.
     """
     return f"{_where()}-{os.getpid()}-{_start(os.getpid()) or ''}"
 
@@ -23,7 +23,7 @@ def owner() -> str:
 def fate(whose: str) -> Fate:
     """Whether the process that called `owner` lives; "unknown" for one of another machine or container.
 
-    A number that was given to another process since does not count, nor does a dead process that nobody waited for.
+    A number that was given to another process since does not count, nor does a dead process that no parent waited for.
     """
     where, _, process = whose.partition("-")
     pid, _, start = process.partition("-")
@@ -35,7 +35,7 @@ def fate(whose: str) -> Fate:
         return "gone"
     except OverflowError:
         return "unknown"
-    except OSError:  # somebody else's process: it is there
+    except OSError:  # another user's process: it is there
         pass
     started = _start(int(pid))
     return "gone" if started == "" or (start and started and started != start) else "lives"
@@ -57,7 +57,7 @@ def _where() -> str:
 
 
 def _start(pid: int) -> str | None:
-    """When a process started, in the system's own count since it booted; "" for a dead one, None if it is not told."""
+    """When a process started, in the system's count since it booted; "" for a dead one, None if it is unknown."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()

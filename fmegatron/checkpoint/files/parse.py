@@ -1,8 +1,8 @@
 """The parser of the manifest's JSON: untrusted input with bounded work and memory.
 
 Sizes are bounded by what they describe: a chunk is no larger than its array, a packed array neither larger nor smaller
-than the leaves in it, no two elements of a box lie at one place, and the boxes of a leaf cover it exactly once (a gap
-would be restored as whatever lay in memory before). So a leaf is no larger than the files that hold it. All checks take
+than the leaves in it, no two elements of a box are at one place, and the boxes of a leaf cover it exactly once (a gap
+would be restored as whatever was in memory before). So a leaf is no larger than the files that hold it. All checks take
 time and memory in proportion to the file's length.
 """
 
@@ -185,7 +185,7 @@ def _parse_array(name: str, row: Any, count: int, version: int) -> Array:
     if any(c > max(n, 1) for c, n in zip(chunk, shape, strict=True)):
         raise ValueError(f"chunk {chunk} is larger than the array {shape}")
     array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str), version)
-    last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be whole
+    last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be full
     width, digests = math.prod(band) * array.itemsize, array.digest_count
     fits = band[last + 1 :] == chunk[last + 1 :] and band[last : last + 1] <= chunk[last : last + 1]
     if math.prod(shape) * array.itemsize >= _MOST_ARRAY_BYTES:
@@ -226,7 +226,7 @@ def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, t
 
 
 def _parse_boxes(rows: list, shape: tuple[int, ...], size: int, width: int) -> tuple[Box, ...]:
-    """Boxes of an array of `shape` whose elements, `width` bytes each, lie within `size` stored bytes."""
+    """Boxes of an array of `shape` whose elements, `width` bytes each, are within `size` stored bytes."""
     boxes = []
     if not rows:
         raise ValueError("a piece without boxes")
@@ -254,10 +254,10 @@ def _check_cover(boxes: list[Box], shape: tuple[int, ...]) -> None:
 
     Give each index x of each dim d an unknown number X(d, x). A box from a to b stands for the product over the dims of
     X(d, a) - X(d, b), which is the sum of products at its corners with their signs. Boxes that cover the array once add
-    up to the product of the whole, because inner corners cancel; others do not, as how often each element is covered
-    tells such sums apart. So: random numbers in the place of the unknowns, modulo a prime. The sums of other boxes are
-    equal with a probability below 2^-54 (a polynomial of at most 64 factors, Schwartz 1980), and nobody knows the
-    numbers before. It takes one product for each box, no matter how they lie.
+    up to the full product, because inner corners cancel; others do not, as how often each element is covered
+    distinguishes such sums. So: random numbers in place of the unknowns, modulo a prime. The sums of other boxes are
+    equal with a probability below 2^-54 (a polynomial of at most 64 factors, Schwartz 1980), and no file knows the
+    numbers before. It takes one product for each box, no matter where they are.
     """
     if 0 in shape or (len(boxes) == 1 and boxes[0].shape == shape):
         if 0 in shape and boxes:
@@ -290,7 +290,7 @@ def _check_paths(leaves: dict[str, Any]) -> None:
             raise ValueError(f"a path of {path.count('/') + 1} parts, wanted at most {MOST_DEPTH}")
         if not path.isascii():
             path.encode()  # half a surrogate pair is an error (a ValueError)
-    # Sorted as folders, what lies below a leaf follows it.
+    # Sorted as folders, what is below a leaf follows it.
     folders = sorted(f"{path}/" for path in leaves)
     for above, below in itertools.pairwise(folders):
         if below.startswith(above):

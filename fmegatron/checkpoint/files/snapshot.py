@@ -19,7 +19,8 @@ from typing import Any
 
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError, Manifest
 from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.storage import Storage, Store, holding, open_store
+from fmegatron.checkpoint.files.open_store import holding, open_store
+from fmegatron.checkpoint.files.storage import Storage, Store
 
 _TRIES = 8  # how often a reader begins anew because the checkpoint was saved again
 

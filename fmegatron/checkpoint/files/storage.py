@@ -12,21 +12,16 @@ a Storage (and a Store that gives it out): everything that the room reads or wri
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 import numpy as np
 
-from fmegatron.checkpoint.calls.arguments import check_path
-from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.format import Array
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
-from fmegatron.checkpoint.files.leases import STEP, Lease, Watch, reading
+from fmegatron.checkpoint.files.leases import Lease, Watch
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.objects import ObjectStore
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
 
 
@@ -35,41 +30,63 @@ class Reader(Protocol):
 
     def read_into(self, into: np.ndarray, offset: int) -> int:
         """Fill `into` (uint8) from the byte `offset` on; returns how many bytes came, 0 at the end. Raises OSError."""
+        ...
 
 
 class Storage(Protocol):
-    """The files of one checkpoint, complete or being written.
+    """The files of one checkpoint, complete or being written."""
 
-    text: path or URL, for messages.  root: what tells it from others of the same store.  lease: of who writes it, in
-    what `begin` returned.  readers, writers: how many threads serve it well.
-    """
+    @property
+    def text(self) -> str:
+        """Path or URL, for messages."""
+        ...
 
-    text: str
-    root: str
-    lease: Lease | None
-    readers: int
-    writers: int
+    @property
+    def root(self) -> str:
+        """The name that distinguishes it from others of the same store."""
+        ...
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of the save that writes it, in what `begin` returned."""
+        ...
+
+    @property
+    def readers(self) -> int:
+        """The number of threads that read from it at full speed."""
+        ...
+
+    @property
+    def writers(self) -> int:
+        """The number of threads that write to it at full speed."""
+        ...
 
     def at(self, name: str) -> str:
         """Path or URL of a file, for messages."""
+        ...
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         """Bytes of a small file. Raises FileNotFoundError, OSError."""
+        ...
 
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[Reader]:
         """A file for positioned reads; only the bytes in `ranges` (rising) will be asked for.
 
         Raises FileNotFoundError, and OSError if it has not exactly `size` bytes, or is no regular file.
         """
+        ...
 
     def array(self, array: Array) -> ZarrArray:
         """An array to write, chunk by chunk, through tensorstore."""
+        ...
 
     def identity(self) -> Hashable:
         """What the files of one save have, and those of a later save at the same place have not. Raises OSError."""
+        ...
 
     def inside(self, name: str) -> bool:
-        """Whether the directory `name` is where it says, and not a link to somewhere else."""
+        """Whether the directory `name` is where its name states, and not a link to somewhere else."""
+        ...
 
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         """Make a new file of these buffers, which may be made while they are written. Raises OSError."""
@@ -79,6 +96,7 @@ class Storage(Protocol):
 
     def names(self) -> list[str]:
         """All files, sorted."""
+        ...
 
     def sync(self) -> None:
         """All that was written, by all ranks, is durable and can be read on return. Rank 0."""
@@ -87,28 +105,47 @@ class Storage(Protocol):
         """Remove all of it."""
 
 
+class Withdrawn(Protocol):
+    """What is left of a checkpoint whose marker is gone."""
+
+    def names(self) -> list[str]:
+        """All files, sorted."""
+        ...
+
+    def delete(self) -> None:
+        """Remove all of it."""
+
+
 class Store(Protocol):
     """A place where a checkpoint is, or will be; or a directory of such places."""
 
-    text: str
+    @property
+    def text(self) -> str:
+        """Path or URL, for messages."""
+        ...
 
     def locate(self) -> Storage:
         """The files of the complete checkpoint; if there is none, those that `read_manifest` will complain about.
 
         They are of one save, also when another takes its place while they are read: then some may be missing.
         """
+        ...
 
     def is_complete(self) -> bool:
         """Whether a checkpoint was saved here to its end (its content is checked when it is read)."""
+        ...
 
     def limits(self) -> tuple[int, int]:
         """Most bytes of a part of the name of a file of a checkpoint that is saved here, and of all of it."""
+        ...
 
     def begin(self) -> Storage:
         """Rank 0: remove what killed saves left here, and start a new checkpoint. Raises ValueError, OSError."""
+        ...
 
     def draft(self, root: str) -> Storage:
         """The Storage of this root (see `begin`), on any rank and in any process."""
+        ...
 
     def publish(self, storage: Storage, marker: bytes) -> None:
         """Rank 0: `storage` is the checkpoint from now on; its marker is written first. Removes the one before."""
@@ -116,89 +153,46 @@ class Store(Protocol):
     def end(self, storage: Storage | None) -> None:
         """Rank 0, whatever happened: leave nothing of a save behind but the checkpoint."""
 
-    def withdraw(self) -> Storage:
-        """This is no checkpoint any more, in one step; what remains is returned: it has `names` and `delete`."""
+    def withdraw(self) -> Withdrawn:
+        """This is no checkpoint any more, in one step; what remains is returned."""
+        ...
 
     def child(self, name: str) -> Store:
         """The place `name` in this directory."""
+        ...
 
     def children(self) -> list[str]:
         """Names in this directory where a checkpoint may be: look with child(name).is_complete()."""
+        ...
 
     def set_aside(self) -> str:
         """This is no checkpoint any more, in one step, but its files stay, and it is listed; returns where.
 
         Raises OSError; ValueError where that is not possible.
         """
+        ...
 
-    def asides(self) -> list[tuple[str, Storage]]:
+    def asides(self) -> Sequence[tuple[str, Storage]]:
         """Checkpoints of children that were set aside: (name of the child, its files)."""
+        ...
 
     def delete_aside(self, storage: Storage) -> None:
         """Remove the files of a checkpoint of this name that was set aside."""
 
     def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
-        """Remove what dead saves and deletions left of children whose whole name matches the regular expression.
+        """Remove what dead saves and deletions left of children whose full name matches the regular expression.
 
         keep: children that are being written or deleted now.  watch: what this process knows of the savers of others.
         """
 
     def above(self) -> Store:
         """The directory that this place is in."""
+        ...
 
     def notes(self) -> Notes | KeyNotes:
-        """Small files beside the checkpoints of this directory, each whole or not there."""
+        """Small files beside the checkpoints of this directory, each complete or not there."""
+        ...
 
     def to_json(self) -> dict[str, Any]:
         """JSON from which `store_from_json` makes the same Store in another process."""
-
-
-def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None = None) -> Store:
-    """The Store of a path or URL; a Store is returned as it is. Wherever the room takes a path, it takes a Store.
-
-    path: a directory (also file:///...), s3://bucket/prefix/name, gs://... or memory://... (as a Store only: each has
-    a memory of its own).  options: more members of the tensorstore kvstore spec of a URL, e.g. {"endpoint":
-    "http://127.0.0.1:9000", "aws_region": "us-east-1", "aws_credentials": {"type": "environment"}}.
-
-    >>> open_store("/tmp/run/../run/last").text, open_store("s3://bucket/run").child("step_00000001").text
-    ('/tmp/run/last', 's3://bucket/run/step_00000001')
-    """
-    check_path(path)
-    if not isinstance(path, str | os.PathLike):
-        return path
-    store = _store_at(os.fspath(path), options)
-    if options is None and store.text.startswith("memory://"):
-        raise ValueError(f"{path}: got a URL, wanted a Store, as each memory:// is its own: open_store(path, {{}})")
-    return store
-
-
-def _store_at(path: str, options: dict[str, Any] | None) -> Store:
-    scheme, colon, rest = path.partition("://")
-    if colon and scheme != "file" and scheme.isalnum():
-        return ObjectStore(path, dict(options or {}))
-    if options:
-        raise ValueError(f"{path}: got options {sorted(options)}, wanted none for a directory; leave them out")
-    return FolderStore(os.path.realpath(url_path(rest) if colon and scheme == "file" else path))
-
-
-def url_path(rest: str) -> str:
-    """The path in a file URL, after "file://"."""
-    if not rest.startswith("/"):
-        raise ValueError(f"file://{rest}: got a relative path, wanted file:/// and an absolute one")
-    return unquote(rest)
-
-
-def store_from_json(value: dict[str, Any]) -> Store:
-    """The Store that `to_json` described."""
-    return open_store(value.get("path") or value["url"], value.get("options"))
-
-
-def holding(store: Store) -> AbstractContextManager[None]:
-    """`reading` of the checkpoint at `store`, if it has the name of a Manager's step; others nobody deletes."""
-    name = store.text.rpartition("/")[2]
-    return reading(store.above().notes(), name) if STEP.fullmatch(name) else nullcontext()
-
-
-def locate(path: str | os.PathLike | Store) -> Storage:
-    """The files of the complete checkpoint at a path, URL or Store."""
-    return open_store(path).locate()
+        ...

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import numpy as np
 import tensorstore as ts
 
 from fmegatron.checkpoint.files.format import ZARR, Array, zarr_json, zarr_metadata
@@ -23,7 +22,7 @@ class ZarrArray:
 
     @cached_property
     def _store(self) -> ts.TensorStore:
-        """The array, open; no file is read or written. Its shape is that of all chunks, so that each is written whole:
+        """The array, open; no file is read or written. Its shape is that of all chunks, so each is written in full:
         the last ones are padded by who writes them."""
         metadata = zarr_metadata(self.array)
         shape = [n * c for n, c in zip(self.array.grid, self.array.chunk, strict=True)]
@@ -40,14 +39,13 @@ class ZarrArray:
         """Write the array's zarr.json."""
         return self.values.kv.write(f"{self.array.name}/{ZARR}", zarr_json(self.array))
 
-    def write(self, index: Sequence[int], data: np.ndarray) -> ts.Future:
-        """Write a chunk from `data`, its raw elements, contiguous, in the chunk's shape: without a copy, but for memory://,
-        where what is written would be that very memory.
+    @property
+    def by_reference(self) -> bool:
+        """Whether writes need no copy of the memory they are given: in memory:// it would be what is stored."""
+        return self.values.spec["driver"] != "memory"
 
-        The memory must stay as it is until the future is done.
-        """
-        part: Any = self._store
-        if data.size and any(n > 1 for n in self.array.grid):
-            part = part[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.array.chunk, strict=True))]
-        copies = self.values.spec["driver"] == "memory"
-        return part.write(data.view(part.dtype.numpy_dtype), can_reference_source_data_indefinitely=not copies)
+    def chunk(self, index: Sequence[int]) -> ts.TensorStore:
+        """A chunk, to `write`: raw elements, contiguous, in the chunk's shape."""
+        if math.prod(self.array.chunk) and any(n > 1 for n in self.array.grid):
+            return self._store[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.array.chunk, strict=True))]
+        return self._store

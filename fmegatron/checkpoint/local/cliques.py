@@ -36,10 +36,11 @@ def cliques(world_size: int, copies: int, spacing: int | Sequence[int]) -> tuple
 
 def _nodes(world_size: int, spacing: int | Sequence[int]) -> list[range]:
     """The ranks of every node."""
-    sizes = spacing
-    if isinstance(spacing, int):
-        if spacing < 1:
-            raise ValueError(f"cliques: got spacing {spacing}, wanted the number of ranks of a node, at least 1")
+    if not isinstance(spacing, int):
+        sizes = spacing
+    elif spacing < 1:
+        raise ValueError(f"cliques: got spacing {spacing}, wanted the number of ranks of a node, at least 1")
+    else:
         sizes = [min(spacing, world_size - first) for first in range(0, world_size, spacing)]
     if sum(sizes) != world_size or any(n < 1 for n in sizes):
         raise ValueError(f"cliques: got nodes of {tuple(sizes)} ranks, wanted sizes whose sum is {world_size} ranks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -18,9 +19,15 @@ from fmegatron.layout import Box, row_major_strides
 _MOST_TEXTS = 8  # failing ranks that are quoted, of maybe thousands
 
 
+class Plans(Protocol):
+    """The plan of the shard of every rank, by rank."""
+
+    def __getitem__(self, rank: int, /) -> Sequence[LeafPlan]: ...
+
+
 def fetch_set(
     tensors: Sequence[torch.Tensor],
-    plans: Sequence[Sequence[LeafPlan]],
+    plans: Plans,
     mine: dict[int, Shard],
     holders: Sequence[Sequence[int]],
     step: int,
@@ -68,7 +75,7 @@ def few(ranks: Sequence[int]) -> str:
 
 
 def tell_all(world: Ranks, talks: Sequence[int], text: str) -> list[str]:
-    """The texts of the first few ranks that have something to say (`talks`: not 0), on all ranks."""
+    """The texts of the first few ranks that have something to report (`talks`: not 0), on all ranks."""
     speakers = [rank for rank, flag in enumerate(talks) if flag]
     texts = [f"rank {rank}: {world.broadcast_text(text, rank)}" for rank in speakers[:_MOST_TEXTS]]
     return texts + ([f"and {len(speakers) - _MOST_TEXTS} more ranks"] if len(speakers) > _MOST_TEXTS else [])
@@ -76,7 +83,7 @@ def tell_all(world: Ranks, talks: Sequence[int], text: str) -> list[str]:
 
 def _one_turn(
     tensors: Sequence[torch.Tensor],
-    plans: Sequence[Sequence[LeafPlan]],
+    plans: Plans,
     mine: dict[int, Shard],
     pairs: dict[int, int],
     world: Ranks,
@@ -110,6 +117,7 @@ def _one_turn(
         receiving = incoming and n < len(cut[rank])
         if receiving:
             part = buffer[: cut[rank][n].nbytes]
+            assert source is not None, "what comes in has a source"
             receives = [(source, head), (source, part)]
         world.exchange(sends, receives)
         if receiving:

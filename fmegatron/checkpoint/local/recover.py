@@ -102,9 +102,11 @@ def recover(
     for step, kind, one in _candidates(sets, seen, notes):
         if kind == "global":
             tensors.clear()
+            assert isinstance(fallback, Manager), "nothing else has global steps"
             if got := _restore_global(fallback, step, layouts, device, notes):
                 return Found(step, *got, None)
             continue
+        assert one is not None, "a local candidate is a set"
 
         def allocate():
             if not tensors:  # once; another try fills the same memory
@@ -141,7 +143,7 @@ class _Plans:
     def __init__(self, paths: list[str], leaves: list[Layout]):
         self._made = functools.cache(lambda rank: shard_plan(paths, leaves, rank))
 
-    def __getitem__(self, rank: int) -> tuple[LeafPlan, ...]:
+    def __getitem__(self, rank: int, /) -> tuple[LeafPlan, ...]:
         return self._made(rank)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
@@ -30,17 +31,19 @@ class Handle:
 
     def __init__(self, saving: Saving | None, shelf: Shelf, keep: int, warning: str):
         self._saving, self._shelf, self._keep, self._warning = saving, shelf, keep, warning
-        self._over, self._error = saving is None, None  # None: there is nothing to store
+        self._over = saving is None  # None: there is nothing to store
+        self._error: BaseException | None = None
 
     def poll(self) -> bool:
         """False while a rank still writes; True once the set counts. Costs one small gather, and a few more when the
         elements are written and when all is. Raises as `result`."""
-        if not self._over:
-            idle = self._saving.world.gather_rows(torch.tensor([int(self._saving.idle())]))
+        saving = self._saving
+        if saving is not None and not self._over:
+            idle = saving.world.gather_rows(torch.tensor([int(saving.idle())]))
             if not bool(idle.all()):
                 return False
-            if not self._saving.set:
-                self._attempt(self._saving.seal)
+            if not saving.set:
+                self._attempt(saving.seal)
                 return False
         self.result()
         return True
@@ -50,13 +53,14 @@ class Handle:
 
         Raises RuntimeError, on all ranks, with the first failing rank's message; then nothing is left of the set.
         """
-        if not self._over:
-            if not self._saving.set:
-                self._attempt(self._saving.seal)
-            self._attempt(self._saving.commit)
+        saving = self._saving
+        if saving is not None and not self._over:
+            if not saving.set:
+                self._attempt(saving.seal)
+            self._attempt(saving.commit)
             self._over = True
-            self._shelf.retain(self._saving.content.step, self._saving.set, self._keep)
-            if self._saving.world.rank == 0 and self._warning:
+            self._shelf.retain(saving.content.step, saving.set, self._keep)
+            if saving.world.rank == 0 and self._warning:
                 warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
         elif self._error is not None:
             raise self._error
@@ -123,6 +127,11 @@ class LocalReplicas:
                 raise ValueError(f"LocalReplicas: got {name}={value!r}, wanted a number of at least 1")
 
     @property
+    def _ranks(self) -> Ranks:
+        assert self.world is not None, "`__post_init__` has put this process's own in the place of None"
+        return self.world
+
+    @property
     def shelf(self) -> Shelf:
         """The directory of this node and run."""
         return Shelf(os.path.join(os.path.realpath(os.fspath(self.directory)), self.run))
@@ -130,15 +139,15 @@ class LocalReplicas:
     def members(self) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that keep each other's shards."""
         if self.groups is not None:
-            return check_groups(self.groups, self.world.size)
+            return check_groups(self.groups, self._ranks.size)
         spacing = self.spacing or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return cliques(self.world.size, self.copies, spacing)
+        return cliques(self._ranks.size, self.copies, spacing)
 
     def save(
         self,
         step: int,
-        state: Any,
-        layouts: Any,
+        state: tree.Tree,
+        layouts: tree.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -153,7 +162,7 @@ class LocalReplicas:
             state: tree of this rank's local tensors, any device.
             layouts: the same tree of Layouts (or ArraySpecs).
             metadata: JSON values; those of rank 0 are stored.
-            finite: whether loss and gradient norm of this step are finite. If one rank says False, nothing is stored,
+            finite: whether loss and gradient norm of this step are finite. If one rank passes False, nothing is stored,
                 with a warning: replicas are states to go back to, and older ones are not given up for one that is none.
 
         Raises ValueError for a request that does not fit, RuntimeError on all ranks with the first failing rank's
@@ -164,8 +173,8 @@ class LocalReplicas:
     def save_async(
         self,
         step: int,
-        state: Any,
-        layouts: Any,
+        state: tree.Tree,
+        layouts: tree.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -188,7 +197,7 @@ class LocalReplicas:
         return self._begin(step, state, layouts, metadata, finite, most_bytes)
 
     def _begin(self, step, state, layouts, metadata, finite, most_bytes) -> Handle:
-        world, shelf = self.world, self.shelf
+        world, shelf = self._ranks, self.shelf
 
         def prepare():
             check_step(step)
@@ -222,12 +231,12 @@ class LocalReplicas:
         )
 
     def steps(self) -> list[int]:
-        """The steps of which this node holds something, in rising order; whether that is good, reading will tell."""
+        """The steps of which this node holds something, in rising order; whether that is good, reading will show."""
         return sorted({step for step, _, _ in self.shelf.keys()})
 
     def restore_latest(
         self,
-        layouts: Any,
+        layouts: tree.Tree,
         *,
         fallback: Manager | Callable[..., tuple[int, Any, dict[str, Any]]] | None = None,
         device: str | torch.device | None = None,
@@ -248,7 +257,7 @@ class LocalReplicas:
 
         Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
         """
-        world, shelf, notes = self.world, self.shelf, []
+        world, shelf, notes = self._ranks, self.shelf, []
         if isinstance(fallback, Manager) and fallback.world.size != world.size:
             raise ValueError(
                 f"LocalReplicas: got a fallback of {fallback.world.size} ranks, wanted one of {world.size};"
@@ -258,7 +267,7 @@ class LocalReplicas:
             found = recover(shelf, self.run, layouts, world, fallback, device, self.portion_bytes, notes)
             notes += shelf.restored(found.step)
             if protect and found.holders is not None:
-                self._protect(found, layouts, notes)
+                self._protect(found, found.holders, layouts, notes)
             return found.step, found.state, found.metadata
         except CheckpointError:
             notes += shelf.restored(-1)  # nothing here is good: training may start anew, from any step
@@ -267,9 +276,9 @@ class LocalReplicas:
             for note in notes:
                 warnings.warn(note, RuntimeWarning, stacklevel=2)
 
-    def _protect(self, found: Found, layouts: Any, notes: list[str]) -> None:
+    def _protect(self, found: Found, holders: list[list[int]], layouts: Any, notes: list[str]) -> None:
         groups = self.members()
-        lacking = [m for group in groups for m in group if any(m not in found.holders[r] for r in group)]
+        lacking = [m for group in groups for m in group if any(m not in holders[r] for r in group)]
         if not lacking:
             return
         try:

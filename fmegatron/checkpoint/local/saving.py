@@ -49,7 +49,7 @@ class _Disk:
     """Does what is given to it in order: at once, or (with `most_bytes`) in a thread, with at most so much waiting."""
 
     def __init__(self, guard: _Guard, most_bytes: int | None):
-        self._guard, self._most, self._waiting = guard, most_bytes, 0
+        self._guard, self._most, self._waiting = guard, most_bytes or 0, 0
         self._pool = None if most_bytes is None else ThreadPoolExecutor(1, "local-replicas")
         self._queue: collections.deque[tuple[Future, int]] = collections.deque()
 
@@ -189,7 +189,7 @@ class Saving:
                 self._drafts[member] = self._begin(member, plans[member])
 
         together(world, self._what, begin)
-        # As many rounds on all ranks as the longest shard needs; those who have nothing left to tell stay silent.
+        # As many rounds on all ranks as the longest shard needs; those that have nothing left to send stay silent.
         for n in range(max(count for count, _ in rows)):
             parts = {m: buffers[m][: cut[m][n].nbytes if n < len(cut[m]) else 0] for m in group}
             if n < len(cut[rank]):

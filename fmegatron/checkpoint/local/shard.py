@@ -1,7 +1,7 @@
 """Shards: what one rank holds of a state, as a checkpoint of its own; run, rank and global layouts are in its metadata.
 
 The leaves are the rank's local tensors, each in the layout of a single process. The metadata is
-`{"metadata": {...}, "replica": {...}}`: the user's, and what `Content.about` says of the shard. `replica["shards"]` has
+`{"metadata": {...}, "replica": {...}}`: the user's, and `Content.about` of the shard. `replica["shards"]` has
 an id for the shard of every rank: the digest of its manifest (of elements, step, rank, layouts) without these ids. The
 digest of the ids names the set: shards of one set were saved together, whatever their directories are called, and the
 same state gives the same set each time.
@@ -126,7 +126,9 @@ class Shard:
     @property
     def key(self) -> Key:
         """(step, set, rank)."""
-        return self.snapshot.manifest.step, self.set, self.about["rank"]
+        step = self.snapshot.manifest.step
+        assert step is not None, "`open_shard` has checked it"
+        return step, self.set, self.about["rank"]
 
     @property
     def about(self) -> dict[str, Any]:

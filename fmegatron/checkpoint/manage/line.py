@@ -36,13 +36,13 @@ def in_order(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def newest_good(both: tuple[Steps, Steps]) -> Choice | None:
-    """The newest step that a run can go on from, as far as manifests tell. Raises OSError if one cannot be read."""
+    """The newest step that a run can go on from, as far as manifests show. Raises OSError if one cannot be read."""
     return next((choice for choice in newest_first(both) if both[choice[1]].facts(choice[0]).good), None)
 
 
 @dataclass(frozen=True)
 class _Back:
-    """The run goes on from step `to`; `left` is what was newer then. sure: it said so; else it may only have read.
+    """The run goes on from step `to`; `left` is what was newer. sure: it reported that; else it may only have read.
 
     unseen: why the newer steps could not be listed.
     """
@@ -74,7 +74,7 @@ class Line:
     def begin(self, step: int, temporary: bool, finite: bool) -> str | None:
         """A save of this step begins: what it leaves behind is set aside. Returns a warning if that was something.
 
-        finite: False when a rank has said that the step is not. Raises ValueError for a step that is not the newest,
+        finite: False when a rank has reported that it is not. Raises ValueError for a step that is not the newest,
         and for one that is not finite in the place of one that is good; OSError. Then nothing was changed.
         """
         try:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fmegatron import tree
 from fmegatron.checkpoint.background.async_save import AsyncSaver
 from fmegatron.checkpoint.calls.arguments import check_step, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
@@ -123,7 +124,7 @@ class Manager:
         return int(text) if text else None
 
     def finite(self, step: int) -> bool | None:
-        """Whether loss and gradient norm of a complete step were finite, as its save said; None: it did not say.
+        """Whether loss and gradient norm of a complete step were finite, as its save reported; None: it did not.
 
         None, too, for a step whose manifest is damaged, or that is not there. Raises OSError for what cannot be read.
         """
@@ -162,7 +163,7 @@ class Manager:
         self._attempt("the tracker could not be written", self._track)
 
     def rewind(self, step: int) -> None:
-        """Say that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
+        """Report that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
 
         What is newer now is set aside by the next save: it has a hidden name, is never resumed, is listed by `ls` and
         removed by `gc`. `restore_latest` does this itself, and so does `restore` of an older step.
@@ -183,8 +184,8 @@ class Manager:
     def save(
         self,
         step: int,
-        state: Any,
-        layouts: Any = None,
+        state: tree.Tree,
+        layouts: tree.Tree = None,
         metadata: dict[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
@@ -261,7 +262,7 @@ class Manager:
                 if self.world.rank == 0:
                     self._when_durable(report.step, report.temporary)
             elif self._background.on_failure == "raise":
-                self._failures.append(report.error)
+                self._failures.append(report.error or "")
 
     def _raise(self) -> None:
         if self._failures:
@@ -331,13 +332,13 @@ class Manager:
 
     def restore_latest(
         self,
-        target: Any = None,
+        target: tree.Tree = None,
         *,
         rank: int | None = None,
         prefer_finite: bool = True,
         **options: Any,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """(step, state, metadata) of the newest step that is whole on all ranks; the arguments are those of `restore`.
+        """(step, state, metadata) of the newest step that is complete on all ranks; arguments are those of `restore`.
 
         Temporary checkpoints count, too. A step that is damaged is skipped with a warning that names the damage, and
         so is, as long as there is a better one, a step saved with a loss or gradient norm that was not finite
@@ -352,7 +353,7 @@ class Manager:
         return found.step, found.state, found.metadata
 
     def restore(
-        self, step: int, target: Any = None, *, rank: int | None = None, **options: Any
+        self, step: int, target: tree.Tree = None, *, rank: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
 

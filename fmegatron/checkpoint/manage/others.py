@@ -10,7 +10,7 @@ from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.manage.steps import Steps
 
 _LIKE_STEPS = re.compile(r"(?i)(global_?)?(step|iter|checkpoint|ckpt|epoch)[-_=]?\d+")  # as others name theirs, too
-_MOST, _SHOWN = 100, 4  # names that are looked into; that are said
+_MOST, _SHOWN = 100, 4  # names that are looked into; that are shown
 
 
 def others(both: tuple[Steps, Steps]) -> str | None:

@@ -41,7 +41,7 @@ class Background:
         place: Store,
         state: Any,
         layouts: Any,
-        metadata: dict[str, Any],
+        metadata: dict[str, Any] | None,
         finite: bool | None,
         begun: Report,
     ) -> Report:
@@ -74,7 +74,7 @@ class Background:
 
     def poll(self) -> list[Report]:
         """Reports of the saves that have ended; all ranks, and collective only while a save is pending."""
-        if self.pending:
+        if self.pending and self._saver is not None:
             try:
                 self._saver.poll()
             except RuntimeError as error:

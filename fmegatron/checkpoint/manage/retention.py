@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from fmegatron.checkpoint.calls.arguments import check_words
 
@@ -19,7 +19,7 @@ class Keep:
     `metadata["metrics"][metric]`; equals: the newer one.  newer_than_s: all that were saved within so many seconds.
 
     The newest step is always kept, the newest good one (its manifest is readable, and its save did not
-    say that loss or gradient norm were not finite), and steps that are pinned, read, or being written.
+    report that loss or gradient norm were not finite), and steps that are pinned, read, or being written.
 
     >>> Keep(last=2, every=1000, best=("heldout_loss", "min", 3))
     Keep(last=2, every=1000, best=('heldout_loss', 'min', 3), newer_than_s=None)
@@ -81,7 +81,7 @@ def to_delete(
         kept.update(s.step for s in saved if s.step % keep.every == 0)
     if keep.best is not None:
         metric, mode, count = keep.best
-        rated = [(s.metrics[metric], s.step) for s in newest_first if _is_number(s.metrics.get(metric))]
+        rated = [(value, s.step) for s in newest_first if _is_number(value := s.metrics.get(metric))]
         rated.sort(key=lambda pair: pair[0] if mode == "min" else -pair[0])  # stable: of equals, the newer first
         kept.update(step for _, step in rated[:count])
     if keep.newer_than_s is not None:
@@ -115,8 +115,8 @@ def with_metrics(metadata: dict[str, Any] | None, metrics: Mapping[str, float] |
 
 def is_count(value: object) -> bool:
     """Whether this is a whole number, of any library, of at least 1."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

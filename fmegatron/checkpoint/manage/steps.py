@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fmegatron.checkpoint.files import commit, leases
+from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
 from fmegatron.checkpoint.files.look import is_there, look
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import SavedAgain, again, snapshot_of
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
 from fmegatron.checkpoint.writing.part import check_written
@@ -27,7 +29,7 @@ _LOOKS = 20  # at a directory in which steps come and go
 class Facts:
     """Facts from the manifest of a complete step. problem: why they cannot be read, or None.
 
-    finite: of loss and gradient norm of the step, None if the run did not say.
+    finite: of loss and gradient norm of the step, None if the run did not report it.
     """
 
     problem: str | None = None
@@ -94,7 +96,7 @@ class Steps:
             return []
         found = [s for s in self._steps(self.store.children(), above) if not self.place(s).is_complete()]
         # They may have been deleted or saved again between the two looks.
-        return [s for s in found if is_there(self.place(s).path) and not self.place(s).is_complete()]
+        return [s for s in found if is_there(self.place(s).text) and not self.place(s).is_complete()]
 
     def _steps(self, names: Collection[str], above: int) -> list[int]:
         matches = (leases.STEP.fullmatch(name) for name in names)
@@ -150,12 +152,12 @@ class Steps:
         """What differs when a step was saved again."""
         if not self.renames:
             return look(lambda: self.place(step).locate().read(MARKER), None)
-        at = os.path.join(commit.resolve(self.place(step).path), MARKER)
+        at = os.path.join(commit.resolve(self.place(step).text), MARKER)
         found = look(lambda: os.stat(at), None)
         return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def note_saved(self, step: int) -> None:
-        """This step was just saved. An object store does not tell times, so we note it."""
+        """This step was just saved. An object store does not report times, so we note it."""
         if not self.renames:
             self.notes.write(self._stamp(step), str(time.time()).encode())
 
@@ -164,7 +166,7 @@ class Steps:
 
     def so_far(self, step: int) -> Callable[[], int | None]:
         """Bytes of a save of this step that is under way, for a progress bar; None where that cannot be seen."""
-        return written_below(self.place(step).path) if self.renames else lambda: None
+        return written_below(self.place(step).text) if self.renames else lambda: None
 
     def why_held(self, step: int) -> str | None:
         """Why a complete step must stay: it is pinned, or being read now. (`withdraw` looks again.)"""
@@ -179,8 +181,9 @@ class Steps:
             if held is not None:
                 return held
             gone = self.place(step).withdraw()
-        if self.renames:
-            return lambda stop: commit.remove(gone.root, stop)
+        if isinstance(gone, Folder):
+            root = gone.root
+            return lambda stop: commit.remove(root, stop)
 
         def remove(stop: threading.Event) -> None:
             gone.delete()

@@ -96,8 +96,11 @@ class Search:
             return step, temporary and not lasting, None
 
         with ExitStack() as held:
-            found, problem = self._attempt(*self._agreed(choose, held)[:2])
+            choice = self._agreed(choose, held)
+            assert choice is not None, "`choose` has no end"
+            found, problem = self._attempt(*choice[:2])
         if found is None:
+            assert problem is not None, "what was not found has a reason"
             raise problem
         return found
 
@@ -191,7 +194,7 @@ class Search:
                 state, manifest = restore_save(
                     place, self.target, world=self.world, rank=self.rank, stacklevel=6, **self.options
                 )
-        except BaseException as e:  # a rank that is interrupted must tell the others, too
+        except BaseException as e:  # a rank that is interrupted must report it to the others, too
             damaged, unfit = isinstance(e, CheckpointError), isinstance(e, ValueError) or not isinstance(e, Exception)
             kind, error = _DAMAGED if damaged else _UNFIT if unfit else _FAILED, e
         # The first rank of each kind of error, size for none.
@@ -204,7 +207,7 @@ class Search:
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:
             return None, CheckpointError(message)
-        if kind == gravest:
+        if error is not None and kind == gravest:
             raise error
         raise RuntimeError(f"restoring the checkpoint {place.text} failed on rank {first}: {message}") from error
 

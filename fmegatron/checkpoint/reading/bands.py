@@ -1,6 +1,6 @@
 """The bands of files that contain a box of a stored leaf, by integer arithmetic; nothing is read.
 
-Bands are what a restore reads and verifies as a whole, so they are what ranks share out among each other (once.py) and
+Bands are what a restore reads and verifies at once, so they are what ranks share out among each other (once.py) and
 what is counted before any byte moves (explain.py).
 """
 
@@ -35,7 +35,7 @@ def band_nbytes(array: Array, band: Band) -> int:
 def cells(manifest: Manifest, leaf: Leaf, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
     """The box cut along the bands of the files, as (bands to read for it, piece of the box), in the order of the files.
 
-    box: of the leaf; it need not lie in any tensor. Where the leaf has an array of its own there is one band for each
+    box: of the leaf; it need not be in any tensor. Where the leaf has an array of its own there is one band for each
     piece. Of stored ranges, whose rows do not begin where bands begin, the last row of a piece may need the next band.
     """
     if leaf.array is not None:
@@ -52,7 +52,7 @@ def cells(manifest: Manifest, leaf: Leaf, box: Box) -> Iterator[tuple[tuple[Band
 
 
 def _place(box: Box, cell: Box) -> tuple[int, tuple[int, ...]]:
-    """Offset and strides of a piece of `box` in the tensor that the box lies in."""
+    """Offset and strides of a piece of `box` in the tensor that the box is in."""
     at = zip(cell.start, box.start, box.strides, strict=True)
     return box.offset + sum((a - b) * s for a, b, s in at), box.strides
 
@@ -62,6 +62,7 @@ def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
     for index in itertools.product(*chunks):
         origin = [i * c for i, c in zip(index, a.chunk, strict=True)]
         part = box.intersect(origin, [o + c for o, c in zip(origin, a.chunk, strict=True)])
+        assert part is not None, "a chunk that the box touches"
         ranges = (
             range((x - o) // b, -(-(y - o) // b))
             for x, y, o, b in zip(part.start, part.stop, origin, a.band, strict=True)
@@ -69,6 +70,7 @@ def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
         for at in itertools.product(*ranges):
             start = [o + i * b for o, i, b in zip(origin, at, a.band, strict=True)]
             cell = part.intersect(start, [s + b for s, b in zip(start, a.band, strict=True)])
+            assert cell is not None, "a band that the part touches"
             number = 0
             for i, count in zip(at, a.bands, strict=True):
                 number = number * count + i
@@ -76,7 +78,7 @@ def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
 
 
 def _range_cells(part: Box, base: int, width: int, band: int) -> Iterator[tuple[int, int, Box]]:
-    """(first band, one past the last, piece) of a strided box whose element 0 of storage lies at byte `base`.
+    """(first band, one past the last, piece) of a strided box whose element 0 of storage is at byte `base`.
 
     The box is cut along its widest stride into the rows that begin in the same band, and a row that is longer than
     that along the next stride.
@@ -94,6 +96,7 @@ def _range_cells(part: Box, base: int, width: int, band: int) -> Iterator[tuple[
         last = min(n, max(i + 1, -(-(((lo + i * row) // band + 1) * band - lo) // row)))
         start[widest], end[widest] = part.start[widest] + i, part.start[widest] + last
         piece = part.intersect(start, end)
+        assert piece is not None, "rows of the part"
         if last - i == 1 < math.prod(piece.shape):
             yield from _range_cells(piece, base, width, band)
         else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fmegatron import tree
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
@@ -20,7 +21,7 @@ class Read(NamedTuple):
     """What a restore reads of one chunk file for one leaf of the result.
 
     leaf: path in the result; bands that several leaves share count for the first.  array: stored array.  file: path
-    inside the checkpoint.  nbytes: whole bands, as they are read and verified.
+    inside the checkpoint.  nbytes: full bands, as they are read and verified.
     """
 
     leaf: str
@@ -31,7 +32,7 @@ class Read(NamedTuple):
 
 def explain(
     path: str | os.PathLike | Store | Snapshot,
-    target_layouts: Any,
+    target_layouts: tree.Tree,
     rank: int = 0,
     *,
     rules: Sequence[Rule] = (),

@@ -35,7 +35,7 @@ from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.reading.digests import stored_digests
 from fmegatron.layout import Box
 
-_JOB_BYTES = 16 << 20  # work is dealt to threads in jobs of about this size
+_JOB_BYTES = 16 << 20  # work is assigned to threads in jobs of about this size
 _SPAN_BYTES = 2 << 20  # of a piece are held in memory at a time
 
 
@@ -128,7 +128,7 @@ class Fetch:
             self.snapshot.check(found)
         elif found is None and not self.verify:
             self.snapshot.check_unchanged()
-        if found is not error:
+        if found is not None and found is not error:
             raise found
 
     def _work(self) -> None:
@@ -141,7 +141,7 @@ class Fetch:
                     self._errors.append(error)
 
     def _array(self, name: str, leaf: str) -> Array:
-        """An array of the manifest, after a look that its directory is where it says; its zarr.json is a thread's."""
+        """An array of the manifest, after a look that its directory is no link; its zarr.json is a thread's."""
         if not self.storage.inside(name):
             raise CheckpointError(f"{name}: {self.storage.at(name)} leads outside of the checkpoint; {RESTORE_ANOTHER}")
         array = self.manifest.arrays[name]
@@ -188,7 +188,9 @@ def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
     start, stop = list(box.start), list(box.stop)
     for at in range(box.start[widest], box.stop[widest], step):
         start[widest], stop[widest] = at, min(at + step, box.stop[widest])
-        yield from _ranges(base, box.intersect(start, stop), target)
+        part = box.intersect(start, stop)
+        assert part is not None, "rows of the box"
+        yield from _ranges(base, part, target)
 
 
 class _File:
@@ -211,7 +213,8 @@ class _File:
                 reader = stack.enter_context(self.storage.open(self.name, size, ranges))
             except OSError as error:
                 check_damage(error, f"{self.leaf}: {self.storage.at(self.name)}")
-                raise self.error("is missing" if isinstance(error, FileNotFoundError) else error.strerror) from None
+                what = "is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+                raise self.error(what) from None
             yield reader
 
     def error(self, what: str, leaf: Callable[[], str] | None = None) -> CheckpointError:
@@ -222,7 +225,7 @@ class _File:
     def band(
         self, reader: Reader, number: int, offset: int, into: np.ndarray, leaf: Callable[[], str] | None = None
     ) -> None:
-        """Read band `number`, at `offset`, into all of `into`; verify it. leaf: tells whose bytes they are."""
+        """Read band `number`, at `offset`, into all of `into`; verify it. leaf: names whose bytes they are."""
         done = 0
         while done < into.nbytes:
             try:

@@ -98,7 +98,7 @@ def apply_rules(rules: Sequence[Rule], stored: dict[str, tuple[int, ...]]) -> Vi
 
 
 def is_fresh(rules: Sequence[Rule], path: str) -> bool:
-    """Whether a rule says that a wanted path comes from `initial`."""
+    """Whether a rule states that a wanted path comes from `initial`."""
     return any(rule.step is _fresh and regex(rule.arguments[0]).fullmatch(path) for rule in rules)
 
 

@@ -1,7 +1,7 @@
 """read="once": ranks that hold the same shard each read a part of it and exchange the parts.
 
-The members of a group (the replicas of a shard) want the same bands. Every member deals the bands, in the order of the
-files, to the members in runs of equal bytes, all alike and without a word; reads its own into its tensors; and then
+The members of a group (the replicas of a shard) want the same bands. Every member assigns bands, in the order of the
+files, to the members in runs of equal bytes, with one result and no communication; reads its own into its tensors; then
 they exchange what they have read, from tensor to tensor. The exchange goes in rounds of bounded size; pieces that are
 contiguous in the tensor travel from there and to there, others through a staging buffer.
 """
@@ -28,7 +28,7 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class Want:
-    """A target whose layout says which ranks want the same."""
+    """A target whose layout states which ranks want the same."""
 
     layout: Layout
     leaf: Leaf
@@ -39,17 +39,17 @@ class Want:
 class Exchange:
     """What a group of ranks reads for each other. pieces: for each member the views of this rank's tensors that the
     member has read, in the same order on all members. words: uint8, whether each member is well; nothing is allocated
-    to say so."""
+    to report it."""
 
     members: tuple[int, ...]
     pieces: list[list[torch.Tensor]]
     words: torch.Tensor
 
     def run(self, world: Ranks, well: bool, pressed: Sequence[BaseException] = ()) -> tuple[bool, BaseException | None]:
-        """Give what this rank has read, get the rest. All members call this; who is not well says so and no more.
+        """Give what this rank has read, get the rest. All members call this; one that failed reports it and no more.
 
         Returns whether all members are well, and the error of this rank. Before each round, and after the last, they
-        tell each other whether they are, so that nobody waits for bytes that do not come.
+        report to each other whether they are, so that none waits for bytes that do not come.
         """
         me, error = self.members.index(world.rank), None
         others, rounds = [m for m in range(len(self.members)) if m != me], self._rounds(me)
@@ -91,7 +91,7 @@ def exchange_all(exchanges: Sequence[Exchange], world: Ranks) -> bool:
     """Run the exchanges of this rank; all ranks of the world call this.
 
     An error of this rank is raised when all who wait for its bytes have heard. False: that of another, which `together`
-    has to tell; then nothing that was to be exchanged counts.
+    has to report; then nothing that was to be exchanged counts.
     """
     well, mine = True, None
     with held_interrupt() as pressed:
@@ -127,7 +127,7 @@ def deal(manifest: Manifest, wants: Sequence[Want], rank: int) -> tuple[list[tup
 
 
 def share(manifest: Manifest, wants: Sequence[Want], count: int) -> list[list[tuple[Leaf, Target]]]:
-    """The wants of a group, cut along bands and dealt to its `count` members; no band goes to two of them."""
+    """The wants of a group, cut along bands and assigned to its `count` members; no band goes to two of them."""
     pieces = [(bands[0], want, cell) for want in wants for bands, cell in cells(manifest, want.leaf, want.target.box)]
     reader = _readers(manifest, [band for band, _, _ in pieces], count)
     shares: list[list[tuple[Leaf, Target]]] = [[] for _ in range(count)]
@@ -181,7 +181,7 @@ def _piece(want: Want, box: Box) -> tuple[Leaf, Target]:
 class _Packet:
     """One round's pieces of one member, as the tensors that travel: big contiguous ones, and one buffer for the rest.
 
-    A piece that is contiguous on one member lies in the same way on all of them.
+    A piece that is contiguous on one member is laid out in the same way on all of them.
     """
 
     def __init__(self, pieces: Sequence[torch.Tensor]):

@@ -25,8 +25,9 @@ from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.dicts.arrays import as_tensor
 from fmegatron.checkpoint.dicts.flat import Array, flatten
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
+from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.storage import Store, holding, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.fetch import Fetch, Target
 from fmegatron.checkpoint.reading.mapping import Rule
@@ -40,20 +41,20 @@ from fmegatron.checkpoint.reading.view import Fill, regions
 
 def restore(
     path: str | os.PathLike | Store | Snapshot,
-    target: Any = None,
+    target: tree.Tree = None,
     *,
-    into: Any = None,
+    into: tree.Tree = None,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
     rules: Sequence[Rule] = (),
     prefix: str = "",
-    initial: Any = None,
+    initial: tree.Tree = None,
     read: str = "own",
     cast: bool = False,
     device: str | torch.device | None = None,
     verify: bool = True,
-) -> Any:
+) -> tree.Tree:
     """The state at `path` as local tensors of a rank under target layouts: a tree of the structure of `target`.
 
     On one process the target may be a state instead, or be left out; then it is all global arrays and plain values that
@@ -144,7 +145,7 @@ def restore_save(
 
 
 def _protected(path: str | os.PathLike | Store | Snapshot) -> ExitStack:
-    """`holding` of the checkpoint; nothing where that fails: what is wrong is said by all ranks together, later."""
+    """`holding` of the checkpoint; nothing where that fails: what is wrong is reported by all ranks together, later."""
     stack = ExitStack()
     if not isinstance(path, Snapshot):  # whoever has opened it holds it
         with suppress(Exception):
@@ -205,7 +206,7 @@ def start_reading(
 def finish_reading(started: Started, world: Ranks, device: str | torch.device | None) -> Any:
     """The restored tree; with exchanges, all ranks of the world call this, by `together`."""
     if started.exchanges and not exchange_all(started.exchanges, world):
-        return None  # the rank that failed tells why, where the ranks agree
+        return None  # the rank that failed reports why, where the ranks agree
     request, tensors = started.request, finish_tensors(started, device or world.device)
     return returned(started, unflatten_some(request.spec, tensors, request.left_out))
 
@@ -312,10 +313,9 @@ def destinations(
         if current is not None and all(part.source is Fill.FRESH for part in view.parts):
             tensors[i] = current[i].detach()
             continue
-        if into is not None and into[i] is not None:
-            x = tensors[i] = into[i]
-        else:
-            x = tensors[i] = fresh(layout.local_shape(rank), layout.dtype, device)
+        given = None if into is None else into[i]
+        x = fresh(layout.local_shape(rank), layout.dtype, device) if given is None else given
+        tensors[i] = x
         for box in layout.boxes(rank):
             for part, piece in regions(view, box):
                 place = piece.view(x)

@@ -56,6 +56,12 @@ def subtree(manifest: Manifest, prefix: str) -> dict[str, Leaf]:
     return found
 
 
+def _listed(rules: Any) -> Sequence[Rule]:
+    """One rule alone is a list of one; what is no rule is refused by who applies it."""
+    several: list[Any] = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else [rules]
+    return several
+
+
 def match(
     where: str,
     manifest: Manifest,
@@ -68,7 +74,7 @@ def match(
     has_initial: bool = False,
 ) -> Request:
     """The request that fits, or one ValueError that lists what does not. `where` names the checkpoint in it."""
-    rules = (rules,) if isinstance(rules, Rule | str) or not isinstance(rules, Iterable) else rules
+    rules = _listed(rules)
     paths, layouts, spec = flat_layouts(target_layouts)
     leaves = subtree(manifest, prefix)
     views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})

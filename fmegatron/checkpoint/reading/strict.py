@@ -81,7 +81,7 @@ def complaints(difference: Difference, mode: Strictness) -> list[str]:
 
 
 def near(path: str, difference: Difference) -> str:
-    """' (did you mean ...?)' with stored leaves that nobody asks for."""
+    """' (did you mean ...?)' with stored leaves that are not asked for."""
     return tree.did_you_mean(path, list(difference.missing))
 
 

@@ -1,6 +1,6 @@
 """Views of stored leaves: arrays made of regions of stored ones, cut, joined, transposed and stacked by integers only.
 
-A view holds no elements. It says of each of its parts which region of which stored leaf it shows, and through which
+A view holds no elements. It states of each of its parts which region of which stored leaf it shows, and through which
 permutation of dims; so what a rank wants of a view is what it wants of stored leaves, wherever the view's dims went.
 """
 
@@ -51,7 +51,7 @@ class Part:
         return Box(tuple(first), tuple(extent), 0, (0,) * len(first))
 
     def as_source(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies over a region of this part, with dims as the source has them; the same memory."""
+        """A tensor over a region of this part, with dims as the source has them; the same memory."""
         if self.dims == tuple(range(len(self.at))):  # nearly always
             return x
         for v in reversed([v for v, dim in enumerate(self.dims) if dim is None]):
@@ -69,7 +69,7 @@ class View:
     """An array of `shape` made of disjoint parts that cover it.
 
     sources: every stored leaf that went into it, also where a later step cut its elements away.  fits: (dim, how) of
-    dims that adapt to the size that is asked for; see `fitted`.  spare: nobody has to ask for it (a copy).
+    dims that adapt to the size that is asked for; see `fitted`.  spare: it need not be asked for (a copy).
     """
 
     shape: Ints

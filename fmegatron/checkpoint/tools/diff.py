@@ -60,7 +60,8 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """All by names."""
-        value = asdict(self) | {"equal": self.equal}
+        value = asdict(self)
+        value["equal"] = self.equal
         for row, leaf in zip(value["leaves"], self.leaves, strict=True):
             if leaf.values is not None:
                 names = ("count", "bits", "values", "beyond", "first", "max_abs", "max_rel")
@@ -158,7 +159,7 @@ def _finished(row: LeafDifference, values: Comparison | None, leaf: Leaf | None)
     if not differs and not row.structure and not row.layouts:
         return None
     index = None
-    if differs and values.first is not None:
+    if values is not None and leaf is not None and differs and values.first is not None:
         index = tuple(int(i) for i in np.unravel_index(values.first, leaf.shape)) if leaf.shape else ()
     return LeafDifference(row.path, row.only, row.shapes, row.dtypes, row.layouts, values, index)
 
@@ -186,6 +187,7 @@ def _different_chunks(a: Source, x: Leaf, b: Source, y: Leaf) -> list[int] | Non
 
 def _compare_chunks(a: Source, b: Source, x: Leaf, y: Leaf, chunks: list[int], into: Comparison, most: int) -> int:
     """Read these chunks of both sides; returns the bytes of the leaf that were not read."""
+    assert x.array is not None, "`_different_chunks` has compared its digests"
     array = a.manifest.arrays[x.array]
     unread = math.prod(x.shape)
     for chunk in chunks:

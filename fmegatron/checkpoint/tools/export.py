@@ -135,7 +135,7 @@ def export(
             with open(os.path.join(draft, file), "xb") as out:
                 out.write(_header([entries[x.path] for x in part], metadata))
                 for data in _elements(source, part, entries, most):
-                    out.write(data)
+                    out.write(data.data)
                 out.flush()
                 os.fsync(out.fileno())
         total = sum(e.nbytes for e in entries.values())

@@ -12,7 +12,8 @@ from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.look import is_directory
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.open_store import open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing
@@ -65,7 +66,7 @@ def collect(
 
     Hidden directories and notes have owners. What belongs to a process that is gone from this machine goes at once.
     Checkpoints that are not complete and have no hidden name are left to a person. Never removed: the newest complete
-    checkpoint, and the newest good one (its manifest is readable, and its save did not say that its loss was not
+    checkpoint, and the newest good one (its manifest is readable, and its save did not report that its loss was not
     finite).
 
     Args:
@@ -166,8 +167,8 @@ class _Leftovers:
         def action(kind: str, why: str, doubt: bool = False) -> Action:
             return Action(kind, left.path, why, left.nbytes, doubt)
 
-        notes, quiet = Notes(os.path.dirname(left.path)), max(now - left.changed, 0.0)
-        token = commit.HIDDEN.fullmatch(os.path.basename(left.path))[3]
+        notes, token = Notes(os.path.dirname(left.path)), commit.hidden_name(left.path)[3]
+        quiet = 0.0 if left.changed is None else max(now - left.changed, 0.0)
         note = leases.saving_note(left.of, token)
         if left.kind == "aside" and leases.is_pinned(notes, left.of, token):
             return action("keep", f"{left.what}; {left.of} is pinned")
@@ -211,10 +212,10 @@ def _do(action: Action) -> None:
     """Remove a hidden directory or a note, or give a checkpoint its name back."""
     parent, name = os.path.split(action.path)
     m = commit.HIDDEN.fullmatch(name)
-    if action.kind == "finish":
+    if action.kind == "finish" and m is not None:
         commit.finish(os.path.join(parent, m[1]), {m[3]})
         commit.sync_directory(parent)
     elif action.kind == "remove" and m is None:
         Notes(parent).remove(name)
-    elif action.kind == "remove":
+    elif action.kind == "remove" and m is not None:
         commit.discard(action.path, os.path.join(parent, m[1]))

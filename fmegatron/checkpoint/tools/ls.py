@@ -18,8 +18,9 @@ from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError,
 from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.files.look import is_directory, is_link, is_there, look, names_in
 from fmegatron.checkpoint.files.manifest import read_manifest
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import snapshot_of
-from fmegatron.checkpoint.files.storage import Storage, Store, open_store
+from fmegatron.checkpoint.files.storage import Storage, Store
 
 NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
 TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
@@ -34,9 +35,9 @@ _KINDS = (
 @dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint of a directory. problem: why it is not complete, or None.  nbytes, files: on disk (as the manifest
-    has them where a store does not tell).  changed: when it was completed, seconds since 1970, None if unknown.
+    has them where a store does not report it).  changed: when it was completed, seconds since 1970, None if unknown.
     held_by: the directory that holds it, a hidden one after a killed re-save.  finite: whether loss and gradient norm
-    of its step were, as the run said; None: it did not say.
+    of its step were, as the run reported; None: it did not.
     """
 
     name: str
@@ -219,7 +220,7 @@ def stored_bytes(manifest: Manifest) -> int:
     return sum(math.prod(a.grid) * math.prod(a.chunk) * a.itemsize for a in arrays)
 
 
-UNKNOWN = -1  # size of a file in a store that does not tell
+UNKNOWN = -1  # size of a file in a store that does not report it
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Entry:
 def walk(root: str, fd: int | None = None) -> Iterator[Entry]:
     """Everything below a directory. What vanishes on the way (another process deletes) is left out.
 
-    fd: of the directory held open; what is below it is told, whatever has taken the name `root` since.
+    fd: of the directory held open; what is below it is listed, whatever has taken the name `root` since.
     """
     waiting = [""]
     while waiting:

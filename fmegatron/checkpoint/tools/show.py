@@ -43,7 +43,7 @@ class LeafRow:
 @dataclass(frozen=True)
 class Shown:
     """A checkpoint at a glance. meshes: of the layouts when written.  finite: whether loss and gradient norm
-    of its step were, as the run said; None: it did not say.
+    of its step were, as the run reported; None: it did not.
     """
 
     root: str

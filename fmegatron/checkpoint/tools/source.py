@@ -178,6 +178,6 @@ def stream(
     """
     for batch in batches(source, leaves, most):
         tensors = source.read(batch, dtypes)
-        for i, block in enumerate(batch):
-            x, tensors[i] = tensors[i], None  # given back when its reader is done with it
-            yield block, x
+        tensors.reverse()
+        for block in batch:
+            yield block, tensors.pop()  # given back when its reader is done with it

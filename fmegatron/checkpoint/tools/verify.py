@@ -28,8 +28,9 @@ from fmegatron.checkpoint.files.format import (
     zarr_metadata,
 )
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, to_json_text
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot, on_snapshot
-from fmegatron.checkpoint.files.storage import Reader, Storage, Store, open_store
+from fmegatron.checkpoint.files.storage import Reader, Storage, Store
 from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
 
 _BANDS_PER_JOB = 16
@@ -234,7 +235,7 @@ class _Check:
             return part.reshape(math.prod(array.grid), math.prod(array.bands))
         leaf = self._leaf(array, 0, 0)
         self.damages.append(Damage("bytes", DIGESTS, f"the digests of {array.name} were altered", leaf, 8 * lo, 8 * hi))
-        # What a missing table would have said is unknown, but not which files there should be.
+        # What a missing table would have stated is unknown, but not which files there should be.
         for index in itertools.islice(_indices(array.grid), len(self.entries) + 1000):
             self._there(array.chunk_file(index), math.prod(array.chunk) * array.itemsize, leaf)
         return None
@@ -317,7 +318,7 @@ def _indices(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _band_sizes(array: Array) -> tuple[int, ...]:
-    """Bytes of each band of a chunk. Whole trailing dims: in their order they are the file from first byte to last."""
+    """Bytes of each band of a chunk. Full trailing dims: in their order they are the file from first byte to last."""
     sizes = [array.itemsize]
     for c, b in zip(array.chunk, array.band, strict=True):
         lengths = [min(b, c - at) for at in range(0, c, b)]
@@ -369,8 +370,8 @@ def _joined(damages: list[Damage]) -> list[Damage]:
     joined: list[Damage] = []
     for d in sorted(damages, key=lambda d: (d.file, d.leaf, d.start)):
         last = joined[-1] if joined else None
-        same = last and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
-        if same and last.stop == d.start and d.stop:
+        same = last is not None and (last.kind, last.file, last.leaf, last.what) == (d.kind, d.file, d.leaf, d.what)
+        if last is not None and same and last.stop == d.start and d.stop:
             joined[-1] = replace(last, stop=d.stop)
         else:
             joined.append(d)

@@ -181,14 +181,14 @@ def merge(
 
 
 def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes:
-    """Write the metadata of the whole and make everything durable; returns the marker, for `Store.publish`."""
+    """Write the metadata of the checkpoint and make everything durable; returns the marker, for `Store.publish`."""
     data, groups = manifest_to_json(manifest), set()
     for name in manifest.arrays:
         parts = name.split("/")[:-1]
         groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
     group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
     files = {DIGESTS: digests.tobytes(), MANIFEST: data} | {f"{name}/{ZARR}": group for name in groups}
-    # Of arrays without elements nobody has written a chunk.
+    # Of arrays without elements no rank has written a chunk.
     files |= {f"{a.name}/{ZARR}": zarr_json(a) for a in manifest.arrays.values() if 0 in a.shape}
     with ThreadPoolExecutor(storage.writers) as pool:
         list(pool.map(lambda item: storage.write(item[0], [item[1]]), files.items()))

@@ -2,10 +2,10 @@
 
 Three homes for a leaf:
 - `grid`: an array of its own in global shape, with a chunk grid that no writer's box crosses, so every chunk has one
-  writer. The rule for nearly everything: even, uneven, interleaved, flattened along whole rows, replicated, empty.
+  writer. The rule for nearly everything: even, uneven, interleaved, flattened along full rows, replicated, empty.
 - `packed`: small, and one of very many or without such a grid; a few bytes in the one file of its owner.
 - `piece`: no such grid is coarse enough (a flattened range that ends inside a row). The writer's local storage,
-  verbatim, with the boxes that say which elements are where.
+  verbatim, with the boxes that state which elements are where.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LeafPlan:
 
 
 def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...]:
-    """The plan of a whole tree. Costs a few integers per leaf, whatever the number of ranks.
+    """The plan of a full tree. Costs a few integers per leaf, whatever the number of ranks.
 
-    Chunks are dealt to the replicas of a leaf in turn, big ones first, and the deal goes on from leaf to leaf: two
+    Chunks are assigned to the replicas of a leaf in turn, big ones first, and the turn goes on from leaf to leaf: two
     replicas differ by at most one chunk for every set of axes that leaves are replicated over.
     """
     pack = sum(is_small(layout.shape, layout.nbytes) for layout in layouts) > MOST_SMALL
@@ -142,7 +142,7 @@ def home_of(
 
 
 def chunk_shape(unit: tuple[int, ...], itemsize: int, columns: int = 1) -> tuple[int, ...]:
-    """A chunk of about 16 MiB that divides `unit` exactly; the whole unit when no divisor is sensible.
+    """A chunk of about 16 MiB that divides `unit` exactly; the full unit when no divisor is sensible.
 
     Rows of the first dim, then of the next: contiguous in the writer's memory. columns: into how many pieces (a power
     of two) the last dim is cut before that, as long as they do not get too small: then half and a quarter of the
@@ -223,7 +223,7 @@ def _block_sizes(parts: tuple[int, ...], counts: Sequence[int]) -> set[tuple[int
 
 
 def _flat_units(block: tuple[tuple[int, ...], ...], step: int) -> tuple[int, ...] | None:
-    """Per dim the unit of the cuts at multiples of `step` of the flattened block; None when one lies inside a row.
+    """Per dim the unit of the cuts at multiples of `step` of the flattened block; None when one is inside a row.
 
     block: per dim the sizes of its interleaved pieces. A 0 in the answer means that the dim is not cut.
     """

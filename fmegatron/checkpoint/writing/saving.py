@@ -3,7 +3,7 @@
     hidden place for the files -> every rank writes its chunks -> agree -> rank 0 merges the parts -> fsync -> marker
     -> the new one takes the name in one step
 
-No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 tells the
+No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 sends the
 name of the hidden place.
 """
 
@@ -18,11 +18,12 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
-from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import array_name, piece_name
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
-from fmegatron.checkpoint.files.storage import Store, open_store
+from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.write import write_part
@@ -31,8 +32,8 @@ from fmegatron.layout import Layout
 
 def save(
     path: str | os.PathLike | Store,
-    state: Any,
-    layouts: Any = None,
+    state: tree.Tree,
+    layouts: tree.Tree = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,
@@ -52,7 +53,7 @@ def save(
         metadata: JSON values.
         step: whole number.
         finite: whether loss and gradient norm of this step are finite; None if that is not known. It is stored
-            (`describe(path).finite`); one rank that says False speaks for all.
+            (`describe(path).finite`); one rank that passes False decides for all.
 
     Raises:
         ValueError: state and layouts disagree, a leaf cannot be stored, several ranks save without layouts, or the
@@ -71,36 +72,26 @@ def save(
     ['first', 'second']
     """
     given, world = world, ranks_of(world)
-    lead, what, store, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None, None
-
-    def prepare():
-        nonlocal store, begun, state, layouts, metadata
-        store = open_store(path)
-        state, layouts, metadata = described(state, layouts, given, metadata)
-        tensors, plans = check_request(state, layouts, world, metadata, step, finite)
-        check_names(store, plans, world.size)
-        if lead:
-            begun = store.begin()
-        return tensors, plans
-
-    def write():
-        part = write_part(storage, plans, tensors, world.rank)
-        if not lead:
-            part.store(storage)
-        return part
-
-    def finish():
-        if lead:
-            parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
-            manifest, digests = merge(plans, parts, step, metadata or {}, said)
-            store.publish(storage, complete(storage, manifest, digests))
-
+    lead, what, begun = world.rank == 0, f"saving the checkpoint {getattr(path, 'text', path)}", None
     try:
-        tensors, plans = together(world, what, prepare)
+        with jointly(world, what):
+            store = open_store(path)
+            state, layouts, metadata = described(state, layouts, given, metadata)
+            tensors, plans = check_request(state, layouts, world, metadata, step, finite)
+            check_names(store, plans, world.size)
+            if lead:
+                begun = store.begin()
         said, root = agreed(finite, world), world.broadcast_text(begun.root if begun else "")
         storage = begun or store.draft(root)
-        part = together(world, what, write)
-        together(world, what, finish)
+        with jointly(world, what):
+            part = write_part(storage, plans, tensors, world.rank)
+            if not lead:
+                part.store(storage)
+        with jointly(world, what):
+            if lead:
+                parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))
+                manifest, digests = merge(plans, parts, step, metadata or {}, said)
+                store.publish(storage, complete(storage, manifest, digests))
     finally:
         if begun:
             store.end(begun)
@@ -135,7 +126,7 @@ def check_names(store: Store, plans: Sequence[LeafPlan], size: int) -> None:
 
 
 def agreed(finite: bool | None, world: Ranks) -> bool | None:
-    """What the ranks say together: False if one says so, else None if one does not know. All ranks call it."""
+    """What the ranks report together: False if one does, else None if one does not know. All ranks call it."""
     words = (False, None, True)
     return words[int(world.minimum(torch.tensor([words.index(finite)])))]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ def write_part(
 
 
 class _Write(NamedTuple):
-    """A write that tensorstore has been given."""
+    """A write that tensorstore has been given; staged, buffer: host memory that is free when it is done."""
 
     what: str
     future: Any
@@ -130,7 +130,7 @@ class _Writer:
         with _named(leaf.path):
             stored = self.storage.array(array)
         if 0 in self.part.chunks[array.name]:  # of several ranks that write an array, one writes the metadata
-            self._give(leaf.path, stored.describe)
+            self._describe(leaf.path, stored)
         for row, (index, box) in zip(table, chunks, strict=True):
             self._chunk(leaf.path, stored, index, _part(local, box), row, staged if index == chunks[-1][0] else 0)
 
@@ -140,7 +140,7 @@ class _Writer:
         table = self.part.digests[array.name] = np.zeros((1, math.prod(array.bands)), "<u8")
         with _named(what):
             stored = self.storage.array(array)
-        self._give(what, stored.describe)
+        self._describe(what, stored)
         self._chunk(what, stored, (0,), data.numpy(), table[0], staged)
 
     def packed(self, name: str, leaves: list[np.ndarray], size: int) -> None:
@@ -170,16 +170,26 @@ class _Writer:
         array, nbytes = stored.array, math.prod(stored.array.chunk) * view.itemsize
         while self.pending and self.ahead + nbytes > _AHEAD_BYTES:
             self._wait_for_oldest()
-        if view.shape == array.chunk and view.flags.c_contiguous:
-            self._give(what, lambda: stored.write(index, view), nbytes, staged)
+        buffer, data = None, view
+        if view.shape != array.chunk or not view.flags.c_contiguous:
+            while self.pending and self.buffered + nbytes > _BUFFER_BYTES:
+                self._wait_for_oldest()
+            buffer = self._buffer(nbytes)
+            data = buffer.view(view.dtype).reshape(array.chunk)
+            _digest_bands(data, array.band, digests, view)
+        with _named(what):
+            chunk = stored.chunk(index)
+            bits = data.view(chunk.dtype.numpy_dtype)  # stays as it is until the write is done
+            future = chunk.write(bits, can_reference_source_data_indefinitely=stored.by_reference)
+        self._begun(_Write(what, future, nbytes, staged, buffer))
+        if buffer is None:
             _digest_bands(view, array.band, digests)
-            return
-        while self.pending and self.buffered + nbytes > _BUFFER_BYTES:
-            self._wait_for_oldest()
-        buffer = self._buffer(nbytes)
-        chunk = buffer.view(view.dtype).reshape(array.chunk)
-        _digest_bands(chunk, array.band, digests, view)
-        self._give(what, lambda: stored.write(index, chunk), nbytes, staged, buffer)
+
+    def _describe(self, what: str, stored: ZarrArray) -> None:
+        """Write the array's metadata."""
+        with _named(what):
+            future = stored.describe()
+        self._begun(_Write(what, future, 0, 0, None))
 
     def _buffer(self, nbytes: int) -> np.ndarray:
         found = next((i for i, buffer in enumerate(self.free) if buffer.nbytes == nbytes), None)
@@ -190,18 +200,10 @@ class _Writer:
         self.buffered += nbytes
         return buffer
 
-    def _give(
-        self,
-        what: str,
-        write: Callable[[], Any],
-        nbytes: int = 0,
-        staged: int = 0,
-        buffer: np.ndarray | None = None,
-    ) -> None:
-        """Start a write; staged, buffer: host memory that is free when it is done."""
-        with _named(what):
-            self.pending.append(_Write(what, write(), nbytes, staged, buffer))
-        self.ahead += nbytes
+    def _begun(self, write: _Write) -> None:
+        """tensorstore has been given a write."""
+        self.pending.append(write)
+        self.ahead += write.nbytes
         while self.pending and self.pending[0].future.done():
             self._wait_for_oldest()
 
@@ -218,7 +220,7 @@ class _Writer:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """An error says whose bytes it concerns."""
+    """An error names whose bytes it concerns."""
     try:
         yield
     except OSError as error:

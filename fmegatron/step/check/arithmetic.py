@@ -68,8 +68,9 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
         out = replace(out, dims=tuple(dims))
     known = frozenset(axis for axis, mark in marks.items() if mark is None)
     out = out.marked({axis: mark for axis, mark in marks.items() if axis not in known})
-    for mark in [m for m in marks.values() if isinstance(m, Somewhere) and m.group and len(m.dims or ()) == 1]:
-        out = placed(out, mark.group, mark.dims[0])
+    for mark in marks.values():
+        if isinstance(mark, Somewhere) and mark.group and mark.dims is not None and len(mark.dims) == 1:
+            out = placed(out, mark.group, mark.dims[0])
     kept, more = excess_after(scope, node, kind, values)
     return replace(out, excess=_of_known(out, kept)).marked(
         {a: m for a, m in more.items() if not out.is_(a, Wrong, Unknown, Suspect)}
@@ -265,7 +266,7 @@ def settled(scope: Scope, node: Node, x: Value, k: int, other: Value, other_k: i
     meets = {d: d for d in range(batch)} | {k: other_k}
     for axis in x.having(Somewhere):
         mark = x.marks.get(axis)
-        if mark is None or mark.dims is None or other.marks.get(axis):
+        if not isinstance(mark, Somewhere) or mark.dims is None or other.marks.get(axis):
             continue
         left = [d for d in mark.dims if d not in meets or meets[d] in other.shards(axis)]
         sure = [d for d in left if d in meets]

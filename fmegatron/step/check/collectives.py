@@ -48,7 +48,7 @@ from fmegatron.step.check.dims import (
 )
 from fmegatron.step.check.marks import raised
 from fmegatron.step.check.movement import reshaped
-from fmegatron.step.check.statements import OPEN, axes_on, declared, left_of, made, starts_of
+from fmegatron.step.check.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of
 from fmegatron.step.check.values import (
     First,
     Mark,
@@ -68,6 +68,7 @@ _DECLARE = 'declare(x, axis, forward="partial") says that its terms make up a su
 def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     """What a collective leaves of each tensor of its list."""
     collective, axes, xs = collective_of(node.target), tuple(given["axes"]), given["xs"]
+    assert collective is not None and collective.type is not None, "`_rule_of` has found one"
     own = collective.each(node.args[3:], len(xs))
     shapes = [result.shape for result in node.meta["val"]]
     out = [
@@ -81,11 +82,11 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
 def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
     match _over(axes, before), _over(axes, after):
         case Partial(kind), Replicated():
-            return _zeros(_reduced(scope, node, x, axes, kind))
+            return equal_over(axes, _zeros(_reduced(scope, node, x, axes, kind)))
         case Partial(kind), Sharded(place):
             return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
         case Sharded(place), Replicated():
-            return _gathered(scope, node, x, axes, place)
+            return equal_over(axes, _gathered(scope, node, x, axes, place))
         case Sharded(Place((concat, *_) as concats)), Sharded(Place((split, *_) as splits)) if (
             len({*concats}) == len({*splits}) == 1
         ):
@@ -191,7 +192,7 @@ def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...]
     if folds:
         dims[dim] = plain(size_of(atoms) // n)
     elif parts and len(whole) == 1 and whole[0].plain:
-        dims[dim] = (Atom(whole[0].size // n, whole[0].axes + axes, starts_of(parts)),)
+        dims[dim] = (Atom(whole[0].size // n, (*(whole[0].axes or ()), *axes), starts_of(parts)),)
     else:
         dims[dim] = cut(whole, axes, n)
     return x.with_dims(dims)
@@ -336,7 +337,7 @@ def _by_counts(node: Node, x: Value, axes: tuple[str, ...], counts: list[Value])
         marks = {axis: mark for axis, mark in one.marks.items() if isinstance(mark, OPEN) and not x.is_(axis, *OPEN)}
         for axis in one.having(Pending):
             marks[axis] = Wrong(node, f"{op_name(node)} by counts that are {one.state(axis)}",
-                       "count the rows of this rank", one.marks[axis].birth)  # fmt: skip
+                       "count the rows of this rank", one.birth(axis))  # fmt: skip
         x = x.marked({axis: x.marks[axis] if x.is_(axis, Wrong) else mark for axis, mark in marks.items()})
         others = [axis for axis in one.axes() if axis not in axes and x.replicated(axis)]
         x = x.marked(dict.fromkeys(others, Varying()))

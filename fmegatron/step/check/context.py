@@ -13,6 +13,7 @@ from fmegatron.collectives import collective_of
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
 from fmegatron.step.check.values import Suspect, Unknown, Value, number
+from fmegatron.step.graph.nodes import items_of, node_of
 
 _SHOWN = 3  # so many names of outputs are written out
 # rule(scope, node, arguments by the names of the op's schema, with Values in place of tensors) -> the Value of the
@@ -171,7 +172,7 @@ class Scope:
 
 def _communicates(node: torch.fx.Node, axis: str) -> bool:
     collective = collective_of(node.target)
-    return collective is not None and collective.sent is not None and axis in node.args[1]
+    return collective is not None and collective.sent is not None and axis in items_of(node.args[1])
 
 
 def line_of(node: torch.fx.Node) -> str:
@@ -182,7 +183,7 @@ def line_of(node: torch.fx.Node) -> str:
 def op_name(node: torch.fx.Node) -> str:
     """The name of a node's op, without namespace and overload: "add"."""
     if node.target is operator.getitem:  # one of several results
-        return op_name(node.args[0])
+        return op_name(node_of(node.args[0]))
     schema = schema_of(node.target)
     return schema.name.partition("::")[2] if schema is not None else str(node.op)
 

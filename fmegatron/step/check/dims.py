@@ -113,7 +113,7 @@ def stripped(dim: Dim, axes: Iterable[str]) -> Dim:
 def _strip(atom: Atom, axes: frozenset[str]) -> Atom:
     if not atom.sharded & axes:
         return atom
-    left = None if atom.axes is UNIFORM else tuple(a for a in atom.axes if a not in axes)
+    left = None if atom.axes is None else tuple(a for a in atom.axes if a not in axes)
     inner = tuple(_strip(a, axes) for a in atom.inner) if left else ()
     runs = tuple(tuple(_strip(a, axes) for a in run) for run in atom.runs)
     return Atom(atom.size, left, atom.cuts if left else frozenset(), inner, runs, atom.counted, atom.fold)
@@ -138,7 +138,7 @@ def canonical(dim: Dim) -> Dim:
             counted = atom.counted and last.counted
             out[-1] = Atom(last.size * atom.size, last.axes, cuts, counted=counted)
         elif last and last.size == 1 and last.axes and last.plain and atom.axes is not UNIFORM and atom.plain:
-            out[-1] = atom._replace(axes=last.axes + atom.axes, counted=False)
+            out[-1] = atom._replace(axes=(*last.axes, *(atom.axes or ())), counted=False)
         elif last and atom.axes is UNIFORM and last.axes is UNIFORM and atom.plain and last.plain:
             out[-1] = Atom(last.size * atom.size, UNIFORM)
         else:
@@ -183,7 +183,7 @@ def cut(dim: Dim, axes: tuple[str, ...], n: int) -> Dim:
     """What is left of a dim on each of n ranks along `axes`, which take its parts in order."""
     first = dim[0] if dim else Atom(1, ())
     if first.plain and not first.cuts and first.axes is not UNIFORM and first.size % n == 0:
-        return canonical((Atom(first.size // n, first.axes + axes), *dim[1:]))
+        return canonical((Atom(first.size // n, (*(first.axes or ()), *axes)), *dim[1:]))
     return (Atom(size_of(dim) // n, axes, frozenset(), dim),)
 
 

@@ -35,7 +35,7 @@ from fmegatron.step.check.values import (
     Wrong,
     value_of,
 )
-from fmegatron.step.graph.nodes import user_line
+from fmegatron.step.graph.nodes import node_of, user_line
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace
 
@@ -45,7 +45,12 @@ Node = torch.fx.Node
 
 
 def check(
-    step: Callable, state_layouts: Any, batch_layouts: Any, mesh: Mesh, *, allow: Mapping[str, str] | None = None
+    step: Callable,
+    state_layouts: tree.Tree,
+    batch_layouts: tree.Tree,
+    mesh: Mesh,
+    *,
+    allow: Mapping[str, str] | None = None,
 ) -> Report:
     """Whether `step(state, batch) -> (state, metrics)` keeps its layouts on `mesh`: all findings, with their lines.
 
@@ -112,7 +117,7 @@ def check_traced(
             for origin in sorted(origins):
                 axes, paths = open_.setdefault(origin, ({}, {}))
                 axes[axis], paths[path] = None, None
-    reported: list[Finding | Unproven] = sorted(scope.findings, key=scope.findings.__getitem__)
+    reported: list[Finding | Unproven] = [*sorted(scope.findings, key=scope.findings.__getitem__)]
     for origin in sorted(open_):
         (at, op, why, fix), (axes, paths) = scope.reason(origin), open_[origin]
         reported.append(Unproven(at, op, tuple(axes), why, fix, tuple(paths)))
@@ -213,7 +218,7 @@ def _compare(scope: Scope, value: Value, node: Node, path: str, layout: Layout |
     want = value_of(layout, node.meta["val"].shape)
     source = node
     while source.target is torch.ops.aten.detach.default:  # of the line that calls the step, not of the step
-        source = source.args[0]
+        source = node_of(source.args[0])
     unproven: dict[str, frozenset[int]] = {}
     for axis in scope.mesh.names:
         if scope.mesh[axis] == 1:

@@ -24,8 +24,15 @@ from fmegatron.step.check.context import GO_ON, Rule, Rules, Scope, Signature, l
 from fmegatron.step.check.dims import UNIFORM, Misfit, plain, size_of
 from fmegatron.step.check.marks import strongest
 from fmegatron.step.check.values import Suspect, Value, of_constant
-from fmegatron.step.graph.nodes import storage_of, written_by
-from fmegatron.step.torch_private import FakeTensorMode, decomposition_of, make_fx, outside_of_tracing, overload_name
+from fmegatron.step.graph.nodes import int_of, items_of, node_of, storage_of, written_by
+from fmegatron.step.torch_private import (
+    FakeTensorMode,
+    Op,
+    decomposition_of,
+    make_fx,
+    outside_of_tracing,
+    overload_name,
+)
 
 RULES: Rules = MappingProxyType(
     {**pointwise.RULES, **movement.RULES, **reductions.RULES, **lookups.RULES, **kernels.RULES}
@@ -33,14 +40,14 @@ RULES: Rules = MappingProxyType(
 # How ops on lists name what the ops on single tensors call otherwise.
 _ALIKE = MappingProxyType({"scalar": "other", "scalars": "other", "tensor": "other"})
 # What a rule that meets something it was not made for may raise: the op is unproven then, and the report states so.
-_FAULTS = (Misfit, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+_FAULTS = (Misfit, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 _DEEPEST = 6  # so often an op of a decomposition is taken apart again
 # What a decomposition raises for arguments that it does not take: then the op stays one.
 _REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError)
 Node = torch.fx.Node
 
 
-def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> list[Value]:
+def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value]) -> list[Any]:
     """The Values that a graph returns. A value is dropped after its last use: many live objects would make Python's
     garbage collector go through all memory of the process."""
     require_mesh_of_graph(graph, scope.mesh, "check", "the layouts")
@@ -51,13 +58,14 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     for node in graph.nodes:
         if node.op == "output":
             # An op of several results, taken apart, may have none somewhere: the gradient of an absent weight.
-            return [None if source is None else values[source] for source in node.args[0]]
+            return [None if source is None else values[source] for source in items_of(node.args[0])]
         if node.op == "placeholder":
             values[node] = next(arguments)
         elif node not in scope.live:  # no output depends on it
             continue
         elif node.op == "get_attr":
             constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
+            assert isinstance(constant, torch.Tensor), f"{node.target} is a tensor"
             values[node] = of_constant(constant)
         elif hasattr(node.target, "entry"):  # a compiled layer
             values[node] = _layer(scope, node.target.entry.graph_module.graph, [values[n] for n in node.args[0]])
@@ -106,10 +114,11 @@ def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[
 def _value_after(scope: Scope, node: Node) -> Any:
     """The Value (or list of them) of a call_function node, None where no rule covers it."""
     if node.target is operator.getitem:
-        source = scope.values[node.args[0]]
-        return source[node.args[1]] if isinstance(source, list) else source
+        source = scope.values[node_of(node.args[0])]
+        return source[int_of(node.args[1])] if isinstance(source, list) else source
     signature = scope.signatures.get(node.target)
     if signature is None:
+        assert isinstance(node.target, Op), "a graph of tensors calls operators"
         signature = scope.signatures[node.target] = _signature(node.target)
     if signature.rule is None:
         return None
@@ -132,7 +141,7 @@ def unproven(scope: Scope, node: Node, why: str, fix: str = GO_ON) -> Any:
     ranks stays so."""
     sources = [scope.values.get(n) for n in node.all_input_nodes]
     flat = [v for s in sources for v in (s if isinstance(s, Sequence) else [s]) if v is not None]
-    made = node.args[1] if collective_of(node.target) else ()  # over these its result may be anything
+    made = items_of(node.args[1]) if collective_of(node.target) else ()  # over these its result may be anything
     axes = sorted(frozenset(axis for axis in made if scope.mesh[axis] > 1).union(*(v.axes() for v in flat)))
     if not axes and any(v.constant != 0 and atom.axes is UNIFORM for v in flat for dim in v.dims for atom in dim):
         # Ones in the shape of a shard are a part of larger ones as well, and so may be what is made of them.
@@ -174,13 +183,13 @@ def _with_values(scope: Scope, argument: Any) -> Any:
     return [_with_values(scope, a) for a in argument] if isinstance(argument, (list, tuple)) else argument
 
 
-def _signature(target: Any) -> Signature:
-    arguments = schema_of(target).arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return Signature(schema_of(target).name, tuple(a.name for a in arguments), defaults, _rule_of(target))
+def _signature(target: Op) -> Signature:
+    schema = schema_of(target)
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return Signature(schema.name, tuple(a.name for a in schema.arguments), defaults, _rule_of(target))
 
 
-def _rule_of(target: Any) -> Rule | None:
+def _rule_of(target: Op) -> Rule | None:
     if collective_of(target):
         return collectives.rule
     name = schema_of(target).name.partition("::")[2]
@@ -259,7 +268,7 @@ def _traced(node: Node) -> torch.fx.Graph | None:
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         at = dict(zip(sources, tensors, strict=True))
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: at[n])
+        args, kwargs = _mutable(torch.fx.map_arg((node.args, node.kwargs), lambda n: at[n]))
         out = apart(*args, **kwargs)
         return list(out) if isinstance(out, (list, tuple)) else [out]
 
@@ -277,6 +286,15 @@ def _traced(node: Node) -> torch.fx.Graph | None:
     return graph
 
 
+def _mutable(args: Any) -> Any:
+    """Arguments of a node with plain lists and dicts: some decompositions write into the lists that they are given."""
+    if isinstance(args, dict):
+        return {key: _mutable(arg) for key, arg in args.items()}
+    if isinstance(args, (list, tuple)):
+        return (tuple if isinstance(args, tuple) else list)(map(_mutable, args))
+    return args
+
+
 def _result_of(node: Node, values: list[Any]) -> Any:
     """What the interpretation of such a graph returned, in the form that the op has."""
     return values if isinstance(node.meta["val"], (list, tuple)) else values[0]
@@ -292,7 +310,7 @@ def _write(scope: Scope, node: Node) -> None:
     if not targets:
         return
     new = scope.values[node]
-    if torch.Tag.inplace_view in node.target.tags:  # only the shape is another
+    if isinstance(node.target, Op) and torch.Tag.inplace_view in node.target.tags:  # only the shape is another
         scope.values[targets[0]] = new
         return
     values = new if isinstance(new, list) else [new]
@@ -331,13 +349,13 @@ def _with_slice(scope: Scope, node: Node, target: Node, other: Node, value: Valu
     dim is sharded."""
     if new is None or target.op != "call_function" or op_name(target) not in ("slice", "select"):
         return None
-    source = target.args[0]
+    source = node_of(target.args[0])
     if _geometry(source.meta["val"]) != _geometry(other.meta["val"]):
         if not isinstance(scope.values.get(source), Value):
             return None
         inner = _with_slice(scope, node, target, source, scope.values[source], new)
         return None if inner is None else _with_slice(scope, node, source, other, value, inner)
-    dim = (target.args[1] if len(target.args) > 1 else 0) % len(value.dims)
+    dim = int_of(target.args[1] if len(target.args) > 1 else 0) % len(value.dims)
     old = value.with_dims(() if d == dim else atoms for d, atoms in enumerate(value.dims))
     if op_name(target) == "select":
         new = new.with_dims((*new.dims[:dim], (), *new.dims[dim:]))

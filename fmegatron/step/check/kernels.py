@@ -39,7 +39,8 @@ def attention(scope: Scope, node: Node, given: dict) -> list[Value | None]:
     parts = over(k.dims[2]) & over(v.dims[2])
     k, v = (_all_of(scope, node, t, (2, 3), what) for t, what in ((k, "attention keys"), (v, "attention values")))
     q = _all_of(scope, node, q, (3,), "attention queries")
-    out = elementwise(scope, node, "function", [_heads(t, q) for t in (q, k, v)])
+    masked = _masked(scope, node, given, q)
+    out = elementwise(scope, node, "function", [_heads(t, q) for t in (masked, k, v)])
     full = replace(out, dims=(*out.dims[:2], q.dims[2], v.dims[3]))
     rows = replace(out, dims=(*out.dims[:2], q.dims[2]))
     known = [axis for axis in parts if rows.is_(axis, Suspect)]  # what combines the parts of ranks
@@ -65,15 +66,26 @@ def _all_of(scope: Scope, node: Node, x: Value, dims: tuple[int, ...], what: str
 
 def attention_backward(scope: Scope, node: Node, given: dict) -> list[Value | None]:
     """Gradients of q, k, v: linear in that of the output."""
-    g = given.get("grad_out", given.get("grad_out_"))
+    g = given["grad_out" if "grad_out" in given else "grad_out_"]
     q, k, v = _located(scope, node, given)
-    rest = elementwise(scope, node, "function", [_heads(t, q) for t in (q, k, v)])
+    masked = _masked(scope, node, given, q)
+    rest = elementwise(scope, node, "function", [_heads(t, q) for t in (masked, k, v)])
     out = elementwise(scope, node, "product", [_heads(g, q), rest])
     count = len(node.meta["val"])
     rows = over(q.dims[2]) - over(k.dims[2])  # each rank has queries of its own, and all keys
     grads = [replace(out, dims=t.dims).marked(out.marks) for t in (q, k, v)]
     pending = {axis: Pending("sum", node) for axis in rows if axis not in out.marks}
     return [grads[0], *(g.marked(pending) for g in grads[1:])] + [None] * (count - 3)
+
+
+def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
+    """Queries with what is known of the rows of their mask [.., S, T]; all of T is there, as of keys."""
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if mask is None:
+        return q
+    mask = along(scope, node, mask, len(mask.dims) - 1, "attention mask")
+    rows = elementwise(scope, node, "function", [q.with_dims((*q.dims[:3], ())), mask.with_dims((*mask.dims[:-1], ()))])
+    return replace(q, dims=rows.dims).marked(rows.marks)
 
 
 def _heads(t: Value, q: Value) -> Value:
@@ -138,7 +150,7 @@ def _mean_of_labels(scope: Scope, node: Node, loss: Value) -> Value:
     """Each rank divides by the labels that it has and does not ignore; how many these are is data."""
     why = "the mean of a rank's own rows divides by the number of its labels that are not ignored"
     fix = 'reduction="sum" and a division by the psum of the number of labels is proven'
-    means = [a for a in loss.having(Pending) if loss.marks[a].birth is node]
+    means = [a for a in loss.having(Pending) if loss.birth(a) is node]
     (doubt,) = scope.unknown(node, why, fix).origins
     return raised(loss, means, 1, node, "mean over a sharded dim divides by the local size only", doubt=doubt)
 

@@ -19,7 +19,18 @@ from fmegatron.step.check.context import Rules, Scope, op_name, shape_of, suspec
 from fmegatron.step.check.dims import Atom, Dim, canonical, met, over, plain, size_of
 from fmegatron.step.check.marks import strongest
 from fmegatron.step.check.reductions import along, reduction
-from fmegatron.step.check.values import First, Mark, Pending, Somewhere, Value, Varying, Wrong, number, portions
+from fmegatron.step.check.values import (
+    First,
+    Mark,
+    Pending,
+    Somewhere,
+    Unknown,
+    Value,
+    Varying,
+    Wrong,
+    number,
+    portions,
+)
 
 Node = torch.fx.Node
 _OWN_ROWS = "indexes a rank's own part of a sharded dim by indices of its own"
@@ -55,18 +66,18 @@ def _looked_up(scope: Scope, node: Node, x: Value, index: Value, axis: str, cros
     if index.is_(axis, Varying, First):
         if not x.pending(axis):
             return Varying()
-        return Wrong(node, "takes this rank's part of a pending sum", "reduce_scatter", x.marks[axis].birth)
+        return Wrong(node, "takes this rank's part of a pending sum", "reduce_scatter", x.birth(axis))
     if index.pending(axis):
-        return suspected(node, "indexes by a pending reduction", "reduce it first", index.marks[axis].birth)
+        return suspected(node, "indexes by a pending reduction", "reduce it first", index.birth(axis))
     own = bool(index.shards(axis)) or index.is_(axis, Somewhere)
     if crosses and (own or any(atom.counted for dim in index.dims for atom in dim)):
         return scope.unknown(node, _OWN_ROWS)
     if crosses:
         return suspected(node, f"indexes dim {x.shards(axis)[0]}, which is sharded, with indices that do not depend on "
                          "the rank", "subtract axis_index * local size, mask, and declare what it means")  # fmt: skip
-    if x.pending(axis) and own:
-        return suspected(node, f"indexes a pending {x.marks[axis].kind} by indices that are {index.state(axis)}",
-                         "reduce it first", x.marks[axis].birth)  # fmt: skip
+    if isinstance(pending := x.marks.get(axis), Pending) and own:
+        return suspected(node, f"indexes a pending {pending.kind} by indices that are {index.state(axis)}",
+                         "reduce it first", x.birth(axis))  # fmt: skip
     found = x.marks.get(axis) or index.marks.get(axis)
     return Somewhere() if isinstance(found, Somewhere) else found
 
@@ -84,7 +95,7 @@ def _own_part(scope: Scope, node: Node, x: Value, dim: int, index: Value) -> Val
                 node, f"takes this rank's part of a value that is {x.state(axis)} already", "leave it out"
             )
         else:
-            marks[axis] = mark
+            marks[axis] = mark._replace(equal=False) if isinstance(mark, Unknown) else mark
     fold = [atom.fold for atom in x.dims[dim] if atom.fold]
     marks |= {f.axis: scope.unknown(node, "takes one of what a collective brought together") for f in fold}
     out = x.marked(marks)
@@ -115,15 +126,13 @@ def _accumulated(scope: Scope, node: Node, g: Value, index: Value, axis: str, su
         if not g.pending(axis):
             return Varying()
         return Wrong(node, "scatters a pending sum to places that differ between ranks", "reduce it first",
-                   g.marks[axis].birth)  # fmt: skip
+                   g.birth(axis))  # fmt: skip
     if index.pending(axis):
-        return suspected(node, "puts values where a pending reduction says", "reduce it first", index.marks[axis].birth)
+        return suspected(node, "puts values where a pending reduction says", "reduce it first", index.birth(axis))
     if g.pending(axis):
         if not summed:
             return g.marks[axis]
-        return suspected(
-            node, "adds up a pending sum at indices that are sharded", "reduce it first", g.marks[axis].birth
-        )
+        return suspected(node, "adds up a pending sum at indices that are sharded", "reduce it first", g.birth(axis))
     if summed and any(atom.counted for dim in index.dims for atom in dim):
         return scope.unknown(node, "adds up a rank's own rows at positions that it counts itself")
     return Pending("sum", node) if summed or g.is_(axis, Somewhere) or index.is_(axis, Somewhere) else None
@@ -264,7 +273,7 @@ def _put(scope: Scope, node: Node, base: Value, at: Value, rows: Value, counted:
 
 def added_at(scope: Scope, node: Node, given: dict) -> Value:
     """scatter_add, index_add, index_copy: self plus what is added up at indices along a dim."""
-    g, shape, at = given.get("src", given.get("source")), shape_of(node), given["index"]
+    g, shape, at = given["src" if "src" in given else "source"], shape_of(node), given["index"]
     dim = given["dim"] % max(1, len(shape))
     if not shape:
         return elementwise(scope, node, "sum", [given["self"], g])
@@ -327,7 +336,7 @@ def counted_in(scope: Scope, node: Node, given: dict) -> Value:
 
 def bucketed(scope: Scope, node: Node, given: dict) -> Value | None:
     """bucketize, searchsorted in one row of boundaries that every rank has."""
-    x, edges = given["self"], given.get("boundaries", given.get("sorted_sequence"))
+    x, edges = given["self"], given["boundaries" if "boundaries" in given else "sorted_sequence"]
     x = given["input"] if op_name(node) == "bucketize" and isinstance(given.get("input"), Value) else x
     if len(edges.dims) != 1 or edges.sharded or edges.marks:
         return None

@@ -61,7 +61,10 @@ def strongest(scope: Scope, node: Node, values: Sequence[Value], axis: str, adds
     open_ = [m for m in marks if isinstance(m, Unknown)]
     if open_:
         origins = frozenset().union(*(m.origins for m in open_))
-        return Unknown(origins, all(m.own for m in open_), any(m.factor for m in open_))
+        equal = all(
+            m.equal if isinstance(m, Unknown) else v.replicated(axis) for m, v in zip(marks, values, strict=True)
+        )
+        return Unknown(origins, all(m.own for m in open_), any(m.factor for m in open_), equal)
     suspect = next((m for m in marks if isinstance(m, Suspect)), None)
     if suspect is None:
         return None
@@ -85,13 +88,15 @@ def pending_after(scope: Scope, node: Node, kind: str, values: Sequence[Value], 
     terms = values[1:] if kind == "select" else values
     if kind in _TERMS:
         terms = [v for v in terms if v.constant != 0]
-    pending = [v.marks[axis] for v in terms if v.pending(axis)]
+    pending = [mark for v in terms if isinstance(mark := v.marks.get(axis), Pending)]
     others = [v for v in terms if not v.pending(axis)]
     if any(v.is_(axis, Varying, First) for v in values):
         return scope.unknown(node, "combines a pending reduction with a value that depends on the rank's index")
     if kind == "select" and not values[0].replicated(axis):
         if not pending:
-            return _misused(scope, node, values[0].marks[axis], axis, "is the condition")
+            condition = values[0].marks[axis]
+            assert isinstance(condition, Pending), "one of the operands is pending, and no term"
+            return _misused(scope, node, condition, axis, "is the condition")
         what = "picks from a pending sum by a condition that differs between ranks"
         return suspected(node, what, "reduce first, pick after", pending[0].birth)
     if not pending:  # all were zero
@@ -107,6 +112,7 @@ def pending_after(scope: Scope, node: Node, kind: str, values: Sequence[Value], 
 
 def _misused(scope: Scope, node: Node, mark: Pending, axis: str, how: str) -> Suspect:
     if mark.kind in ("root", "logsumexp"):
+        assert mark.birth is not None, "no layout declares it: a node has made it"
         return suspected(mark.birth, "a pending sum goes into a non-linear op",
                          f"psum or reduce_scatter over {axis!r} before it", None)  # fmt: skip
     fix = f"{'psum' if mark.kind == 'sum' else 'pmax'} over {axis!r} before it"
@@ -326,6 +332,7 @@ def _means(terms: Sequence[Value], axis: str) -> bool:
 def too_large(scope: Scope, node: Node, axis: str, e: Excess) -> Mark:
     """The mark of a value with an excess that is used where only the right number will do."""
     if not e.power:
+        assert e.doubt is not None, "an excess of power 0 is kept for its doubt"
         return Unknown(frozenset((e.doubt,)), factor=True)
     if e.loose and not e.sure:
         why = f"{e.what}, and whether the numbers that it is multiplied by make up for that cannot be told"

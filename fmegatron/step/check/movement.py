@@ -18,7 +18,8 @@ from fmegatron.step.check.arithmetic import elementwise, placed
 from fmegatron.step.check.context import Rule, Rules, Scope, op_name, shape_of, suspected
 from fmegatron.step.check.dims import UNIFORM, Atom, Dim, canonical, folds_of, interleaved, over, plain, size_of, viewed
 from fmegatron.step.check.reductions import along
-from fmegatron.step.check.values import Somewhere, Value, Wrong
+from fmegatron.step.check.values import Mark, Somewhere, Value, Wrong
+from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
 Node = torch.fx.Node
 _ALL = frozenset(("split", "split_with_sizes", "unsafe_split", "unbind"))
@@ -239,8 +240,8 @@ def view(scope: Scope, node: Node, given: dict) -> Value:
 def _selected_dim(node: Node, shape: tuple[int, ...]) -> int | None:
     """The dim that a view splits so that one part of it is selected, as `shard` does. Shapes alone do not always
     determine it: a new dim of size 1 may belong to the dim before it or to the dim behind it."""
-    old = node.args[0].meta["val"].shape
-    dims = [user.args[1] for user in node.users if user.target is torch.ops.aten.index_select.default]
+    old = node_of(node.args[0]).meta["val"].shape
+    dims = [int_of(user.args[1]) for user in node.users if user.target is torch.ops.aten.index_select.default]
     fits = [d for d in dims if old == (*shape[:d], math.prod(shape[d : d + 2]), *shape[d + 2 :])]
     return fits[0] if fits and len(old) + 1 == len(shape) else None
 
@@ -285,16 +286,16 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
     x, dim, covered = _taken(scope, node, given)
     atoms, x = x.dims[dim], replace(x, ramp=False)
     for axis in x.having(Somewhere):  # of the dims that may be sharded, not the one that is indexed
-        mark = x.marks.get(axis)
-        left = tuple(d for d in mark.dims or () if d != dim) if mark is not None else ()
-        if mark is not None and len(left) == 1 and mark.group:
+        if not isinstance(mark := x.marks.get(axis), Somewhere) or mark.dims is None:  # any, or placed by now
+            continue
+        if len(left := tuple(d for d in mark.dims if d != dim)) == 1 and mark.group:
             x = placed(x, mark.group, left[0])
-        elif mark is not None and mark.dims is not None:
+        else:
             x = replace(x, marks={**x.marks, axis: mark._replace(dims=left or None)})
     rest = [d for i, d in enumerate(x.dims) if i != dim]
     x = _elsewhere(x, [d - (d > dim) for d in range(len(x.dims))])
     what = "takes one of what a collective brought together"
-    marks = {fold.axis: scope.unknown(node, what) for fold in folds_of(atoms) if fold.kind != "copies"}
+    marks: dict[str, Mark] = {fold.axis: scope.unknown(node, what) for fold in folds_of(atoms) if fold.kind != "copies"}
     what = f"takes one index of dim {dim}, which is sharded"
     for axis in sorted(over(atoms)):
         fix = f"all_gather the dim over {axis!r} first, or use axis_index and declare"
@@ -304,18 +305,18 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
 
 def _covered(scope: Scope, node: Node, dim: int) -> bool:
     """Whether what is taken of a dim, here and by others that are used, is all of it, and nothing of it twice."""
-    source = node.args[0]
+    source = node_of(node.args[0])
     size, taken = source.meta["val"].shape[dim], []
     for user in source.users:
         name = op_name(user) if user.op == "call_function" else ""
         if name not in _ALL | _SOME or user not in scope.live or _dim_of(user) % source.meta["val"].dim() != dim:
             continue
         if name == "select":
-            taken.append(user.args[2] % size)
+            taken.append(int_of(user.args[2]) % size)
         elif name == "slice":
             taken += range(*slice(*(*user.args[2:], None, None, None)[:3]).indices(size))
         else:
-            used = {item.args[1] for item in user.users if item in scope.live}
+            used = {int_of(item.args[1]) for item in user.users if item in scope.live}
             if len(used) == len(user.meta["val"]):
                 taken += range(size)
     return sorted(taken) == list(range(size))
@@ -323,7 +324,7 @@ def _covered(scope: Scope, node: Node, dim: int) -> bool:
 
 def _dim_of(node: Node) -> int:
     at = 2 if op_name(node) in ("split", "split_with_sizes", "unsafe_split") else 1
-    return node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
+    return int_of(node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0))
 
 
 def slice_backward(scope: Scope, node: Node, given: dict) -> Value:
@@ -341,7 +342,7 @@ def select_backward(scope: Scope, node: Node, given: dict) -> Value:
 
 def cat(scope: Scope, node: Node, given: dict) -> Value:
     """Pieces along a dim; empty ones are left out."""
-    dim, shapes_of = given["dim"] % len(shape_of(node)), [tuple(n.meta["val"].shape) for n in node.args[0]]
+    dim, shapes_of = given["dim"] % len(shape_of(node)), [tuple(n.meta["val"].shape) for n in items_of(node.args[0])]
     pairs = list(zip(given["tensors"], shapes_of, strict=True))
     pairs = [(x, shape) for x, shape in pairs if math.prod(shape)] or pairs
     return concatenated(scope, node, [x for x, _ in pairs], dim, [shape[dim] for _, shape in pairs])

@@ -21,6 +21,7 @@ from fmegatron.step.check.dims import Atom, canonical, folds_of, plain, size_of
 from fmegatron.step.check.marks import FLIPPED, scaled
 from fmegatron.step.check.movement import expanded
 from fmegatron.step.check.values import First, Pending, Value, counted, filled, number
+from fmegatron.step.graph.nodes import node_of
 from fmegatron.step.torch_private import outside_of_tracing
 
 Node = torch.fx.Node
@@ -65,13 +66,13 @@ def _flipped(atom: Atom) -> Atom:
 def cast(scope: Scope, node: Node, given: dict) -> Value:
     """A cast between floats is taken for exact (fp8 too). One of a pending sum to integers is exact for whole
     numbers, and open for others; one to truth values is a comparison."""
-    x, before, after = given["self"], node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    x, before, after = given["self"], node_of(node.args[0]).meta["val"].dtype, node.meta["val"].dtype
     if x.settled or before == after or after.is_floating_point or after.is_complex:
         return x
     if after == torch.bool:
         return elementwise(scope, node, "compare", [x, number(0)])
     sums = [axis for axis in x.having(Pending) if x.pending(axis, "sum")]
-    if not sums or _whole(node.args[0]):
+    if not sums or _whole(node_of(node.args[0])):
         return x
     why = "a cast to whole numbers rounds each rank's term of a pending sum, unless it is whole"
     return x.marked({axis: scope.unknown(node, why, f"psum before the cast. {GO_ON}") for axis in sums})
@@ -194,7 +195,7 @@ def _weighted(scope: Scope, node: Node, x: Value, by: Any) -> Value:
 
 def interpolated(scope: Scope, node: Node, given: dict) -> Value:
     """lerp = self + weight (end - self): a sum, times a weight."""
-    both = elementwise(scope, node, "sum", [given["self"], given.get("end", given.get("tensors1"))])
+    both = elementwise(scope, node, "sum", [given["self"], given["end" if "end" in given else "tensors1"]])
     weight = given.get("weight", given.get("weights"))
     return _product(scope, node, both, weight) if isinstance(weight, Value) else both
 
@@ -273,7 +274,7 @@ function = function_of("function")
 def same_bits(scope: Scope, node: Node, given: dict) -> Value | None:
     """x.view(dtype): the bits of elements; the last dim grows or shrinks with the size of an element."""
     x = elementwise(scope, node, "function", [given["self"]])
-    before, after = node.args[0].meta["val"].dtype.itemsize, node.meta["val"].dtype.itemsize
+    before, after = node_of(node.args[0]).meta["val"].dtype.itemsize, node.meta["val"].dtype.itemsize
     if before == after or not x.dims:
         return x
     last = x.dims[-1]
@@ -291,10 +292,11 @@ def with_number(scope: Scope, node: Node, operands: Sequence[Value], out: Value)
     """The result of a pointwise op, with the number that it is where all operands are numbers that are known."""
     if out.marks or any([v.constant is None or v.marks for v in operands]):
         return out
-    known = iter(operands)
+    known = iter([v.constant for v in operands if v.constant is not None])
+    assert callable(node.target), "it is the function of a call"
 
     def scalar(n: Node) -> torch.Tensor:
-        return torch.full((), next(known).constant, dtype=n.meta["val"].dtype)
+        return torch.full((), next(known), dtype=n.meta["val"].dtype)
 
     with outside_of_tracing(), torch.no_grad():
         args, kwargs = torch.fx.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), scalar)

@@ -22,6 +22,7 @@ from fmegatron.step.check.dims import UNIFORM, Dim, folds_of, over, plain, size_
 from fmegatron.step.check.marks import excess_after, raised
 from fmegatron.step.check.values import (
     NOTHING,
+    First,
     Mark,
     Pending,
     Somewhere,
@@ -90,6 +91,8 @@ def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind:
         if mark.dims is not None and not gone & set(mark.dims):
             return mark._replace(dims=None)
         crosses = True
+    elif isinstance(mark, First):
+        return Varying()
     elif mark is not None:
         return _of_pending(scope, node, x, axis, mark, kind)
     if not crosses:
@@ -256,7 +259,7 @@ def product_of(a: str, b: str, batch: int = 0) -> Rule:
     return rule
 
 
-def scaled_matrices(scope: Scope, node: Node, given: dict) -> Value:
+def scaled_matrices(scope: Scope, node: Node, given: dict) -> Value | None:
     """_scaled_mm: (self[m, k] scale_a) @ (mat2[k, n] scale_b) + bias, with scales of tensors, rows or columns.
 
     Scales must be equal on all ranks that hold parts of one row: taken from a local maximum they are a pending max.

@@ -20,9 +20,15 @@ OPEN = (Wrong, Unknown, Suspect)  # marks that a collective leaves as they are
 
 def left_of(mark: Mark | None) -> Mark | None:
     """What a collective over its axis leaves of such a mark: another rank may have the same now."""
-    if isinstance(mark, Unknown) and mark.own:
-        return mark._replace(own=False)
+    if isinstance(mark, Unknown):
+        return mark._replace(own=False, equal=False)
     return mark if isinstance(mark, OPEN) else None
+
+
+def equal_over(axes: tuple[str, ...], x: Value) -> Value:
+    """A value that all ranks of these axes have, whatever it is."""
+    known = {a: mark._replace(equal=True) for a in axes if isinstance(mark := x.marks.get(a), Unknown)}
+    return replace(x, marks={**x.marks, **known}) if known else x
 
 
 def axes_on(names: tuple[str, ...], place: Place, dim: int) -> tuple[str, ...]:
@@ -87,9 +93,17 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
             wrong = Wrong(node, f"declared {kind}, but it does not depend on the rank",
                        "the axis_index in it belongs to another axis?")  # fmt: skip
             out = out.marked({axis: wrong})
-    believed = tuple(a for a in axes if a in x.marks and not _is_more(x.marks[a]))
+        elif isinstance(mark := x.marks.get(axis), Unknown) and mark.equal and kind == "sharded":
+            wrong = Wrong(node, "declared sharded, but it was summed or gathered: all ranks have the same",
+                       "leave out the one or the other")  # fmt: skip
+            out = out.marked({axis: wrong})
+        elif axis not in x.marks and x.shards(axis) and _other_dim(x, axis, stated):
+            wrong = Wrong(node, f"declared {kind}{_on_dim(stated)}, but it is {x.state(axis)}",
+                       "leave it out, or say what changed: own, or another axis?")  # fmt: skip
+            out = out.marked({axis: wrong})
+    believed = tuple(a for a in axes if a in x.marks and not _is_more(out.marks.get(a, x.marks[a])))
     if kind == "replicated":
-        return x.without(believed)
+        return out.without(believed)
     if kind == "partial":
         return out.marked({a: Pending("sum", node) for a in believed if not x.pending(a, "sum")})
     if believed:
@@ -100,6 +114,14 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
         dims[dim] = canonical((Atom(size_of(atoms), before + believed),))
         out = out.with_dims(dims)
     return out
+
+
+def _other_dim(x: Value, axis: str, stated: Any) -> bool:
+    return not isinstance(stated, Sharded) or stated.place.dims[0] not in x.shards(axis)
+
+
+def _on_dim(stated: Any) -> str:
+    return f" on dim {stated.place.dims[0]}" if isinstance(stated, Sharded) else ""
 
 
 def _own(node: Node, x: Value, axes: tuple[str, ...]) -> Value:

@@ -85,11 +85,13 @@ class Unknown(NamedTuple):
 
     own: it is made of each rank's part, and no collective over the axis came since: no other rank has the same.
     factor: it may be n times too large, of which a `declare` is not informative.
+    equal: whatever it is, all ranks of the axis have the same, by a sum or a gather over it.
     """
 
     origins: frozenset[int]
     own: bool = False
     factor: bool = False
+    equal: bool = False
     words = "not known"
 
 
@@ -170,6 +172,11 @@ class Value:
         """Whether a reduction over the axis is pending, of one of these kinds (any if none is named)."""
         mark = self.marks.get(axis)
         return isinstance(mark, Pending) and (not kinds or mark.kind in kinds)
+
+    def birth(self, axis: str) -> Node | None:
+        """The node from which on a reduction over the axis is pending; None where it came in so, or none is."""
+        mark = self.marks.get(axis)
+        return mark.birth if isinstance(mark, Pending) else None
 
     def is_(self, axis: str, *kinds: type) -> bool:
         """Whether its mark over the axis is one of these."""

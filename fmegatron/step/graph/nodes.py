@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.torch_private import Op, opname, storage_number
 
 __all__ = [
-    *("entry_of", "is_layer", "is_light", "is_start", "is_view", "is_wait", "kind", "meta_of", "meta_text"),
-    *("opaque_entries", "storage_of", "symbolic_nodes", "user_line", "waits_of", "written_by"),
+    *("entry_of", "int_of", "is_layer", "is_light", "is_start", "is_view", "is_wait", "items_of", "kind", "meta_of"),
+    *("meta_text", "node_of", "opaque_entries", "storage_of", "symbolic_nodes", "user_line", "waits_of", "written_by"),
 ]
 
 _WAIT = "wait_tensor"
@@ -23,6 +24,24 @@ _OURS = frozenset({"ppermute", "all_to_all_rows"})  # that start an exchange who
 _MAY_BE_VIEWS = frozenset({"_unsafe_view", "reshape", "contiguous"})
 _LIGHT = frozenset({"cat", "stack", "clone", "_to_copy", "_unsafe_view", "barrier", "full", "arange", "scalar_tensor"})
 _LIGHT |= {"pack", "unpack", "amax"}  # several dtypes in one buffer; scales of what travels in 8 bits
+
+
+def node_of(argument: object) -> fx.Node:
+    """An argument of a node where its op takes a tensor: the node that computes it."""
+    assert isinstance(argument, fx.Node), argument
+    return argument
+
+
+def items_of(argument: object) -> Sequence[Any]:
+    """An argument of a node where its op takes a list: its items."""
+    assert isinstance(argument, (list, tuple)), argument
+    return argument
+
+
+def int_of(argument: object) -> int:
+    """An argument of a node where its op takes a constant integer, such as the position of a result."""
+    assert isinstance(argument, int), argument
+    return argument
 
 
 def _c10d_name(node: fx.Node) -> str | None:
@@ -50,6 +69,7 @@ def is_layer(node: fx.Node) -> bool:
 def kind(node: fx.Node) -> str:
     """ "gather", "scatter" (reduce-scatter), "reduce" (all-reduce) or "exchange", of a node that starts one."""
     name = node.meta.get("symbolic") or _c10d_name(node)  # an exact reduce-scatter is an exchange with sums behind it
+    assert name is not None, f"{node} starts a collective"
     for word, prefix in (("gather", "all_gather"), ("scatter", "reduce_scatter"), ("reduce", "all_reduce")):
         if name.startswith(prefix):
             return word

@@ -46,7 +46,7 @@ def layers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
             found[node] = node
         else:
             before = [found[x] for x in node.all_input_nodes if found[x] is not None]
-            found[node] = max(before, key=position.get, default=None)
+            found[node] = max(before, key=position.__getitem__, default=None)
     return found
 
 

@@ -87,11 +87,11 @@ def units(graph: fx.Graph) -> list[Unit]:
         # A coalesced gather serves several computations: the unit is that of the last, the others come before it.
         parts = [u for u in gather.users if u.target is operator.getitem] or [gather]
         readers = [[u for n in _behind(part, gathered) for u in n.users if u not in gathered] for part in parts]
-        first = [min(found, key=position.get) for found in readers if found]
+        first = [min(found, key=position.__getitem__) for found in readers if found]
         if first:
-            by_anchor.setdefault(max(first, key=position.get), []).append(gather)
+            by_anchor.setdefault(max(first, key=position.__getitem__), []).append(gather)
     found = []
-    for anchor in sorted(by_anchor, key=position.get):
+    for anchor in sorted(by_anchor, key=position.__getitem__):
         gathers = by_anchor[anchor]
         depths = sorted({gathered[g] for g in gathers})
         stages = tuple(tuple(g for g in gathers if gathered[g] == d) for d in depths)

@@ -9,7 +9,7 @@ from torch import fx
 
 from fmegatron.collectives.torch_private import functional_ops
 from fmegatron.layout import dtype_name
-from fmegatron.step.graph.nodes import is_layer, is_start, is_view, is_wait, kind, waits_of
+from fmegatron.step.graph.nodes import int_of, is_layer, is_start, is_view, is_wait, items_of, kind, node_of, waits_of
 from fmegatron.step.graph.order import add_call, ancestors, behind, layers, sort_by, topological
 from fmegatron.step.overlap.gathers import units
 from fmegatron.step.torch_private import opname
@@ -90,7 +90,10 @@ def _last_scatters(graph: fx.Graph) -> list[fx.Node]:
     layer, directly = layers(graph), behind(graph)
     scatters = [n for n in graph.nodes if is_start(n) and kind(n) == "scatter"]
     by_layer = list(dict.fromkeys(layer[s] for s in scatters))
-    if len(by_layer) < 2 or None in by_layer[-2:] or not is_layer(by_layer[-2]) or is_layer(by_layer[-1]):
+    if len(by_layer) < 2:
+        return []
+    before, end = by_layer[-2:]
+    if before is None or end is None or not is_layer(before) or is_layer(end):
         return []
     last = [s for s in scatters if layer[s] in by_layer[-2:]]
     return [s for s in last if not ancestors([s], directly) & set(last)]
@@ -103,9 +106,9 @@ def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
     exchange it shares as an exchange: its sum then is local too, in the order of the ranks.
     """
     joinable: dict[tuple, list[fx.Node]] = {}
-    exchanged = {s.args[-1] for s in starts if opname(s.target) == _EXCHANGE}
+    exchanged = {str(s.args[-1]) for s in starts if opname(s.target) == _EXCHANGE}
     for start in starts:
-        name, group = opname(start.target), start.args[-1]
+        name, group = opname(start.target), str(start.args[-1])
         if name in (_SCATTER, _EXCHANGE) and group in exchanged:
             joinable.setdefault((_EXCHANGE, group), []).append(start)
         elif (base := name.removesuffix(_LIST)) in (_GATHER, _SCATTER):
@@ -120,8 +123,9 @@ def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
 def _parts(start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """(buffer that is sent, node of what arrives) of a start, or of each in its list."""
     if not opname(start.target).endswith(_LIST):
-        return [(start.args[0], start)]
-    return [(start.args[0][piece.args[1]], piece) for piece in start.users]
+        return [(node_of(start.args[0]), start)]
+    given = items_of(start.args[0])
+    return [(given[int_of(piece.args[1])], piece) for piece in start.users]
 
 
 def _coalesced(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
@@ -159,11 +163,13 @@ def _exchanged(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
     """One exchange of a buffer [ranks, row] that has the rows of all; what was packed already is packed only once."""
     ours, reshape = torch.ops.fmegatron_real, torch.ops.aten.reshape.default
     exchange = next(s for s in starts if opname(s.target) == _EXCHANGE)
-    n = len(exchange.args[1])
+    n = len(items_of(exchange.args[1]))
     packs, unpacks = ([_along(s, ours.pack.default) for s in starts], [_along(s, ours.unpack.default) for s in starts])
     with graph.inserting_before(at):
         rows = [
-            list(pack[-1].args[0]) if pack and unpack else [add_call(graph, reshape, (s.args[0], [n, -1]), at)]
+            list(items_of(pack[-1].args[0]))
+            if pack and unpack
+            else [add_call(graph, reshape, (s.args[0], [n, -1]), at)]
             for s, pack, unpack in zip(starts, packs, unpacks, strict=True)
         ]
         sent = [row for mine in rows for row in mine]
@@ -181,7 +187,7 @@ def _exchanged(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
             mine = [next(arrived) for _ in mine]
             if pack and unpack:
                 for user in list(unpack[-1].users):
-                    user.replace_all_uses_with(mine[user.args[1]])
+                    user.replace_all_uses_with(mine[int_of(user.args[1])])
                     graph.erase_node(user)
                 gone = [*reversed(unpack), old, *pack]
             else:
@@ -208,7 +214,7 @@ def _along(start: fx.Node, end) -> list[fx.Node]:
     buffer; [] if that is not so."""
     back, found, node = end is torch.ops.fmegatron_real.pack.default, [], start
     while node.target is not end:
-        near = [node.args[0]] if back else list(node.users)
+        near = [node_of(node.args[0])] if back else list(node.users)
         if len(near) != 1 or (back and len(near[0].users) != 1):
             return []
         node = near[0]

@@ -94,10 +94,11 @@ def overlapped(
     """
     if setting is None or not any(map(is_start, graph_module.graph.nodes)):
         return graph_module
-    limited = setting.reorders and setting.peak is not None
-    limit = int(setting.peak * peak_bytes(graph_module.graph)) if limited else None
+    limit = None
+    if setting.reorders and setting.peak is not None:
+        limit = int(setting.peak * peak_bytes(graph_module.graph))
     module = _ordered(graph_module, setting, limit)
-    if setting.join_ends and limited and peak_bytes(module.graph) > limit:
+    if setting.join_ends and limit is not None and peak_bytes(module.graph) > limit:
         # The shard of the embedding's gradient arrives with that of the first block, before all blocks' are stacked.
         apart = _ordered(graph_module, setting, limit, join_backward=False)
         module = min(module, apart, key=lambda m: peak_bytes(m.graph))
@@ -213,7 +214,7 @@ class _Order:
 
     def emit_inputs(self, node: fx.Node) -> None:
         """Append what must come before a node."""
-        for before in sorted(self.before[node], key=self.position.get):
+        for before in sorted(self.before[node], key=self.position.__getitem__):
             self.emit(before)
 
     # ---- gathers --------------------------------------------------------------------------------------------------

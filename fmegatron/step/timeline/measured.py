@@ -15,6 +15,7 @@ from fmegatron.step.overlap import Overlap
 from fmegatron.step.passes import Target
 from fmegatron.step.timeline.events import COMPUTE, Event, Timeline
 from fmegatron.step.timeline.planned import PaperWorld, Rates, launched, planned
+from fmegatron.step.torch_private import profiled_events
 
 __all__ = ["measured", "timeline"]
 
@@ -93,7 +94,7 @@ def measured(call: Callable[[], Any], launched: Sequence[str], title: str = "mea
         result = call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    found = profile.profiler.kineto_results.events()
+    found = profiled_events(profile)
     return result, Timeline(tuple(_events(sorted(found, key=lambda e: e.start_ns()), launched)), title)
 
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fmegatron.collectives import World
 from fmegatron.layout import Mesh
-from fmegatron.step.graph.nodes import is_layer, is_light, is_start, is_view, is_wait, kind
+from fmegatron.step.graph.nodes import entry_of, is_layer, is_light, is_start, is_view, is_wait, kind, node_of
 from fmegatron.step.timeline.events import COMPUTE, Event, Timeline
 from fmegatron.step.torch_private import Op, opname
 
@@ -31,13 +31,13 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
         if node.op != "call_function":
             continue
         if is_wait(node):
-            source = node.args[0]
-            names[node] = "w:" + (names.get(source) or names.get(source.args[0], "?"))
+            source = node_of(node.args[0])
+            names[node] = "w:" + (names.get(source) or names.get(node_of(source.args[0]), "?"))
             continue
         if is_start(node):
             letter = _letter(node)
         elif is_layer(node):
-            called = node.target.entry.op.name()
+            called = entry_of(node).op.name()
             letter = "F" if "_fwd_" in called else "B" if "_bwd_" in called else "C"
         else:
             continue
@@ -158,9 +158,9 @@ def _seconds_on_the_wire(start: fx.Node, rates: Rates | None) -> float:
 
 def _seconds_of(node: fx.Node, rates: Rates | None) -> float:
     if rates is None:
-        return (2.0 if "_bwd_" in node.target.entry.op.name() else 1.0) if is_layer(node) else 0.0
+        return (2.0 if "_bwd_" in entry_of(node).op.name() else 1.0) if is_layer(node) else 0.0
     if is_layer(node):
-        inner = node.target.entry.graph_module.graph
+        inner = entry_of(node).graph_module.graph
         return sum(_seconds_of(n, rates) for n in inner.nodes if n.op == "call_function" and not is_start(n))
     if not isinstance(node.target, Op) or is_view(node):
         return 0.0

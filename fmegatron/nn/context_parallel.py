@@ -1,0 +1,308 @@
+"""Attention over a sequence that is split over ranks: a ring, an all-gather, an exchange of heads, or two of them.
+
+Legend: B batch, S this rank's positions, T all that it sees at once, H/G query/kv heads, K head width, n ranks of cp.
+
+One rule for masks in all of them: positions and documents are data that lie with the tokens and travel with the keys
+(`visible`). So no mask depends on a rank, packed documents and windows need no code of their own, and the order in
+which ranks get the tokens of a sequence (`zigzag`) is the loader's matter and no part of the maths.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fmegatron.collectives import Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
+from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged, visible
+
+__all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
+
+
+# ---- forms -----------------------------------------------------------------------------------------------------------
+def ring_attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    cp: Axis,
+    window: int | None = None,
+    balanced: bool = False,
+) -> Tensor:
+    """`q[B, S_cp, H, K], k, v[B, S_cp, G, K] -> o[B, S_cp, H, K]`: blocks of keys go round the ranks, n - 1 hops.
+
+    Forward the blocks are merged by an online softmax. The backward goes round again with the log-sum-exp of all of
+    them, and the gradients of a block's keys travel with it until they are home, n hops: nothing but q, k, v, o and one
+    number for each query is kept in between. Each hop is under way while the block before is multiplied.
+
+    balanced: every rank computes 2n + 1 blocks of half its length, where else it computes 4n of which a causal mask
+    hides nearly half. The ranks must have the parts of the sequence in the order of `zigzag` (in which documents are
+    packed one after the other). Without documents and window no mask is made at all: a position sees all before it.
+    Sources: Liu et al. 2023, arXiv 2310.01889; Brandon et al. 2023, arXiv 2311.09431 (balance).
+
+    Args:
+        q_BSHK: queries of this rank's positions.
+        k_BSGK: their keys.
+        v_BSGK: their values, of another width if need be.
+        positions: int64 [B, S_cp] or [S_cp], of each position in its document (or in the sequence).
+        documents: int64 [B, S_cp], the number of its document; None: a row is one.
+        cp: over which the sequence is split.
+        window: how many positions a query sees, itself included; None: all before it.
+        balanced: whether the ranks have parts in zigzag order, and share the work equally.
+
+    Raises ValueError for a balanced ring over an odd number of positions on each rank.
+    """
+    if cp.size == 1:
+        return _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window)
+    if balanced and q_BSHK.shape[1] % 2:
+        raise ValueError(
+            f"ring over {cp}: got {q_BSHK.shape[1]} positions on each rank, wanted an even number, since a balanced "
+            f"ring gives each rank two parts of the sequence; pad it to a multiple of {2 * cp.size}"
+        )
+    how = _Ring(cp, window, balanced, not balanced or documents is not None or window is not None)
+    at = _stacked(positions, documents)
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+    return declare(_RingAttention.apply(q, k, v, at, how), cp, ("sharded", 2)).transpose(1, 2)
+
+
+def gathered_attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    cp: Axis,
+    window: int | None = None,
+) -> Tensor:
+    """The same with keys and values of all ranks gathered; their gradients are reduce-scattered.
+
+    Memory for all keys and a mask [B, 1, S, T]. Arguments as of `ring_attention`.
+    Source: Llama team 2024, arXiv 2407.21783, section 3.3.2.
+    """
+    if cp.size == 1:
+        return _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window)
+    kv_BTGK = all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)
+    k_BTGK, v_BTGK = kv_BTGK.split((k_BSGK.shape[-1], v_BSGK.shape[-1]), -1)
+    mask = visible(positions, documents, all_gather(positions, cp, -1), _gathered(documents, cp), window)
+    return attention_with_lse(q_BSHK, k_BTGK, v_BTGK, mask)[0]
+
+
+def ulysses_attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    cp: Axis,
+    window: int | None = None,
+    inside: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """The same with heads exchanged for positions: each rank has all positions of H/n heads, then its own of all.
+
+    Fewer kv heads than ranks are copied as often as it takes. inside: (q, k, v, positions, documents) -> o for these
+    heads, by default attention on this rank; other arguments as of `ring_attention`.
+    Source: Jacobs et al. 2023, arXiv 2309.14509.
+    Raises ValueError for heads that cannot be given to the ranks in equal parts.
+    """
+    n, heads, groups = cp.size, q_BSHK.shape[2], k_BSGK.shape[2]
+    if heads % n or (groups % n and n % groups):
+        raise ValueError(
+            f"ulysses over {cp}: got {heads} heads of queries and {groups} of keys, wanted multiples of {n} (fewer "
+            f"heads of keys if they divide {n}); choose a smaller axis, and a ring over the rest (two_level_attention)"
+        )
+    local = inside or functools.partial(_local, window=window)
+    if n == 1:
+        return local(q_BSHK, k_BSGK, v_BSGK, positions, documents)
+    if groups % n:
+        k_BSGK, v_BSGK = (x.repeat_interleave(n // groups, 2) for x in (k_BSGK, v_BSGK))
+    q_BTHK, k_BTGK, v_BTGK = all_to_all_many([q_BSHK, k_BSGK, v_BSGK], cp, [2] * 3, [1] * 3)
+    o_BTHK = local(q_BTHK, k_BTGK, v_BTGK, all_gather(positions, cp, -1), _gathered(documents, cp))
+    return all_to_all(o_BTHK, cp, 1, 2)
+
+
+def two_level_attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    outer: Axis,
+    inner: Axis,
+    window: int | None = None,
+    balanced: bool = False,
+) -> Tensor:
+    """Heads exchanged over `inner` (fast links), a ring over `outer`; the sequence is split over both, outer major.
+
+    Arguments as of `ring_attention`; balanced: in the order of `zigzag` over `outer`.
+    """
+    ring = functools.partial(ring_attention, cp=outer, window=window, balanced=balanced)
+    return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, inside=ring)
+
+
+def zigzag(length: int, n: int) -> Tensor:
+    """The order [S] of positions in which equal parts for n ranks have the chunks r and 2n - 1 - r: equal causal work.
+
+    `x[:, order]` deals a batch so: tokens, labels, positions and documents alike.
+    Raises ValueError for a length that 2n does not divide.
+    """
+    if length % (2 * n):
+        raise ValueError(
+            f"zigzag: got {length} positions for {n} ranks, wanted a multiple of {2 * n}, two chunks for each; pad the "
+            "sequence, or choose another number of ranks"
+        )
+    chunks = torch.arange(length).chunk(2 * n)
+    return torch.cat([chunk for r in range(n) for chunk in (chunks[r], chunks[2 * n - 1 - r])])
+
+
+def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window) -> Tensor:
+    mask = visible(positions, documents, positions, documents, window)
+    return attention_with_lse(q_BSHK, k_BSGK, v_BSGK, mask)[0]
+
+
+def _gathered(documents: Tensor | None, cp: Axis) -> Tensor | None:
+    return None if documents is None else all_gather(documents, cp, -1)
+
+
+def _stacked(positions: Tensor, documents: Tensor | None) -> Tensor:
+    """[1, .., S] of positions, or [2, B, S] with documents: what travels with the keys."""
+    positions = positions if positions.dim() == 2 else positions[None]
+    return positions[None] if documents is None else torch.stack((positions.expand_as(documents), documents))
+
+
+# ---- the ring --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Ring:
+    """masked: whether masks are made of positions and documents, or none is needed but the diagonal's."""
+
+    cp: Axis
+    window: int | None
+    balanced: bool
+    masked: bool
+
+    def seen(self, at_q: Tensor, at_k: Tensor, diagonal: bool = False) -> tuple[Tensor | None, bool]:
+        """(mask, causal) of a block."""
+        if not self.masked:
+            return None, diagonal
+        doc_q, doc_k = (at[1] if at.shape[0] == 2 else None for at in (at_q, at_k))
+        return visible(at_q[0], doc_q, at_k[0], doc_k, self.window), False
+
+    def round(self, kv: Tensor, at: Tensor):
+        """(hop, keys, values, their positions) of every block in turn; the next one is under way meanwhile."""
+        for hop in range(self.cp.size):
+            now = kv, at
+            if hop + 1 < self.cp.size:
+                kv = ppermute(kv, self.cp, 1)
+                at = ppermute(at, self.cp, 1) if self.masked else at
+            yield hop, *now
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, at, how: _Ring):
+        ctx.how, found = how, []
+        if how.balanced:  # its two chunks are no part of the sequence in any layout
+            q, at = (declare(x, how.cp, "own", 2) for x in (q, at))
+        for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
+            keys = *kv.split((k.shape[-1], v.shape[-1]), -1), at_k
+            found = (_balanced if how.balanced else _plain)(how, hop, found, (q, at), keys)
+        o, lse = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, at, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, at, o, lse = ctx.saved_tensors
+        how, widths = ctx.how, (k.shape[-1], v.shape[-1])
+        do = declare(do, how.cp, "own", 2) if how.balanced else do
+        dq, dkv = 0.0, 0.0
+        for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
+            rows, keys = (q, at, do, o, lse), (*kv.split(widths, -1), at_k)
+            dq_now, *dkv_now = (_balanced_backward if how.balanced else _plain_backward)(how, hop, rows, keys)
+            dq = dq + dq_now
+            dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after the last block one hop more: home
+        found = zip((dq, *dkv.split(widths, -1)), (q, k, v), strict=True)
+        return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), None, None
+
+
+def _travelling(k, v, at, how: _Ring) -> tuple[Tensor, Tensor]:
+    kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)
+    return kv, declare(at, how.cp, "own", 2) if how.masked else at
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _plain(how, hop, found, rows, keys):
+    """[(o, lse)] with one block more."""
+    (q, at), (k, v, at_k) = rows, keys
+    mask, causal = how.seen(at, at_k)
+    more = block(q, k, v, mask, causal)
+    return [merged(found[0], more) if hop else more]
+
+
+def _plain_backward(how, hop, rows, keys):
+    (q, at, do, o, lse), (k, v, at_k) = rows, keys
+    return [_wide(g) for g in block_backward(do, q, k, v, o, lse, *how.seen(at, at_k))]
+
+
+# ---- balanced: of a block that came from rank s, rank r needs two of four parts --------------------------------------
+# Rank r has the chunks r and 2n - 1 - r. If s < r, both see the first chunk of keys, if s > r, the second chunk of
+# queries sees both: (q1, k0) always, and one more, whose operands `where` picks: what depends on the rank is data.
+def _halves(x: Tensor, dim: int = 2) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, dim)
+    return first, second
+
+
+def _earlier(how: _Ring, hop: int, like: Tensor) -> Tensor:
+    """Whether the block came from a rank before this one, and not round from behind."""
+    return axis_index(how.cp, like=like) >= hop
+
+
+def _balanced(how, hop, found, rows, keys):
+    """[(o, lse) of the first chunk of queries, of the second] with the block of one hop more."""
+    pairs = [_halves(x) for x in (*rows, *keys)]
+    (q0, q1), (a0, a1), (k0, k1), (v0, v1), (b0, b1) = pairs
+
+    def attention(q, a, k, v, b, diagonal=False):
+        mask, causal = how.seen(a, b, diagonal)
+        return block(q, k, v, mask, causal)
+
+    low = attention(q1, a1, k0, v0, b0)
+    if hop == 0:
+        return [attention(q0, a0, k0, v0, b0, True), merged(low, attention(q1, a1, k1, v1, b1, True))]
+    earlier = _earlier(how, hop, q0)
+    q, a, k, v, b = (torch.where(earlier, x, y) for x, y in pairs)
+    o, lse = attention(q, a, k, v, b)
+    first = merged(found[0], (o, torch.where(earlier, lse, -math.inf)))
+    return [first, merged(merged(found[1], low), (o, torch.where(earlier, -math.inf, lse)))]
+
+
+def _balanced_backward(how, hop, rows, keys):
+    pairs = [_halves(x) for x in (*rows, *keys)]
+    (q0, q1), (a0, a1), (do0, do1), (o0, o1), (l0, l1), (k0, k1), (v0, v1), (b0, b1) = pairs
+    dq1, dk0, dv0 = map(_wide, block_backward(do1, q1, k0, v0, o1, l1, *how.seen(a1, b0)))
+    if hop == 0:
+        dq0, *more = map(_wide, block_backward(do0, q0, k0, v0, o0, l0, *how.seen(a0, b0, diagonal=True)))
+        dk0, dv0 = dk0 + more[0], dv0 + more[1]
+        more, dk1, dv1 = map(_wide, block_backward(do1, q1, k1, v1, o1, l1, *how.seen(a1, b1, diagonal=True)))
+        return _joined((dq0, dq1 + more), (dk0, dk1), (dv0, dv1))
+    earlier = _earlier(how, hop, q0)
+    q, a, do, o, lse, k, v, b = (torch.where(earlier, x, y) for x, y in pairs)
+    dq, dk, dv = map(_wide, block_backward(do, q, k, v, o, lse, *how.seen(a, b)))
+
+    def parted(x):
+        return torch.where(earlier, x, 0.0), torch.where(earlier, 0.0, x)
+
+    (x0, x1), (y0, dk1), (z0, dv1) = parted(dq), parted(dk), parted(dv)
+    return _joined((x0, dq1 + x1), (dk0 + y0, dk1), (dv0 + z0, dv1))
+
+
+def _joined(*parts):
+    return [torch.cat(part, 2) for part in parts]

@@ -1,0 +1,152 @@
+"""Attention with its log-sum-exp: values, both gradients, blocks that are merged; with the kernel and without it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fmegatron import nn
+from fmegatron.nn import attention_blocks
+from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged, visible
+from fmegatron.step import compiled_layer, jit, value_and_grad
+from tests.step import tiny
+
+F64 = torch.float64
+B, S, T, H, G, K = 2, 6, 10, 4, 2, 8
+
+
+def rand(*shape, seed=0, dtype=F64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype).requires_grad_()
+
+
+def plain(q_BSHK, k_BTGK, v_BTGK, mask):
+    """By the definition."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
+    return (s.softmax(-1) @ v).transpose(1, 2), s.logsumexp(-1).transpose(1, 2)
+
+
+@pytest.fixture(params=["kernel", "products"])
+def how(request, monkeypatch):
+    """With torch's kernel on the CPU, and as on devices where there is none."""
+    monkeypatch.setattr(attention_blocks, "_has_kernel", lambda q, v: request.param == "kernel")
+
+
+MASKS = {
+    "causal": None,
+    "any": torch.rand(B, 1, S, T, generator=torch.Generator().manual_seed(2)) < 0.6,
+    "of heads": torch.rand(1, H, S, T, generator=torch.Generator().manual_seed(3)) < 0.6,
+}
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=["both", "o", "lse"])
+@pytest.mark.parametrize("name", MASKS)
+def test_both_gradients(how, name, given):
+    mask, keys = MASKS[name], S if MASKS[name] is None else T
+    q, k, v = rand(B, S, H, K), rand(B, keys, G, K, seed=1), rand(B, keys, G, K, seed=2)
+    a, b = rand(B, S, H, K, seed=3).detach() * given[0], rand(B, S, H, seed=4).detach() * given[1]
+    full = torch.ones(S, S, dtype=torch.bool).tril() if mask is None else mask
+    found = []
+    for fn, m in ((attention_with_lse, mask), (plain, full)):
+        o, lse = fn(q, k, v, m)
+        loss = sum((x * y).sum() for x, y, use in ((o, a, given[0]), (lse, b, given[1])) if use)
+        grads = torch.autograd.grad(loss, (q, k, v), allow_unused=True, materialize_grads=True)
+        found.append([o, lse, *grads])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_the_attention_of_the_decoder():
+    q, k, v = rand(B, S, H, K), rand(B, S, G, K, seed=1), rand(B, S, G, K, seed=2)
+    assert torch.equal(attention_with_lse(q, k, v)[0], nn.attention(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes(how, dtype):
+    q, k, v = (
+        rand(B, S, H, K, dtype=dtype),
+        rand(B, S, G, K, seed=1, dtype=dtype),
+        rand(B, S, G, K, seed=2, dtype=dtype),
+    )
+    o, lse = attention_with_lse(q, k, v)
+    wanted = plain(q.double(), k.double(), v.double(), torch.ones(S, S, dtype=torch.bool).tril())
+    assert (o.dtype, lse.dtype) == (dtype, torch.float32)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close([o.double(), lse.double()], list(wanted), **tolerance)
+    for g in torch.autograd.grad(o.sum() + lse.sum(), (q, k, v)):
+        assert g.dtype == dtype and g.isfinite().all()
+
+
+def test_blocks_are_merged(how):
+    """Three blocks of keys, one of which some queries do not see at all, and a query that sees nothing anywhere."""
+    q, k, v = rand(B, H, S, K), rand(B, G, T, K, seed=1), rand(B, G, T, K, seed=2)
+    mask = MASKS["any"].clone()
+    mask[:, :, 1:4, 3:7], mask[0, 0, 5] = False, False
+    pieces = [slice(0, 3), slice(3, 7), slice(7, T)]
+    with torch.no_grad():
+        found = [block(q, k[:, :, one], v[:, :, one], mask[..., one]) for one in pieces]
+        o, lse = merged(merged(found[0], found[1]), found[2])
+    s = (q @ k.repeat_interleave(2, 1).mT / math.sqrt(K)).masked_fill(~mask, -math.inf)
+    wanted = s.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(o, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(lse == -math.inf, (~mask.any(-1)).expand_as(lse))
+    do = rand(B, H, S, K, seed=5).detach()
+    grads = torch.autograd.grad((wanted.nan_to_num(0.0) * do)[mask.any(-1).expand(B, H, S)].sum(), (q, k, v))
+    with torch.no_grad():
+        parts = [block_backward(do, q, k[:, :, one], v[:, :, one], o, lse, mask[..., one]) for one in pieces]
+    dq, dk, dv = sum(p[0] for p in parts), torch.cat([p[1] for p in parts], 2), torch.cat([p[2] for p in parts], 2)
+    torch.testing.assert_close([dq, dk, dv], list(grads), rtol=1e-12, atol=1e-12)
+
+
+def test_values_of_another_width():
+    """No kernel takes them."""
+    q, k, v = rand(B, S, H, K), rand(B, T, G, K, seed=1), rand(B, T, G, 3, seed=2)
+    mask = MASKS["any"]
+    torch.testing.assert_close(attention_with_lse(q, k, v, mask), plain(q, k, v, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("save", ["mincut", "inputs"])
+def test_in_a_compiled_layer(save):
+    def fn(x, w):
+        o, lse = attention_with_lse(x * w["q"], x[:, :, :G] * w["k"], x[:, :, :G])
+        return o, lse
+
+    def loss(p, x, layer):
+        o, lse = layer(x, p)
+        return (o * x).sum() + lse.square().sum()
+
+    p, x = {"q": rand(K).detach(), "k": rand(K, seed=1).detach()}, rand(B, S, H, K, seed=2).detach()
+    wanted = value_and_grad(lambda p, x: loss(p, x, fn))(p, x)
+    step = value_and_grad(lambda p, x: loss(p, x, compiled_layer(save)(fn)))
+    torch.testing.assert_close(jit(step, backend="aot_eager")(p, x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled():
+    q, k, v = (rand(B, S, heads, K, seed=i).detach() for i, heads in enumerate((H, G, G)))
+    step = value_and_grad(lambda p: sum(x.square().sum() for x in attention_with_lse(p["q"], p["k"], p["v"])))
+    p = {"q": q, "k": k, "v": v}
+    torch.testing.assert_close(jit(step, patches=tiny.SCALAR)(p), step(p), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_visible():
+    positions = torch.tensor([[0, 1, 2, 0, 1], [4, 0, 3, 1, 2]])
+    documents = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
+    for window, docs in itertools.product((None, 2), (None, documents)):
+        mask = visible(positions, docs, positions, docs, window)
+        for b, i, j in itertools.product(range(2), range(5), range(5)):
+            gap = int(positions[b, i] - positions[b, j])
+            wanted = 0 <= gap < (window or 99) and (docs is None or bool(documents[b, i] == documents[b, j]))
+            assert bool(mask[b, 0, i, j]) == wanted
+    assert torch.equal(visible(positions[1], None, positions[1], None, 2), visible(*[positions[1:], None] * 2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_rope_at_positions_of_each_row(dtype):
+    positions = torch.tensor([[0, 1, 2, 3], [7, 0, 1, 5]])
+    x = rand(2, 4, H, K).detach().to(dtype)
+    tables = nn.rope_angles(positions, K, 100.0, dtype)
+    got = nn.apply_rope(x, *tables)
+    for b in range(2):
+        wanted = nn.apply_rope(x[b : b + 1], *nn.rope_angles(positions[b], K, 100.0, dtype))
+        assert torch.equal(got[b : b + 1], wanted)

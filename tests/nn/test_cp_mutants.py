@@ -1,0 +1,75 @@
+"""Every mutant of context parallelism is found: by the check where sums or borders are wrong, else by simulation."""
+
+import functools
+import inspect
+import types
+
+import pytest
+import torch
+
+from fmegatron import collectives
+from fmegatron.layout import Mesh
+from fmegatron.nn import context_parallel
+from fmegatron.nn.context_parallel import zigzag
+from fmegatron.step import check
+from fmegatron.testing import relative_error, simulate
+from tests.nn import cp_step
+from tests.nn.cp_mutants import MUTANTS
+from tests.pairs import turns
+from tests.step.mutants import wrong
+
+
+def mutated(module, mutant):
+    """The module of the changed text; lines keep their numbers and their file."""
+    text = inspect.getsource(module)
+    assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.old!r} stands {text.count(mutant.old)} times"
+    assert mutant.old.count("\n") == mutant.new.count("\n"), mutant.name
+    fresh = types.ModuleType(module.__name__)
+    vars(fresh).update(wrong=wrong, psum=collectives.psum, __file__=module.__file__)
+    exec(compile(text.replace(mutant.old, mutant.new), module.__file__, "exec"), vars(fresh))
+    return fresh
+
+
+def steps(mutant):
+    """mesh -> step."""
+    how = {"form": mutant.form, "window": mutant.window, "packed": mutant.packed}
+    if mutant.step:
+        return functools.partial(mutated(cp_step, mutant).make_step, **how)
+    return functools.partial(cp_step.make_step, **how, forms=mutated(context_parallel, mutant))
+
+
+@functools.cache
+def right(form, mesh, packed, window):
+    """(arguments, outputs on one rank)."""
+    order = zigzag(cp_step.S, mesh["cp"]) if form == "balanced" else None
+    given, one = cp_step.values(order, packed), Mesh(cpi=1)
+    sim = simulate(cp_step.make_step(one, form, window, packed), one, *given, layouts=cp_step.layouts(one))
+    return given, {path: sim.gather(path) for path in sim.paths}
+
+
+def found_by(mutant):
+    """ "both", "check", "simulate" or "none"."""
+    make, at = steps(mutant), cp_step.layouts(mutant.mesh)
+    given, wanted = right(mutant.form, mutant.mesh, mutant.packed, mutant.window)
+    report = check(make(mutant.mesh), *at, mutant.mesh)
+    sim = simulate(make(mutant.mesh), mutant.mesh, *given, layouts=at)
+    differs = False
+    for path, value in wanted.items():
+        try:
+            differs |= not relative_error(sim.gather(path), value) <= 1e-10
+        except ValueError:  # replicas differ
+            differs = True
+    return {(True, True): "both", (True, False): "check", (False, True): "simulate"}.get(
+        (not report.ok, differs), "none"
+    )
+
+
+@pytest.mark.parametrize("mutant", turns(8, [(m,) for m in MUTANTS], [m.name for m in MUTANTS]))
+def test_mutant(mutant):
+    assert found_by(mutant) == mutant.finds
+
+
+def test_the_list():
+    assert len(MUTANTS) >= 40 and len({m.name for m in MUTANTS}) == len(MUTANTS)
+    assert all(m.finds in ("both", "check", "simulate") for m in MUTANTS)
+    assert torch.is_tensor(right("ring", Mesh(cp=4, cpi=1), True, None)[1]["1/loss"])
