@@ -1,4 +1,4 @@
-"""The loss without the logits of all tokens: it is the plain one on every mesh, and no buffer has the size of logits."""
+"""The loss without the logits of all tokens: it is the plain one on every mesh, and no buffer is as large as they."""
 
 import pytest
 import torch

@@ -91,14 +91,10 @@ def test_activations(activation):
 def test_interleaved_pairs_turn_as_neighbours():
     x, angles = draw(B, S, H, K), nn.rope_angles(torch.arange(S), K, 100.0, F64)
     z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    turned = (
-        z
-        * torch.polar(torch.ones_like(angles[0]), torch.arange(S)[:, None] * 100.0 ** -(torch.arange(0, K, 2) / K))[
-            :, None
-        ]
-    )
+    angle = torch.arange(S)[:, None] * 100.0 ** -(torch.arange(0, K, 2, dtype=F64) / K)
+    turned = z * torch.polar(torch.ones_like(angle), angle)[:, None]
     got = nn.apply_rope(x, *angles, interleaved=True)
-    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1), rtol=1e-12, atol=1e-13)
 
 
 def test_a_part_of_each_head_is_rotated():
@@ -128,6 +124,5 @@ def test_scalings_keep_short_waves_and_divide_long_ones():
         got, size = frequencies(scaling)
         assert torch.allclose(got[:3], plain[:3]) and torch.allclose(got[-3:], plain[-3:] / 8)
         ratio = plain / got
-        assert (
-            bool((ratio.diff() >= -1e-9).all()) and 1 < ratio[16] < 8 and math.isclose(size[0], factor, rel_tol=1e-12)
-        )
+        assert bool((ratio.diff() >= -1e-9).all()) and any(1.1 < r < 7.9 for r in ratio.tolist())
+        assert math.isclose(size[0], factor, rel_tol=1e-12)
