@@ -6,7 +6,7 @@ from fmegatron.model.attention import Attention
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from fmegatron.model.decoder import Decoder, Part
 from fmegatron.model.families import llama
-from fmegatron.model.forward import block, forward, logits, loss
+from fmegatron.model.forward import block, hidden, logits, loss, read_out
 from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
@@ -35,7 +35,7 @@ __all__ = [
     "cache_bytes_per_token",
     "families",
     "flops_per_token",
-    "forward",
+    "hidden",
     "gather_weights",
     "generate",
     "init",
@@ -44,6 +44,7 @@ __all__ = [
     "logits",
     "loss",
     "parameters",
+    "read_out",
     "rules",
     "sample",
     "specs",

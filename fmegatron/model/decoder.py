@@ -53,11 +53,13 @@ class Decoder:
     vocab_size: ids that exist. dim: model width. blocks. max_seq: longest sequence, in tokens. norm: before the head.
     tied: the head is the embedding. embed_scale: factor of what the embedding gives. positions: whether positions have
     a learned table that is added to the embedding. logit_softcap: logits are capped to it. z_loss: coefficient of
-    lse^2 in the loss, 0 for none. param_dtype: of the stored weights. compute_dtype: of matrices and activations in a
-    step (norm weights and statistics, RoPE and the loss are fp32 or wider). precision: the whole policy of dtypes;
-    where it is given it decides param_dtype and compute_dtype. sequence_parallel: between the matrix products of a
-    block, activations are split over tp on the sequence. vocab_multiple: the vocabulary is padded to a multiple of
-    this, whatever the mesh; padded columns get no probability and no gradient.
+    lse^2 in the loss, 0 for none. loss_chunks: the loss has the logits of one of so many parts of the tokens at a time,
+    made again in the backward (`nn.chunked_cross_entropy`); 1: of all. param_dtype: of the stored weights.
+    compute_dtype: of matrices and activations in a step (norm weights and statistics, RoPE and the loss are fp32 or
+    wider). precision: the whole policy of dtypes; where it is given it decides param_dtype and compute_dtype.
+    sequence_parallel: between the matrix products of a block, activations are split over tp on the sequence.
+    vocab_multiple: the vocabulary is padded to a multiple of this, whatever the mesh; padded columns get no probability
+    and no gradient.
     """
 
     vocab_size: int
@@ -70,6 +72,7 @@ class Decoder:
     positions: bool = False
     logit_softcap: float | None = None
     z_loss: float = 0.0
+    loss_chunks: int = 1
     param_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
@@ -77,7 +80,7 @@ class Decoder:
     precision: Precision | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "dim", "layers", "max_seq", "vocab_multiple"):
+        for name in ("vocab_size", "dim", "layers", "max_seq", "vocab_multiple", "loss_chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Decoder.{name}: got {value!r}, wanted a whole number of at least 1")

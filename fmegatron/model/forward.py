@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, step
-from fmegatron.collectives import Axes, psum
+from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import Block, Decoder
@@ -60,13 +60,15 @@ def logits(
 ) -> Tensor:
     """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
 
-    The arguments are those of `forward`, of a batch of tokens alone.
+    The arguments are those of `hidden`, of a batch of tokens alone.
     """
     batch = {"tokens": tokens_BS}
-    return forward(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)[0]
+    return read_out(
+        *hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)[:3], decoder, axes
+    )
 
 
-def forward(
+def hidden(
     params: dict,
     batch: dict,
     decoder: Decoder,
@@ -75,8 +77,9 @@ def forward(
     save: step.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
-) -> tuple[Tensor, list[dict]]:
-    """(logits[B, S, V_tp] in the compute dtype, for each block that has them the statistics of its parts).
+) -> tuple[Tensor, dict, At, list[dict]]:
+    """(x[B, S, D] behind the last block, the weights of the head, what the blocks were given, for each block that has
+    them the statistics of its parts): `read_out` makes logits of it.
 
     Args:
         params: this rank's shards.
@@ -122,14 +125,29 @@ def forward(
         if isinstance(x_BSD, tuple):
             x_BSD, found = x_BSD
             statistics.append(found)
-    return read_out(x_BSD, outer["head"], at[0], decoder, axes), statistics
+    return x_BSD, outer["head"], at[0], statistics
 
 
 def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
     """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
     x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
-    head_DV = w["embed"]["table"].t() if decoder.tied else w["head"]["w"]
-    return decoder.capped(nn.column_parallel(x_BSD, head_DV, axes["tp"], at.splits(x_BSD)))
+    return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), axes["tp"], at.splits(x_BSD)))
+
+
+def _head(w: dict, decoder: Decoder) -> Tensor:
+    return w["embed"]["table"].t() if decoder.tied else w["head"]["w"]
+
+
+def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder, axes: Axes):
+    """(nll[B, S], lse[B, S]) of what comes from the last block."""
+    tp = axes["tp"]
+    if decoder.loss_chunks == 1:
+        return nn.cross_entropy(read_out(x_BSD, w, at, decoder, axes), labels_BS, tp, decoder.vocab_size)
+    split = at.splits(x_BSD)
+    x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
+    x_BSD = all_gather(x_BSD, tp, 1) if split else enter(x_BSD, tp)
+    how = {"chunks": decoder.loss_chunks, "softcap": decoder.logit_softcap}
+    return nn.chunked_cross_entropy(x_BSD, _head(w, decoder), labels_BS, tp, decoder.vocab_size, **how)
 
 
 def loss(
@@ -165,9 +183,9 @@ def loss(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-    logits_BSV, statistics = forward(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
+    x_BSD, w, at, statistics = hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
     data = axes[axes.data]
-    nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"], decoder.vocab_size)
+    nll_BS, lse_BS = _token_losses(x_BSD, w, at, batch["labels"], decoder, axes)
     z_BS = decoder.z_loss * lse_BS.square()
     if "mask" in batch:
         mask_BS = batch["mask"].to(nll_BS.dtype)

@@ -1,9 +1,10 @@
-"""Vocabulary-parallel cross-entropy.  Legend: B batch, S sequence, V this rank's vocabulary columns."""
+"""Vocabulary-parallel cross-entropy.  Legend: B batch, S sequence, D width, V this rank's columns, N tokens."""
 
 import torch
 from torch import Tensor
 
 from fmegatron.collectives import Axis, axis_index, declare, pmax, psum
+from fmegatron.nn.attention import soft_cap
 from fmegatron.nn.embed import local_ids
 
 
@@ -72,3 +73,88 @@ class _CrossEntropy(torch.autograd.Function):
             columns = torch.arange(logits.shape[-1], device=logits.device)
             grad = grad - torch.where(columns == ids[..., None], dnll[..., None], 0.0)
         return declare(grad.to(logits.dtype), ctx.tp, forward=("sharded", logits.dim() - 1)), None, None, None
+
+
+# ---- without the logits of all tokens --------------------------------------------------------------------------------
+def chunked_cross_entropy(
+    x_BSD: Tensor,
+    head_DV: Tensor,
+    labels_BS: Tensor,
+    tp: Axis,
+    vocab_size: int | None = None,
+    *,
+    chunks: int,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy(soft_cap(x @ head), labels)`, with the logits of 1/chunks of the tokens at a time.
+
+    `x[B, S, D]@R(tp), head[D, V_tp], labels[B, S]@R(tp) -> nll[B, S]@R(tp), lse[B, S]@R(tp)`. The logits are computed
+    again in the backward: one product more of four, and no buffer larger than N/chunks * V. One pmax and one psum.
+    Transpose: x's gradient is a partial sum over tp, so x comes through `enter` or an all_gather.
+
+    Args:
+        x_BSD: what the head multiplies.
+        head_DV: split over tp by columns.
+        labels_BS: int64 ids.
+        tp: the axis of tensor parallelism.
+        vocab_size: real columns, of all ranks; None: all.
+        chunks: how many.
+        softcap: of the logits.
+
+    Raises ValueError for a number of chunks that does not divide the tokens.
+    """
+    B, S, _ = x_BSD.shape
+    if chunks < 1 or (B * S) % chunks:
+        raise ValueError(
+            f"chunks: got {chunks}, wanted a divisor of the {B * S} tokens of a rank; change it or the batch"
+        )
+    nll, lse = _Chunked.apply(x_BSD, head_DV, labels_BS, tp, vocab_size, chunks, softcap)
+    return nll, lse
+
+
+class _Chunked(torch.autograd.Function):
+    """A hand-written pair: the backward makes each chunk's logits again, and its part of both gradients."""
+
+    @staticmethod
+    def forward(ctx, x, head, labels, tp, vocab_size, chunks, cap):
+        ctx.set_materialize_grads(False)
+        real, columns, found = _real_columns(head, tp, vocab_size), head.shape[1], []
+        ids = local_ids(labels, columns, tp)
+        for x_ND, ids_N in zip(x.flatten(0, 1).chunk(chunks), ids.flatten().chunk(chunks), strict=True):
+            z_NV = _wide(_capped(x_ND @ head, cap), real)
+            top_N = z_NV.amax(-1)
+            label_N = z_NV.gather(-1, ids_N.clamp(0, columns - 1)[:, None]).squeeze(-1)
+            found.append((top_N, (z_NV - top_N[:, None]).exp().sum(-1), label_N))
+        own_top, total, label = (torch.cat(parts).view(labels.shape) for parts in zip(*found, strict=True))
+        top = pmax(own_top, tp)
+        total = total * (own_top - top).exp()  # partial over tp
+        if tp.size > 1:
+            own = (ids >= 0) & (ids < columns)
+            label = torch.where(own, label, 0.0)  # its owner adds the logit, the others zero
+            total, label = psum(declare(torch.stack((total, label)), tp, forward="partial"), tp).unbind(0)
+        lse = top + total.log()
+        ctx.save_for_backward(x, head, ids, lse)
+        ctx.given = tp, vocab_size, chunks, cap
+        return lse - label, lse
+
+    @staticmethod
+    def backward(ctx, dnll, dlse):
+        (x, head, ids, lse), (tp, vocab_size, chunks, cap) = ctx.saved_tensors, ctx.given
+        real, columns = _real_columns(head, tp, vocab_size), torch.arange(head.shape[1], device=head.device)
+        dnll = torch.zeros_like(lse) if dnll is None else dnll
+        both = dnll if dlse is None else dnll + dlse
+        flat = [t.flatten().chunk(chunks) for t in (ids, lse, dnll, both)]
+        dx, dhead = [], torch.zeros_like(head)
+        for x_ND, ids_N, lse_N, dnll_N, both_N in zip(x.flatten(0, 1).chunk(chunks), *flat, strict=True):
+            y_NV = _capped(x_ND @ head, cap)
+            softmax_NV = (_wide(y_NV, real) - lse_N[:, None]).exp()
+            g_NV = softmax_NV * both_N[:, None] - torch.where(columns == ids_N[:, None], dnll_N[:, None], 0.0)
+            g_NV = g_NV if cap is None else g_NV * (1 - (y_NV.to(g_NV.dtype) / cap).square())
+            g_NV = declare(g_NV.to(head.dtype), tp, forward=("sharded", 1))
+            dx.append(g_NV @ head.t())
+            dhead = dhead + x_ND.t() @ g_NV
+        return torch.cat(dx).view(x.shape), dhead, None, None, None, None, None
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else soft_cap(logits, cap)

@@ -57,7 +57,14 @@ def rope(tp, x_BSHK):
 OPS = {
     "rms_norm": Op(lambda tp, x, w: nn.rms_norm(x, w), (x, norm_weight), (x,)),
     "rms_norm, sequence parallel": Op(lambda tp, x, w: nn.rms_norm(x, enter(w, tp)), (x_sp, norm_weight), (x_sp,)),
+    "layer_norm": Op(lambda tp, x, w, b: nn.layer_norm(x, w, b), (x, norm_weight, norm_weight), (x,)),
+    "layer_norm, sequence parallel": Op(
+        lambda tp, x, w, b: nn.layer_norm(x, enter(w, tp), enter(b, tp)), (x_sp, norm_weight, norm_weight), (x_sp,)
+    ),
     "rope": Op(rope, (q,), (q,)),
+    "attention, softcap and sinks": Op(
+        lambda tp, q, k, v, sinks: nn.attention(q, k, v, softcap=2.0, sinks_H=sinks), (q, kv, kv, ((H,), ("tp",))), (q,)
+    ),
     "attention": Op(lambda tp, q, k, v: nn.attention(q, k, v), (q, kv, kv), (q,)),
     "column_parallel": Op(lambda tp, x, w: nn.column_parallel(x, w, tp), (x, column), (hidden,)),
     "column_parallel, sequence parallel": Op(
