@@ -65,7 +65,7 @@ def _product(a, b, ends):
     """torch's where it can be traced, which is bf16 alone (2.13); else one by one."""
     if a.dtype == torch.bfloat16:
         return torch_grouped_mm(a, b, offs=ends)
-    return torch.ops.fmegatron_nn._grouped_mm(a, b, ends)
+    return torch.ops.fmegatron_nn.grouped_mm(a, b, ends)
 
 
 def _one_by_one(self, mat2, offs):
@@ -90,10 +90,10 @@ def _shape_only(self, mat2, offs):
 
 def _define_ops() -> torch.library.Library:
     library = torch.library.Library("fmegatron_nn", "DEF")
-    # The name and the arguments of torch's, for which step.check has a rule.
-    library.define("_grouped_mm(Tensor self, Tensor mat2, Tensor offs) -> Tensor")
-    library.impl("_grouped_mm", _one_by_one, "CompositeExplicitAutograd")
-    library.impl("_grouped_mm", _shape_only, "Meta")
+    # The arguments of torch's, so that step.check has one rule for both.
+    library.define("grouped_mm(Tensor self, Tensor mat2, Tensor offs) -> Tensor")
+    library.impl("grouped_mm", _one_by_one, "CompositeExplicitAutograd")
+    library.impl("grouped_mm", _shape_only, "Meta")
     return library
 
 
