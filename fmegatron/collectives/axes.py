@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fmegatron.layout import DATA_AXES, Mesh
+from fmegatron.layout import DATA_AXES, SEQUENCE_AXES, Mesh
 from fmegatron.tree import Tree, require_mesh
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ class Axes:
     """The axes of a mesh, bound symbolically (`Axes(mesh)`) or to process groups (`Axes(mesh, connect(mesh))`).
 
     `axes["tp"]` is one axis, `axes["dp", "fsdp"]` two joined: their ranks act as one group, `dp` major.
-    data: the axes over which the rows of a batch are split, those of the strategy (`DataParallel.axes`) that the mesh
-    has. `axes[axes.data]` is the axis over which a loss is summed.
+    data: the axes over which the tokens of a batch are split, those of the strategy (`DataParallel.tokens`) that the
+    mesh has. `axes[axes.data]` is the axis over which a loss is summed.
     Raises ValueError for an axis that is neither of the mesh nor a standard one (`Mesh`), and for a world that was
     connected for another mesh.
     """
 
     mesh: Mesh
     world: World | None = None
-    data: tuple[str, ...] = DATA_AXES
+    data: tuple[str, ...] = (*DATA_AXES, *SEQUENCE_AXES)
 
     def __post_init__(self):
         data = (self.data,) if isinstance(self.data, str) else self.data

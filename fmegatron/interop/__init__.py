@@ -16,6 +16,7 @@ from fmegatron.interop.dcp_write import save_dcp
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.rules import fuse, pad, split, stack, transpose, unstack
 from fmegatron.interop.state_dict import from_state_dict, load_state_dict, save_state_dict, to_state_dict
+from fmegatron.interop.upcycle import upcycle
 
 __all__ = [
     "FmegatronReader",
@@ -40,4 +41,5 @@ __all__ = [
     "to_state_dict",
     "transpose",
     "unstack",
+    "upcycle",
 ]

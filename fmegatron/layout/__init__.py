@@ -2,7 +2,7 @@
 
 from fmegatron.layout.boxes import Box, row_major_strides
 from fmegatron.layout.cover import check_cover
-from fmegatron.layout.data_parallel import DATA_AXES, DataParallel, Placed
+from fmegatron.layout.data_parallel import DATA_AXES, SEQUENCE_AXES, DataParallel, Placed
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.folding import Folded, folded
 from fmegatron.layout.layout import Layout
@@ -14,6 +14,7 @@ from fmegatron.layout.split import Split, chunk
 __all__ = [
     "Box",
     "DATA_AXES",
+    "SEQUENCE_AXES",
     "DataParallel",
     "Folded",
     "Layout",

@@ -12,7 +12,8 @@ from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import entry_axes
 from fmegatron.layout.split import Split
 
-DATA_AXES = ("dp", "fsdp")  # as they are called where they are given no other names
+DATA_AXES = ("dp", "fsdp")  # as they are called unless other names are given
+SEQUENCE_AXES = ("cp",)
 
 
 class Placed(NamedTuple):
@@ -25,8 +26,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Which of the data axes shard what; the batch is split over all `axes`.
+    """Which axes split the tokens of a batch, and which of them shard what.
 
+    axes: split the rows of a batch (dim 0). sequence: split its sequences (dim 1; context parallelism). `tokens` are
+    both: over them a loss is summed and gradients are pending sums. A name in both is one of `sequence`.
     params: parameters at rest; a step gathers them over these axes when it uses them.
     grads: gradients between microbatches; they are reduced over these axes after each one.
     optim: moments, master weights and the update; gradients meet this layout once a step, and the updated parameters
@@ -57,22 +60,29 @@ class DataParallel:
     params: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
     optim: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = SEQUENCE_AXES
 
     def __post_init__(self):
-        for kind in ("axes", "params", "grads", "optim"):
+        for kind in ("axes", "params", "grads", "optim", "sequence"):
             value = getattr(self, kind)
             value = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(name, str) for name in value) or len(set(value)) < len(value):
                 raise ValueError(f"DataParallel: {kind}: got {value}, wanted names of axes, each once: ('dp', 'fsdp')")
             object.__setattr__(self, kind, value)
+        object.__setattr__(self, "axes", tuple(name for name in self.axes if name not in self.sequence))
         kinds = ("params", "grads", "optim")
-        for kind, wider in zip(kinds, (*kinds[1:], "axes"), strict=True):
+        for kind, wider in zip(kinds, (*kinds[1:], "tokens"), strict=True):
             missing = [name for name in getattr(self, kind) if name not in getattr(self, wider)]
             if missing:
                 raise ValueError(
                     f"DataParallel: got {kind} sharded over {missing[0]!r} and {wider} over {getattr(self, wider)}, "
                     f"wanted what comes later in a step sharded at least as far; add the axis to {wider}"
                 )
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The axes that split the tokens of a batch: `axes`, then `sequence`."""
+        return (*self.axes, *self.sequence)
 
     # ---- the named strategies
 
@@ -123,7 +133,7 @@ class DataParallel:
     # ---- layouts
 
     def batch_layout(self, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, microbatches: int = 1) -> Layout:
-        """The layout of one array of a batch: its rows (dim 0) split over `axes`, the other dims not split.
+        """The layout of one array of a batch: its rows (dim 0) split over `axes`, dim 1 over `sequence`, no other.
 
         shape: global. microbatches: how many a step cuts each rank's rows into (`step.accumulate`). Microbatch m of n
         then is the rows [m·B/n, (m+1)·B/n) of the batch on every mesh, of which each rank holds its share: it has one
@@ -153,7 +163,16 @@ class DataParallel:
                 f"batch_size: got {shape[0]} rows, which {ranks} data-parallel ranks{cut} cannot share evenly, wanted "
                 f"{better}; or use a mesh whose data axes multiply to a divisor of it"
             )
-        return Layout(shape, dtype, mesh, (Split(names, microbatches) if microbatches > 1 and ranks > 1 else names,))
+        rows = Split(names, microbatches) if microbatches > 1 and ranks > 1 else names
+        along = mesh.axes(self.sequence) if len(shape) > 1 else ()
+        pieces = mesh.extent(along)
+        length = shape[1] if len(shape) > 1 else 0
+        if length % pieces:
+            raise ValueError(
+                f"sequence: got {length} positions, which {pieces} ranks of {'+'.join(along)} cannot share evenly, "
+                f"wanted a multiple; pad it to {-(-length // pieces) * pieces}, or choose another mesh"
+            )
+        return Layout(shape, dtype, mesh, (rows, along) if pieces > 1 else (rows,))
 
     def place(self, layout: Layout, whole: tuple[int, ...] = ()) -> Placed:
         """The three layouts of one parameter.
@@ -170,8 +189,8 @@ class DataParallel:
         A leaf that no dim can share out equally is flattened into ranges; where that does not divide either, or a dim
         must stay full, it stays full over the axis.
         """
-        named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.axes)]
-        base = layout.without(layout.mesh.axes(self.axes))
+        named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.tokens)]
+        base = layout.without(layout.mesh.axes(self.tokens))
         free = [d for d in range(len(layout.shape)) if d not in named and d not in whole and _plain(layout, d)]
         in_order = sorted(free, key=lambda d: -layout.shape[d])
         # The order of the mesh, so that the minor axis of a dim is the one that is gathered first.
@@ -181,7 +200,7 @@ class DataParallel:
     def grads_layout(self, params: Layout) -> Layout:
         """Of an accumulated gradient: sharded over `grads` beyond the parameter, and a pending sum over the others."""
         layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), flatten=True)
-        pending = tuple(a for a in self.axes if layout.mesh[a] > 1 and a not in layout.sharded)
+        pending = tuple(a for a in self.tokens if layout.mesh[a] > 1 and a not in layout.sharded)
         return layout.replace(unreduced=pending)
 
     def optim_layout(self, params: Layout) -> Layout:

@@ -1,7 +1,7 @@
 """The impure shell around a pure step: launching, the loop, logs, signals, faults."""
 
 from fmegatron.loop.config import check, field
-from fmegatron.loop.curves import plot_loss
+from fmegatron.loop.curves import plot_loss, plot_losses
 from fmegatron.loop.engines import Engines, engines
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import UsageError, parse, set_up
@@ -41,6 +41,7 @@ __all__ = [
     "mean",
     "parse",
     "plot_loss",
+    "plot_losses",
     "progress",
     "read_metrics",
     "set_up",

@@ -24,11 +24,14 @@ class NonFiniteError(RuntimeError):
 def broken(metrics: Mapping[str, float]) -> dict[str, float]:
     """Those of `loss` and `grad_norm` that are not finite; of all metrics where neither of the two is there.
 
+    With them, where there is one, "overflow": rows for which experts had no room (`nn.dropless`), which made them so.
+
     >>> broken({"loss": float("nan"), "grad_norm": 1.0, "margin": float("inf")})
     {'loss': nan}
     """
     watched = [name for name in WATCHED if name in metrics] or list(metrics)
-    return {name: metrics[name] for name in watched if not math.isfinite(metrics[name])}
+    found = {name: metrics[name] for name in watched if not math.isfinite(metrics[name])}
+    return found | ({"overflow": metrics["overflow"]} if found and metrics.get("overflow") else {})
 
 
 def look(state: tree.Tree, world=None) -> list[tuple[str, int]]:
@@ -69,6 +72,8 @@ def judge(
     """
     found = look(state, world)
     what = ", ".join(f"{name} is {value}" for name, value in shown.items()) or "a metric of another rank is not finite"
+    if shown.get("overflow"):
+        what += " (experts had too few rows for the tokens that chose them: raise MoE.rows, or give chunks)"
     since = "" if finite_at is None else f" (finite at step {finite_at})"
     if not found:
         text = f"step {step}: {what}{since}, but every leaf of the state is finite; training goes on"

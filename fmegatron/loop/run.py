@@ -210,8 +210,8 @@ def _rows_of(batches: Any, step: Any, mesh: Any, world: World) -> RankBatches | 
     """One rank's part of the batches, by the layout that the step declares for its batch."""
     if isinstance(batches, Batches):
         declared = _declared(step)
-        if declared is not None and isinstance(declared.batch, tuple):
-            layout = batches.layout(mesh, DataParallel(declared.batch), declared.microbatches)
+        if declared is not None and isinstance(declared.batch, DataParallel):
+            layout = batches.layout(mesh, declared.batch, declared.microbatches)
         elif mesh.size == 1:
             layout = Layout((batches.batch_size, batches.seq_len), torch.int64, mesh)
         else:

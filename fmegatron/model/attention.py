@@ -16,6 +16,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
+from fmegatron.model.context import Context, all_keys, attend_over, require_form
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
@@ -29,7 +30,8 @@ class Attention:
     positions, its own included; None: all before it. softcap: of the scores. sinks: a learned logit of each head that
     takes its share of the softmax. bias: of the q, k and v projections. out_bias: of the output's. qk_norm: of each
     head's query and key, before they are rotated. kv_copies: keys and values are arrays of their own, which every rank
-    of tp has; a rank uses the heads that its queries read. For more ranks of tp than kv_heads.
+    of tp has; a rank uses the heads that its queries read. For more ranks of tp than kv_heads. context: how it attends
+    over a sequence that cp splits (`attend_over`); None: by a ring, with softcap or sinks gathered.
     Source: Vaswani et al. 2017, arXiv 1706.03762; grouped heads: arXiv 2305.13245.
     """
 
@@ -45,12 +47,14 @@ class Attention:
     out_bias: bool = False
     qk_norm: RMSNorm | None = None
     kv_copies: bool = False
+    context: Context | None = None
 
     def __post_init__(self):
         for name in ("heads", "kv_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Attention.{name}: got {value!r}, wanted a whole number of at least 1")
+        require_form(self.context, self.softcap is not None or self.sinks, "Attention")
         if self.heads % self.kv_heads:
             fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ValueError(
@@ -93,7 +97,8 @@ class Attention:
         One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
         """
         q_BSHK, k_BSGK, v_BSGK = self.project(u_BSD, w, at, axes)
-        return self.finish(self.attend(q_BSHK, k_BSGK, v_BSGK, w, at), w, at.splits(u_BSD), axes)
+        o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, cp=axes["cp"])
+        return self.finish(o_BSHK, w, at.splits(u_BSD), axes)
 
     def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, G, K], v[B, S, G, K]), rotated, of the full sequence."""
@@ -129,10 +134,28 @@ class Attention:
         own = declare(shard(w_DGK, tp, dim), tp, backward=("sharded", dim))
         return declare(own.flatten(-2), tp, forward=("sharded", dim))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None) -> Tensor:
-        """What the heads of this rank read: o[B, S, H, K]. mask: who sees whom, where not `visible` to `at`."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None, cp: Axis | None = None
+    ) -> Tensor:
+        """What the heads of this rank read: o[B, S, H, K].
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            w: the arrays.
+            at: of the tokens.
+            mask: who sees whom, where not `visible` to `at`.
+            cp: what splits the sequence; None: nothing.
+        """
+        capped = self.softcap is not None or self.sinks
+        if cp is not None and cp.size > 1:
+            if not capped:
+                return attend_over(self.context or "ring", q, k, v, at, cp, self.window, self.scale)
+            k, v, full = all_keys(k, v, at, cp)
+            mask = nn.visible(at.positions, full.positions, self.window, at.documents, full.documents)
         in_order = at.documents is None and at.positions.dim() == 1 and self.window is None
-        if mask is None and in_order and self.softcap is None and not self.sinks:
+        if mask is None and in_order and not capped:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             grouped = q.shape[1] != k.shape[1]
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fmegatron import nn, step
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.model.arrays import At
+from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import Block, Decoder
 from fmegatron.model.weights import Outer, each_layer, embedded, prepared
 
@@ -83,7 +84,7 @@ def hidden(
     Args:
         params: this rank's shards.
         batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S] (`At`)}, B
-            split over the data axes.
+            split over the data axes, S over cp: in order, unless positions are given.
         decoder: the model.
         layouts: of the parameters.
         axes: Axes(mesh).
@@ -98,10 +99,11 @@ def hidden(
             reduce-scatter.
     """
     tokens_BS = batch["tokens"]
-    if tokens_BS.shape[1] > decoder.max_seq:
+    length = tokens_BS.shape[1] * axes["cp"].size
+    if length > decoder.max_seq:
         raise ValueError(
-            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted at most Decoder.max_seq={decoder.max_seq}; "
-            "raise max_seq (RoPE needs no new parameters) or cut the batch"
+            f"tokens: got sequences of {length}, wanted at most Decoder.max_seq={decoder.max_seq}; raise "
+            "max_seq (RoPE needs no new parameters) or cut the batch"
         )
     tp = axes["tp"]
     if decoder.sequence_parallel and tokens_BS.shape[1] % tp.size:
@@ -113,7 +115,7 @@ def hidden(
     outer = Outer(params, layouts, decoder, axes, reshard_after_forward)
     positions = batch.get("positions")
     if positions is None:
-        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        positions = positions_of(tokens_BS, axes["cp"])
     at, statistics = decoder.at(positions, batch.get("documents")), []
     x_BSD = embedded(tokens_BS, outer["embed"]["embed"], positions, decoder, axes, decoder.sequence_parallel)
     freed = "blocks" in outer.freed
@@ -167,7 +169,7 @@ def loss(
     Args:
         params: this rank's shards.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
-            [S] or [B, S], "documents" int64 [B, S]: `At`}, B split over `axes.data`.
+            [S] or [B, S], "documents" int64 [B, S]: `At`}, B and S split over `axes.data`.
         decoder: the model.
         layouts: of the parameters.
         axes: Axes(mesh).
@@ -207,11 +209,15 @@ def loss(
 
 
 def _counted(statistics: list[dict]) -> dict[str, Tensor]:
-    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean, and "overflow"."""
+    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean; "router_entropy", of
+    all blocks the mean; "overflow" and "dropped", sums."""
     found = [one for block in statistics for one in block.values()]
     metrics = {}
     if loads := [one["load"].double() for one in found if "load" in one]:
         metrics["imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).max()
-    if over := [one["overflow"] for one in found if "overflow" in one]:
-        metrics["overflow"] = torch.stack(over).sum()
+    if entropies := [one["entropy"] for one in found if "entropy" in one]:
+        metrics["router_entropy"] = torch.stack(entropies).mean()
+    for name in ("overflow", "dropped"):
+        if counts := [one[name] for one in found if name in one]:
+            metrics[name] = torch.stack(counts).sum()
     return metrics

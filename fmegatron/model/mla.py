@@ -14,6 +14,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, all_gather, enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
+from fmegatron.model.context import Context, attend_over, require_form
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
 
@@ -24,7 +25,8 @@ class MLA:
 
     q_rank: of the latent of queries; None: queries are made of u. kv_rank: of that of keys and values. nope, rope.dim:
     widths of the part of a key that is not rotated, and of that which is. v_dim: of a value. scale: of q·k; None: 1 /
-    sqrt(nope + rope.dim). norm_eps: of the norms of the latents. Source: DeepSeek V2, arXiv 2405.04434, section 2.1.
+    sqrt(nope + rope.dim). norm_eps: of the norms of the latents. context: as of `Attention`. ValueError for a context
+    that there is not. Source: DeepSeek V2, arXiv 2405.04434, section 2.1.
     """
 
     heads: int
@@ -35,6 +37,10 @@ class MLA:
     rope: Rope
     scale: float | None = None
     norm_eps: float = 1e-6
+    context: Context | None = None
+
+    def __post_init__(self):
+        require_form(self.context, False, "MLA")
 
     def arrays(self, dim: int) -> dict[str, Array]:
         """{"kv_down", "kv_norm", "kv_up", "wo"}, and "q_down", "q_norm", "q_up" or "wq"."""
@@ -64,7 +70,8 @@ class MLA:
         Every rank of tp makes the latents of its tokens, and the heads of its own.
         """
         q_BSHK, k_BSHK, v_BSHK = self.project(u_BSD, w, at, axes)
-        return self.finish(self.attend(q_BSHK, k_BSHK, v_BSHK, w, at), w, at.splits(u_BSD), axes)
+        o_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, w, at, cp=axes["cp"])
+        return self.finish(o_BSHK, w, at.splits(u_BSD), axes)
 
     def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, H, K], v[B, S, H, v_dim]), rotated, of the full sequence."""
@@ -87,8 +94,12 @@ class MLA:
         k_rope = self.rope(_of_all_heads(k_rope, tp, split).unsqueeze(2), angles).expand(-1, -1, heads, -1)
         return torch.cat((q_nope, self.rope(q_rope, angles)), -1), torch.cat((k_nope, k_rope), -1), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None) -> Tensor:
-        """What the heads of this rank read: o[B, S, H, v_dim]."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None, cp: Axis | None = None
+    ) -> Tensor:
+        """What the heads of this rank read: o[B, S, H, v_dim]. Arguments as of `Attention.attend`."""
+        if cp is not None and cp.size > 1:
+            return attend_over(self.context or "ring", q, k, v, at, cp, None, self.scale)
         in_order = at.documents is None and at.positions.dim() == 1
         if mask is None and not in_order:
             mask = self.visible(at.positions, at.positions, at.documents)

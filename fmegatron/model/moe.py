@@ -5,14 +5,16 @@ Legend: B batch, S sequence, D width, F hidden width of an expert, E experts, X 
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fmegatron import nn
-from fmegatron.collectives import Axes, all_gather, enter, psum, reduce_scatter
+from fmegatron import nn, step
+from fmegatron.collectives import Axes, Axis, all_gather, enter, psum, reduce_scatter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.mlp import MLP
@@ -25,10 +27,14 @@ class MoE:
 
     router: how experts are chosen. ffn_dim: of one expert. shared: an MLP for every token. choice_bias: the choice has
     a bias that no gradient reaches (`nn.balanced_bias`). ep: axes of the data that hold experts, each rank E/n of them;
-    their gathered weights stay split over them. rows: for which a rank has room (`nn.dropless`); None: for all.
-    balance, z_loss: coefficients of losses of the router (`nn.balance_loss`, `nn.router_z_loss`), 0 for none.
-    biases: router and experts have biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up
-    lie in turns (arXiv 2508.10925); None: silu.
+    their gathered weights stay split over them. With "tp" among them an expert is not split over tp, and the sequence
+    is (Decoder.sequence_parallel). rows: for which a rank has room (`nn.dropless`); None: for all. chunks: so many
+    parts of a rank's tokens go one after the other, computed again in the backward (`nn.dropless`). capacity: an
+    expert takes at most so many times its equal share of a sequence's tokens, and drops others (`nn.with_capacity`).
+    balance, sequence_balance, z_loss: coefficients of losses of the router (`nn.balance_loss`,
+    `nn.sequence_balance_loss`, `nn.router_z_loss`), 0 for none. biases: router and experts have biases.
+    limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925); None:
+    silu.
     """
 
     router: nn.Router
@@ -37,7 +43,10 @@ class MoE:
     choice_bias: bool = False
     ep: tuple[str, ...] = ("ep",)
     rows: int | None = None
+    chunks: int = 1
+    capacity: float | None = None
     balance: float = 0.0
+    sequence_balance: float = 0.0
     z_loss: float = 0.0
     biases: bool = False
     limit: float | None = None
@@ -48,22 +57,22 @@ class MoE:
         E, F, used, zero = self.router.experts, self.ffn_dim, self.router.top_k / self.router.experts, Constant(0.0)
         parts = (F, F) if self.limit is None else ()
         fixed = {"kept": self.ep, "used": used}
-        inner = None if "fsdp" in self.ep else "fsdp"
-        down = Array((E, F, dim), (self.ep, "tp", inner), residual=True, **fixed)
-        out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, inner, "tp"), parts, **fixed), "down": down}
+        fsdp, tp = (None if name in self.ep else name for name in ("fsdp", "tp"))
+        down = Array((E, F, dim), (self.ep, tp, fsdp), residual=True, **fixed)
+        out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, fsdp, tp), parts, **fixed), "down": down}
         out["router"] = Array((dim, E))
         if self.choice_bias:
             out["choice_bias"] = Array((E,), init=zero)
         if self.biases:
             out["router_bias"] = Array((E,), init=zero)
-            out["bias_up"] = Array((E, 2 * F), (self.ep, "tp"), parts, zero, kept=self.ep)
+            out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep)
             out["bias_down"] = Array((E, dim), (self.ep,), init=zero, kept=self.ep)
         return out | ({} if self.shared is None else {"shared": self.shared.arrays(dim)})
 
     def check_mesh(self, mesh: Mesh) -> None:
         """ValueError where experts, or their hidden width, do not divide."""
-        ways = mesh.extent(mesh.axes(self.ep))
-        for name, value, n in (("router.experts", self.router.experts, ways), ("ffn_dim", self.ffn_dim, mesh["tp"])):
+        ways, tp = mesh.extent(mesh.axes(self.ep)), 1 if "tp" in self.ep else mesh["tp"]
+        for name, value, n in (("router.experts", self.router.experts, ways), ("ffn_dim", self.ffn_dim, tp)):
             if value % n:
                 raise ValueError(
                     f"MoE.{name}: got {value}, wanted a multiple of {n} on the mesh {mesh}; choose a divisor"
@@ -73,11 +82,15 @@ class MoE:
 
     def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
-        "load" [E], how often each expert was chosen on all ranks; "loss"; with `rows` "overflow".
+        "load" [E], how often each expert was chosen on all ranks; "loss"; "entropy" of the router; with `rows`
+        "overflow", with `capacity` "dropped".
 
-        Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are.
+        Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are,
+        unless tp holds experts. Raises ValueError for experts over tp without sequence parallelism.
         """
-        tp, split, data, ep = axes["tp"], at.splits(u_BSD), axes[axes.data], axes[self.ep]
+        tp, split, data = axes["tp"], at.splits(u_BSD), axes[axes.data]
+        everywhere = axes[(*axes.data, "tp")] if split else data
+        tokens = u_BSD.shape[0] * u_BSD.shape[1] * everywhere.size
 
         def own(name: str) -> Tensor:  # every rank has it; with other tokens on each its gradient is a sum
             return enter(w[name], tp) if split else w[name]
@@ -86,48 +99,69 @@ class MoE:
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
         routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
-        gates, experts = routing.gates, routing.experts
-        if split:
-            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
-        else:
-            v_BSD, gates = enter(u_BSD, tp), enter(gates, tp)
-        E, apply = self.router.experts, self._experts(w, axes)
-        y_BSD, found = nn.dropless(v_BSD, gates, experts, apply, E, ep, data, axes[()], self.rows)
-        y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
+        y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at, axes)
-
-        everywhere = axes[(*axes.data, "tp")] if split else data
-        tokens = u_BSD.shape[0] * u_BSD.shape[1] * everywhere.size
-        load_E = psum(nn.expert_load(routing.experts, E), everywhere)
-        statistics = {"load": load_E}
-        if self.rows is not None:
-            statistics["overflow"] = psum(found["overflow"], data)
-        if self.balance or self.z_loss:
+        load_E = psum(nn.expert_load(routing.experts, self.router.experts), everywhere)
+        statistics = {"load": load_E, **found}
+        statistics["entropy"] = psum(nn.router_entropy(routing.probs, tokens), everywhere)
+        if self.balance or self.sequence_balance or self.z_loss:
             loss = self.balance * nn.balance_loss(routing.probs, load_E, tokens)
             loss = loss + self.z_loss * nn.router_z_loss(logits_BSE, tokens)
+            if self.sequence_balance:
+                of_sequences = (routing.probs, routing.experts, tokens, tp if split else axes[()])
+                loss = loss + self.sequence_balance * nn.sequence_balance_loss(*of_sequences)
             statistics["loss"] = psum(loss, tp) if split else loss
         return y_BSD, statistics
 
-    def _experts(self, w: Tree, axes: Axes):
-        """This rank's experts, as `nn.dropless` applies them."""
-        tp, names = axes["tp"], ("up", "down", "bias_up", "bias_down")
-        w = nn.expert_weights({k: w[k] for k in names if k in w}, axes[self.ep], axes[axes.data])
+    def _routed(
+        self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
+        tp, data, ep, E = axes["tp"], axes[axes.data], axes[self.ep], self.router.experts
+        v_BSD, (gates, experts, _), sequence, token_axes = u_BSD, routing, axes[()], data
+        if folded := "tp" in ep.names:
+            if not split:
+                raise ValueError(
+                    f"MoE.ep: got {self.ep} on the mesh {axes.mesh} with full sequences on each rank of tp, wanted "
+                    "other tokens on each; set Decoder.sequence_parallel=True, or leave tp out of ep"
+                )
+            sequence, token_axes = tp, axes[(*axes.data, "tp")]
+        elif split:
+            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
+        else:
+            v_BSD, gates = enter(u_BSD, tp), enter(gates, tp)
+        own = {k: w[k] for k in ("up", "down", "bias_up", "bias_down") if k in w}
+        own = nn.expert_weights(own, ep, token_axes)
+        apply = functools.partial(self._experts, tp=axes[()] if folded else tp)
+        if self.capacity is not None:
+            S = v_BSD.shape[1]
+            room = min(S, math.ceil(self.capacity * S * self.router.top_k / E))
+            y_BSD, found = nn.with_capacity(v_BSD, gates, experts, own, apply, E, ep, data, room)
+        else:
+            again = step.remat if self.chunks > 1 else None
+            y_BSD, found = nn.dropless(
+                v_BSD, gates, experts, own, apply, E, ep, data, sequence, self.rows, self.chunks, again
+            )
+        if not folded:
+            y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
+        wanted = ("dropped",) if self.capacity is not None else ("overflow",) if self.rows is not None else ()
+        return y_BSD, {name: psum(found[name], token_axes) for name in wanted}
 
-        def apply(x_MD: Tensor, ends_X: Tensor, expert_M: Tensor) -> Tensor:
-            h_MF = nn.grouped_mm(x_MD, w["up"], ends_X)
-            if self.biases:
-                h_MF = h_MF + w["bias_up"].to(h_MF.dtype).index_select(0, expert_M)
-            if self.limit is None:
-                gate_MF, up_MF = h_MF.chunk(2, -1)
-                h_MF = nn.ACTIVATIONS["silu"](gate_MF) * up_MF
-            else:
-                gate_MF, up_MF = h_MF.unflatten(-1, (-1, 2)).unbind(-1)
-                gate_MF, up_MF = gate_MF.clamp(max=self.limit), up_MF.clamp(-self.limit, self.limit)
-                h_MF = gate_MF * torch.sigmoid(1.702 * gate_MF) * (up_MF + 1)
-            y_MD = nn.grouped_mm(h_MF, w["down"], ends_X)
-            if self.biases:  # each rank of tp adds its share to what is summed over tp
-                y_MD = y_MD + (enter(w["bias_down"], tp) / tp.size).to(y_MD.dtype).index_select(0, expert_M)
+    def _experts(self, w: Any, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, *, tp: Axis) -> Tensor:
+        """This rank's experts (`nn.Apply`), of which tp splits the hidden units."""
+        h_MF = nn.grouped_mm(x_MD, w["up"], ends_X)
+        if self.biases:
+            h_MF = h_MF + w["bias_up"].to(h_MF.dtype).index_select(0, expert_M)
+        if self.limit is None:
+            gate_MF, up_MF = h_MF.chunk(2, -1)
+            h_MF = nn.ACTIVATIONS["silu"](gate_MF) * up_MF
+        else:
+            gate_MF, up_MF = h_MF.unflatten(-1, (-1, 2)).unbind(-1)
+            gate_MF, up_MF = gate_MF.clamp(max=self.limit), up_MF.clamp(-self.limit, self.limit)
+            h_MF = gate_MF * torch.sigmoid(1.702 * gate_MF) * (up_MF + 1)
+        y_MD = nn.grouped_mm(h_MF, w["down"], ends_X)
+        if not self.biases:
             return y_MD
-
-        return apply
+        # each rank of tp adds its share to what is summed over tp
+        return y_MD + (enter(w["bias_down"], tp) / tp.size).to(y_MD.dtype).index_select(0, expert_M)

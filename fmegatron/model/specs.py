@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 from fmegatron import tree
-from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh, Rules, Split
+from fmegatron.layout import DATA_AXES, SEQUENCE_AXES, DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.model.arrays import Array
 from fmegatron.model.decoder import Decoder
 from fmegatron.tree import ArraySpec, Normal
@@ -57,7 +57,8 @@ def specs(
     decoder.check_mesh(mesh)
     table = rules(decoder) if rules_of_own is None else rules_of_own
     meant = _meant(strategy)
-    known = tuple(dict.fromkeys((*DATA_AXES, *meant.values(), "tp")))
+    along = SEQUENCE_AXES if strategy is None else strategy.sequence
+    known = tuple(dict.fromkeys((*DATA_AXES, *along, *meant.values(), "tp")))
     whole = arrays(decoder)
     residual = sum(len(parts) for parts in decoder.blocks)
 
@@ -68,7 +69,7 @@ def specs(
         layout = Layout(array.shape, decoder.param_dtype, mesh, spec)
         stack = (0,) if path.partition("/")[0] in decoder.stacks else ()
         if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
-            layout = strategy.params_layout(layout, whole=stack)
+            layout = _beside(strategy, array.kept).params_layout(layout, whole=stack)
         elif not layout.is_even:
             layout = _moved_data_axes(layout, stack)
         for dim, (size, entry) in enumerate(zip(array.shape, layout.spec, strict=True)):
@@ -86,6 +87,12 @@ def specs(
     out = tree.map_with_path(spec_of, whole)
     _check_every_axis_works(out, mesh, known)
     return out
+
+
+def _beside(strategy: DataParallel, kept: tuple[str, ...]) -> DataParallel:
+    """The strategy for an array that some of its axes split for another reason: without these."""
+    kinds = (strategy.axes, strategy.params, strategy.grads, strategy.optim)
+    return DataParallel(*(tuple(name for name in kind if name not in kept) for kind in kinds))
 
 
 def _meant(strategy: DataParallel | None) -> dict[str, str]:

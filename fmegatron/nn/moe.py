@@ -9,8 +9,9 @@ rank, n ranks of ep; A rows that leave, R rows that come, M rows of experts (a r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,18 @@ from fmegatron import tree
 from fmegatron.collectives import Axis, all_to_all, all_to_all_rows, declare, psum
 from fmegatron.tree import Tree
 
-__all__ = ["dropless", "expert_weights", "most_rows", "with_capacity"]
+__all__ = ["Apply", "dropless", "expert_weights", "most_rows", "with_capacity"]
+
+
+class Apply(Protocol):
+    """apply(w, x[M, D], ends[X], expert[M]) -> y[M, D]: this rank's experts on rows that are sorted by expert."""
+
+    def __call__(self, w: Tree, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, /) -> Tensor:
+        """w: weights. ends: int32, where the rows of each expert end (`nn.grouped_mm`). expert: in [0, X), of each row.
+
+        Rows behind the last end are no tokens: their results are not used.
+        """
+        ...
 
 
 def most_rows(tokens: int, ep: Axis, top_k: int, experts: int) -> int:
@@ -28,10 +40,10 @@ def most_rows(tokens: int, ep: Axis, top_k: int, experts: int) -> int:
     return ep.size * tokens * min(top_k, experts // ep.size)
 
 
-def expert_weights(w: Tree, ep: Axis, dealt: Axis) -> Tree:
+def expert_weights(w: Tree, ep: Axis, token_axes: Axis) -> Tree:
     """The weights of this rank's experts `w[X, ...]`, for rows of all ranks of ep: their gradient is complete over ep,
-    and a pending sum over the other axes of `dealt`, those by which the tokens are dealt."""
-    rest = dealt.only(tuple(name for name in dealt.names if name not in ep.names))
+    and a pending sum over the other ones of the axes that split the tokens."""
+    rest = token_axes.only(tuple(name for name in token_axes.names if name not in ep.names))
     return tree.map(lambda x: declare(declare(x, ep, backward=("sharded", 0)), rest, backward="partial"), w)
 
 
@@ -109,83 +121,94 @@ def dropless(
     x_BSD: Tensor,
     gates_BSK: Tensor,
     experts_BSK: Tensor,
-    apply: Callable[[Tensor, Tensor, Tensor], Tensor],
+    w: Tree,
+    apply: Apply,
     experts: int,
     ep: Axis,
     data: Axis,
     sequence: Axis,
     rows: int | None = None,
+    chunks: int = 1,
+    remat: Callable[[Callable], Callable] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Every token through each expert that it chose -> (y[B, S, D], {"overflow", "sent"}), as x is sharded.
 
     y = Σ_k gate_k expert_k(x). The statistics are int64 terms of sums over data and sequence. overflow: rows for which
     there was no room; with any, y is NaN on all ranks, so that loss and gradients are, and the step is refused like
-    every other that is not finite (`optim.skip_nonfinite`, `loop.nonfinite`). sent: rows given to the
-    exchange, those for the rank itself included.
+    every other that is not finite (`optim.skip_nonfinite`, `loop.nonfinite`). sent: rows given to the exchange, those
+    for the rank itself included.
 
     Args:
         x_BSD: this rank's tokens, B split over data and S over sequence.
         gates_BSK: of each choice (`Routing`).
         experts_BSK: int64 in [0, E).
-        apply: apply(x[M, D], ends[X] int32, expert[M]) -> y[M, D], this rank's experts on rows that are sorted by
-            expert, those of expert e ending at ends[e] (`nn.grouped_mm`); expert[M] is the number in [0, X) of each
-            row. Rows behind the last end are no tokens: their results are not used. Its weights by `expert_weights`.
+        w: the weights of this rank's experts, by `expert_weights`.
+        apply: this rank's experts (`Apply`).
         experts: E, of all ranks.
         ep: the axis that holds experts, made of axes of data and sequence.
         data: over which the batch is split.
         sequence: over which sequences are split; size 1 where they are not.
-        rows: M, which a rank has room for; None: as many as there can be (`most_rows`).
+        rows: M, which a rank has room for, in one chunk; None: as many as there can be (`most_rows`).
+        chunks: so many parts of a rank's tokens go one after the other: with n of them, room for the worst case is
+            room for as many rows as all tokens have when they are balanced.
+        remat: what makes of fn(x, weights, *rest) a function that computes it again in the backward (`step.remat`), so
+            that the memory of a chunk is free when the next one begins; None: as it is.
 
-    Raises ValueError where the experts cannot be shared out over ep, or ep has axes by which no tokens are dealt.
+    Raises ValueError where the experts cannot be shared out over ep, the chunks do not divide the tokens, or ep has
+    axes that split no tokens.
     """
-    (B, S, D), K, n = x_BSD.shape, experts_BSK.shape[-1], ep.size
-    T, X = B * S, experts // n
+    (B, S, D), K = x_BSD.shape, experts_BSK.shape[-1]
     _require_experts(experts, ep, data, sequence)
-    most = most_rows(T, ep, K, experts)
+    if chunks < 1 or B * S % chunks:
+        raise ValueError(f"dropless: got chunks={chunks} of {B * S} tokens of a rank, wanted a divisor of these")
+    most = most_rows(B * S // chunks, ep, K, experts)
     rows = most if rows is None else min(rows, most)
     x_BSD, gates_BSK, experts_BSK = (_own(v, data, sequence) for v in (x_BSD, gates_BSK, experts_BSK))
-    x_TD, gates_TK, experts_TK = (v.reshape(T, -1) for v in (x_BSD, gates_BSK, experts_BSK))
-    if n == 1:
-        came_RD, gates_RK, local_RK = x_TD, gates_TK, experts_TK + 1
-        back, arrived = None, torch.zeros_like(experts_TK[0, 0])
-        sent = arrived
-    else:
-        rank_TK = experts_TK // X
-        goes_Tn = (rank_TK[..., None] == torch.arange(n, device=x_TD.device)).any(1)
-        index = _to_ranks(goes_Tn, T * min(K, n))
-        send_n = goes_Tn.sum(0)
-        recv_n = all_to_all(send_n, ep, 0, 0)
-        ends_n = send_n.cumsum(0)
-        to_A = (torch.arange(index.row_A.shape[0], device=x_TD.device)[:, None] >= ends_n).sum(1)
-        there_AK = rank_TK.index_select(0, index.row_A) == to_A[:, None]
-        local_AK = torch.where(there_AK, experts_TK.index_select(0, index.row_A) % X + 1, 0)
-        gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)
-        R = min(rows, n * T)
-        came_RD, gates_RK, local_RK = (
-            all_to_all_rows(v, send_n, recv_n, ep, R) for v in (_taken(x_TD, index), gates_AK, local_AK)
-        )
-        back = (recv_n, send_n, ep, index.row_A.shape[0])
-        arrived, sent = recv_n.sum() - R, send_n.sum()
-    counts_X = (local_RK.flatten()[:, None] == torch.arange(1, X + 1, device=x_TD.device)).sum(0)
-    y_RD = _through(came_RD, gates_RK, local_RK, counts_X, apply, rows)
-    y_TD = y_RD if back is None else _summed(all_to_all_rows(y_RD, *back), index)
-    stats = {"sent": _terms(sent, data, sequence)}
-    stats["overflow"] = _terms(torch.zeros_like(sent), data, sequence)
-    y_BSD = _sharded(y_TD.view(B, S, D), data, sequence)
+    parts = zip(*(v.reshape(B * S, -1).chunk(chunks) for v in (x_BSD, gates_BSK, experts_BSK)), strict=True)
+    run = functools.partial(_one_chunk, apply=apply, experts=experts, ep=ep, rows=rows)
+    run = run if remat is None else remat(run)
+    found = [run(x_TD, {"gates": gates_TK, "w": w}, experts_TK) for x_TD, gates_TK, experts_TK in parts]
+    y_BSD = _sharded(torch.cat([y_TD for y_TD, _, _ in found]).view(B, S, D), data, sequence)
+    over, sent = (_terms(torch.stack(values).sum(), data, sequence) for values in list(zip(*found, strict=True))[1:])
     if rows < most:
-        over = torch.maximum(counts_X.sum() - rows, arrived).clamp(min=0)
-        stats["overflow"] = _terms(over, data, sequence)
-        refused = psum(psum(stats["overflow"], data), sequence) > 0
+        refused = psum(psum(over, data), sequence) > 0
         y_BSD = y_BSD * torch.where(refused, torch.nan, 1.0).to(y_BSD.dtype)
-    return y_BSD, stats
+    return y_BSD, {"overflow": over, "sent": sent}
 
 
-def _through(came_RD, gates_RK, local_RK, counts_X, apply, rows):
-    """Rows that came through their experts: the gated sum over these."""
+def _one_chunk(
+    x_TD: Tensor, weights: dict, experts_TK: Tensor, *, apply: Apply, experts: int, ep: Axis, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y[T, D], rows for which there was no room, rows given to the exchange) of this rank's tokens."""
+    (T, K), n, gates_TK = experts_TK.shape, ep.size, weights["gates"]
+    X = experts // n
+    if n == 1:
+        y_TD, needed = _through(x_TD, gates_TK, experts_TK + 1, X, weights["w"], apply, rows)
+        return y_TD, (needed - rows).clamp(min=0), torch.zeros_like(needed)
+    rank_TK = experts_TK // X
+    goes_Tn = (rank_TK[..., None] == torch.arange(n, device=x_TD.device)).any(1)
+    index = _to_ranks(goes_Tn, T * min(K, n))
+    send_n = goes_Tn.sum(0)
+    recv_n = all_to_all(send_n, ep, 0, 0)
+    to_A = (torch.arange(index.row_A.shape[0], device=x_TD.device)[:, None] >= send_n.cumsum(0)).sum(1)
+    there_AK = rank_TK.index_select(0, index.row_A) == to_A[:, None]
+    local_AK = torch.where(there_AK, experts_TK.index_select(0, index.row_A) % X + 1, 0)
+    gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)
+    R = min(rows, n * T)
+    leave = (_taken(x_TD, index), gates_AK, local_AK)
+    came_RD, gates_RK, local_RK = [all_to_all_rows(v, send_n, recv_n, ep, R) for v in leave]
+    y_RD, needed = _through(came_RD, gates_RK, local_RK, X, weights["w"], apply, rows)
+    y_TD = _summed(all_to_all_rows(y_RD, recv_n, send_n, ep, index.row_A.shape[0]), index)
+    return y_TD, torch.maximum(needed - rows, recv_n.sum() - R).clamp(min=0), send_n.sum()
+
+
+def _through(came_RD, gates_RK, local_RK, X, w, apply, rows):
+    """(rows that came through their experts: the gated sum over these, rows of experts that this takes)."""
+    counts_X = (local_RK.flatten()[:, None] == torch.arange(1, X + 1, device=came_RD.device)).sum(0)
     index, choices = _to_experts(local_RK, counts_X, rows)
     ends_X = counts_X.cumsum(0).clamp(max=rows).to(torch.int32)
-    y_MD = apply(_taken(came_RD, index), ends_X, _expert_of_rows(ends_X, rows))
-    return _summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index)
+    y_MD = apply(w, _taken(came_RD, index), ends_X, _expert_of_rows(ends_X, rows))
+    return _summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index), counts_X.sum()
 
 
 def _expert_of_rows(ends_X: Tensor, rows: int) -> Tensor:
@@ -199,7 +222,8 @@ def with_capacity(
     x_BSD: Tensor,
     gates_BSK: Tensor,
     experts_BSK: Tensor,
-    apply: Callable[[Tensor, Tensor, Tensor], Tensor],
+    w: Tree,
+    apply: Apply,
     experts: int,
     ep: Axis,
     data: Axis,
@@ -214,7 +238,8 @@ def with_capacity(
         x_BSD: this rank's tokens, B split over data, sequences in full.
         gates_BSK: of each choice, at least 0.
         experts_BSK: int64 in [0, E).
-        apply: of this rank's experts (`dropless`).
+        w: the weights of this rank's experts, by `expert_weights`.
+        apply: this rank's experts (`Apply`).
         experts: E, of all ranks.
         ep: the axis that holds experts, made of axes of data.
         data: over which the batch is split.
@@ -238,7 +263,7 @@ def with_capacity(
     there_ERD = x_BSD.flatten(0, 1).index_select(0, token_F).view(experts, B * C, D)
     came_MD = all_to_all(there_ERD, ep, 0, 1).flatten(0, 1)
     ends_X = torch.arange(1, experts // n + 1, device=x_BSD.device, dtype=torch.int32) * (n * B * C)
-    y_MD = apply(came_MD, ends_X, _expert_of_rows(ends_X, came_MD.shape[0]))
+    y_MD = apply(w, came_MD, ends_X, _expert_of_rows(ends_X, came_MD.shape[0]))
     back_ERD = all_to_all(y_MD.view(experts // n, -1, D), ep, 1, 0)
     gated_FD = (back_ERD * gates_ER[..., None].to(back_ERD.dtype)).flatten(0, 1)
     y_BSD = gated_FD.new_zeros(B * S, D).index_add(0, token_F, gated_FD).view(B, S, D)

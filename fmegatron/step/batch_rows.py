@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.torch_private import Op, fx_traceback
 from fmegatron.step.trace import Traced
@@ -74,10 +74,13 @@ def require_rows(traced: Traced, layouts: Sequence[Layout | None], who: str) -> 
         )
 
 
-def require_batch(layout: Layout, axes: tuple[str, ...], microbatches: int, mesh: Mesh, who: str) -> None:
-    """ValueError unless a batch's layout splits its rows over all `axes`, and for `microbatches` of a step."""
-    ranks = tuple(name for name in axes if name in mesh)
-    same = layout.mesh == mesh and sorted(_big(layout.axes(0), mesh)) == sorted(_big(ranks, mesh))
+def require_batch(layout: Layout, strategy: DataParallel, microbatches: int, mesh: Mesh, who: str) -> None:
+    """ValueError unless a batch's layout [B, S] is that of the strategy, in any order of axes, for `microbatches`."""
+    ranks = tuple(name for name in strategy.axes if name in mesh)
+    same = layout.mesh == mesh and all(
+        sorted(_big(layout.axes(dim), mesh)) == sorted(_big(axes, mesh))
+        for dim, axes in enumerate((strategy.axes, strategy.sequence)[: len(layout.shape)])
+    )
     if not same or not _fits(layout, _Cut(microbatches, None)):
         raise ValueError(
             f"{who}: got the layout {layout}, wanted rows split over {ranks or 'no axis'} of the mesh {mesh}, for "

@@ -115,7 +115,7 @@ def least_traffic(
     gather = reduce = update = 0
     placed = placements(param_layouts, strategy)
     for path, p, g, o in zip(tree.paths(param_layouts), *map(tree.leaves, placed), strict=True):
-        n = math.prod(p.mesh[name] for name in strategy.axes if name in p.mesh)
+        n = math.prod(p.mesh[name] for name in strategy.tokens if name in p.mesh)
         by_p, by_g, by_o = (_ways(layout, strategy) for layout in (p, g, o))
         whole = math.prod(p.local_shape(0)) * by_p
         wire = reduce_dtype(p).itemsize
@@ -139,7 +139,7 @@ def _all_but_one(nbytes: int, ways: int) -> int:
 
 def _ways(layout: Layout, strategy: DataParallel) -> int:
     """Number of ranks along the data axes that hold different parts."""
-    return layout.mesh.extent(tuple(name for name in layout.sharded if name in strategy.axes))
+    return layout.mesh.extent(tuple(name for name in layout.sharded if name in strategy.tokens))
 
 
 def _bytes(layout: Layout, rank: int, dtype: torch.dtype | None = None) -> int:

@@ -245,7 +245,7 @@ def build_train_step(
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
     specs = state_specs(specs, optimizer, strategy)
     opt_layouts = tree.layouts(specs.opt)
-    train_step.declared = Declared(specs, strategy.axes, microbatches)
+    train_step.declared = Declared(specs, strategy, microbatches)
     return train_step
 
 
@@ -280,18 +280,18 @@ def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
 def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> None:
     """ValueError for an axis over which gradients would silently stay a partial sum, or work be repeated."""
     mesh = tree.leaves(layouts)[0].mesh
-    used = {*strategy.axes, *(name for layout in tree.leaves(layouts) for name in layout.sharded)}
+    used = {*strategy.tokens, *(name for layout in tree.leaves(layouts) for name in layout.sharded)}
     for name in mesh.names:
         if mesh[name] > 1 and name not in used:
             raise ValueError(
                 f"build_train_step: mesh {mesh}: got the axis {name!r}, which is none of the strategy's axes "
-                f"{strategy.axes} and shards no parameter, wanted a use of each axis; give a strategy over it, "
+                f"{strategy.tokens} and shards no parameter, wanted a use of each axis; give a strategy over it, "
                 f"DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
-    if set(axes[axes.data].names) != {name for name in strategy.axes if name in axes.mesh and axes.mesh[name] > 1}:
+    if set(axes[axes.data].names) != {name for name in strategy.tokens if name in axes.mesh and axes.mesh[name] > 1}:
         raise ValueError(
-            f"build_train_step: axes: got data axes {axes.data}, wanted those of the strategy, {strategy.axes}; give "
-            f"Axes(mesh, data={strategy.axes})"
+            f"build_train_step: axes: got data axes {axes.data}, wanted those of the strategy, {strategy.tokens}; give "
+            f"Axes(mesh, data={strategy.tokens})"
         )
 
 

@@ -46,7 +46,7 @@ def _communicate(collective: Collective, node: fx.Node, values: dict[fx.Node, li
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
-# Their results are in the memory of their argument, of which their schemas say nothing (`nn.GRU` writes into a part).
+# Their results are in the memory of their argument, which their schemas do not state (`nn.GRU` writes into a part).
 _aten = torch.ops.aten
 _VIEWS_BY_NATURE = frozenset(
     {UNSAFE_VIEW, operator.getitem, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}

@@ -73,3 +73,10 @@ def test_the_largest_model_fits(benchmark):
         layers = gpu.layers_that_fit(gib << 30)
         state = 16 * gpu.model.parameters(gpu.config_of("largest", layers))["total"]
         assert 0.6 * (gib << 30) < state < 0.9 * (gib << 30)
+
+
+def test_experts_equal_a_loop(benchmark, capsys, ranks):
+    benchmark("moe").main(["--quick", "--backend=eager"], pool=ranks)
+    lines = lines_of(capsys)
+    for name in ("worst_case", "balanced"):
+        assert lines[f"moe_{name}_difference"]["holds"] and lines[f"moe_{name}_time"]["value"] > 0

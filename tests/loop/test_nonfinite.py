@@ -10,7 +10,7 @@ import torch
 from fmegatron import checkpoint, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import NonFiniteError, train
+from fmegatron.loop import NonFiniteError, nonfinite, train
 from tests.loop.test_train import Ranks
 
 SPECS = {
@@ -178,3 +178,13 @@ def test_a_sound_run_is_not_looked_at(monkeypatch):
         warnings.simplefilter("error")
         assert len(list(train(bad_from(99), begin(), int, steps=20, log_every=5, world=world))) == 20
     assert len(world.noted) == 2 * 20
+
+
+def test_overflow_of_experts_is_named():
+    """A step that is refused because experts had too few rows ends with that as its reason."""
+    metrics = {"loss": math.nan, "grad_norm": math.nan, "overflow": 12, "margin": 1.0}
+    shown = nonfinite.broken(metrics)
+    assert shown["overflow"] == 12 and "margin" not in shown
+    assert nonfinite.broken({"loss": 1.0, "overflow": 0}) == {}
+    with pytest.raises(NonFiniteError, match="overflow is 12 .*raise MoE.rows"):
+        nonfinite.judge({"w": torch.tensor([math.nan])}, 3, shown, None)

@@ -8,7 +8,7 @@ import torch
 
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, collective_of
-from fmegatron.layout import Layout, Mesh, Rules
+from fmegatron.layout import DataParallel, Layout, Mesh, Rules
 from fmegatron.step import raw_gradient_layout, trace, value_and_grad
 from fmegatron.testing import assert_parity, inline_layers, split
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
@@ -32,7 +32,7 @@ CASES = mixed(VARIANTS, MESHES)
 
 
 def batch_layouts(batch, mesh):
-    return {name: Layout(x.shape, x.dtype, mesh, (Axes(mesh).data,)) for name, x in batch.items()}
+    return {name: DataParallel().batch_layout(tuple(x.shape), x.dtype, mesh) for name, x in batch.items()}
 
 
 def make_step(config, save=None, rules=None):

@@ -11,18 +11,18 @@ FOLDED, FSDP, TP, DP, CAPACITY, OVER = "folded over cp and tp", "fsdp2 ep2", "ep
 
 # ---- tests/nn/moe_step.py --------------------------------------------------------------------------------------------
 MIX = 'for name in ("mix", "router")}'
-SUM = "{name: psum(raw[name], dealt) for name in "
+SUM = "{name: psum(raw[name], token_axes) for name in "
 REST = 'grads |= {name: psum(raw[name], rest) for name in ("up", "down")}'
-NAMES = "tuple(name for name in dealt.names if name not in ep.names + gathered.names)"
-LOAD = "load_E = psum(router.expert_load(routing.experts, E), dealt)"
-WEIGHTS = "moe.expert_weights(experts, ep, dealt)"
-METRICS = "name: psum(value.detach(), dealt) for"
+NAMES = "tuple(name for name in token_axes.names if name not in ep.names + gathered.names)"
+LOAD = "load_E = psum(router.expert_load(routing.experts, E), token_axes)"
+WEIGHTS = "moe.expert_weights(experts, ep, token_axes)"
+METRICS = "name: psum(value.detach(), token_axes) for"
 Y = "y_BSD = psum(y_BSD, tp)"
 SUMS_OF_STEP = (
     M("router_not_summed", "The router's gradient is that of this rank's tokens.", SUM + '("mix", "router")}',
-      '{"mix": psum(raw["mix"], dealt), "router": raw["router"]}', of="ep2"),
+      '{"mix": psum(raw["mix"], token_axes), "router": raw["router"]}', of="ep2"),
     M("router_summed_twice", "The router's gradient is summed twice.", SUM + '("mix", "router")}',
-      '{n: psum(psum(raw[n], dealt), dealt) for n in ("mix", "router")}', of="ep2"),
+      '{n: psum(psum(raw[n], token_axes), token_axes) for n in ("mix", "router")}', of="ep2"),
     M("router_over_data_only", "Ranks of the sequence keep router gradients of their own.", SUM + '("mix", "router")}',
       '{n: psum(raw[n], data) for n in ("mix", "router")}', of=FOLDED),
     M("router_over_ep_only", "The router's gradient is not summed over dp.", SUM + '("mix", "router")}',
@@ -32,27 +32,27 @@ SUMS_OF_STEP = (
     M("experts_not_summed", "Ranks of dp keep gradients of experts of their own.", REST,
       'grads |= {name: raw[name] for name in ("up", "down")}', of=DP),
     M("experts_summed_over_ep", "Gradients of different experts are added up.", REST,
-      'grads |= {name: psum(raw[name], dealt) for name in ("up", "down")}', of="ep2"),
+      'grads |= {name: psum(raw[name], token_axes) for name in ("up", "down")}', of="ep2"),
     M("experts_summed_twice", "Gradients of experts are summed twice over dp.", REST,
       'grads |= {name: psum(psum(raw[name], rest), rest) for name in ("up", "down")}', of=DP),
     M("experts_over_cp", "Gradients of experts are added up over an axis that holds others.", NAMES,
-      'tuple(name for name in dealt.names if name != "tp")', of=FOLDED),
+      'tuple(name for name in token_axes.names if name != "tp")', of=FOLDED),
     M("experts_over_fsdp_again", "Gradients are summed over fsdp again, by which they were scattered.", NAMES,
-      "tuple(name for name in dealt.names if name not in ep.names)", of=FSDP),
+      "tuple(name for name in token_axes.names if name not in ep.names)", of=FSDP),
     M("one_expert_matrix_not_summed", "One of two matrices is not summed over dp.", REST,
       'grads |= {"up": psum(raw["up"], rest), "down": raw["down"]}', of=DP),
     M("load_of_this_rank", "The balance loss looks at this rank's load.", LOAD,
       "load_E = router.expert_load(routing.experts, E)", of="ep2"),
     M("load_summed_twice", "The load is counted once for each rank.", LOAD,
-      "load_E = psum(psum(router.expert_load(routing.experts, E), dealt), dealt)", of="ep2"),
+      "load_E = psum(psum(router.expert_load(routing.experts, E), token_axes), token_axes)", of="ep2"),
     M("load_over_ep", "The load leaves out the ranks of dp.", LOAD,
       "load_E = psum(router.expert_load(routing.experts, E), ep)", of=DP),
     M("load_over_data", "The load leaves out the rest of the sequences.", LOAD,
       "load_E = psum(router.expert_load(routing.experts, E), data)", of=FOLDED),
     M("metrics_of_this_rank", "Metrics are this rank's.", METRICS, "name: value.detach() for", of="ep2"),
     M("metrics_over_ep", "Metrics leave out the ranks of dp.", METRICS, "name: psum(value.detach(), ep) for", of=DP),
-    M("metrics_twice", "Metrics are summed twice.", METRICS, "name: psum(psum(value.detach(), dealt), dealt) for",
-      of="ep2"),
+    M("metrics_twice", "Metrics are summed twice.", METRICS,
+      "name: psum(psum(value.detach(), token_axes), token_axes) for", of="ep2"),
     M("hidden_not_summed", "Results of parts of an expert's hidden units are not added up.", Y, "y_BSD = y_BSD", of=TP),
     M("hidden_summed_twice", "Results of parts of the hidden units are added up twice.", Y,
       "y_BSD = psum(psum(y_BSD, tp), tp)", of=TP),
@@ -63,8 +63,7 @@ SUMS_OF_STEP = (
     M("tokens_entered_twice", "The gradient of the tokens is summed twice over tp.", "enter(h_BSD, tp)",
       "enter(enter(h_BSD, tp), tp)", of=TP),
     M("gates_not_entered", "The gradient of the gates is that of this rank's hidden units.",
-      "enter(routing.gates, tp)", "routing.gates",
-      "unproven, simulate", of=TP),
+      "enter(routing.gates, tp)", "routing.gates", of=TP),
     M("gates_entered_twice", "The gradient of the gates is summed twice over tp.", "enter(routing.gates, tp)",
       "enter(enter(routing.gates, tp), tp)", of=TP),
     M("gates_entered_over_ep", "The gradients of gates of different tokens are added up.", "enter(routing.gates, tp)",
@@ -79,16 +78,16 @@ SUMS_OF_STEP = (
 )  # fmt: skip
 OF_STEP = (
     M("weights_without_ep", "Experts are declared to be pending over their own axis.", WEIGHTS,
-      "moe.expert_weights(experts, axes[()], dealt)",
+      "moe.expert_weights(experts, axes[()], token_axes)",
       "check", of="ep2"),
     M("weights_without_dp", "It is not said that ranks of dp have parts of the gradient.", WEIGHTS,
       "moe.expert_weights(experts, ep, ep)",
       "unproven", of=DP),
     M("weights_over_dp", "Experts are declared to be sharded over dp.", WEIGHTS,
-      'moe.expert_weights(experts, axes["dp"], dealt)',
+      'moe.expert_weights(experts, axes["dp"], token_axes)',
       "check", of=DP),
     M("weights_turned", "The axes of ep in the wrong order.", WEIGHTS,
-      'moe.expert_weights(experts, axes["tp", "cp"], dealt)',
+      'moe.expert_weights(experts, axes["tp", "cp"], token_axes)',
       "check", of=FOLDED),
     M("gates_swapped", "gate and up are exchanged.", "F.silu(gate_MF) * up_MF", "F.silu(up_MF) * gate_MF", "simulate",
       of="ep2"),
@@ -102,8 +101,8 @@ TERMS = 'return declare(declare(x, data, "partial"), sequence, "partial")'
 ALL_THREE = "(_own(v, data, sequence) for v in (x_BSD, gates_BSK, experts_BSK))"
 COUNTS = "recv_n = all_to_all(send_n, ep, 0, 0)"
 THERE = "all_to_all_rows(v, send_n, recv_n, ep, R) for v in"
-BACK = "back = (recv_n, send_n, ep, index.row_A.shape[0])"
-REFUSED = 'refused = psum(psum(stats["overflow"], data), sequence) > 0'
+BACK = "all_to_all_rows(y_RD, recv_n, send_n, ep, "
+REFUSED = "refused = psum(psum(over, data), sequence) > 0"
 BORDERS = (
     M("gradient_not_sharded", "Nothing is said of the gradient over ep.", PARTIAL,
       'declare(x, rest, backward="partial")',
@@ -158,21 +157,22 @@ BORDERS = (
       "unproven", of=OVER),
     M("terms_over_data_only", "Counts are declared terms over data only.", TERMS, 'return declare(x, data, "partial")',
       "unproven", of="too few, folded"),
-    M("refused_by_this_rank", "Each rank refuses by its own overflow.", REFUSED, 'refused = stats["overflow"] > 0',
+    M("refused_by_this_rank", "Each rank refuses by its own overflow.", REFUSED, 'refused = over > 0',
       of=OVER),
     M("refused_over_sequence", "Ranks of data are not asked for their overflow.", REFUSED,
-      'refused = psum(stats["overflow"], sequence) > 0', of=OVER),
+      'refused = psum(over, sequence) > 0', of=OVER),
     M("refused_over_data", "Ranks of the sequence are not asked for their overflow.", REFUSED,
-      'refused = psum(stats["overflow"], data) > 0', of="too few, folded"),
+      'refused = psum(over, data) > 0', of="too few, folded"),
     M("counts_not_exchanged", "A rank expects as many rows as it sends.", COUNTS, "recv_n = send_n", "simulate",
       of="ep2"),
     M("counts_over_dp", "Counts are exchanged over dp.",
-      COUNTS, 'recv_n = all_to_all(send_n, data.only(("dp",)), 0, 0)',
+      COUNTS, 'recv_n = all_to_all(send_n, type(ep)(("dp",), 2, ep.mesh, ep.world, (2,)), 0, 0)',
       "simulate", of=DP),
     M("rows_over_dp", "Rows are exchanged over dp.", THERE,
-      'all_to_all_rows(v, send_n, recv_n, data.only(("dp",)), R) for v in', "simulate", of=DP),
+      'all_to_all_rows(v, send_n, recv_n, type(ep)(("dp",), 2, ep.mesh, ep.world, (2,)), R) for v in', "simulate",
+      of=DP),
     M("back_by_first_counts", "Results go back by the counts of the way there.", BACK,
-      "back = (send_n, recv_n, ep, index.row_A.shape[0])", "simulate", of="ep2"),
+      "all_to_all_rows(y_RD, send_n, recv_n, ep, ", "simulate", of="ep2"),
     M("capacity_not_own", "Tokens are not declared own.", 'declare(v, data, "own", 0) for v in (x_BSD,',
       "v for v in (x_BSD,",
       "check", of=CAPACITY),
@@ -189,10 +189,11 @@ LOCAL = "experts_TK.index_select(0, index.row_A) % X + 1, 0)"
 GATES = "gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)"
 ORDER = "place_F = order_F.argsort()  # the inverse of a permutation"
 ENDS = "ends_X = counts_X.cumsum(0).clamp(max=rows).to(torch.int32)"
-GATED = "return _summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index)"
+OVERFLOW = "torch.maximum(needed - rows, recv_n.sum() - R).clamp(min=0)"
+GATED = "_summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index), counts_X"
 SUMMED = "return torch.where((place_NC >= 0)[..., None], found, 0).sum(1)"
 OF_MOE = (
-    M("wrong_token_leaves", "Each token's neighbour is sent.", SELECT, "[:places].roll(1) % T", "simulate", of="ep4"),
+    M("wrong_token_leaves", "Each token's neighbour is sent.", SELECT, "[:places].roll(1) % T", of="ep4"),
     M("places_in_token_order", "Results are looked for in the order of tokens.",
       "return _Index(row_A, place_F.view(n, T).t(), goes_F.sum())",
       "return _Index(row_A, place_F.view(T, n), goes_F.sum())", "simulate", of="ep2"),
@@ -215,10 +216,10 @@ OF_MOE = (
       "ends_X = counts_X.clamp(max=rows).to(torch.int32)", "simulate", of="ep2"),
     M("ends_exclusive", "Where a group begins is taken for its end.", ENDS,
       "ends_X = (counts_X.cumsum(0) - counts_X).to(torch.int32)", "simulate", of="ep2"),
-    M("not_gated", "Results are not multiplied by the gates.", GATED, "return _summed(y_MD, index)", "simulate",
+    M("not_gated", "Results are not multiplied by the gates.", GATED, "_summed(y_MD, index), counts_X", "simulate",
       of="ep2"),
     M("gated_twice", "Results are multiplied by the gates twice.", GATED,
-      "return _summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).square().to(y_MD.dtype), index)", "simulate",
+      "_summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).square().to(y_MD.dtype), index), counts_X", "simulate",
       of="ep2"),
     M("mean_of_choices", "Results are averaged over the choices.", SUMMED, SUMMED.replace("sum(1)", "mean(1)"),
       "simulate", of="ep2"),
@@ -230,9 +231,9 @@ OF_MOE = (
     M("tokens_without_gradient", "No gradient goes back with the rows.", "return x.index_select(0, index[0])",
       "return x.index_select(0, index[0].clamp(max=x.shape[0] - 2))", "simulate", of="ep2"),
     M("overflow_not_counted", "Rows are dropped and the metric is 0.",
-      "over = torch.maximum(counts_X.sum() - rows, arrived).clamp(min=0)", "over = sent * 0", "simulate", of=OVER),
+      OVERFLOW, "(needed * 0)", "simulate", of=OVER),
     M("overflow_of_one_rank", "Overflow is counted where more arrived than fit on the wire only.",
-      "over = torch.maximum(counts_X.sum() - rows, arrived).clamp(min=0)", "over = arrived.clamp(min=0)", "simulate",
+      OVERFLOW, "(recv_n.sum() - R).clamp(min=0)", "simulate",
       of=OVER),
     M("capacity_by_position", "The last tokens of a sequence are taken, not those with the largest gates.",
       "hot_BSKE.any(2), gates_BSE.detach(), -torch.inf", "hot_BSKE.any(2), -gates_BSE.detach(), -torch.inf", "simulate",

@@ -14,7 +14,7 @@ from torch import Tensor
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.nn import Router, grouped_mm, moe, router
-from fmegatron.step import value_and_grad
+from fmegatron.step import remat, value_and_grad
 
 B, S, D, FF, E = 8, 8, 6, 10, 8
 DATA = ("dp", "fsdp", "ep")
@@ -22,7 +22,7 @@ DATA = ("dp", "fsdp", "ep")
 
 @dataclass(frozen=True)
 class Setting:
-    """A step: its mesh, which axes hold experts and which split the sequence, its router, room of experts."""
+    """A step: its mesh, which axes hold experts and which split the sequence, its router; room."""
 
     mesh: Mesh
     ep: tuple = ("ep",)
@@ -30,6 +30,7 @@ class Setting:
     router: Router = Router(E, 3)
     rows: int | None = None
     capacity: int | None = None
+    chunks: int = 1
     dtype: torch.dtype = torch.float64
 
 
@@ -44,6 +45,8 @@ SETTINGS = {
     "folded over fsdp and ep": Setting(Mesh(fsdp=2, ep=2), ep=("fsdp", "ep"), router=V3),
     "folded over cp and tp": Setting(Mesh(dp=2, cp=2, tp=2), ep=("cp", "tp"), sequence=("cp", "tp"), router=V3),
     "capacity": Setting(Mesh(dp=2, ep=2), capacity=2),
+    "chunks": Setting(Mesh(dp=2, ep=2), chunks=2),
+    "chunks, folded": Setting(Mesh(cp=2, tp=2), ("cp", "tp"), ("cp", "tp"), V3, chunks=4),
     "groups without ep": Setting(Mesh(dp=4), router=Router(E, 2, groups=4, top_groups=2)),
 }
 TOO_FEW = {  # rows that are enough for some ranks
@@ -91,33 +94,30 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
     """step(params, batch) -> (params, metrics)."""
     setting, axes = setting_of(of), Axes(mesh)
     data, sequence, ep = axes[DATA], axes[setting.sequence], axes[setting.ep]
-    dealt = axes[(*DATA, *setting.sequence)]
+    token_axes = axes[(*DATA, *setting.sequence)]
     tp = axes["tp" if "tp" not in setting.ep else ()]
     gathered = axes["fsdp" if "fsdp" not in setting.ep else ()]
     choose = router.Router(**vars(setting.router))
     tokens = B * S
 
-    def apply(w):
-        def of_rows(x_MD: Tensor, ends: Tensor, expert_M: Tensor) -> Tensor:
-            gate_MF, up_MF = grouped_mm(x_MD, w["up"], ends).chunk(2, -1)
-            return grouped_mm(F.silu(gate_MF) * up_MF, w["down"], ends)
-
-        return of_rows
+    def apply(w, x_MD: Tensor, ends: Tensor, expert_M: Tensor) -> Tensor:
+        gate_MF, up_MF = grouped_mm(x_MD, w["up"], ends).chunk(2, -1)
+        return grouped_mm(F.silu(gate_MF) * up_MF, w["down"], ends)
 
     def loss_fn(w, batch):
         h_BSD = (batch["x"] @ w["mix"]).tanh()
         logits_BSE = h_BSD @ w["router"]
         routing = choose(logits_BSE, w["bias"])
         experts = {"up": all_gather(w["up"], gathered, 1), "down": all_gather(w["down"], gathered, 2)}
-        experts = moe.expert_weights(experts, ep, dealt)
-        given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, apply(experts), E, ep, data)
+        experts = moe.expert_weights(experts, ep, token_axes)
+        given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, experts, apply, E, ep, data)
         if setting.capacity is None:
-            y_BSD, stats = moe.dropless(*given, sequence, setting.rows)
+            y_BSD, stats = moe.dropless(*given, sequence, setting.rows, setting.chunks, remat)
         else:
             y_BSD, stats = moe.with_capacity(*given, setting.capacity)
         stats.pop("sent", None)  # which is another number on every mesh
         y_BSD = psum(y_BSD, tp)
-        load_E = psum(router.expert_load(routing.experts, E), dealt)
+        load_E = psum(router.expert_load(routing.experts, E), token_axes)
         terms = {
             "fit": (y_BSD - batch["target"]).square().sum() / tokens,
             "balance": 0.1 * router.balance_loss(routing.probs, load_E, tokens),
@@ -126,13 +126,13 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
             "entropy": router.router_entropy(routing.probs, tokens),
         }
         loss = sum(value for name, value in terms.items() if name != "entropy")
-        metrics = {name: psum(value.detach(), dealt) for name, value in {**terms, **stats, "loss": loss}.items()}
+        metrics = {name: psum(value.detach(), token_axes) for name, value in {**terms, **stats, "loss": loss}.items()}
         return loss, {**metrics, "load": load_E}
 
     def step(params, batch):
         (_, metrics), raw = value_and_grad(loss_fn)(params, batch)
-        grads = {name: psum(raw[name], dealt) for name in ("mix", "router")}
-        rest = dealt.only(tuple(name for name in dealt.names if name not in ep.names + gathered.names))
+        grads = {name: psum(raw[name], token_axes) for name in ("mix", "router")}
+        rest = token_axes.only(tuple(name for name in token_axes.names if name not in ep.names + gathered.names))
         grads |= {name: psum(raw[name], rest) for name in ("up", "down")}
         new = {name: params[name] - 0.02 * g for name, g in grads.items()}
         new["bias"] = router.balanced_bias(params["bias"], metrics["load"], 0.001)

@@ -39,6 +39,10 @@ def test_check_is_clean(of):
 EP = ("dp", "ep")
 
 
+def scaled(w_XD, x_MD, ends_X, expert_M):
+    return x_MD * w_XD[expert_M]
+
+
 def layer(mesh, top_k, rows=None, capacity=None):
     """step((x, w), cotangent) -> (y, gradients), statistics: experts that multiply by a vector each."""
     axes = Axes(mesh)
@@ -49,7 +53,7 @@ def layer(mesh, top_k, rows=None, capacity=None):
         with torch.enable_grad():
             routing = Router(E, top_k)(logits)
             w_XD = nn.expert_weights(w, ep, data)
-            given = (x, routing.gates, routing.experts, lambda x, ends, e: x * w_XD[e], E, ep, data)
+            given = (x, routing.gates, routing.experts, w_XD, scaled, E, ep, data)
             if capacity is None:
                 y, stats = nn.dropless(*given, axes[()], rows)
             else:
@@ -152,17 +156,18 @@ def test_capacity_drops_the_smallest_gates():
         ({"experts": 7}, "got 7 experts over ep of size 2"),
         ({"ep": "tp"}, "got experts over 'tp', whose ranks all have the same tokens"),
         ({"capacity": 0}, "got capacity=0, wanted 1 to"),
+        ({"chunks": 3}, "got chunks=3 of 16 tokens"),
     ],
 )
 def test_bad_arguments(change, says):
     axes = Axes(Mesh(ep=2, tp=2))
     x, gates = torch.zeros(2, S, D), torch.zeros(2, S, 2)
-    given = (x, gates, gates.long(), None, change.get("experts", E), axes[change.get("ep", "ep")], axes["ep"])
+    given = (x, gates, gates.long(), {}, scaled, change.get("experts", E), axes[change.get("ep", "ep")], axes["ep"])
     with pytest.raises(ValueError, match=says):
         if "capacity" in change:
             nn.with_capacity(*given, change["capacity"])
         else:
-            nn.dropless(*given, axes[()])
+            nn.dropless(*given, axes[()], chunks=change.get("chunks", 1))
 
 
 # ---- a step that is refused ------------------------------------------------------------------------------------------
@@ -179,9 +184,7 @@ def refusing(mesh, rows):
         data, ep = axes[EP], axes["ep"]
         routing = Router(E, 2)(batch @ w["router"])
         w_XD = nn.expert_weights(w["scale"], ep, data)
-        y, stats = nn.dropless(
-            batch, routing.gates, routing.experts, lambda x, ends, e: x * w_XD[e], E, ep, data, axes[()], rows
-        )
+        y, stats = nn.dropless(batch, routing.gates, routing.experts, w_XD, scaled, E, ep, data, axes[()], rows)
         loss = (y - batch).square().sum() / (B * S)
         return loss, {"loss": psum(loss.detach(), data), "overflow": psum(stats["overflow"], data)}
 

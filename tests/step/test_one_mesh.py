@@ -115,7 +115,7 @@ def test_a_declared_state_under_a_world_of_another_mesh(mesh, other):
     def step(state, batch):
         return {"w": state["w"] + batch["x"]}, {}
 
-    step.declared = Declared(layouts(other), ())
+    step.declared = Declared(layouts(other), DataParallel(()))
     jitted = jit(step, world=PaperWorld(mesh), backend="eager")
     with pytest.raises(ValueError, match="jit: the state of step: got a layout of 'w' of the mesh"):
         jitted({"w": torch.ones(4)}, {"x": torch.ones(4)})

@@ -249,9 +249,8 @@ class Manager:
         """
         self._note(self._background.poll())
         self._raise()
-        reports = tuple(self._reports)
-        self._reports.clear()
-        return reports
+        reports, self._reports = self._reports, deque(maxlen=_REPORTS)
+        return tuple(reports)
 
     def _note(self, reports: list[Report]) -> None:
         """Saves in the background have ended, on all ranks."""

@@ -143,8 +143,8 @@ def _empty(leaf: Any) -> torch.Tensor:
 class Declared:
     """Layouts of a step's two arguments; the new state (result 0) has those of the old one.
 
-    state: a tree of Layouts or ArraySpecs.  batch: such a tree, or names of the axes over which dim 0 of every leaf is
-    split, as `DataParallel.batch_layout` does for as many microbatches as the step cuts it into (microbatches).
+    state: a tree of Layouts or ArraySpecs.  batch: such a tree, or the strategy by whose `batch_layout` every leaf is
+    split, for as many microbatches as the step cuts it into (microbatches).
     """
 
     state: Any
@@ -153,7 +153,7 @@ class Declared:
 
     def require_batch(self, layout: Layout, who: str) -> None:
         """ValueError unless what has this layout may be the step's batch: for what assigns rows to the ranks."""
-        if isinstance(self.batch, tuple) and all(isinstance(axis, str) for axis in self.batch):
+        if isinstance(self.batch, DataParallel):
             require_batch(layout, self.batch, self.microbatches, tree.leaves(self.state)[0].mesh, who)
 
 
@@ -175,7 +175,7 @@ def check_call(
     mesh = next(iter(state.values())).mesh
     shapes = {path: fake for path, fake in zip(traced.in_paths, traced.fakes, strict=True)}
     data = {path for path in shapes if path.startswith("1/") or path == "1"}
-    if isinstance(declared.batch, tuple) and all(isinstance(axis, str) for axis in declared.batch):
+    if isinstance(declared.batch, DataParallel):
         parts = microbatches_of(traced)
         batch = {path: _of_rows(shapes[path], mesh, declared.batch, parts.get(path, 1)) for path in data}
     else:
@@ -205,12 +205,12 @@ def _by_path(layouts: Any, head: str) -> dict[str, Layout]:
     return {f"{head}/{path}" if path else head: x for path, x in zip(tree.paths(layouts), leaves, strict=True)}
 
 
-def _of_rows(fake: Any, mesh: Mesh, axes: tuple[str, ...], microbatches: int) -> Layout:
+def _of_rows(fake: Any, mesh: Mesh, strategy: DataParallel, microbatches: int) -> Layout:
     """The layout of a leaf of the batch; a 0-d one is the same on all ranks."""
     shape = tuple(fake.shape)
-    ranks = mesh.extent([axis for axis in axes if axis in mesh])
-    whole = (shape[0] * ranks, *shape[1:]) if shape else ()
-    return DataParallel(axes).batch_layout(whole, fake.dtype, mesh, microbatches)
+    ways = [mesh.extent([axis for axis in axes if axis in mesh]) for axes in (strategy.axes, strategy.sequence)]
+    whole = tuple(n * k for n, k in zip(shape, (*ways, *[1] * len(shape)), strict=False))
+    return strategy.batch_layout(whole, fake.dtype, mesh, microbatches)
 
 
 def _compare(scope: Scope, value: Value, node: Node, path: str, layout: Layout | None) -> dict[str, frozenset[int]]:

@@ -1,0 +1,86 @@
+"""Decoders with experts on simulated ranks equal one rank: losses, metrics, parameters after two steps, fp64, 1e-10."""
+
+import functools
+
+import pytest
+import torch
+
+from fmegatron import model, nn, optim, step, tree
+from fmegatron.collectives import Axes, Precision
+from fmegatron.layout import DataParallel, Mesh
+from fmegatron.testing import assert_parity
+from tests.pairs import turns
+
+DATA = ("dp", "fsdp", "ep")
+ZERO3 = DataParallel(DATA, *[("dp", "fsdp", "ep")] * 3)
+HSDP = DataParallel(DATA, *[("fsdp",)] * 3)
+V3 = nn.Router(8, 3, "sigmoid", normalised=True, scale=2.5, groups=4, top_groups=2, group_best=2)
+
+
+def decoder(sequence_parallel=False, **of_moe):
+    """Two blocks, the second with experts."""
+    moe = model.MoE(**{"router": nn.Router(8, 2, normalised=True), "ffn_dim": 12, "balance": 0.01, **of_moe})
+    sizes = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "max_seq": 8}
+    return model.llama(
+        48, **sizes, mlp=moe, precision=Precision.fp64(), sequence_parallel=sequence_parallel, vocab_multiple=8
+    )
+
+
+SHARED = {"router": V3, "shared": model.MLP(20), "choice_bias": True, "z_loss": 1e-3, "sequence_balance": 0.1}
+CASES = {
+    "ep2": (Mesh(ep=2), HSDP, decoder()),
+    "ep4, ZeRO-3": (Mesh(ep=4), ZERO3, decoder(**SHARED)),
+    "fsdp2 ep2": (Mesh(fsdp=2, ep=2), HSDP, decoder(**SHARED)),
+    "dp2 ep2, ZeRO-3": (Mesh(dp=2, ep=2), ZERO3, decoder()),
+    "experts over fsdp": (Mesh(dp=2, fsdp=2), ZERO3, decoder(ep=("fsdp",))),
+    "ep2 tp2": (Mesh(ep=2, tp=2), HSDP, decoder(**SHARED)),
+    "ep2 tp2, sequence parallel": (Mesh(ep=2, tp=2), HSDP, decoder(True, **SHARED)),
+    "folded over ep and tp": (Mesh(dp=2, ep=2, tp=2), HSDP, decoder(True, ep=("ep", "tp"), **SHARED)),
+    "folded over tp, in chunks": (Mesh(fsdp=2, tp=2), HSDP, decoder(True, ep=("tp",), chunks=2)),
+    "in chunks": (Mesh(ep=2), ZERO3, decoder(chunks=2)),
+    "capacity": (Mesh(dp=2, ep=2), HSDP, decoder(capacity=1.0)),
+}
+
+
+def train_step(mesh, strategy, of, save=None, microbatches=1):
+    axes, layouts = Axes(mesh, data=DATA), model.layouts(of, mesh, strategy=strategy)
+    loss = functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes, save=save)
+    how = {"strategy": strategy, "microbatches": microbatches}
+    return step.build_train_step(lambda p, b: loss(p, b), optim.adamw(1e-2), layouts, axes, **how)
+
+
+def given(mesh, strategy, of, microbatches=1):
+    """(specs of the state, layouts of the batch)."""
+    specs = step.state_specs(model.specs(of, mesh, strategy=strategy), optim.adamw(1e-2), strategy)
+    rows = strategy.batch_layout((8, 8), torch.int64, mesh, microbatches)
+    return specs, {"tokens": rows, "labels": rows}
+
+
+def values(specs):
+    g = torch.Generator().manual_seed(0)
+    state = tree.init(specs, 0, 0)
+    batch = {name: torch.randint(0, 48, (8, 8), generator=g) for name in ("tokens", "labels")}
+    return state, batch
+
+
+BOTH = [(name, save) for name in CASES for save in (None, "inputs")]
+
+
+@pytest.mark.parametrize(("name", "save"), turns(2, BOTH, [f"{name}-{save}" for name, save in BOTH]))
+def test_equal_to_one_rank_and_proven(name, save):
+    mesh, strategy, of = CASES[name]
+    specs, rows = given(mesh, strategy, of)
+    report = step.check(train_step(mesh, strategy, of, save), specs, rows, mesh)
+    assert report.ok and not report.unproven, str(report)
+    one = Mesh(**dict.fromkeys(mesh.names, 1))
+    state, batch = values(given(one, strategy, of)[0])
+    make = functools.partial(train_step, strategy=strategy, of=of, save=save)
+    found = assert_parity(make, mesh, state, batch, layouts=(tree.layouts(specs), rows), steps=2, floor=1e-12)
+    assert found.sharded.metrics["imbalance"] > 1
+
+
+def test_experts_over_tp_want_sequence_parallelism():
+    mesh = Mesh(tp=2)
+    with pytest.raises(ValueError, match="MoE.ep: got .* set Decoder.sequence_parallel=True"):
+        train = train_step(mesh, HSDP, decoder(ep=("tp",)))
+        step.check(train, *given(mesh, HSDP, decoder(ep=("tp",))), mesh)
