@@ -120,7 +120,7 @@ def test_scalings_keep_short_waves_and_divide_long_ones():
     plain, _ = frequencies(None)
     linear, _ = frequencies(nn.Linear(4.0))
     torch.testing.assert_close(linear, plain / 4)
-    for scaling, factor in ((nn.Llama3(8.0, 1.0, 4.0, 256), 1.0), (nn.Yarn(8.0, 256, attention=1.2), 1.2)):
+    for scaling, factor in ((nn.Llama3(8.0, 1.0, 4.0, 4096), 1.0), (nn.Yarn(8.0, 4096, attention=1.2), 1.2)):
         got, size = frequencies(scaling)
         assert torch.allclose(got[:3], plain[:3]) and torch.allclose(got[-3:], plain[-3:] / 8)
         ratio = plain / got
