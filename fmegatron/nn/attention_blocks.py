@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from fmegatron.nn.attention import visible as seen_by
 from fmegatron.nn.torch_private import flash_on_cpu, flash_on_cpu_backward
 
 __all__ = ["attention_with_lse", "block", "block_backward", "merged", "visible"]
@@ -24,14 +25,8 @@ def visible(pos_BS: Tensor, doc_BS: Tensor | None, pos_BT: Tensor, doc_BT: Tenso
     Positions and documents (int64 [B, S] or [S], in each document from 0 or not) are data, so no mask depends on where
     a token is stored.
     """
-    gap = _outer(torch.sub, pos_BS, pos_BT)
-    seen = gap >= 0 if window is None else (gap >= 0) & (gap < window)
-    return seen if doc_BS is None or doc_BT is None else seen & _outer(torch.eq, doc_BS, doc_BT)
-
-
-def _outer(op, a_BS: Tensor, b_BT: Tensor) -> Tensor:
-    a_BS, b_BT = (x if x.dim() == 2 else x[None] for x in (a_BS, b_BT))
-    return op(a_BS[:, None, :, None], b_BT[:, None, None, :])
+    seen = seen_by(pos_BS, pos_BT, window, doc_BS, doc_BT)
+    return (seen if seen.dim() == 3 else seen[None])[:, None]
 
 
 def block(
