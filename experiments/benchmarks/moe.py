@@ -110,16 +110,19 @@ def by_loop(x, router, up, down, sizes: Sizes):
     return loss.detach(), torch.autograd.grad(loss, leaves)
 
 
-def race(rank: int, numbers: tuple[int, ...], rows: int | None, rounds: int, backend: str) -> dict:
+def race(rank: int, numbers: tuple[int, int, int, int, int], rows: int | None, rounds: int, backend: str) -> dict:
     """(seconds of both in each round, the largest relative difference of loss and gradients)."""
     sizes, mesh = Sizes(*numbers), Mesh(ep=2)
     given = values(sizes, rank)
     with connect(mesh) as world:
         compiled = step.jit(ours(mesh, sizes, rows), world=world, backend=backend)
-        found, wanted = compiled(*given), by_loop(*given, sizes)
+        x, router, up, down = given
+        found, wanted = compiled(*given), by_loop(x, router, up, down, sizes)
         pairs = zip((found[0], *found[1]), (wanted[0], *wanted[1]), strict=True)
         error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-        times = paired_seconds(lambda: compiled(*given), lambda: by_loop(*given, sizes), rounds, before=dist.barrier)
+        times = paired_seconds(
+            lambda: compiled(*given), lambda: by_loop(x, router, up, down, sizes), rounds, before=dist.barrier
+        )
     return {"pairs": times, "error": error}
 
 
