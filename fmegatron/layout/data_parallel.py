@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ class DataParallel:
     params: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
     optim: tuple[str, ...] = ()
-    sequence: tuple[str, ...] = SEQUENCE_AXES
+    sequence: tuple[str, ...] = field(default=SEQUENCE_AXES, repr=False)
 
     def __post_init__(self):
         for kind in ("axes", "params", "grads", "optim", "sequence"):
@@ -74,9 +74,10 @@ class DataParallel:
         for kind, wider in zip(kinds, (*kinds[1:], "tokens"), strict=True):
             missing = [name for name in getattr(self, kind) if name not in getattr(self, wider)]
             if missing:
+                called = "axes" if wider == "tokens" else wider
                 raise ValueError(
-                    f"DataParallel: got {kind} sharded over {missing[0]!r} and {wider} over {getattr(self, wider)}, "
-                    f"wanted what comes later in a step sharded at least as far; add the axis to {wider}"
+                    f"DataParallel: got {kind} sharded over {missing[0]!r} and {called} over {getattr(self, wider)}, "
+                    f"wanted what comes later in a step sharded at least as far; add the axis to {called}"
                 )
 
     @property

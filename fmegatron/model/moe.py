@@ -109,7 +109,7 @@ class MoE:
             loss = self.balance * nn.balance_loss(routing.probs, load_E, tokens)
             loss = loss + self.z_loss * nn.router_z_loss(logits_BSE, tokens)
             if self.sequence_balance:
-                of_sequences = (routing.probs, routing.experts, tokens, tp if split else axes[()])
+                of_sequences = (routing.probs, routing.experts, tokens, axes["cp", "tp"] if split else axes["cp"])
                 loss = loss + self.sequence_balance * nn.sequence_balance_loss(*of_sequences)
             statistics["loss"] = psum(loss, tp) if split else loss
         return y_BSD, statistics
@@ -118,15 +118,16 @@ class MoE:
         self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
-        tp, data, ep, E = axes["tp"], axes[axes.data], axes[self.ep], self.router.experts
-        v_BSD, (gates, experts, _), sequence, token_axes = u_BSD, routing, axes[()], data
+        tp, cp, ep, E = axes["tp"], axes["cp"], axes[self.ep], self.router.experts
+        data = axes[tuple(name for name in axes.data if name not in cp.names)]
+        v_BSD, (gates, experts, _), sequence, token_axes = u_BSD, routing, cp, axes[axes.data]
         if folded := "tp" in ep.names:
             if not split:
                 raise ValueError(
                     f"MoE.ep: got {self.ep} on the mesh {axes.mesh} with full sequences on each rank of tp, wanted "
                     "other tokens on each; set Decoder.sequence_parallel=True, or leave tp out of ep"
                 )
-            sequence, token_axes = tp, axes[(*axes.data, "tp")]
+            sequence, token_axes = axes["cp", "tp"], axes[(*axes.data, "tp")]
         elif split:
             v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
         else:
@@ -135,6 +136,11 @@ class MoE:
         own = nn.expert_weights(own, ep, token_axes)
         apply = functools.partial(self._experts, tp=axes[()] if folded else tp)
         if self.capacity is not None:
+            if cp.size > 1:
+                raise ValueError(
+                    f"MoE.capacity: got {self.capacity} on the mesh {axes.mesh}, which splits sequences, wanted full "
+                    "ones, of which a part is dropped; leave capacity out"
+                )
             S = v_BSD.shape[1]
             room = min(S, math.ceil(self.capacity * S * self.router.top_k / E))
             y_BSD, found = nn.with_capacity(v_BSD, gates, experts, own, apply, E, ep, data, room)

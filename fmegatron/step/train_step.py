@@ -285,13 +285,14 @@ def _require_known_axes(axes: Axes, strategy: DataParallel, layouts: Any) -> Non
         if mesh[name] > 1 and name not in used:
             raise ValueError(
                 f"build_train_step: mesh {mesh}: got the axis {name!r}, which is none of the strategy's axes "
-                f"{strategy.tokens} and shards no parameter, wanted a use of each axis; give a strategy over it, "
+                f"{strategy.axes} and shards no parameter, wanted a use of each axis; give a strategy over it, "
                 f"DataParallel({(*strategy.axes, name)}, ...), or a mesh without it"
             )
     if set(axes[axes.data].names) != {name for name in strategy.tokens if name in axes.mesh and axes.mesh[name] > 1}:
+        known = tuple(name for name in strategy.tokens if name in axes.mesh)
         raise ValueError(
-            f"build_train_step: axes: got data axes {axes.data}, wanted those of the strategy, {strategy.tokens}; give "
-            f"Axes(mesh, data={strategy.tokens})"
+            f"build_train_step: axes: got data axes {axes.data}, wanted those of the strategy, {known}; give "
+            f"Axes(mesh, data={known})"
         )
 
 

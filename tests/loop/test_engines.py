@@ -142,10 +142,14 @@ def test_engines_train_and_one_that_is_killed_is_an_error_within_seconds(program
     killed = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
     error = process.stdout.readline()
-    assert "Engine 1 died" in error and "0:execute" in error and time.monotonic() - killed < 20
+    assert (
+        "Engine 1 died" in error
+        and ("0:execute" in error or "Engine 0 died" in error)
+        and time.monotonic() - killed < 20
+    )
     out, err = process.communicate(timeout=60)
     died, closed = out.splitlines()
-    assert died.startswith("Engines(2 ranks): engine 1 died, killed or out of memory (/"), err
+    assert died.startswith("Engines(2 ranks): ") and "engine 1 died, killed or out of memory (/" in died, err
     assert closed == "Engines(2 ranks): closed" and gone(pids)
 
 

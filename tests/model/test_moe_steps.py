@@ -39,11 +39,14 @@ CASES = {
     "folded over tp, in chunks": (Mesh(fsdp=2, tp=2), HSDP, decoder(True, ep=("tp",), chunks=2)),
     "in chunks": (Mesh(ep=2), ZERO3, decoder(chunks=2)),
     "capacity": (Mesh(dp=2, ep=2), HSDP, decoder(capacity=1.0)),
+    "ep2 cp2": (Mesh(ep=2, cp=2), HSDP, decoder(**SHARED)),
+    "experts over cp": (Mesh(fsdp=2, cp=2), ZERO3, decoder(ep=("cp",))),
+    "folded over cp and tp": (Mesh(cp=2, tp=2), HSDP, decoder(True, ep=("cp", "tp"), **SHARED)),
 }
 
 
 def train_step(mesh, strategy, of, save=None, microbatches=1):
-    axes, layouts = Axes(mesh, data=DATA), model.layouts(of, mesh, strategy=strategy)
+    axes, layouts = Axes(mesh, data=strategy.tokens), model.layouts(of, mesh, strategy=strategy)
     loss = functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes, save=save)
     how = {"strategy": strategy, "microbatches": microbatches}
     return step.build_train_step(lambda p, b: loss(p, b), optim.adamw(1e-2), layouts, axes, **how)

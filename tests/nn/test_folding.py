@@ -63,11 +63,11 @@ def make_step(fold):
         gates, chosen = (h_BSD @ router).softmax(-1).topk(2, -1)
         own = expert_weights({name: w[name] for name in ("up", "down")}, ep, dealt)
 
-        def apply(x_MD, ends_X, expert_M):
+        def apply(own, x_MD, ends_X, expert_M):
             h_MF = torch.tanh(grouped_mm(enter(x_MD, etp), own["up"], ends_X))
             return psum(grouped_mm(h_MF, own["down"], ends_X), etp)
 
-        y_BSD, stats = dropless(h_BSD, gates, chosen, apply, E, ep, dp, sequence)
+        y_BSD, stats = dropless(h_BSD, gates, chosen, own, apply, E, ep, dp, sequence)
         loss = (h_BSD + y_BSD - target).square().sum() / (B * S)
         return psum(loss, over_tp), {"loss": psum(loss.detach(), dealt), "sent": psum(stats["sent"], dealt)}
 
