@@ -192,6 +192,7 @@ class Run:
             self.start,
             batches.layout.shard_counts[0],
             microbatches=1 if parts is None else parts.microbatches,
+            sequence_ranks=batches.layout.shard_counts[1],
             flops_per_token=self._flops,
         )
 

@@ -15,6 +15,7 @@ def startup(
     data_ranks: int = 1,
     *,
     microbatches: int = 1,
+    sequence_ranks: int = 1,
     flops_per_token: float | None = None,
 ) -> str:
     """Lines about what is going to run: mesh, parameters, memory per rank, batch, tokens, FLOPs.
@@ -27,6 +28,7 @@ def startup(
         start: updates done before.
         data_ranks: ranks that get different sequences.
         microbatches: parts of a batch.
+        sequence_ranks: ranks that share a sequence.
         flops_per_token: forward and backward; None counts 6 for each parameter (every matrix: 2 forward, 4 backward).
 
     Raises:
@@ -50,8 +52,8 @@ def startup(
         (
             f"mesh         {mesh or 'one rank'}: {mesh.size} rank{'s' * (mesh.size > 1)}",
             f"parameters   {parameters:,} in {len(leaves)} leaves, {_bytes(rank_bytes)} of them on a rank",
-            f"batch        {batch_size} x {seq_len} = {tokens:,} tokens per step; {batch_size // parts} x {seq_len} "
-            f"per rank and microbatch ({data_ranks} data ranks, {microbatches} microbatches)",
+            f"batch        {batch_size} x {seq_len} = {tokens:,} tokens per step; {batch_size // parts} x "
+            f"{seq_len // sequence_ranks} per rank and microbatch ({data_ranks} data ranks, {microbatches} microbatches)",
             f"steps        {start:,} to {max(start, steps):,}: {left * tokens:,} tokens{done}",
             f"FLOPs        {flops:.3g} per step, {flops * left:.3g} in all",
         )

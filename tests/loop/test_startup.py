@@ -22,6 +22,7 @@ def test_arithmetic():
     assert lines["steps"] == "40 to 100: 30,720 tokens"
     assert lines["FLOPs"] == f"{6 * 56 * 512:.3g} per step, {6 * 56 * 512 * 60:.3g} in all"
     assert "1e+03 per step" in startup(LAYOUTS, 2, 5, steps=1, flops_per_token=100)
+    assert "; 16 x 16 per rank" in startup(LAYOUTS, 16, 32, steps=1, sequence_ranks=2)
 
     text = startup(LAYOUTS, batch_size=16, seq_len=32, steps=30, start=40)
     assert "steps        40 to 40: 0 tokens (more than the 30 that were asked for are done)" in text
