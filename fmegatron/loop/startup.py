@@ -53,7 +53,8 @@ def startup(
             f"mesh         {mesh or 'one rank'}: {mesh.size} rank{'s' * (mesh.size > 1)}",
             f"parameters   {parameters:,} in {len(leaves)} leaves, {_bytes(rank_bytes)} of them on a rank",
             f"batch        {batch_size} x {seq_len} = {tokens:,} tokens per step; {batch_size // parts} x "
-            f"{seq_len // sequence_ranks} per rank and microbatch ({data_ranks} data ranks, {microbatches} microbatches)",
+            f"{seq_len // sequence_ranks} per rank and microbatch "
+            f"({data_ranks} data ranks, {microbatches} microbatches)",
             f"steps        {start:,} to {max(start, steps):,}: {left * tokens:,} tokens{done}",
             f"FLOPs        {flops:.3g} per step, {flops * left:.3g} in all",
         )
