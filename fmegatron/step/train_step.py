@@ -246,7 +246,9 @@ def build_train_step(
         params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
         if settle is not None:
             after, metrics = settle(params, metrics)
-            params = tree.map(lambda new, old: new if new is old else torch.where(norm.isfinite(), new, old), after, params)
+            params = tree.map(
+                lambda new, old: new if new is old else torch.where(norm.isfinite(), new, old), after, params
+            )
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)

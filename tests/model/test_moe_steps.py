@@ -27,7 +27,14 @@ def decoder(sequence_parallel=False, **of_moe):
     )
 
 
-SHARED = {"router": V3, "shared": model.MLP(20), "choice_bias": True, "bias_rate": 0.01, "z_loss": 1e-3, "sequence_balance": 0.1}
+SHARED = {
+    "router": V3,
+    "shared": model.MLP(20),
+    "choice_bias": True,
+    "bias_rate": 0.01,
+    "z_loss": 1e-3,
+    "sequence_balance": 0.1,
+}
 CASES = {
     "ep2": (Mesh(ep=2), HSDP, decoder()),
     "ep4, ZeRO-3": (Mesh(ep=4), ZERO3, decoder(**SHARED)),
