@@ -27,8 +27,8 @@ class MoE:
 
     router: how experts are chosen. ffn_dim: of one expert. shared: an MLP for every token. choice_bias: the choice has
     a bias that no gradient reaches. bias_rate: by how much a step moves that bias towards equal loads (`settled`, which
-    `build_train_step(settle=...)` applies), such as 0.001 (DeepSeek V3); 0: it stays. ep: axes of the data that hold experts, each rank E/n of them;
-    their gathered weights stay split over them. With "tp" among them an expert is not split over tp, and the sequence
+    `build_train_step(settle=...)` applies), such as 0.001 (DeepSeek V3); 0: it stays. ep: axes of the data that hold
+    experts, each rank E/n of them; their gathered weights stay split over them. With "tp" among them an expert is not split over tp, and the sequence
     is (Decoder.sequence_parallel). rows: for which a rank has room (`nn.dropless`); None: for all. chunks: so many
     parts of a rank's tokens go one after the other, computed again in the backward (`nn.dropless`). capacity: an
     expert takes at most so many times its equal share of a sequence's tokens, and drops others (`nn.with_capacity`).
@@ -57,8 +57,8 @@ class MoE:
     def __post_init__(self):
         if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
             raise ValueError(
-                f"MoE.bias_rate: got {self.bias_rate} with choice_bias={self.choice_bias}, wanted 0 or more, and a bias "
-                "that it moves; set choice_bias=True"
+                f"MoE.bias_rate: got {self.bias_rate} with choice_bias={self.choice_bias}, wanted 0 or more, and a "
+                "bias that it moves; set choice_bias=True"
             )
 
     def arrays(self, dim: int) -> dict[str, Any]:

@@ -85,3 +85,11 @@ def test_experts_equal_a_loop(benchmark, capsys, ranks):
     lines = lines_of(capsys)
     for name in ("worst_case", "balanced"):
         assert lines[f"moe_{name}_difference"]["holds"] and lines[f"moe_{name}_time"]["value"] > 0
+
+
+def test_a_split_sequence_equals_the_ring_of_torch(benchmark, capsys, ranks):
+    benchmark("context").main(["--quick", "--backend=eager"], pool=ranks)
+    lines = lines_of(capsys)
+    for form in ("ring", "balanced", "gathered"):
+        assert lines[f"cp_{form}_difference"]["holds"] and lines[f"cp_{form}_bytes"]["holds"]
+        assert lines[f"cp_{form}_time"]["value"] > 0
