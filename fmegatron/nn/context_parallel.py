@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fmegatron.collectives import Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
-from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged, visible
+from fmegatron.nn.attention import visible
+from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged
 
 __all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
 
@@ -88,7 +89,7 @@ def gathered_attention(
         return _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window)
     kv_BTGK = all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)
     k_BTGK, v_BTGK = kv_BTGK.split((k_BSGK.shape[-1], v_BSGK.shape[-1]), -1)
-    mask = visible(positions, documents, all_gather(positions, cp, -1), _gathered(documents, cp), window)
+    mask = visible(positions, all_gather(positions, cp, -1), window, documents, _gathered(documents, cp))
     return attention_with_lse(q_BSHK, k_BTGK, v_BTGK, mask)[0]
 
 
@@ -160,7 +161,7 @@ def zigzag(length: int, n: int) -> Tensor:
 
 
 def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window) -> Tensor:
-    mask = visible(positions, documents, positions, documents, window)
+    mask = visible(positions, positions, window, documents, documents)
     return attention_with_lse(q_BSHK, k_BSGK, v_BSGK, mask)[0]
 
 
@@ -189,7 +190,7 @@ class _Ring:
         if not self.masked:
             return None, diagonal
         doc_q, doc_k = (at[1] if at.shape[0] == 2 else None for at in (at_q, at_k))
-        return visible(at_q[0], doc_q, at_k[0], doc_k, self.window), False
+        return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False
 
     def round(self, kv: Tensor, at: Tensor):
         """(hop, keys, values, their positions) of every block in turn; the next one is under way meanwhile."""
