@@ -45,6 +45,7 @@ OUT = 'return declare(_RingAttention.apply(q, k, v, at, how), cp, ("sharded", 2)
 GRADS = 'return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), None, None'
 OWN = 'kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)'
 SEEN = "return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False"
+GATHERED = "return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sinks_H=sinks_H)"
 MERGE = "return [merged(found[0], more) if hop else more]"
 DQ = "dq = dq + dq_now"
 LOCAL_LSE = "return [(merged(found[0], more)[0], found[0][1]) if hop else more]"
@@ -140,8 +141,8 @@ MUTANTS = (
            "mask = visible(positions, positions.repeat(1, cp.size), w", form="gathered"),
     Mutant("one's own documents as often", "else all_gather(documents, cp, -1)", "else documents.repeat(1, cp.size)",
            form="gathered"),
-    Mutant("output of all keys is summed", "return attention_with_lse(q_BSHK, k_BTGK, v_BTGK, mask)[0]",
-           "return psum(attention_with_lse(q_BSHK, k_BTGK, v_BTGK, mask)[0], cp)", form="gathered"),
+    Mutant("output of all keys is summed", GATHERED, GATHERED.replace("return ", "return psum(") + ", cp)",
+           form="gathered"),
     Mutant("places do not come back", "return all_to_all(o_BTHK, cp, 1, 2)",
            "return o_BTHK.chunk(cp.size, 1)[0].repeat(1, 1, cp.size, 1)", form="ulysses"),
     Mutant("places come back and send nothing home", "return all_to_all(o_BTHK, cp, 1, 2)",
