@@ -44,8 +44,13 @@ demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample
 test: $(STAMP)  ## the default tests, doctests included, over all cores: at most 10 minutes on 2
 	@$(PYTEST) $(ARGS)
 
-test-all: $(STAMP)  ## the same and the full sweeps
+test-all: $(VENV)/.stamp-logs  ## the same and the full sweeps, and loggers against the real packages (extra `logs`)
 	@$(PYTEST) -m 'slow or not slow' $(ARGS)
+
+$(VENV)/.stamp-logs: $(STAMP)
+	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[logs]'; \
+		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[logs]'; fi
+	@touch $@
 
 lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is changed
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m basedpyright --level error

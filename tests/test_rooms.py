@@ -9,11 +9,12 @@ from tests.house import LEVELS, ROOT, none, rooms, sources, syntax
 
 # Optional packages: a user without them must be able to import the room.
 OPTIONAL = {"matplotlib", "wandb", "IPython", "ipyparallel", "safetensors", "tokenizers", "spmd_types", "zarr"}
+OPTIONAL |= {"mlflow", "opentelemetry", "pynvml"}
 # Peers of benchmarks, which run in an environment of their own.
 PEERS = {"jax", "orbax", "megatron"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}
 # Files beside the rooms that are run (`python -m fmegatron.check`): they may import every room, and none imports them.
-PROGRAMS = {"fmegatron/check.py", "fmegatron/parity.py"}
+PROGRAMS = {"fmegatron/check.py", "fmegatron/doctor.py", "fmegatron/parity.py", "fmegatron/report.py"}
 DRAWERS = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 
 

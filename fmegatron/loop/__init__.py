@@ -3,14 +3,18 @@
 from fmegatron.loop.config import check, field
 from fmegatron.loop.curves import plot_loss, plot_losses
 from fmegatron.loop.engines import Engines, engines
+from fmegatron.loop.events import Events, read_events
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import UsageError, parse, set_up
+from fmegatron.loop.hardware import Peak, peak_of
 from fmegatron.loop.launch import launch
-from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
+from fmegatron.loop.loggers import JsonLines, Log, Table, progress, read_metrics
+from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
 from fmegatron.loop.resume import Begun, Changes, Settings
 from fmegatron.loop.run import Run
+from fmegatron.loop.services import MLflow, OpenTelemetry, TensorBoard, WeightsAndBiases
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, evaluate, train
@@ -19,9 +23,14 @@ __all__ = [
     "Begun",
     "Changes",
     "Engines",
+    "Events",
     "JsonLines",
     "Log",
+    "MLflow",
+    "Meter",
     "NonFiniteError",
+    "OpenTelemetry",
+    "Peak",
     "Run",
     "Settings",
     "StepInfo",
@@ -40,9 +49,11 @@ __all__ = [
     "load_experiment",
     "mean",
     "parse",
+    "peak_of",
     "plot_loss",
     "plot_losses",
     "progress",
+    "read_events",
     "read_metrics",
     "set_up",
     "startup",

@@ -1,25 +1,30 @@
-"""Where numbers go: a table for people, JSON lines for programs, TensorBoard, Weights & Biases.
+"""Where numbers go: a table for people, JSON lines for programs; what else there is stands in `services.py`.
 
 A logger is anything with `write(step, values)` and `close()`. Files are opened at the first write, so that a logger may
-be made on every rank and `Log` may write on one.
+be made on every rank and `Log` may write on one. One that has `resume(step)` is called with the step from which a run
+goes on, before it writes.
 """
 
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fmegatron.loop.meter import QUIET
 from fmegatron.loop.train import StepInfo
 
 
 class Log:
     """Several loggers as one; silent where `active` is false. A context manager that closes them.
+
+    after: the step from which the run goes on; loggers that have `resume(step)` are called with it.
 
     >>> with Log(Table(), active=True) as log:
     ...     log(1, {"loss": 4.1743, "tokens_per_second": 12345.6})
@@ -27,8 +32,11 @@ class Log:
          1    4.1743    12,346
     """
 
-    def __init__(self, *loggers, active: bool = True):
+    def __init__(self, *loggers, active: bool = True, after: int = 0):
         self.loggers = loggers if active else ()
+        for logger in self.loggers:
+            if hasattr(logger, "resume"):
+                logger.resume(after)
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Write `values` (name -> number) as of `step` to every logger."""
@@ -52,7 +60,7 @@ class Table:
     HEADER_EVERY = 20
     SHORT = (("tokens_per_second", "tokens/s"), ("learning_rate", "lr"), ("seconds", "s/step"))
 
-    def __init__(self, hide: tuple[str, ...] = ("tokens",)):
+    def __init__(self, hide: tuple[str, ...] = ("tokens", *QUIET)):
         self.hide, self._columns, self._rows = hide, None, 0
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -79,7 +87,8 @@ class JsonLines:
     after: the step that the run starts from. Records of later steps, which a run that was resumed writes again, and a
     last line that was torn by a crash, are dropped at the first write; so no step stands in the file twice.
     `run` counts the starts: 0 for the first, 1 after the first resume. `time` is seconds since 1970. labels (such as
-    mesh="fsdp2·tp2") stand in every record.
+    mesh="fsdp2·tp2") stand in every record. JSON has no NaN and no infinity: such a number is written as null, and its
+    text under "nonfinite": `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` gives it back.
     """
 
     def __init__(self, path: str | os.PathLike, after: int = 0, **labels: str):
@@ -90,7 +99,7 @@ class JsonLines:
         """Append one record and hand it to the system, so that it survives the death of this process."""
         file = self._file = self._file or self._open()
         record = {"step": step, "run": self._run, "time": round(time.time(), 3), **self.labels, **values}
-        file.write(json.dumps(record) + "\n")
+        file.write(_line(record) + "\n")
         file.flush()
 
     def _open(self) -> IO[str]:
@@ -102,7 +111,7 @@ class JsonLines:
         kept = [record for record in old if record["step"] <= self.after]
         # Written beside and renamed: a crash here leaves the old file or the new one.
         beside = self.path.with_name(f".{self.path.name}.new")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        beside.write_text("".join(_line(record) + "\n" for record in kept))
         os.replace(beside, self.path)
         self._run = 1 + max((record.get("run", 0) for record in kept), default=-1)
         return self.path.open("a")
@@ -115,7 +124,7 @@ class JsonLines:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
-    """The records of a JSON lines file, in order; a torn last line is left out.
+    """The records of a JSON lines file, in order; a torn last line is left out. Numbers that are not finite are floats.
 
     Raises ValueError naming file and line when a line before the last is no JSON object with a step.
     """
@@ -124,63 +133,14 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
         try:
             record = json.loads(line)
             record["step"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if "nonfinite" in record:
+                record |= {name: float(text) for name, text in record.pop("nonfinite").items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSONDecodeError is a ValueError
             if number == len(lines):
                 break
             raise ValueError(f"{path}:{number}: got {line[:60]!r}, wanted a JSON object with a step") from error
         records.append(record)
     return records
-
-
-class TensorBoard:
-    """Scalars for TensorBoard in `directory`; events after step `after` are purged. Needs the extra `logs`."""
-
-    def __init__(self, directory: str | os.PathLike, after: int = 0):
-        self.directory, self.after, self._writer = str(directory), after, None
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add each value as a scalar of its name."""
-        if self._writer is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    "TensorBoard: got no package tensorboard, wanted it installed; pip install 'fmegatron[logs]'"
-                ) from error
-            self._writer = SummaryWriter(self.directory, purge_step=self.after + 1 if self.after else None)
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-class WeightsAndBiases:
-    """A run of Weights & Biases; keywords go to `wandb.init` (project, id, resume, ...). Needs the extra `logs`."""
-
-    def __init__(self, **settings):
-        self.settings, self._run = settings, None
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values at `step`."""
-        if self._run is None:
-            try:
-                import wandb
-            except ImportError as error:
-                raise ValueError(
-                    "WeightsAndBiases: got no package wandb, wanted it installed; pip install 'fmegatron[logs]'"
-                ) from error
-            self._run = wandb.init(**self.settings)
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
 
 
 def progress(infos: Iterable[StepInfo], steps: int, active: bool = True) -> Iterator[StepInfo]:
@@ -197,6 +157,15 @@ def progress(infos: Iterable[StepInfo], steps: int, active: bool = True) -> Iter
         for info in infos:
             bar.update(task, completed=info.step)
             yield info
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """One record as JSON, which has no numbers that are not finite."""
+    values = {name: value if isinstance(value, str | int) else float(value) for name, value in record.items()}
+    odd = {name: str(value) for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    if odd:
+        values |= {**dict.fromkeys(odd), "nonfinite": odd}
+    return json.dumps(values, allow_nan=False)
 
 
 def _number(name: str, value: float) -> str:

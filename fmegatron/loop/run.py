@@ -22,11 +22,15 @@ from fmegatron import checkpoint, tree
 from fmegatron.collectives import World
 from fmegatron.data import Batches, RankBatches
 from fmegatron.layout import DataParallel, Layout
+from fmegatron.loop.events import Events
+from fmegatron.loop.hardware import Peak
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
+from fmegatron.loop.meter import Meter
 from fmegatron.loop.resume import Settings
 from fmegatron.loop.signals import catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, train
+from fmegatron.loop.windows import Windows, windows
 from fmegatron.step import Declared
 
 
@@ -38,8 +42,9 @@ class _NoConfig:
 class Run:
     """A run of `step(state, batch) -> (state, metrics)` in a directory; called with data, it trains.
 
-    The directory holds `checkpoints/`, `metrics.jsonl` and `config.json`. A run that is there goes on behind its newest
-    good checkpoint, on any mesh; a second process is refused as long as the first one runs.
+    The directory holds `checkpoints/`, `metrics.jsonl`, `events.jsonl` and `config.json`; `python -m fmegatron.report`
+    makes a page of it. A run that is there goes on behind its newest good checkpoint, on any mesh; a second process is
+    refused as long as the first one runs.
 
     Args:
         directory: of the run.
@@ -55,7 +60,9 @@ class Run:
         keep: checkpoints that stay (`checkpoint.Manager`).
         async_save: train on while a checkpoint is written.
         loggers: more of them, beside the table on stdout and `metrics.jsonl`.
-        flops_per_token: for what is printed at the beginning.
+        flops_per_token: of the model, for what is printed at the beginning and for MFU.
+        peak: FLOP/s of one device, which MFU is relative to (`loop.Peak`); None: `loop.peak_of`.
+        profile: steps that a profiler observes: "trace:steps=10-12,rank=0" (`windows.py`).
         on_nonfinite: as in `train`.
 
     Attributes:
@@ -88,6 +95,8 @@ class Run:
         loggers: Sequence[Any] = (),
         flops_per_token: float | None = None,
         on_nonfinite: str = "raise",
+        peak: Peak | None = None,
+        profile: str = "",
     ):
         for name, value in (("log_every", log_every), ("eval_every", eval_every), ("save_every", save_every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -104,7 +113,7 @@ class Run:
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
         self.async_save, self.loggers, self.on_nonfinite = async_save, tuple(loggers), on_nonfinite
         self._init = init or (lambda: tree.init(specs, key, self.world.rank, self.world.device))
-        self._evaluate, self._flops = evaluate, flops_per_token
+        self._evaluate, self._flops, self.peak, self.profile = evaluate, flops_per_token, peak, windows(profile)
         self.start, self.state, self.stopped = 0, None, False
         self.metrics: dict[str, float] = {}
 
@@ -140,16 +149,21 @@ class Run:
                 if isinstance(batches, RankBatches):
                     print(self._startup(batches, steps), flush=True)
             records = JsonLines(self.directory / "metrics.jsonl", after=self.start, mesh=str(self.mesh))
-            log = open_.enter_context(Log(Table(), records, *self.loggers, active=lead))
+            log = open_.enter_context(Log(Table(), records, *self.loggers, active=lead, after=self.start))
+            meter = Meter(world.device, world.size, self._flops, self.peak, active=lead)
+            events = open_.enter_context(Events(self.directory / "events.jsonl", active=lead))
+            events.started(self.start, mesh=str(self.mesh), device=str(world.device), **meter.about())
+            seen = (self.profile, world.rank, world.device, events, meter.measured_exposed)
+            observed = open_.enter_context(Windows(self.directory, *seen))
             stop = open_.enter_context(catch())
             manager = open_.enter_context(self.manager)
             if self.start and self._evaluate is not None:
                 self.metrics = dict(self._evaluate(self.state))
                 log(self.start, {f"resumed_{name}": value for name, value in self.metrics.items()})
             infos = train(
-                self.step,
+                observed.around(self.step, self.start),
                 self.state,
-                batch_at,
+                meter.timed(batch_at),
                 steps=steps,
                 start=self.start,
                 log_every=self.log_every,
@@ -162,20 +176,30 @@ class Run:
                 for info in progress(infos, steps, active=lead):
                     self.state, self.stopped = info.state, info.stopping
                     if info.metrics:
-                        log(info.step, info.record())
+                        observed.look()
+                        record = meter.record(info)
+                        with meter.section("log"):
+                            log(info.step, record)
                         if self._evaluate is None:
                             self.metrics = dict(info.metrics)
                     if info.last or info.step % self.save_every == 0:
                         claim.check()
                         known = self.settings.metadata(samples(info.step))
                         wait = info.last or not self.async_save
-                        manager.save(info.step, info.state, self.specs, known, finite=info.finite(), wait=wait)
+                        with meter.section("save"):
+                            manager.save(info.step, info.state, self.specs, known, finite=info.finite(), wait=wait)
                     for report in manager.poll():
                         log(report.step, report.record())
+                        events("saved", report.step, durable=report.durable, error=report.error, **report.record())
                     if self._evaluate is not None and (info.last or info.step % self.eval_every == 0):
-                        self.metrics = dict(self._evaluate(info.state))
+                        with meter.section("evaluation"):
+                            self.metrics = dict(self._evaluate(info.state))
                         log(info.step, self.metrics)
-                    yield info
+                    events.step = info.step
+                    with meter.section("caller"):
+                        yield info
+                    if info.stopping:
+                        events("stopped", info.step, signal=stop.signal)
                     if info.stopping and lead:
                         print(f"stopped after step {info.step}; the same command goes on from there", flush=True)
             except GeneratorExit:  # the caller has left the loop: not an error of this rank
