@@ -12,12 +12,14 @@ from fmegatron.loop.loggers import JsonLines, Log, Table, progress, read_metrics
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
+from fmegatron.loop.report import Recorded, read_run, report_page
 from fmegatron.loop.resume import Begun, Changes, Settings
 from fmegatron.loop.run import Run
 from fmegatron.loop.services import MLflow, OpenTelemetry, TensorBoard, WeightsAndBiases
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, evaluate, train
+from fmegatron.loop.windows import Window, windows
 
 __all__ = [
     "Begun",
@@ -31,6 +33,7 @@ __all__ = [
     "NonFiniteError",
     "OpenTelemetry",
     "Peak",
+    "Recorded",
     "Run",
     "Settings",
     "StepInfo",
@@ -39,6 +42,7 @@ __all__ = [
     "TensorBoard",
     "UsageError",
     "WeightsAndBiases",
+    "Window",
     "catch",
     "check",
     "engines",
@@ -55,7 +59,10 @@ __all__ = [
     "progress",
     "read_events",
     "read_metrics",
+    "read_run",
+    "report_page",
     "set_up",
     "startup",
     "train",
+    "windows",
 ]

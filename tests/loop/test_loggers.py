@@ -1,11 +1,10 @@
-"""Records reach the table, the file and the optional services; a resume leaves no step twice."""
+"""Records reach the table and the file; a resume leaves no step twice."""
 
 import sys
-import types
 
 import pytest
 
-from fmegatron.loop import JsonLines, Log, StepInfo, Table, TensorBoard, WeightsAndBiases, plot_loss, progress
+from fmegatron.loop import JsonLines, Log, StepInfo, Table, plot_loss, progress
 from fmegatron.loop import read_metrics as read
 
 
@@ -85,52 +84,6 @@ def test_progress_on_a_terminal(monkeypatch):
     infos = [StepInfo(1, None, {}), StepInfo(2, None, {})]
     assert list(progress(infos, 2)) == infos
     assert "training" in terminal.text and "2/2" in terminal.text
-
-
-def test_services_that_are_not_installed_are_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    for logger in (WeightsAndBiases(project="x"), TensorBoard("/nowhere")):
-        with pytest.raises(ValueError, match=r"pip install 'fmegatron\[logs\]'"):
-            logger.write(1, {"loss": 1.0})
-        logger.close()
-
-
-def test_services_get_what_is_logged(monkeypatch):
-    """Stand-ins with the two services' own signatures; neither is installed for the tests."""
-    seen = []
-
-    class SummaryWriter:
-        def __init__(self, log_dir, purge_step=None):
-            seen.append((log_dir, purge_step))
-
-        def add_scalar(self, tag, scalar_value, global_step=None):
-            seen.append((tag, scalar_value, global_step))
-
-        def close(self):
-            seen.append("closed")
-
-    class Run:
-        def log(self, data, step=None):
-            seen.append((data, step))
-
-        def finish(self):
-            seen.append("finished")
-
-    monkeypatch.setitem(
-        sys.modules, "wandb", types.SimpleNamespace(init=lambda **settings: seen.append(settings) or Run())
-    )
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    with Log(TensorBoard("events", after=5), WeightsAndBiases(project="p", id="i")) as log:
-        log(6, {"loss": 1.0})
-    assert seen == [
-        ("events", 6),
-        ("loss", 1.0, 6),
-        {"project": "p", "id": "i"},
-        ({"loss": 1.0}, 6),
-        "closed",
-        "finished",
-    ]
 
 
 def test_plot(tmp_path):

@@ -1,0 +1,152 @@
+"""What a run has left in its folder, read as far as it goes: a run may be new, half written, killed, or still running."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fmegatron.loop.events import read_events
+
+# Of a record: where it stands, not what was measured.
+PLACE = ("step", "run", "time")
+_END = ("ended", "left", "failed")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run as read. name: its folder's; records, events: in the order of the files; config: of `config.json`, flat.
+
+    notes: what could not be read, for people.
+    """
+
+    name: str
+    path: str
+    records: tuple[dict[str, Any], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
+    config: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    def names(self) -> list[str]:
+        """Of the metrics, in the order in which they first appear."""
+        found = {key: None for record in self.records for key, value in record.items() if _is_number(value)}
+        return [name for name in found if name not in PLACE]
+
+    def series(self, name: str) -> list[list[tuple[float, float]]]:
+        """(step, value) of a metric, in pieces: a new one begins where steps go back, as after a resume.
+
+        Values that are not finite are left out.
+        """
+        pieces: list[list[tuple[float, float]]] = []
+        before = math.inf
+        for record in self.records:
+            value = record.get(name)
+            if not _is_number(value):
+                continue
+            if record["step"] <= before:
+                pieces.append([])
+            before = record["step"]
+            if math.isfinite(value):
+                pieces[-1].append((record["step"], value))
+        return [piece for piece in pieces if piece]
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric, None without any."""
+        return next((record[name] for record in reversed(self.records) if _is_number(record.get(name))), None)
+
+    def outcome(self) -> str:
+        """How the newest process of the run ended, as far as its events state it."""
+        if not self.events:
+            return "no events were written"
+        newest = self.events[-1]
+        if newest["event"] in _END:
+            stopped = len(self.events) > 1 and self.events[-2]["event"] == "stopped"
+            return "stopped" if stopped and newest["event"] == "ended" else newest["event"]
+        return "no end was written: killed, or still running"
+
+    def starts(self) -> int:
+        """How many processes have begun or gone on with the run; 0 where no events were written."""
+        return sum(event["event"] in ("started", "resumed") for event in self.events)
+
+
+def read_run(path: str | Path) -> Recorded:
+    """A run's folder, or its metrics file. Raises ValueError for a path that is not there."""
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: got nothing there, wanted the folder of a run (with metrics.jsonl in it)")
+    folder, file = (path, path / "metrics.jsonl") if path.is_dir() else (path.parent, path)
+    notes: list[str] = []
+    records = tuple(_records(file, notes))
+    events = tuple(_clean_events(folder / "events.jsonl", notes)) if path.is_dir() else ()
+    config = _config(folder / "config.json", notes) if path.is_dir() else None
+    name = path.resolve().name if path.is_dir() else path.name
+    return Recorded(name or str(path), str(path), records, events, config, tuple(notes))
+
+
+def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    try:
+        lines = file.read_text(errors="replace").split("\n")
+    except FileNotFoundError:
+        notes.append(f"{file.name} is not there: no log point was reached")
+        return
+    bad = 0
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not _is_number(record["step"]) or not math.isfinite(record["step"]):
+                raise TypeError
+            odd = record.pop("nonfinite", {})
+            record |= {name: float(text) for name, text in odd.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            bad += 1
+            continue
+        yield record
+    if bad:
+        notes.append(f"{file.name}: {bad} line{'s' * (bad > 1)} that cannot be read, torn by a crash or of another kind")
+
+
+def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    if not file.exists():
+        notes.append(f"{file.name} is not there")
+        return
+    for event in read_events(file):
+        if _is_number(event.get("time")) and _is_number(event.get("step")) and math.isfinite(event["time"]):
+            yield event
+
+
+def _config(file: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(errors="replace"))
+        parts = found["config"], found.get("facts", {})
+        return {**flat(parts[0]), **flat(parts[1], "facts.")}
+    except FileNotFoundError:
+        notes.append(f"{file.name} is not there")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        notes.append(f"{file.name}: cannot be read: {error}"[:200])
+    return None
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted names.
+
+    >>> flat({"lr": 0.1, "optim": {"beta": 0.9, "names": []}})
+    {'lr': 0.1, 'optim.beta': 0.9, 'optim.names': []}
+    """
+    found = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found
+
+
+def differences(runs: list[Recorded]) -> list[tuple[str, list[Any]]]:
+    """(name, its value in each run; None where it has none) of what differs between configurations."""
+    names = {name: None for run in runs for name in run.config or {}}
+    rows = [(name, [(run.config or {}).get(name) for run in runs]) for name in names]
+    return [(name, values) for name, values in rows if len({json.dumps(v, sort_keys=True) for v in values}) > 1]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
