@@ -41,6 +41,7 @@ from fmegatron.collectives.random_words import positions, random_words
 from fmegatron.collectives.real import Group
 from fmegatron.collectives.reshard import reshard, reshard_many, whole_parts
 from fmegatron.collectives.reshard_plan import Move, reshard_moves
+from fmegatron.collectives.slurm import adopt_slurm, ranks_of_slurm
 from fmegatron.collectives.table import (
     ALL_TO_ALL_ROWS,
     AXIS_INDEX,
@@ -79,6 +80,7 @@ __all__ = [
     "Sharded",
     "Wire",
     "World",
+    "adopt_slurm",
     "all_gather",
     "all_gather_many",
     "all_to_all",
@@ -98,6 +100,7 @@ __all__ = [
     "psum",
     "psum_many",
     "random_words",
+    "ranks_of_slurm",
     "reduce_scatter",
     "reduce_scatter_many",
     "require_mesh_of_graph",

@@ -13,6 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fmegatron import tree
 from fmegatron.collectives.meet import meet
+from fmegatron.collectives.slurm import adopt_slurm
 from fmegatron.collectives.torch_private import group_named, register_group, unregister_group
 from fmegatron.layout import Mesh
 
@@ -277,7 +278,7 @@ class World:
 def connect(
     mesh: Mesh, device: str | torch.device | None = None, backend: str | None = None, timeout_s: float = 1800
 ) -> World:
-    """Bind a mesh to the processes that torchrun (or an existing process group) started; a mesh of size 1 needs none.
+    """Bind a mesh to the processes that torchrun (or srun, or an existing process group) started; size 1 needs none.
 
     device: default cuda:LOCAL_RANK where there is CUDA, else cpu. backend: default nccl with gloo for the CPU on CUDA,
     else gloo. timeout_s: how long a collective may take before it is an error. A process group that this call starts is
@@ -285,6 +286,7 @@ def connect(
     makes another that knows nothing of the one before.
     Raises ValueError when the mesh and the number of processes disagree, TimeoutError for ranks that do not come.
     """
+    adopt_slurm(os.environ)
     device = torch.device(_default_device(os.environ.get("LOCAL_RANK", 0)) if device is None else device)
     launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -320,7 +322,10 @@ def connect(
 
 
 def _default_device(local_rank: int | str) -> str:
-    return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    # A launcher may show each process its own device only (srun --gpus-per-task=1).
+    return "cuda:0" if torch.cuda.device_count() == 1 else f"cuda:{local_rank}"
 
 
 def _known_group(name: str) -> dist.ProcessGroup | None:

@@ -7,7 +7,7 @@ from fmegatron.loop.events import Events, read_events
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import UsageError, parse, set_up
 from fmegatron.loop.hardware import Peak, peak_of
-from fmegatron.loop.launch import launch
+from fmegatron.loop.launch import deterministic, launch
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress, read_metrics
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
@@ -45,6 +45,7 @@ __all__ = [
     "Window",
     "catch",
     "check",
+    "deterministic",
     "engines",
     "evaluate",
     "fetch",

@@ -10,6 +10,7 @@ import torch
 from absl import logging
 
 from fmegatron.checkpoint import ClaimedError
+from fmegatron.collectives import adopt_slurm
 from fmegatron.loop.config import Config, T
 from fmegatron.loop.faults import Place, fail, watch
 from fmegatron.loop.flags import UsageError, parse
@@ -22,7 +23,7 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
     config: a frozen dataclass whose fields all have defaults (or an instance of one); see `flags.parse`.
     argv: program name and flags; None reads `sys.argv`, or in a notebook takes the defaults.
 
-    Under torchrun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one rank
+    Under torchrun, or srun, each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one rank
     ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C, its own for a
     SystemExit that is not 0).
     A bad command line, also where only the experiment's set-up sees that (`set_up`), is one line on stderr and exit
@@ -35,6 +36,7 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
     >>> launch(lambda config: config.lr * 2, Config, ["prog", "--config_lr=4"])
     8.0
     """
+    adopt_slurm(os.environ)
     place = Place.of_environment()
     if argv is None:
         argv = [sys.argv[0]] if _in_notebook() else sys.argv
@@ -66,6 +68,23 @@ def _status(error: SystemExit) -> int:
     if error.code is None or error.code == 0:
         return 0
     return error.code & 0xFF or 1 if isinstance(error.code, int) else 1
+
+
+def deterministic(on: bool = True) -> None:
+    """The same bits from the same step in every process of the same machine, for debugging; slower on CUDA.
+
+    torch then chooses deterministic kernels, and an op that has none is an error (`use_deterministic_algorithms`);
+    memory is not filled, as that would only show reads of memory that nothing has written. cuBLAS gets the workspace
+    that it needs, which holds only if this is called before the first product on a device. Ranks still sum in the order
+    of their algorithm: NCCL's choice is fixed with NCCL_ALGO=Ring and NCCL_PROTO=Simple where they are not set. Without
+    it CPU runs are deterministic as they are, and a step never draws from a generator.
+    """
+    if on:
+        for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "Simple")):
+            os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
 
 
 def use_threads(place: Place) -> int:

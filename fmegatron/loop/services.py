@@ -4,6 +4,7 @@ The packages are optional (the extra `logs`) and are imported at the first write
 that is resumed then tells each of them from which step it goes on.
 """
 
+import math
 import os
 import re
 import time
@@ -147,8 +148,9 @@ class OpenTelemetry:
     """Metrics and spans by OpenTelemetry. Needs the extra `logs`.
 
     Each number is a gauge "fmegatron.NAME", and "fmegatron.step" another, as back ends want few series: the step is no
-    attribute of them. Each record is a span as well, with step and numbers as its attributes: "train" from the log
-    point before to this one, "save", "restore" and "evaluate" over their own seconds.
+    attribute of them; the SDK refuses numbers that are not finite, which only the spans have. Each record is a span as
+    well, with step and numbers as its attributes: "train" from the record before to this one, "save" and "restore" over
+    their own seconds, "evaluate" for what is left.
 
     Args:
         path: a file to which the SDK writes metrics and spans as JSON; None: the providers that the process has set up
@@ -172,7 +174,8 @@ class OpenTelemetry:
         for name, value in {"step": step, **values}.items():
             if name not in self._gauges:
                 self._gauges[name] = self._meter.create_gauge(f"fmegatron.{_instrument(name)}")
-            self._gauges[name].set(float(value), self.attributes)
+            if math.isfinite(value):
+                self._gauges[name].set(float(value), self.attributes)
         name, seconds = _span(values)
         began = self._before if seconds is None else now - int(1e9 * max(0.0, seconds))
         own = {**self.attributes, "step": step, **{key: float(value) for key, value in values.items()}}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 620, 250
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 12, 34
 COLOURS = ("#3b6fb6", "#d9822b", "#3a9a5b", "#c23b4a", "#7a5fb0", "#8a6d3b", "#d16ba5", "#5f6b7a", "#a3a32a", "#2aa3a3")
 PARTS = (
     ("data", "#d9822b"),

@@ -21,7 +21,7 @@ body{font:14px/1.45 system-ui,sans-serif;margin:0 auto;max-width:1320px;padding:
 h1{font-size:22px;margin:8px 0}h2{font-size:17px;margin:26px 0 8px;border-bottom:1px solid #d8dee6;padding-bottom:3px}
 h3{font-size:13px;margin:0 0 2px}table{border-collapse:collapse;font-size:13px}
 th,td{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid #edf0f4;
-overflow-wrap:anywhere;max-width:420px}
+overflow-wrap:break-word;max-width:420px}th{white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .wide{overflow-x:auto}.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(520px,1fr));gap:16px}
 figure{margin:0}svg{width:100%;height:auto;max-width:680px}svg text{font:12px system-ui,sans-serif;fill:#1c2430}
@@ -34,7 +34,9 @@ background:#1c2430;color:#fff;padding:2px 7px;border-radius:3px;font-size:12px;p
 _SCRIPT = """
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent), tip = document.querySelector(".tip");
+const hidden = new Set();
 for (const box of document.querySelectorAll("input[data-run]")) box.addEventListener("change", () => {
+  if (box.checked) hidden.delete(+box.dataset.run); else hidden.add(+box.dataset.run);
   for (const g of document.querySelectorAll("g.run.r" + box.dataset.run)) g.style.display = box.checked ? "" : "none";
 });
 document.querySelectorAll("svg.chart").forEach((svg, i) => {
@@ -42,7 +44,7 @@ document.querySelectorAll("svg.chart").forEach((svg, i) => {
     const box = svg.getBoundingClientRect(), k = 620 / box.width, d = svg.dataset;
     const px = (e.clientX - box.left) * k, py = (e.clientY - box.top) * k;
     let best = null, least = 900;
-    for (const s of data[i].series) for (const piece of s.pieces) for (const [x, y] of piece) {
+    for (const s of data[i].series) if (!hidden.has(s.at)) for (const piece of s.pieces) for (const [x, y] of piece) {
       const dx = 64 + (x - d.x0) * d.sx - px, dy = 216 - (y - d.y0) * d.sy - py, far = dx * dx + dy * dy;
       if (far < least) { least = far; best = [s, x, y]; }
     }
@@ -162,7 +164,7 @@ def _charts(runs: list[Recorded]) -> tuple[str, list[dict]]:
                 if pieces:
                     dots = own.startswith(_DOTS) and own != name or name.startswith(_DOTS)
                     series.append((i, own, pieces, dots))
-                    shown.append({"run": run.name, "name": own, "pieces": pieces})
+                    shown.append({"at": i, "run": run.name, "name": own, "pieces": pieces})
         if series:
             title = name if name != "loss" or not held else f"loss; dots: {', '.join(held)}"
             figure = lines(name, series)
@@ -239,7 +241,7 @@ def _events(runs: list[Recorded]) -> str:
         for event in run.events[-_MOST_EVENTS:]:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["time"] % 253402300800))
             more = {k: v for k, v in event.items() if k not in ("time", "event", "step") and v is not None}
-            rows.append([run.name, when, event["event"], event["step"], json.dumps(more) if more else ""])
+            rows.append([run.name, when, event["event"], event["step"], json.dumps(more, ensure_ascii=False) if more else ""])
             keys.append(i)
     if not rows:
         return "<p>None were recorded.</p>"
@@ -262,4 +264,4 @@ def _configuration(runs: list[Recorded]) -> str:
 
 
 def _setting(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
