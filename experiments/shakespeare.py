@@ -50,6 +50,8 @@ class Config:
     async_save: bool = field(False, resume="free")  # train on while a checkpoint is written (for states of gigabytes)
     log_every: int = field(10, resume="free", least=1)  # steps
     backend: Literal["inductor", "compile", "aot_eager", "eager"] = field("inductor", resume="named")
+    deterministic: bool = field(False, resume="named")  # the same bits in every process of a machine
+    profile: str = field("", resume="free")  # steps that a profiler observes: trace:steps=10-12,rank=0
     prompts: tuple[str, ...] = field(("ROMEO:", "QUEEN:"), resume="free")  # equally long beginnings of samples
     sample: int = field(120, resume="free", least=0)  # characters of each
 
@@ -93,6 +95,7 @@ def describe(config: Config):
 def main(config: Config) -> dict[str, float]:
     """Train (or go on), evaluate, write a sample; returns the last held-out metrics. Ends early when asked to stop."""
     with loop.set_up():  # nothing is written here, and what cannot be meant is refused
+        loop.deterministic(config.deterministic)
         world = connect(config.mesh)
         tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
         ids = tokenizer.encode(TEXT.read_text())
@@ -126,6 +129,7 @@ def main(config: Config) -> dict[str, float]:
             save_every=config.save_every,
             async_save=config.async_save,
             flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
+            profile=config.profile,
         )
     for _ in run(batches, config.steps):
         pass

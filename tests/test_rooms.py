@@ -14,7 +14,7 @@ OPTIONAL |= {"mlflow", "opentelemetry", "pynvml"}
 PEERS = {"jax", "orbax", "megatron"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}
 # Files beside the rooms that are run (`python -m fmegatron.check`): they may import every room, and none imports them.
-PROGRAMS = {"fmegatron/check.py", "fmegatron/parity.py", "fmegatron/report.py"}
+PROGRAMS = {"fmegatron/check.py", "fmegatron/doctor.py", "fmegatron/parity.py", "fmegatron/report.py"}
 DRAWERS = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 
 

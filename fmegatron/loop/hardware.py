@@ -70,7 +70,9 @@ def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = N
     n = size or (1024 if device.type == "cpu" else 8192)
     seconds = min(matmul_seconds(device, dtype, n))
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return Peak(2 * n**3 / seconds, f"product of {n} x {n} in {str(dtype).removeprefix('torch.')} on {where} (measured)")
+    return Peak(
+        2 * n**3 / seconds, f"product of {n} x {n} in {str(dtype).removeprefix('torch.')} on {where} (measured)"
+    )
 
 
 def matmul_seconds(device: torch.device, dtype: torch.dtype, n: int, repeats: int = _REPEATS) -> list[float]:

@@ -79,6 +79,8 @@ def deterministic(on: bool = True) -> None:
     of their algorithm: NCCL's choice is fixed with NCCL_ALGO=Ring and NCCL_PROTO=Simple where they are not set. Without
     it CPU runs are deterministic as they are, and a step never draws from a generator.
     """
+    if not on and not torch.are_deterministic_algorithms_enabled():
+        return
     if on:
         for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "Simple")):
             os.environ.setdefault(name, value)

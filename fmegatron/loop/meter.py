@@ -41,7 +41,9 @@ class Meter:
         active: bool = True,
     ):
         if peak is not None and not isinstance(peak, Peak):
-            raise ValueError(f"Meter: peak: got {peak!r:.60}, wanted a Peak; write Peak(989e12, 'dense bf16 of an H100')")
+            raise ValueError(
+                f"Meter: peak: got {peak!r:.60}, wanted a Peak; write Peak(989e12, 'dense bf16 of an H100')"
+            )
         self.ranks, self.flops_per_token = ranks, flops_per_token
         self.peak = (peak or peak_of(device)) if flops_per_token and active else None
         self._bytes, self.memory = memory_reader(device)

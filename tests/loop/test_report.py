@@ -60,7 +60,10 @@ def write_run(folder, steps=40, name="loss", mesh="tp2", lr=0.1):
     """Records as a run writes them, with a resume behind step 20 that repeats."""
     rows = [(1, 0)] + [(step, 0) for step in range(10, 31, 10)] + [(step, 20) for step in range(21, steps + 1, 5)]
     for after in (0, 20):
-        with Events(folder / "events.jsonl") as events, Log(JsonLines(folder / "metrics.jsonl", after, mesh=mesh)) as log:
+        with (
+            Events(folder / "events.jsonl") as events,
+            Log(JsonLines(folder / "metrics.jsonl", after, mesh=mesh)) as log,
+        ):
             events.started(after, mesh=mesh, device="cpu", peak="1 TFLOP/s, made up")
             for step, start in rows:
                 if start != after:
@@ -101,7 +104,9 @@ def test_every_number_is_in_the_records(tmp_path):
     data = json.loads(page.scripts[0])
     loss = next(chart for chart in data if chart["name"] == "loss")
     for run, folder in zip(("a", "b"), folders, strict=True):
-        points = [tuple(p) for s in loss["series"] if (s["run"], s["name"]) == (run, "loss") for x in s["pieces"] for p in x]
+        points = [
+            tuple(p) for s in loss["series"] if (s["run"], s["name"]) == (run, "loss") for x in s["pieces"] for p in x
+        ]
         assert points == [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
     chart, lines = None, []
     for tag, attrs in page.tags:
@@ -140,7 +145,9 @@ def test_nothing_is_loaded(tmp_path):
 def test_runs_that_are_not_finished(tmp_path):
     empty, torn, killed = tmp_path / "empty", write_run(tmp_path / "torn"), write_run(tmp_path / "killed")
     empty.mkdir()
-    (torn / "metrics.jsonl").write_text((torn / "metrics.jsonl").read_text() + '{"step": 99, "lo\n[1]\n7\n{"step": "x"}')
+    (torn / "metrics.jsonl").write_text(
+        (torn / "metrics.jsonl").read_text() + '{"step": 99, "lo\n[1]\n7\n{"step": "x"}'
+    )
     (torn / "config.json").write_text('{"config": {"lr"')
     (torn / "events.jsonl").write_bytes((torn / "events.jsonl").read_bytes() + b'{"event": \xff\x00')
     with Events(killed / "events.jsonl") as events:

@@ -43,7 +43,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     pace = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
     first = math.ceil(low / pace - 1e-9)
-    return [round(i * pace, 12 - math.floor(math.log10(pace))) for i in range(first, math.floor(high / pace + 1e-9) + 1)]
+    return [
+        round(i * pace, 12 - math.floor(math.log10(pace))) for i in range(first, math.floor(high / pace + 1e-9) + 1)
+    ]
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
@@ -79,7 +81,9 @@ def _axes(xs: tuple[float, float], ys: tuple[float, float], label: str) -> tuple
         out.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(y)}</text>')
     for x in ticks(*xs):
         at = LEFT + (x - xs[0]) * sx
-        out.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(x)}</text>')
+        out.append(
+            f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(x)}</text>'
+        )
     out.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">{escape(label)}</text>')
     return out, sx, sy
 
@@ -107,7 +111,9 @@ def lines(title: str, series: Sequence[tuple[int, str, Sequence[Points], bool]],
                 out += [f'<circle cx="{x}" cy="{y}" r="3" {stroke}/>' for x, y in pairs]
             if len(piece) > 1:
                 dash = ' stroke-dasharray="4 3" opacity="0.6"' if dots else ""
-                out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5"{dash} points="{" ".join(places)}"/>')
+                out.append(
+                    f'<polyline fill="none" stroke="{colour}" stroke-width="1.5"{dash} points="{" ".join(places)}"/>'
+                )
         out.append("</g>")
     scale = f'data-x0="{xs[0]!r}" data-sx="{sx!r}" data-y0="{ys[0]!r}" data-sy="{sy!r}"'
     return _svg(title, HEIGHT, out, f'class="chart" {scale}')

@@ -230,7 +230,9 @@ def _checkpoints(runs: list[Recorded]) -> str:
     if not rows:
         return "<p>None were recorded.</p>"
     figure = timeline("Checkpoints over time", rows)
-    legend = "<p>Bars: saves, from the call to the disk. Triangles: where a process began, went on, stopped or ended.</p>"
+    legend = (
+        "<p>Bars: saves, from the call to the disk. Triangles: where a process began, went on, stopped or ended.</p>"
+    )
     return f'<div class="charts"><figure>{figure}</figure></div>{legend}'
 
 
@@ -241,7 +243,9 @@ def _events(runs: list[Recorded]) -> str:
         for event in run.events[-_MOST_EVENTS:]:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["time"] % 253402300800))
             more = {k: v for k, v in event.items() if k not in ("time", "event", "step") and v is not None}
-            rows.append([run.name, when, event["event"], event["step"], json.dumps(more, ensure_ascii=False) if more else ""])
+            rows.append(
+                [run.name, when, event["event"], event["step"], json.dumps(more, ensure_ascii=False) if more else ""]
+            )
             keys.append(i)
     if not rows:
         return "<p>None were recorded.</p>"

@@ -105,7 +105,9 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             continue
         yield record
     if bad:
-        notes.append(f"{file.name}: {bad} line{'s' * (bad > 1)} that cannot be read, torn by a crash or of another kind")
+        notes.append(
+            f"{file.name}: {bad} line{'s' * (bad > 1)} that cannot be read, torn by a crash or of another kind"
+        )
 
 
 def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
