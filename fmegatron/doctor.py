@@ -191,7 +191,7 @@ def verdict(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
             )
         free, total = rank["device"].get("free_gb"), rank["device"].get("gb")
         if free is not None and free < 0.9 * total:
-            text = f"{who}: {total - free:.1f} of {total:.1f} GB of its device are in use; end what runs there (nvidia-smi)"
+            text = f"{who}: {total - free:.1f} of {total:.1f} GB of its device are in use; see nvidia-smi"
             found.append(text)
     return found + _differences(ranks) + _outliers(ranks)
 

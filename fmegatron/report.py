@@ -1,4 +1,4 @@
-"""`python -m fmegatron.report RUN [RUN ...]`: one self-contained HTML page about runs, compared where there are several.
+"""`python -m fmegatron.report RUN [RUN ...]`: one self-contained HTML page about runs, compared if there are several.
 
 RUN is a run's folder, or a metrics file. The page has its pictures in it and needs no network. A run may be new, half
 written, killed or still running; the page states what could not be read. Exit status: 0, or 2 for wrong use.
@@ -17,7 +17,7 @@ from fmegatron.loop import read_run, report_page
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
-    """Write the page of some runs; returns the exit status. argv: without the program's name; out, err: the standard ones."""
+    """Write the page of some runs; returns the exit status. argv: without the program's name."""
     out, err = out or sys.stdout, err or sys.stderr
     parser = argparse.ArgumentParser(
         prog="python -m fmegatron.report", description="One HTML page about runs: losses, rates, memory, time, events."

@@ -14,8 +14,9 @@ def ranks_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     Empty where srun has not, or torchrun (WORLD_SIZE is set), or where the step is of one task. What is set already,
     such as MASTER_PORT, is left out. The address is the first node of the step, the port one of 4,000 by job and step.
 
-    >>> of = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_PROCID": "3"}
-    >>> found = ranks_of_slurm({**of, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1"})
+    >>> of = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    >>> of |= {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_LOCALID": "1"}
+    >>> found = ranks_of_slurm({**of, "SLURM_PROCID": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1"})
     >>> found["RANK"], found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]
     ('3', '2', 'gpu07')
     """

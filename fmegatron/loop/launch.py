@@ -23,8 +23,8 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
     config: a frozen dataclass whose fields all have defaults (or an instance of one); see `flags.parse`.
     argv: program name and flags; None reads `sys.argv`, or in a notebook takes the defaults.
 
-    Under torchrun, or srun, each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one rank
-    ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C, its own for a
+    Under torchrun or srun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one
+    rank ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C, its own for a
     SystemExit that is not 0).
     A bad command line, also where only the experiment's set-up sees that (`set_up`), is one line on stderr and exit
     status 2; a run in a folder that another run has, with status 1.

@@ -83,7 +83,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Metrics of an MLflow run, with their steps; in a database of its own file, or on a server. Needs the extra `logs`.
+    """Metrics of an MLflow run, with their steps; in a database file or on a server. Needs the extra `logs`.
 
     uri: of the tracking store, such as "sqlite:///runs/mlflow.db" or "http://host:5000". experiment: its name. run_id:
     of a run that goes on; None: a new one, whose id is then `self.run_id`. A run that is resumed goes on in the run of

@@ -214,7 +214,7 @@ def test_a_browser_shows_it(tmp_path):
     # The script has run when it has hidden a run, and shown a point.
     act = (
         "<script>document.querySelector('input[data-run]').click();"
-        "const s = document.querySelector('svg.chart'), b = s.getBoundingClientRect(), dot = s.querySelector('g.r1 circle');"
+        "const s = document.querySelector('svg.chart'), dot = s.querySelector('g.r1 circle');"
         "const c = dot.getBoundingClientRect();"
         "s.dispatchEvent(new MouseEvent('mousemove', {clientX: c.left + 3, clientY: c.top + 3}));</script>"
     )

@@ -196,7 +196,7 @@ def _split(runs: list[Recorded]) -> str:
     table = _table(["run", *(f"{part}, s per step" for part in names)], rows, [i for i, _, _ in splits])
     exposed = [(run.name, run.last("time_exposed")) for run in runs]
     said = "".join(
-        f"<p>{escape(name)}: communication that computation waited for: {number(seconds)} s per step (last measured)</p>"
+        f"<p>{escape(name)}: waited for communication: {number(seconds)} s per step (last measured)</p>"
         for name, seconds in exposed
         if seconds is not None
     )

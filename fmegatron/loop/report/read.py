@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read as far as it goes: a run may be new, half written, killed, or still running."""
+"""What a run has left in its folder, read as far as it goes: it may be new, torn, killed or still running."""
 
 import json
 import math
