@@ -5,7 +5,8 @@
 One process, 1 thread. The step is compiled once and called by both: by a bare `for`, which reads the last loss back as
 often as `Run` does, and by `Run` with its table, metrics.jsonl, events.jsonl, clocks, memory and MFU (no checkpoint and
 no evaluation: what those cost is theirs). Blocks of both alternate; a ratio is of one pair of blocks. JSON lines on
-stdout. Expected: at most 1.01.
+stdout. Where other programs make the ratio of two blocks uncertain, the third line still holds: the processor time of
+the loop's thread over that which it spends inside of the steps, in one and the same run. Expected: at most 1.01.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def now() -> tuple[float, float]:
 
 
 def bare(compiled, batch, steps: int) -> tuple[float, float]:
-    """Seconds, of the clock and of the processor, of a loop of nothing but the step, and the loss every `LOG_EVERY` steps."""
+    """Seconds, of the clock and of the processor, of a loop with only the step, and the loss each `LOG_EVERY` steps."""
     state = {"w": torch.ones_like(batch)}
     began = now()
     for number in range(1, steps + 1):
@@ -63,11 +64,22 @@ def took(began: tuple[float, float]) -> tuple[float, float]:
     return wall - began[0], own - began[1]
 
 
-def looped(compiled, specs, batch, steps: int, folder: str) -> tuple[float, float]:
-    """The same of the same steps in a `Run`, from the first to the last that it yields, its last save not counted."""
+def looped(compiled, specs, batch, steps: int, folder: str) -> tuple[float, float, float]:
+    """The same of the same steps in a `Run`, from the first to the last that it yields, its last save not counted.
+
+    The third is processor time of the loop's thread over that inside of the step, in this very run.
+    """
+    inside = [0.0]
+
+    def timed(state, batch):
+        began = time.thread_time()
+        out = compiled(state, batch)
+        inside[0] += time.thread_time() - began
+        return out
+
     run = Run(
         folder,
-        compiled,
+        timed,
         specs,
         log_every=LOG_EVERY,
         save_every=10**9,
@@ -77,9 +89,9 @@ def looped(compiled, specs, batch, steps: int, folder: str) -> tuple[float, floa
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         for info in run(lambda position: batch, steps=steps + 2):
             if info.step == 1:
-                began = now()
+                began, thread, inside[0] = now(), time.thread_time(), 0.0
             if info.step == steps + 1:  # the last save comes with the update behind
-                seconds = took(began)
+                seconds = *took(began), (time.thread_time() - thread) / inside[0]
     return seconds
 
 
@@ -93,7 +105,7 @@ def main() -> int:
     torch.set_num_threads(1)
     compiled, specs, batch = work_of(flags.seconds, flags.backend)
     bare(compiled, batch, 5)
-    walls, owns, each = [], [], []
+    walls, owns, inside, each = [], [], [], []
     for number in range(flags.rounds):
         with tempfile.TemporaryDirectory() as folder:
             alone = bare(compiled, batch, flags.steps) if number % 2 else None
@@ -101,11 +113,13 @@ def main() -> int:
             alone = alone or bare(compiled, batch, flags.steps)
         walls.append(ours[0] / alone[0])
         owns.append(ours[1] / alone[1])
+        inside.append(ours[2])
         each.append(alone[1] / flags.steps)
     middle = 1e3 * sorted(each)[len(each) // 2]
     where = f"CPU, 1 thread, step of {middle:.1f} ms of the processor, {flags.backend}, torch {torch.__version__}"
     report("loop_vs_bare_step", walls, unit="ratio", where=where, against="for loop over the step", bar="<= 1.01")
     report("loop_vs_bare_step_processor_time", owns, unit="ratio", where=where, against="the same", bar="<= 1.01")
+    report("loop_thread_over_its_steps", inside, unit="ratio", where=where, against="its own steps", bar="<= 1.01")
     return 0
 
 

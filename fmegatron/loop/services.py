@@ -128,8 +128,8 @@ class MLflow:
         found = client.get_experiment_by_name(self.experiment)
         experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
         if self.run_id is None and self._from and self.name is not None:
-            same = client.search_runs([experiment], f"attributes.run_name = '{self.name.replace(chr(39), '_')}'")
-            self.run_id = same[0].info.run_id if same else None
+            same = (run for run in client.search_runs([experiment]) if run.info.run_name == self.name)  # newest first
+            self.run_id = next((run.info.run_id for run in same), None)
         if self.run_id is None:
             self.run_id = client.create_run(experiment, run_name=self.name, tags=self.tags).info.run_id
         if self._from:
