@@ -45,7 +45,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of UTF-8 bytes (any integer array or tensor); bytes that are no UTF-8 become U+FFFD."""
-        return _checked_ids(ids, self.vocab_size).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return checked_ids(ids, self.vocab_size).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def describe(self) -> dict:
         """What `tokenizer_from` needs to make this tokenizer again, as plain JSON."""
@@ -114,7 +114,7 @@ class CharTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids (any integer array or tensor); ValueError when an id is outside of the vocabulary."""
-        points = _code_points(self.vocab)[_checked_ids(ids, self.vocab_size)]
+        points = _code_points(self.vocab)[checked_ids(ids, self.vocab_size)]
         return points.astype("<u4").tobytes().decode("utf-32-le", errors="surrogatepass")
 
     def describe(self) -> dict:
@@ -160,7 +160,8 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
 
 
-def _checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Ids as one row of integers; ValueError for other ones, and for one outside of the vocabulary."""
     ids = np.asarray(ids)
     if ids.size == 0:
         return np.zeros(0, dtype=np.int64)
