@@ -36,7 +36,7 @@ from fmegatron.collectives import World
 from fmegatron.interop import safetensors_files
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model import Array, Decoder, arrays
-from fmegatron.model.families import Family, family_of
+from fmegatron.model.families import Family, Stored, family_of
 from fmegatron.tree import Tree
 
 _FILE_BYTES = 5 << 30  # of a file that is written, or one tensor
@@ -45,14 +45,18 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 class Piece(NamedTuple):
-    """One stored tensor and the region of our leaf that it is: of layer, expert and columns, None for all."""
+    """One stored tensor and the region of our leaf that it is: of layer, expert and columns, None for all.
+
+    of: the columns of the stored tensor that it is, where other pieces lie beside it, None for all.
+    """
 
     stored: str
     path: str
     layer: int | None
     expert: int | None
     columns: tuple[int, int] | None
-    transposed: bool
+    form: Stored
+    of: tuple[int, int] | None = None
 
 
 def pieces(decoder: Decoder, family: Family) -> list[Piece]:
@@ -77,8 +81,26 @@ def pieces(decoder: Decoder, family: Family) -> list[Piece]:
                     columns = (at, at + width) if len(stored.names) > 1 else None
                     at += width
                     text = name.format(i=depth, e=expert)
-                    found.append(Piece(text, path, of_layer, expert, columns, stored.transposed))
-    return found
+                    found.append(Piece(text, path, of_layer, expert, columns, stored, (0, width or array.shape[-1])))
+    return _side_by_side(found)
+
+
+def _side_by_side(found: list[Piece]) -> list[Piece]:
+    """The same, with `name#k` resolved: where each piece of a stored tensor lies in it; the order of the pieces."""
+    beside: dict[str, dict[int, int]] = {}
+    for one in found:
+        name, _, k = one.stored.partition("#")
+        if k and one.of is not None:
+            beside.setdefault(name, {})[int(k)] = one.of[1]
+    out = []
+    for one in found:
+        name, _, k = one.stored.partition("#")
+        if not k:
+            out.append(one._replace(of=None))
+            continue
+        at = sum(beside[name][j] for j in range(int(k)))
+        out.append(one._replace(stored=name, of=(at, at + beside[name][int(k)])))
+    return out
 
 
 def _experts(array: Array, stacked: bool) -> Sequence[int]:
@@ -108,9 +130,12 @@ def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], ti
             )
         view = views[one.stored]
         left.pop(one.stored, None)
-        if one.transposed:
-            dims = (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2)
-            view = views_of.transposed(view, dims)
+        if one.form.depthwise:
+            view = views_of.removed(view, 1)
+        if one.form.transposed:
+            view = _turned(view)
+        if one.of is not None:
+            view = views_of.cut(view, len(view.shape) - 1, *one.of)
         tree_of.setdefault(one.path, {}).setdefault(one.layer, {}).setdefault(one.expert, []).append(view)
     for path, layers in tree_of.items():
         out[path] = _joined([_joined([_columns(cols) for cols in e.values()], None in e) for e in layers.values()],
@@ -132,8 +157,13 @@ def _joined(views: list[View], alone: bool) -> View:
     return views[0] if alone else views_of.joined([views_of.inserted(view, 0) for view in views], 0)
 
 
+def _turned(view: View) -> View:
+    return views_of.transposed(view, (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2))
+
+
 def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
-    out: Views = {}
+    found: dict[str, dict[int, View]] = {}
+    forms = {one.stored: one.form for one in wanted}
     for one in wanted:
         view = views[one.path]
         for index in (one.layer, one.expert):
@@ -143,10 +173,13 @@ def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
             view = views_of.cut(view, len(view.shape) - 1, *one.columns)
         if one.path in ("embed/table", "head/w"):
             view = views_of.cut(view, 0 if one.path == "embed/table" else 1, 0, vocab_size)
-        if one.transposed:
-            dims = (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2)
-            view = views_of.transposed(view, dims)
-        out[one.stored] = view
+        found.setdefault(one.stored, {})[0 if one.of is None else one.of[0]] = view
+    out: Views = {}
+    for name, beside in found.items():
+        view = _columns([beside[at] for at in sorted(beside)])
+        if forms[name].transposed:
+            view = _turned(view)
+        out[name] = views_of.inserted(view, 1) if forms[name].depthwise else view
     return out
 
 
@@ -156,9 +189,14 @@ def config_of(folder: str | os.PathLike) -> dict[str, Any]:
     path = os.path.join(folder, "config.json")
     try:
         with open(path, encoding="utf-8") as text:
-            return json.load(text)
+            return json.load(text, object_hook=_float_of)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; give a folder of Hugging Face") from None
+
+
+def _float_of(value: dict) -> Any:
+    """How transformers stores floats that JSON lacks: {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if set(value) == {"__float__"} else value
 
 
 def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: Any) -> Decoder:
@@ -279,7 +317,7 @@ def _groups(decoder: Decoder, family: Family, layouts: Tree) -> list[dict[str, L
     shapes = {name: view.shape for name, view in _to_names(views, wanted, decoder.vocab_size).items()}
     groups: list[dict[str, Layout]] = [{}]
     held = 0
-    for one in wanted:
+    for one in {one.stored: one for one in wanted}.values():
         layout = Layout(shapes[one.stored], dtypes[one.path], Mesh())
         nbytes = math.prod(layout.shape) * layout.dtype.itemsize
         if groups[-1] and held + nbytes > _FILE_BYTES:

@@ -7,6 +7,7 @@ from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, param
 from fmegatron.model.decoder import Decoder, Part
 from fmegatron.model.families import llama
 from fmegatron.model.forward import block, hidden, logits, loss, read_out
+from fmegatron.model.mamba import Mamba
 from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
@@ -25,6 +26,7 @@ __all__ = [
     "Attention",
     "Decoder",
     "LayerNorm",
+    "Mamba",
     "Mixer",
     "MoE",
     "Part",

@@ -14,17 +14,24 @@ from fmegatron.model.families.keys import Keys
 class Stored:
     """The stored tensors that one array of ours is made of, joined along its last dim as its `parts` say.
 
-    names: `{i}` in them is the number of the block, `{e}` that of the expert (the first dim of our array). transposed:
-    a tensor is stored [out, in], as torch's Linear has it.
+    names: `{i}` in them is the number of the block, `{e}` that of the expert (the first dim of our array). `name#k` is
+    the k-th of the pieces that lie side by side in that tensor, of which others are parts of other arrays. transposed:
+    a tensor is stored [out, in], as torch's Linear has it. depthwise: [channels, 1, width], as torch's Conv1d has it.
     """
 
     names: tuple[str, ...]
     transposed: bool = False
+    depthwise: bool = False
 
 
 def linear(*names: str) -> Stored:
     """Weights of torch's Linear, joined along their outputs."""
     return Stored(names, transposed=True)
+
+
+def depthwise(*names: str) -> Stored:
+    """Weights of torch's Conv1d that has a filter for each channel, joined along the channels."""
+    return Stored(names, transposed=True, depthwise=True)
 
 
 def plain(*names: str) -> Stored:
