@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ from fmegatron.model.families import Family, Stored, family_of
 from fmegatron.tree import Tree
 
 _FILE_BYTES = 5 << 30  # of a file that is written, or one tensor
+_INDEX = "model.safetensors.index.json"
+_FURTHEST = 8  # depths of multi-token prediction that a folder may have
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not taken over
 
 
@@ -109,13 +112,23 @@ def _experts(array: Array, stacked: bool) -> Sequence[int]:
 
 def from_names(decoder: Decoder, family: Family) -> Rule:
     """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros."""
-    unused = tuple(pattern.replace("{layers}", str(decoder.layers)) for pattern in family.unused)
+    behind = "(?:" + "|".join(str(decoder.layers + n) for n in range(_FURTHEST)) + ")"
+    unused = tuple(pattern.replace("{behind}", behind) for pattern in family.unused)
     return Rule(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied))
 
 
 def to_names(decoder: Decoder, family: Family) -> Rule:
     """The inverse: of a restore of one of our checkpoints under Hugging Face's names."""
-    return Rule(_to_names, (tuple(pieces(decoder, family)), decoder.vocab_size))
+    return Rule(_to_names, (tuple(_written(decoder, family)), decoder.vocab_size))
+
+
+def _written(decoder: Decoder, family: Family) -> list[Piece]:
+    """`pieces`, and what is stored again under other names."""
+    found = pieces(decoder, family)
+    whole = {one.path: one for one in found}
+    depths = decoder.stacks["mtp"].depths if decoder.mtp is not None else ()
+    again = [(name.format(i=depth), path) for depth in depths for name, path in family.repeated.items()]
+    return [*found, *(whole[path]._replace(stored=name) for name, path in again if path in whole)]
 
 
 def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], tied: bool) -> Views:
@@ -205,9 +218,24 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
     family: one of your own; None: that of `model_type`.
 
     Raises ValueError, naming the key, for a configuration that is not understood; CheckpointError where there is none.
+    Warns where the configuration has multi-token prediction whose weights the folder lacks (transformers writes none):
+    then the model has none either.
     """
     config = config_of(folder)
-    return (family or family_of(config)).decoder(config, **changes)
+    family = family or family_of(config)
+    found = family.decoder(config, **changes)
+    if found.mtp is None:
+        return found
+    stored = {one.stored for one in pieces(found, family) if one.path.startswith("mtp/")}
+    if is_there(os.path.join(folder, "model.safetensors")) or is_there(os.path.join(folder, _INDEX)):
+        if not stored & set(safetensors_files.places(os.fspath(folder))):
+            warnings.warn(
+                f"{os.fspath(folder)}: got no weights of multi-token prediction, wanted those of "
+                f"{found.mtp.depths} depths, as config.json says; the model goes on without it (mtp=None says so)",
+                stacklevel=2,
+            )
+            return replace(found, mtp=None)
+    return found
 
 
 def load(
@@ -312,7 +340,7 @@ def _groups(decoder: Decoder, family: Family, layouts: Tree) -> list[dict[str, L
     """Stored names, their shapes and dtypes, in groups that make one file each."""
     dtypes = dict(zip(tree.paths(layouts), (x.dtype for x in tree.leaves(layouts)), strict=True))
     whole = dict(zip(tree.paths(layouts), (x.shape for x in tree.leaves(layouts)), strict=True))
-    wanted = pieces(decoder, family)
+    wanted = _written(decoder, family)
     views = {path: views_of.whole(path, shape) for path, shape in whole.items()}
     shapes = {name: view.shape for name, view in _to_names(views, wanted, decoder.vocab_size).items()}
     groups: list[dict[str, Layout]] = [{}]

@@ -65,24 +65,24 @@ class Mamba:
     def arrays(self, dim: int) -> dict[str, Array]:
         """{"w_in": [D, 2I + H], "w_groups": [D, 2GN], "conv": [W, I], "conv_groups": [W, 2GN], biases of both,
         "a_log", "dt_bias", "skip": [H], "norm": [I], "w_out": [I, D]}."""
-        I, GN, H, W = self.heads * self.head_dim, self.groups * self.state, self.heads, self.conv
+        inner, GN, H, W = self.heads * self.head_dim, self.groups * self.state, self.heads, self.conv
         tp = None if self.groups == 1 else "tp"  # one group: every rank of tp has it
         of_head, near, zero, one = ("tp",), Uniform(-(W**-0.5), W**-0.5), Constant(0.0), Constant(1.0)
         out = {
-            "w_in": Array((dim, 2 * I + H), ("fsdp", "tp"), (I, I, H)),
+            "w_in": Array((dim, 2 * inner + H), ("fsdp", "tp"), (inner, inner, H)),
             "w_groups": Array((dim, 2 * GN), ("fsdp", tp), (GN, GN)),
-            "conv": Array((W, I), (None, "tp"), init=near),
+            "conv": Array((W, inner), (None, "tp"), init=near),
             "conv_groups": Array((W, 2 * GN), (None, tp), (GN, GN), near),
         }
         if self.conv_bias:
-            out["bias_conv"] = Array((I,), of_head, init=zero)
+            out["bias_conv"] = Array((inner,), of_head, init=zero)
             out["bias_conv_groups"] = Array((2 * GN,), (tp,), (GN, GN), zero)
         # decays of 1 to 16, steps of 0.001 to 0.1, their logarithms uniform
         out["a_log"] = Array((H,), of_head, init=Uniform(0.0, math.log(16.0)))
         out["dt_bias"] = Array((H,), of_head, init=Uniform(*(math.log(math.expm1(dt)) for dt in (1e-3, 1e-1))))
         out["skip"] = Array((H,), of_head, init=one)
-        out["norm"] = Array((I,), of_head, init=one)
-        return out | {"w_out": Array((I, dim), (("tp", "fsdp"),), residual=True)}
+        out["norm"] = Array((inner,), of_head, init=one)
+        return out | {"w_out": Array((inner, dim), (("tp", "fsdp"),), residual=True)}
 
     def check_mesh(self, mesh: Mesh) -> None:
         """ValueError where heads or groups do not divide by tp, or cp splits the sequence."""

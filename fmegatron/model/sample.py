@@ -34,6 +34,8 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
     layers: list = [None] * decoder.layers
     of_layers: list = [None] * decoder.layers
     for name, stack in decoder.stacks.items():
+        if stack.depths[0] >= decoder.layers:  # what only training has
+            continue
         layout = tree.map(layer_layout, layouts[name])
         for depth, layer in zip(stack.depths, unstack(params[name]), strict=True):
             layers[depth], of_layers[depth] = layer, layout

@@ -87,7 +87,7 @@ def ssd(
         segments_BS: `segments`: the state is zero where one begins.
         state_BHPN: before the first token (of segment 0); None: zeros.
     """
-    (B, S, H, P), (G, N), wide = x_BSHP.shape, b_BSGN.shape[2:], torch.promote_types(x_BSHP.dtype, torch.float32)
+    (S, H, P), (G, N), wide = x_BSHP.shape[1:], b_BSGN.shape[2:], torch.promote_types(x_BSHP.dtype, torch.float32)
     L, R = min(chunk, S), H // G
     pad = -S % L
     K = (S + pad) // L
@@ -100,7 +100,8 @@ def ssd(
         return declare(x, tp, ("sharded", 2), ("sharded", 2)) if grouped and G == 1 else x
 
     dt_BSH = dt_BSH.to(wide)
-    v_BKHLP, b_BKGLN, c_BKGLN = chunks(x_BSHP.to(wide) * dt_BSH[..., None]), *map(of_groups, map(chunks, (b_BSGN, c_BSGN)))
+    v_BKHLP, b_BKGLN, c_BKGLN = map(chunks, (x_BSHP.to(wide) * dt_BSH[..., None], b_BSGN, c_BSGN))
+    b_BKGLN, c_BKGLN = of_groups(b_BKGLN), of_groups(c_BKGLN)
     decay_BKHL = chunks(dt_BSH * a_H.to(wide)).cumsum(-1)  # log of what is left since the chunk began
     whole_BKH = decay_BKHL[..., -1]
     upto_BKH = F.pad(whole_BKH.cumsum(1), (0, 0, 1, 0))  # K + 1: before each chunk, and behind the last
@@ -121,10 +122,8 @@ def ssd(
     # inside of chunks
     left_BKHLL = (decay_BKHL[..., :, None] - decay_BKHL[..., None, :]).masked_fill(~inside_LL, -torch.inf).exp()
     scores_BKGLL = c_BKGLN @ b_BKGLN.mT
-    if G == 1:
-        y_BKHLP = (scores_BKGLL * left_BKHLL) @ v_BKHLP
-    else:
-        y_BKHLP = (scores_BKGLL.repeat_interleave(R, 2) * left_BKHLL) @ v_BKHLP
+    scores = scores_BKGLL if G == 1 and not grouped else of_groups(scores_BKGLL.repeat_interleave(R, 2))
+    y_BKHLP = (scores * left_BKHLL) @ v_BKHLP
 
     # what each chunk adds to the state, and the state before each chunk
     left_BKHL1 = (whole_BKH[..., None] - decay_BKHL).exp()[..., None]
@@ -166,7 +165,7 @@ def gated_rms_norm(x_C: Tensor, gate_C: Tensor, weight_C: Tensor, groups: int, t
     divide. Source: arXiv 2405.21060, section 7.1; groups: its remark on tensor parallelism, section 8.1.
     """
     if groups > 1 and groups % tp.size:
-        raise ValueError(f"groups: got {groups}, wanted 1 or a multiple of tp={tp.size}; choose tp as a divisor of them")
+        raise ValueError(f"groups: got {groups}, wanted 1 or a multiple of tp={tp.size}; choose a divisor as tp")
     wide = torch.promote_types(x_C.dtype, torch.float32)
     z_C = x_C.to(wide) * F.silu(gate_C.to(wide))
     if groups > 1:

@@ -17,7 +17,21 @@ from fmegatron.model.families.qwen import QWEN2, QWEN3
 
 __all__ = ["FAMILIES", "Family", "Stored", "bamba", "deepseek", "family_of", "gemma", "gpt2", "llama"]
 
-_ALL = (BAMBA, DEEPSEEK_V2, DEEPSEEK_V3, GEMMA2, GEMMA3, GPT2, GPT_OSS, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+_ALL = (
+    BAMBA,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_OSS,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
 FAMILIES = MappingProxyType({family.name: family for family in _ALL})
 
 

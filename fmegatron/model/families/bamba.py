@@ -82,9 +82,7 @@ def _read(keys: Keys, **changes: Any) -> Decoder:
         norm_eps=eps,
     )
     rope = Rope(head_dim // 2, theta, scaling=scaling)
-    attention = Attention(
-        heads, keys.take("num_key_value_heads", 8), head_dim, rope, bias=bias, out_bias=bias
-    )
+    attention = Attention(heads, keys.take("num_key_value_heads", 8), head_dim, rope, bias=bias, out_bias=bias)
     of = {
         "vocab_size": keys.take("vocab_size"),
         "dim": dim,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fmegatron.model.decoder import Decoder
@@ -45,13 +46,15 @@ class Family:
 
     name: Hugging Face's `model_type`. read: keys of config.json -> Decoder, given dtypes and the like as keywords.
     names: for each path of ours, without the name of the stack, what is stored. unused: regular expressions of stored
-    names that the model does not have; `{layers}` in them is the number of its blocks.
+    names that the model does not have; `{behind}` in them is the number of a layer behind its blocks. repeated: names
+    under which each depth of multi-token prediction stores an array of ours once more; they are written, not read.
     """
 
     name: str
     read: Callable[..., Decoder]
     names: Mapping[str, Stored]
     unused: tuple[str, ...] = ()
+    repeated: Mapping[str, str] = MappingProxyType({})
 
     def decoder(self, config: Mapping[str, Any], **changes: Any) -> Decoder:
         """The model of a configuration; changes: fields of `Decoder` (dtypes, max_seq, sequence_parallel, ...).

@@ -73,9 +73,7 @@ class Keys:
             raise ValueError(f"config.json: {key}: got {value!r}, wanted one of {', '.join(ACTIVATIONS)}; add it there")
         return ACTIVATIONS[value]
 
-    def rope(
-        self, theta: float = 10000.0, of: str | None = None, part: float = 1.0
-    ) -> tuple[float, nn.Scaling | None]:
+    def rope(self, theta: float = 10000.0, of: str | None = None, part: float = 1.0) -> tuple[float, nn.Scaling | None]:
         """(base of the angles, scaling) of `rope_parameters`, or of `rope_theta` and `rope_scaling`.
 
         theta: the default base. of: the kind of layers where they differ ("full_attention"). part: of a head that the
