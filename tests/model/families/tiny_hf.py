@@ -55,7 +55,15 @@ MODELS = {
     ),
     "deepseek-v3": (
         "DeepseekV3",
-        {**MOE, **MLA, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "rope_parameters": {**YARN, **SHARPER}},
+        {
+            **MOE,
+            **MLA,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "rope_parameters": {**YARN, **SHARPER},
+            "num_mtp_layers": 0,
+        },
     ),
     "bamba": ("Bamba", {**MAMBA, "attention_bias": True}),
     "bamba-groups": (

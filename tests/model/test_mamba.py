@@ -1,0 +1,94 @@
+"""A hybrid of Mamba-2 and attention: on simulated ranks as on one, fp64; documents; generation; refusals."""
+
+import pytest
+import torch
+
+from fmegatron import model
+from fmegatron.collectives import Axes, Precision
+from fmegatron.layout import Mesh
+from fmegatron.model import families
+from tests.model.families.test_families_sharded import assert_proven
+from tests.model.test_reference import make_batch
+from tests.model.test_sharded import check
+from tests.pairs import mixed, turns
+
+
+def hybrid(groups=1, kv_copies=False, **changes):
+    """One layer of each kind; chunks that do not divide the sequence of 12."""
+    mamba = model.Mamba(8, 4, 6, groups, conv=3, chunk=5, conv_bias=groups == 1, dt_range=(0.01, 0.9))
+    attention = model.Attention(8, 4, 4, model.Rope(2), kv_copies=kv_copies)
+    given = {"precision": Precision.fp64(), **changes}
+    return families.bamba(90, 32, 2, 16, mamba, attention, model.MLP(24), (1,), **given)
+
+
+MESHES = [Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(tp=4), Mesh(dp=2, fsdp=2)]
+CASES = mixed(MESHES, [1, 4], [False, True])
+IDS = ["-".join(map(str, case)) for case in CASES]
+
+
+@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel"), turns(2, CASES, IDS))
+def test_loss_and_each_gradient(mesh, groups, sequence_parallel):
+    check(hybrid(groups, sequence_parallel=sequence_parallel), mesh)
+
+
+@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel"), turns(2, CASES, IDS))
+def test_every_output_is_proven(mesh, groups, sequence_parallel):
+    assert_proven(hybrid(groups, sequence_parallel=sequence_parallel), mesh)
+
+
+def packed(config, batch_size=4):
+    batch = make_batch(config, batch_size)
+    starts = torch.tensor([[5], [8], [12], [1]])[:batch_size]
+    documents = (torch.arange(12) >= starts).long()
+    return batch | {"documents": documents, "positions": torch.where(documents == 0, 0, -starts) + torch.arange(12)}
+
+
+def test_documents_do_not_see_each_other():
+    of, mesh = hybrid(4), Mesh()
+    params, layouts, axes = model.init(of, mesh, 0), model.layouts(of, mesh), Axes(mesh)
+    batch = packed(of)
+    got = model.read_out(*model.hidden(params, batch, of, layouts, axes)[:3], of, axes)
+    for row, cut in enumerate((5, 8, 12, 1)):
+        parts = [part for part in batch["tokens"][row : row + 1].split((cut, 12 - cut), 1) if part.numel()]
+        alone = torch.cat([model.logits(params, part, of, layouts, axes) for part in parts], 1)
+        torch.testing.assert_close(got[row : row + 1], alone, rtol=1e-11, atol=1e-11)
+
+
+def test_documents_on_a_mesh(monkeypatch):
+    of, mesh = hybrid(sequence_parallel=True), Mesh(fsdp=2, tp=2)
+    monkeypatch.setattr("tests.model.test_sharded.make_batch", lambda config, batch_size, mask: packed(config))
+    check(of, mesh)
+    assert_proven(of, mesh, documents=True, positions=True)
+
+
+def test_generation_equals_the_growing_prompt():
+    of, mesh = hybrid(4), Mesh()
+    params, layouts, axes = model.init(of, mesh, 5), model.layouts(of, mesh), Axes(mesh)
+    for prompt in (torch.tensor([[7]]), torch.tensor([[7, 3, 80, 11, 4, 9]])):  # shorter than the convolution, longer
+        text = prompt
+        for _ in range(6):
+            best = model.logits(params, text, of, layouts, axes)[:, -1, :90].argmax(-1, keepdim=True)
+            text = torch.cat((text, best), 1)
+        got = model.generate(params, prompt, 6, of, layouts, axes, temperature=0)
+        assert torch.equal(got, text[:, prompt.shape[1] :])
+
+
+def test_a_split_sequence_is_refused():
+    with pytest.raises(
+        ValueError, match=r"Mamba: got a sequence that cp splits on the mesh cp2, wanted .*; leave cp out"
+    ):
+        model.layouts(hybrid(), Mesh(cp=2))
+
+
+def test_what_does_not_divide():
+    with pytest.raises(ValueError, match=r"Mamba.groups: got 4, wanted a multiple of tp=8 .*; choose tp as a divisor"):
+        model.layouts(hybrid(4), Mesh(tp=8))
+    with pytest.raises(ValueError, match=r"Mamba.groups: got 3, wanted a divisor of heads=8"):
+        model.Mamba(8, 4, 6, groups=3)
+
+
+def test_work_of_a_token():
+    """Counted by hand: a chunk of 5 of 12 tokens, 3 keys on average; the state is written and read once."""
+    mamba = hybrid(4).blocks[0][0].mixer
+    assert mamba.products(12, True) == 2 * 3 * (4 * 6 + 32) + 4 * 32 * 6
+    assert model.parameters(hybrid(4))["mamba"] == 32 * (64 + 8 + 48) + 3 * 80 + 3 * 8 + 32 + 32 * 32
