@@ -22,7 +22,8 @@ SMALL = {
     "max_position_embeddings": 64, "head_dim": 16, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64,
     "n_ctx": 64, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
     "moe_intermediate_size": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
-    "query_pre_attn_scalar": 24, "bos_token_id": 1, "eos_token_id": 2,
+    "query_pre_attn_scalar": 24, "attn_layer_indices": [1], "attn_rotary_emb": 6, "mamba_n_heads": 12,
+    "mamba_d_head": 8, "mamba_d_state": 10, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 
