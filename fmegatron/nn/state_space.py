@@ -99,9 +99,12 @@ def ssd(
     def of_groups(x: Tensor) -> Tensor:  # one group of this rank leaves no trace in sizes, so it is declared
         return declare(x, tp, ("sharded", 2), ("sharded", 2)) if grouped and G == 1 else x
 
+    def shared(x: Tensor) -> Tensor:  # every rank has the group, and other heads that read it
+        return x if grouped else declare(x, tp, backward="partial")
+
     dt_BSH = dt_BSH.to(wide)
     v_BKHLP, b_BKGLN, c_BKGLN = map(chunks, (x_BSHP.to(wide) * dt_BSH[..., None], b_BSGN, c_BSGN))
-    b_BKGLN, c_BKGLN = of_groups(b_BKGLN), of_groups(c_BKGLN)
+    b_BKGLN, c_BKGLN = of_groups(shared(b_BKGLN)), of_groups(shared(c_BKGLN))
     decay_BKHL = chunks(dt_BSH * a_H.to(wide)).cumsum(-1)  # log of what is left since the chunk began
     whole_BKH = decay_BKHL[..., -1]
     upto_BKH = F.pad(whole_BKH.cumsum(1), (0, 0, 1, 0))  # K + 1: before each chunk, and behind the last
