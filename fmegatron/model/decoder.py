@@ -181,10 +181,17 @@ class Decoder:
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ValueError if this model cannot be split over the mesh's tp axis, naming the number and a fix."""
         more = () if self.mtp is None else (self.mtp.block,)
-        for mixer in dict.fromkeys(part.mixer for parts in (*self.blocks, *more) for part in parts):
+        mixers = list(dict.fromkeys(part.mixer for parts in (*self.blocks, *more) for part in parts))
+        for mixer in mixers:
             check = getattr(mixer, "check_mesh", None)
             if check is not None:
                 check(mesh)
+        dealt = any(getattr(mixer, "context", None) == "balanced" for mixer in mixers)
+        if mesh["cp"] > 1 and dealt and any(getattr(mixer, "in_order", False) for mixer in mixers):
+            raise ValueError(
+                "Decoder.blocks: got attention over sequences in the order of nn.zigzag beside a mixer with a state, "
+                "wanted sequences in order; choose context='ring', 'gathered' or 'ulysses'"
+            )
         tp = mesh["tp"]
         if self.padded_vocab % tp:
             raise ValueError(

@@ -214,7 +214,8 @@ def loss(
         params: this rank's shards.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
             [S] or [B, S], "documents" int64 [B, S]: `At`; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`:
-            `ahead`, which is called where they are not given}, B and S split over `axes.data`.
+            `ahead`, which is called where they are not given; without a mask those below 0 do not count}, B and S split
+            over `axes.data`.
         decoder: the model.
         layouts: of the parameters.
         axes: Axes(mesh).
@@ -230,7 +231,7 @@ def loss(
             )
     mtp, data = decoder.mtp, axes[axes.data]
     batch = with_ahead(batch, mtp, axes)
-    next_ids = () if mtp is None else (batch["labels"], *batch["ahead"].unbind(-1)[:-1])
+    next_ids = () if mtp is None else (batch["labels"], *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
     inside = _Inside(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward, next_ids)
     x_BSD, statistics = inside.trunk()
     w, at = inside.outer["head"], inside.at[0]
@@ -251,8 +252,8 @@ def loss(
         statistics += found
         ahead_BSN, masks = batch["ahead"], batch.get("ahead_mask")
         for n, x_n in enumerate(behind):
-            nll_n = _token_losses(x_n, w, at, ahead_BSN[..., n], decoder, axes)[0]
-            mask_n = torch.ones_like(nll_n) if masks is None else masks[..., n].to(nll_n.dtype)
+            nll_n = _token_losses(x_n, w, at, ahead_BSN[..., n].clamp(min=0), decoder, axes)[0]
+            mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
             depths[f"mtp_{n + 1}"] = (nll_n * mask_n).sum() / psum(mask_n.sum(), data).clamp(min=1.0)
     metrics = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
     if decoder.z_loss:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, all_gather, enter
+from fmegatron.collectives import Axes, all_gather, declare, enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.tree import Constant, Tree, Uniform
@@ -39,8 +39,8 @@ class Mamba:
     clamped to it. chunk: tokens of a chunk of the scan (`nn.ssd`); it does not change what is computed. norm_eps: of
     the gated norm, which each group has for itself.
 
-    Tokens follow each other as they lie in the row; where documents are given the state and the convolution begin anew
-    with each. ValueError for heads that are no multiple of groups.
+    Tokens follow each other as they lie in the row, over cp from rank to rank; where documents are given the state and
+    the convolution begin anew with each. ValueError for heads that are no multiple of groups.
     Source: Dao and Gu 2024, arXiv 2405.21060, sections 6 to 8.
     """
 
@@ -53,6 +53,7 @@ class Mamba:
     dt_range: tuple[float, float] = (0.0, math.inf)
     chunk: int = 64
     norm_eps: float = 1e-5
+    in_order = True  # tokens that cp splits must lie in their order
 
     def __post_init__(self):
         for name in ("heads", "head_dim", "state", "groups", "conv", "chunk"):
@@ -85,7 +86,7 @@ class Mamba:
         return out | {"w_out": Array((inner, dim), (("tp", "fsdp"),), residual=True)}
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """ValueError where heads or groups do not divide by tp, or cp splits the sequence."""
+        """ValueError where heads or groups do not divide by tp, ."""
         tp = mesh["tp"]
         for name, value in (("heads", self.heads), ("groups", self.groups)):
             if value % tp and not (name == "groups" and value == 1):
@@ -93,11 +94,6 @@ class Mamba:
                     f"Mamba.{name}: got {value}, wanted a multiple of tp={tp} on the mesh {mesh}; choose tp as a "
                     "divisor of heads and groups"
                 )
-        if mesh["cp"] > 1:
-            raise ValueError(
-                f"Mamba: got a sequence that cp splits on the mesh {mesh}, wanted a whole one on each rank; leave cp "
-                "out of the mesh, and use tp with sequence_parallel=True for long sequences"
-            )
 
     def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
@@ -109,10 +105,12 @@ class Mamba:
     def read(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, the state behind the last token): {"conv": [B, W - 1, I + 2GN], "scan": [B, H, P, N]}."""
         tp, split = axes["tp"], at.splits(u_BSD)
-        given = self._project(u_BSD, w, axes, split)
+        given, cp = self._project(u_BSD, w, axes, split), axes["cp"]
+        if cp.size > 1:
+            return self._over(given, w, at, axes, split), {}
         segments_BS = None if at.documents is None else nn.segments(at.documents)
-        x_BSI = F.silu(nn.causal_conv(given.x, w["conv"], self._bias(w, "bias_conv"), segments_BS))
-        of_groups = (self._own(w["conv_groups"], axes), self._own(self._bias(w, "bias_conv_groups"), axes))
+        of_x, of_groups = self._filters(w, axes)
+        x_BSI = F.silu(nn.causal_conv(given.x, *of_x, segments_BS))
         bc_BSX = F.silu(nn.causal_conv(given.groups, *of_groups, segments_BS))
         x_BSHP, b_BSGN, c_BSGN = self._heads(x_BSI, bc_BSX)
         dt_BSH, a_H = self._steps(given.dt, w)
@@ -122,6 +120,34 @@ class Mamba:
         kept = F.pad(kept, (0, 0, self.conv - 1 - kept.shape[1], 0))
         y_BSD = self._finish(y_BSHP, x_BSHP, given.gate, w, axes, split)
         return y_BSD, {"conv": kept, "scan": state_BHPN}
+
+    def _over(self, given: _Projected, w: Tree, at: At, axes: Axes, split: bool) -> Tensor:
+        """y where cp splits the sequence, in order: the convolution needs the last tokens of the rank before, the scan
+        the states of all of them. Between the declarations values are each rank's own, and what is the same on every
+        rank gets a gradient that is a sum over them."""
+        cp, tp, reach = axes["cp"], axes["tp"], max(self.conv - 1, 1)
+        segments_BS = of_scan = None
+        if at.documents is not None:
+            known_BS = torch.cat((nn.from_before(at.documents, cp, reach), declare(at.documents, cp, "own", 1)), 1)
+            segments_BS = nn.segments(known_BS)[:, reach - self.conv + 1 :]
+            of_scan = nn.segments(known_BS[:, reach:], known_BS[:, reach - 1])
+
+        def convolved(x_BSC: Tensor, w_WC: Tensor, bias_C: Tensor | None) -> Tensor:
+            before = nn.from_before(x_BSC, cp, self.conv - 1)
+            of = declare(w_WC, cp, backward="partial"), bias_C
+            if bias_C is not None:
+                of = of[0], declare(bias_C, cp, backward="partial")
+            y_BSC = nn.causal_conv(declare(x_BSC, cp, "own", 1), *of, segments_BS, before)
+            return declare(F.silu(y_BSC), cp, ("sharded", 1), "own")
+
+        of_x, of_groups = self._filters(w, axes)
+        both = convolved(given.x, *of_x), convolved(given.groups, *of_groups)
+        x_BSHP, b_BSGN, c_BSGN = self._heads(*both)
+        dt_BSH, a_H = self._steps(given.dt, w)
+        x, dt, b, c = (declare(y, cp, "own", 1) for y in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
+        how = {"chunk": self.chunk, "tp": tp, "grouped": self.groups > 1, "segments_BS": of_scan, "cp": cp}
+        y_BSHP, _ = nn.ssd(x, dt, declare(a_H, cp, backward="partial"), b, c, **how)
+        return self._finish(declare(y_BSHP, cp, ("sharded", 1), "own"), x_BSHP, given.gate, w, axes, split)
 
     def advance(self, u_B1D: Tensor, w: Tree, state: dict, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
         """One token more: (y[B, 1, D], the state behind it)."""
@@ -144,17 +170,22 @@ class Mamba:
         gate, x, dt = (u @ w["w_in"]).split((heads * self.head_dim, heads * self.head_dim, heads), -1)
         return _Projected(gate, dt, x, u @ self._own(w["w_groups"], axes))
 
-    def _own(self, w: Tensor | None, axes: Axes) -> Tensor | None:
+    def _own(self, w: Tensor, axes: Axes) -> Tensor:
         """Weights of the groups: of one that every rank has, whose heads are others on each, the gradient is a sum."""
-        return w if w is None or self.groups > 1 else enter(w, axes["tp"])
+        return w if self.groups > 1 else enter(w, axes["tp"])
 
-    def _bias(self, w: Tree, name: str) -> Tensor | None:
-        return w[name] if self.conv_bias else None
+    def _filters(self, w: Tree, axes: Axes) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """(weights[W, I] and bias of x, weights[W, 2GN] and bias of the groups)."""
+        of_groups = self._own(w["conv_groups"], axes)
+        if not self.conv_bias:
+            return (w["conv"], None), (of_groups, None)
+        return (w["conv"], w["bias_conv"]), (of_groups, self._own(w["bias_conv_groups"], axes))
 
     def _heads(self, x_BSI: Tensor, bc_BSX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(x[B, S, H, P], b[B, S, G, N], c[B, S, G, N])."""
         b_BSX, c_BSX = bc_BSX.chunk(2, -1)
-        return x_BSI.unflatten(-1, (-1, self.head_dim)), *(y.unflatten(-1, (-1, self.state)) for y in (b_BSX, c_BSX))
+        b_BSGN, c_BSGN = b_BSX.unflatten(-1, (-1, self.state)), c_BSX.unflatten(-1, (-1, self.state))
+        return x_BSI.unflatten(-1, (-1, self.head_dim)), b_BSGN, c_BSGN
 
     def _steps(self, dt_BSH: Tensor, w: Tree) -> tuple[Tensor, Tensor]:
         """(steps[B, S, H], decays[H]), fp32 or wider."""

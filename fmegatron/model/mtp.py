@@ -47,12 +47,13 @@ def predict(
 
 def ahead(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
     """The batch with "ahead" [B, S, N] int64, for depth n the label n tokens after the label, and "ahead_mask"
-    [B, S, N], the weight of each: 0 where the row, or the token's document, has ended, else that of the label there.
+    [B, S, N], the weight of each: 0 where the row, or the token's document, has ended, else that of the label there
+    ("mask", or 1; of a label below 0: 0).
 
     Of whole rows: before they are dealt over cp. A loader that knows the tokens behind a row may give both itself.
     """
     labels_BS, documents_BS = batch["labels"], batch.get("documents")
-    mask_BS = batch.get("mask", torch.ones_like(labels_BS, dtype=torch.float32))
+    mask_BS = batch.get("mask", labels_BS >= 0)
     mask_BS = mask_BS if mask_BS.is_floating_point() else mask_BS.to(torch.float32)
     found, masks = [], []
     for n in range(1, depths + 1):

@@ -32,7 +32,7 @@ from fmegatron.nn.router import (
     sequence_balance_loss,
 )
 from fmegatron.nn.scaled import Scaled, with_scales
-from fmegatron.nn.state_space import causal_conv, gated_rms_norm, segments, ssd, ssd_step
+from fmegatron.nn.state_space import causal_conv, from_before, gated_rms_norm, segments, ssd, ssd_step
 
 __all__ = [
     "ACTIVATIONS",
@@ -57,6 +57,7 @@ __all__ = [
     "embed",
     "expert_load",
     "expert_weights",
+    "from_before",
     "gated_mlp",
     "gated_rms_norm",
     "gather_tree",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmegatron.collectives import Axis, declare, enter, psum
+from fmegatron.collectives import Axis, all_gather, axis_index, declare, enter, ppermute, psum
 
 
 def segments(documents_BS: Tensor, before_B: Tensor | None = None) -> Tensor:
@@ -21,6 +21,20 @@ def segments(documents_BS: Tensor, before_B: Tensor | None = None) -> Tensor:
     first_B1 = documents_BS[:, :1] if before_B is None else before_B[:, None]
     began_BS = documents_BS != torch.cat((first_B1, documents_BS[:, :-1]), 1)
     return began_BS.to(torch.int64).cumsum(1)
+
+
+def from_before(x: Tensor, cp: Axis, count: int) -> Tensor:
+    """The last `count` entries of dim 1 of the rank before, zeros on the first: `x[B, S_cp, ...] -> y[B, count, ...]`.
+
+    Each rank's own; transpose: the gradient goes home. ValueError for ranks that have fewer.
+    """
+    if x.shape[1] < count:
+        raise ValueError(
+            f"from_before: got {x.shape[1]} tokens on each rank of cp={cp.size}, wanted {count} or more, which the "
+            "next rank needs; give longer sequences, or a smaller cp"
+        )
+    came = ppermute(declare(x, cp, "own", 1)[:, x.shape[1] - count :], cp, 1)
+    return torch.where(axis_index(cp, like=came) > 0, came, torch.zeros_like(came))
 
 
 def causal_conv(
@@ -39,7 +53,8 @@ def causal_conv(
         x_BSC: the channels.
         w_WC: weights, the last of a token itself.
         bias_C: of each channel; None: none.
-        segments_BS: `segments`: a token sees those of its own only.
+        segments_BS: `segments`: a token sees those of its own only; [B, W - 1 + S] with those of the tokens before, or
+            [B, S], where these are of segment 0.
         before_BWC: the W - 1 tokens before; None: zeros.
     """
     W, S, wide = w_WC.shape[0], x_BSC.shape[1], torch.promote_types(x_BSC.dtype, torch.float32)
@@ -48,9 +63,10 @@ def causal_conv(
     y = x[:, W - 1 :] * w[W - 1]
     for back in range(1, W):
         term = x[:, W - 1 - back : W - 1 - back + S] * w[W - 1 - back]
-        if segments_BS is not None:  # before the row is the segment 0
-            earlier_BS = F.pad(segments_BS, (back, 0))[:, :S]
-            term = torch.where((earlier_BS == segments_BS)[..., None], term, 0.0)
+        if segments_BS is not None:
+            known_BS = F.pad(segments_BS, (W - 1 + S - segments_BS.shape[1], 0))
+            same_BS = known_BS[:, W - 1 - back : W - 1 - back + S] == known_BS[:, W - 1 :]
+            term = torch.where(same_BS[..., None], term, 0.0)
         y = y + term
     return (y if bias_C is None else y + bias_C.to(wide)).to(x_BSC.dtype)
 
@@ -67,6 +83,7 @@ def ssd(
     grouped: bool,
     segments_BS: Tensor | None = None,
     state_BHPN: Tensor | None = None,
+    cp: Axis | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scan of Mamba-2: `h[t] = exp(dt a) h[t-1] + dt x b^T, y[t] = h[t] c` for each head -> (y, the last h).
 
@@ -86,6 +103,8 @@ def ssd(
         grouped: whether tp splits the groups with the heads; else G is 1 and every rank has it.
         segments_BS: `segments`: the state is zero where one begins.
         state_BHPN: before the first token (of segment 0); None: zeros.
+        cp: what splits the sequence, in order: what enters a rank is made of one state of each, which one all_gather
+            brings; inputs are each rank's own then ("own"), as results are. None: nothing splits it.
     """
     (S, H, P), (G, N), wide = x_BSHP.shape[1:], b_BSGN.shape[2:], torch.promote_types(x_BSHP.dtype, torch.float32)
     L, R = min(chunk, S), H // G
@@ -134,9 +153,15 @@ def ssd(
     added = of_groups((v_BKHLP * left_BKHL1).unflatten(2, (G, R)).transpose(3, 4).flatten(4))  # [B, K, G, L, R P]
     added_BKHPN = (added.mT @ b_BKGLN).unflatten(3, (R, P)).flatten(2, 3)
     first = torch.zeros_like(added_BKHPN[:, :1]) if state_BHPN is None else state_BHPN.to(wide)[:, None]
-    states_BHKX = torch.cat((first, added_BKHPN), 1).transpose(1, 2).flatten(3)
     between_BHKK = upto_BKH.transpose(1, 2)[..., :, None] - upto_BKH.transpose(1, 2)[..., None, :]
-    states_BHKX = between_BHKK.masked_fill(~ends_KK, -torch.inf).exp() @ states_BHKX
+    between_BHKK = between_BHKK.masked_fill(~ends_KK, -torch.inf).exp()
+    if cp is not None and cp.size > 1:
+        final_BHX = (between_BHKK[:, :, -1:, 1:] @ added_BKHPN.transpose(1, 2).flatten(3)).squeeze(2)
+        began_B = torch.zeros_like(whole_BKH[:, 0, 0]) if segments_BS is None else segments_BS[:, -1].to(wide)
+        entering_BHX = _entering(final_BHX, upto_BKH[:, -1], began_B, cp)
+        first = first + entering_BHX.unflatten(2, (P, N))[:, None]
+    states_BHKX = torch.cat((first, added_BKHPN), 1).transpose(1, 2).flatten(3)
+    states_BHKX = between_BHKK @ states_BHKX
     states_BKHPN = states_BHKX.unflatten(3, (P, N)).transpose(1, 2)
 
     # what tokens read of the state before their chunk
@@ -146,6 +171,27 @@ def ssd(
     since_BKHL1 = since_BKHL1 if to_start is None else torch.where(to_start, since_BKHL1, 0.0)
     y_BSHP = (y_BKHLP + read_BKHLP * since_BKHL1).transpose(2, 3).flatten(1, 2)[:, :S]
     return y_BSHP.to(x_BSHP.dtype), states_BKHPN[:, -1]
+
+
+def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis) -> Tensor:
+    """What enters each rank: of the ranks before it their states[B, H, X], as far as decays and documents let them.
+
+    left_BH: logarithm of what a rank leaves of a state. began_B: how many documents begin in it, in the dtype of both.
+    Every rank makes what enters each, and takes its own.
+    """
+
+    def of_all(x: Tensor) -> Tensor:
+        return all_gather(declare(x[None], cp, ("sharded", 0), "own"), cp, 0)
+
+    n = cp.size
+    final_RBHX, upto_RBH, began_RB = of_all(final_BHX), of_all(left_BH).cumsum(0), of_all(began_B.detach()).cumsum(0)
+    upto_RBH, began_RB = F.pad(upto_RBH, (0, 0, 0, 0, 1, 0)), F.pad(began_RB, (0, 0, 1, 0))  # n + 1: before each rank
+    alive = torch.ones(n, n, dtype=torch.bool, device=final_BHX.device).tril(-1)[..., None]
+    alive_RRB = alive & (began_RB[:-1, None] == began_RB[None, 1:])
+    between_RRBH = (upto_RBH[:-1, None] - upto_RBH[None, 1:]).masked_fill(~alive_RRB[..., None], -torch.inf).exp()
+    entering_RBHX = (between_RRBH[..., None] * final_RBHX).sum(1)
+    own = entering_RBHX.index_select(0, axis_index(cp, like=entering_RBHX).view(1))
+    return declare(declare(own, cp, ("sharded", 0), ("sharded", 0)), cp, "own", 0).squeeze(0)
 
 
 def ssd_step(

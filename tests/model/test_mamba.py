@@ -1,5 +1,7 @@
 """A hybrid of Mamba-2 and attention: on simulated ranks as on one, fp64; documents; generation; refusals."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -73,11 +75,46 @@ def test_generation_equals_the_growing_prompt():
         assert torch.equal(got, text[:, prompt.shape[1] :])
 
 
-def test_a_split_sequence_is_refused():
+# ---- a split sequence ------------------------------------------------------------------------------------------------
+SPLIT = mixed([Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2)], [1, 4], [False, True])
+SPLIT_IDS = ["-".join(map(str, case)) for case in SPLIT]
+
+
+@pytest.mark.parametrize(("mesh", "groups", "documents"), turns(1, SPLIT, SPLIT_IDS))
+def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
+    """Documents begin on other ranks, at their first token, and come back under the same id."""
+
+    def batch_of(config, batch_size, mask):
+        ids = (torch.arange(12) >= torch.tensor([[5], [6], [12], [1]])).long()
+        ids = torch.where(torch.arange(12) >= torch.tensor([[8], [7], [12], [2]]), 0, ids)
+        of_documents = {"documents": ids, "positions": torch.arange(12).repeat(4, 1)} if documents else {}
+        return make_batch(config, batch_size) | of_documents
+
+    monkeypatch.setattr("tests.model.test_sharded.make_batch", batch_of)
+    check(hybrid(groups, sequence_parallel=groups == 1), mesh)
+
+
+@pytest.mark.parametrize("mesh", turns(1, [(Mesh(cp=2),), (Mesh(cp=2, tp=2),)], ["cp2", "cp2 tp2"]))
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_split_sequence_is_proven(mesh, documents):
+    assert_proven(hybrid(4), mesh, save=None, **({"documents": True, "positions": True} if documents else {}))
+
+
+def test_ranks_with_fewer_tokens_than_the_convolution_reaches():
+    of, mesh = hybrid(), Mesh(cp=4)
+    batch = {name: x[:, :1] for name, x in make_batch(of).items()}
+    with pytest.raises(ValueError, match=r"from_before: got 1 tokens on each rank of cp=4, wanted 2 or more"):
+        model.loss(model.init(of, mesh, 0), batch, of, model.layouts(of, mesh), Axes(mesh))
+
+
+def test_another_order_of_the_sequence_is_refused():
+    attention = dataclasses.replace(hybrid().blocks[1][0].mixer, context="balanced")
+    of = families.bamba(90, 32, 2, 16, hybrid().blocks[0][0].mixer, attention, model.MLP(24), (1,))
     with pytest.raises(
-        ValueError, match=r"Mamba: got a sequence that cp splits on the mesh cp2, wanted .*; leave cp out"
+        ValueError, match=r"Decoder.blocks: got .* order of nn.zigzag .* in order; choose context='ring'"
     ):
-        model.layouts(hybrid(), Mesh(cp=2))
+        model.layouts(of, Mesh(cp=2))
+    model.layouts(of, Mesh(tp=2))
 
 
 def test_what_does_not_divide():

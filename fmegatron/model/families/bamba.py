@@ -67,7 +67,7 @@ def _read(keys: Keys, **changes: Any) -> Decoder:
     dim, heads = keys.take("hidden_size"), keys.take("num_attention_heads", 32)
     head_dim, inside = keys.take("head_dim", dim // heads), keys.take("mamba_expand", 2) * dim
     of_mamba = keys.take("mamba_n_heads", 128)
-    width = keys.take("mamba_d_head", "auto")
+    width, (shortest, longest) = keys.take("mamba_d_head", "auto"), keys.take("time_step_limit", (0.0, math.inf))
     keys.only("attn_rotary_emb", head_dim // 2)  # transformers rotates one half of a head, whatever is said
     theta, scaling = keys.rope(part=0.5)
     bias, eps = keys.take("attention_bias", False), keys.take("rms_norm_eps", 1e-5)
@@ -78,7 +78,7 @@ def _read(keys: Keys, **changes: Any) -> Decoder:
         keys.take("mamba_n_groups", 1),
         keys.take("mamba_d_conv", 4),
         keys.take("mamba_conv_bias", True),
-        tuple(map(float, keys.take("time_step_limit", (0.0, math.inf)))),
+        (float(shortest), float(longest)),
         norm_eps=eps,
     )
     rope = Rope(head_dim // 2, theta, scaling=scaling)
