@@ -15,27 +15,31 @@ from tests.model.test_sharded import check
 from tests.pairs import mixed, turns
 
 
-def hybrid(groups=1, kv_copies=False, **changes):
-    """One layer of each kind; chunks that do not divide the sequence of 12."""
+def hybrid(groups=1, layers=2, **changes):
+    """A layer with a state, then one with attention; chunks that do not divide the sequence of 12."""
     mamba = model.Mamba(8, 4, 6, groups, conv=3, chunk=5, conv_bias=groups == 1, dt_range=(0.01, 0.9))
-    attention = model.Attention(8, 4, 4, model.Rope(2), kv_copies=kv_copies)
+    attention = model.Attention(8, 4, 4, model.Rope(2))
     given = {"precision": Precision.fp64(), **changes}
-    return families.bamba(90, 32, 2, 16, mamba, attention, model.MLP(24), (1,), **given)
+    return families.bamba(90, 32, layers, 16, mamba, attention, model.MLP(24), (1,), **given)
 
 
 MESHES = [Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(tp=4), Mesh(dp=2, fsdp=2)]
-CASES = mixed(MESHES, [1, 4], [False, True])
+CASES = mixed(MESHES, [1, 4], [False, True], [False, True])
 IDS = ["-".join(map(str, case)) for case in CASES]
 
 
-@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel"), turns(2, CASES, IDS))
-def test_loss_and_each_gradient(mesh, groups, sequence_parallel):
-    check(hybrid(groups, sequence_parallel=sequence_parallel), mesh)
+@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), turns(1, CASES, IDS))
+def test_loss_and_each_gradient(mesh, groups, sequence_parallel, documents, monkeypatch):
+    """One layer: the other kind has its own tests, and both are in those of the families."""
+    if documents:
+        monkeypatch.setattr("tests.model.test_sharded.make_batch", lambda config, batch_size, mask: packed(config))
+    check(hybrid(groups, 1, sequence_parallel=sequence_parallel), mesh)
 
 
-@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel"), turns(2, CASES, IDS))
-def test_every_output_is_proven(mesh, groups, sequence_parallel):
-    assert_proven(hybrid(groups, sequence_parallel=sequence_parallel), mesh)
+@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), turns(1, CASES, IDS))
+def test_every_output_is_proven(mesh, groups, sequence_parallel, documents):
+    others = {"documents": True, "positions": True} if documents else {}
+    assert_proven(hybrid(groups, 1, sequence_parallel=sequence_parallel), mesh, None, **others)
 
 
 def packed(config, batch_size=4):
@@ -54,13 +58,6 @@ def test_documents_do_not_see_each_other():
         parts = [part for part in batch["tokens"][row : row + 1].split((cut, 12 - cut), 1) if part.numel()]
         alone = torch.cat([model.logits(params, part, of, layouts, axes) for part in parts], 1)
         torch.testing.assert_close(got[row : row + 1], alone, rtol=1e-11, atol=1e-11)
-
-
-def test_documents_on_a_mesh(monkeypatch):
-    of, mesh = hybrid(sequence_parallel=True), Mesh(fsdp=2, tp=2)
-    monkeypatch.setattr("tests.model.test_sharded.make_batch", lambda config, batch_size, mask: packed(config))
-    check(of, mesh)
-    assert_proven(of, mesh, documents=True, positions=True)
 
 
 def test_generation_equals_the_growing_prompt():
@@ -91,13 +88,13 @@ def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
         return make_batch(config, batch_size) | of_documents
 
     monkeypatch.setattr("tests.model.test_sharded.make_batch", batch_of)
-    check(hybrid(groups, sequence_parallel=groups == 1), mesh)
+    check(hybrid(groups, 1, sequence_parallel=groups == 1), mesh)
 
 
-@pytest.mark.parametrize("mesh", turns(1, [(Mesh(cp=2),), (Mesh(cp=2, tp=2),)], ["cp2", "cp2 tp2"]))
-@pytest.mark.parametrize("documents", [False, True])
-def test_a_split_sequence_is_proven(mesh, documents):
-    assert_proven(hybrid(4), mesh, save=None, **({"documents": True, "positions": True} if documents else {}))
+@pytest.mark.parametrize(("mesh", "groups", "documents"), turns(1, SPLIT, SPLIT_IDS))
+def test_a_split_sequence_is_proven(mesh, groups, documents):
+    others = {"documents": True, "positions": True} if documents else {}
+    assert_proven(hybrid(groups, 1), mesh, None, **others)
 
 
 def test_ranks_with_fewer_tokens_than_the_convolution_reaches():

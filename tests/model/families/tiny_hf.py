@@ -29,7 +29,7 @@ MLA = {
 }  # fmt: skip
 SHARPER = {"mscale": 0.7, "mscale_all_dim": 1.0}
 MAMBA = {
-    "num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 12, "mamba_d_state": 10, "mamba_chunk_size": 8,
+    "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 12, "mamba_d_state": 10, "mamba_chunk_size": 8,
 }  # fmt: skip
 # name -> (prefix of the classes of transformers, fields of its configuration)
 MODELS = {
