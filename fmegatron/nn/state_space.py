@@ -189,7 +189,7 @@ def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis) -> 
     alive = torch.ones(n, n, dtype=torch.bool, device=final_BHX.device).tril(-1)[..., None]
     alive_RRB = alive & (began_RB[:-1, None] == began_RB[None, 1:])
     between_RRBH = (upto_RBH[:-1, None] - upto_RBH[None, 1:]).masked_fill(~alive_RRB[..., None], -torch.inf).exp()
-    entering_RBHX = (between_RRBH[..., None] * final_RBHX).sum(1)
+    entering_RBHX = (between_RRBH.permute(2, 3, 0, 1) @ final_RBHX.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
     own = entering_RBHX.index_select(0, axis_index(cp, like=entering_RBHX).view(1))
     return declare(declare(own, cp, ("sharded", 0), ("sharded", 0)), cp, "own", 0).squeeze(0)
 
