@@ -50,7 +50,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 class Piece(NamedTuple):
     """One stored tensor and the region of our leaf that it is: of layer, expert and columns, None for all.
 
-    of: the columns of the stored tensor that it is, where other pieces lie beside it, None for all.
+    of: the columns of the stored tensor that it is, where other pieces are beside it, None for all.
     """
 
     stored: str
@@ -89,7 +89,7 @@ def pieces(decoder: Decoder, family: Family) -> list[Piece]:
 
 
 def _side_by_side(found: list[Piece]) -> list[Piece]:
-    """The same, with `name#k` resolved: where each piece of a stored tensor lies in it; the order of the pieces."""
+    """The same, with `name#k` resolved: where each piece of a stored tensor is in it; the order of the pieces."""
     beside: dict[str, dict[int, int]] = {}
     for one in found:
         name, _, k = one.stored.partition("#")
