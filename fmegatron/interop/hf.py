@@ -10,23 +10,25 @@ A rank reads only what is in its shards. Nothing is executed, and no other packa
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import together
-from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text
+from fmegatron.checkpoint.files import safetensors_files
+from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw
 from fmegatron.checkpoint.files.look import is_file, is_there
+from fmegatron.checkpoint.files.safetensors_files import Entry
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
 from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
@@ -34,13 +36,11 @@ from fmegatron.checkpoint.reading.request import match
 from fmegatron.checkpoint.reading.strict import strictness
 from fmegatron.checkpoint.reading.view import View
 from fmegatron.collectives import World
-from fmegatron.interop import safetensors_files
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model import Array, Decoder, arrays
 from fmegatron.model.families import Family, Stored, family_of
 from fmegatron.tree import Tree
 
-_FILE_BYTES = 5 << 30  # of a file that is written, or one tensor
 _INDEX = "model.safetensors.index.json"
 _FURTHEST = 8  # depths of multi-token prediction that a folder may have
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not taken over
@@ -146,7 +146,7 @@ def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], ti
         if one.form.depthwise:
             view = views_of.removed(view, 1)
         if one.form.transposed:
-            view = _turned(view)
+            view = _transposed(view)
         if one.of is not None:
             view = views_of.cut(view, len(view.shape) - 1, *one.of)
         tree_of.setdefault(one.path, {}).setdefault(one.layer, {}).setdefault(one.expert, []).append(view)
@@ -161,6 +161,11 @@ def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], ti
     return {**out, **{name: v for name, v in left.items() if not any(re.fullmatch(p, name) for p in ignored)}}
 
 
+def _transposed(view: View) -> View:
+    *first, rows, columns = range(len(view.shape))
+    return views_of.transposed(view, (*first, columns, rows))
+
+
 def _columns(views: list[View]) -> View:
     return views[0] if len(views) == 1 else views_of.joined(views, len(views[0].shape) - 1)
 
@@ -168,10 +173,6 @@ def _columns(views: list[View]) -> View:
 def _joined(views: list[View], alone: bool) -> View:
     """Views side by side in a new first dim, unless there is one only that has none."""
     return views[0] if alone else views_of.joined([views_of.inserted(view, 0) for view in views], 0)
-
-
-def _turned(view: View) -> View:
-    return views_of.transposed(view, (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2))
 
 
 def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
@@ -191,7 +192,7 @@ def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
     for name, beside in found.items():
         view = _columns([beside[at] for at in sorted(beside)])
         if forms[name].transposed:
-            view = _turned(view)
+            view = _transposed(view)
         out[name] = views_of.inserted(view, 1) if forms[name].depthwise else view
     return out
 
@@ -311,13 +312,13 @@ def save(
 
     def finish() -> None:
         os.makedirs(os.path.join(draft, "folder"))
-        groups = _groups(decoder, family, layouts)
-        how = {"strict": "subset", "rules": [to_names(decoder, family)]}
-        loaded = (checkpoint.restore(os.path.join(draft, "params"), group, **how) for group in groups)
-        safetensors_files.write(os.path.join(draft, "folder"), loaded, len(groups))
+        groups = safetensors_files.grouped(_entries(decoder, family, layouts), lambda entry: entry.nbytes)
+        contents = (_elements(os.path.join(draft, "params"), entries, decoder, family) for entries in groups)
+        several = len(groups) > 1
+        safetensors_files.write(os.path.join(draft, "folder"), groups, contents, {"format": "pt"}, index=several)
         for name in sorted(os.listdir(like)):
             source = os.path.join(like, name)
-            if is_file(source) and not name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pth")):
+            if is_file(source) and not name.endswith(_WEIGHTS):
                 shutil.copy(source, os.path.join(draft, "folder", name))
         os.rename(os.path.join(draft, "folder"), path)
 
@@ -336,21 +337,21 @@ def _on_rank_0(world: World | None, work: Callable[[], None]) -> None:
     together(ranks, "writing a folder of Hugging Face", work if ranks.rank == 0 else lambda: None)
 
 
-def _groups(decoder: Decoder, family: Family, layouts: Tree) -> list[dict[str, Layout]]:
-    """Stored names, their shapes and dtypes, in groups that make one file each."""
-    dtypes = dict(zip(tree.paths(layouts), (x.dtype for x in tree.leaves(layouts)), strict=True))
-    whole = dict(zip(tree.paths(layouts), (x.shape for x in tree.leaves(layouts)), strict=True))
+def _entries(decoder: Decoder, family: Family, layouts: Tree) -> list[Entry]:
+    """Stored names with their dtypes and shapes, in the order of our leaves."""
+    arrays_of = dict(zip(tree.paths(layouts), tree.leaves(layouts), strict=True))
+    views = {path: views_of.whole(path, layout.shape) for path, layout in arrays_of.items()}
     wanted = _written(decoder, family)
-    views = {path: views_of.whole(path, shape) for path, shape in whole.items()}
-    shapes = {name: view.shape for name, view in _to_names(views, wanted, decoder.vocab_size).items()}
-    groups: list[dict[str, Layout]] = [{}]
-    held = 0
-    for one in {one.stored: one for one in wanted}.values():
-        layout = Layout(shapes[one.stored], dtypes[one.path], Mesh())
-        nbytes = math.prod(layout.shape) * layout.dtype.itemsize
-        if groups[-1] and held + nbytes > _FILE_BYTES:
-            groups.append({})
-            held = 0
-        groups[-1][one.stored] = layout
-        held += nbytes
-    return groups
+    stored = _to_names(views, wanted, decoder.vocab_size)
+    return [
+        Entry(one.stored, arrays_of[one.path].dtype, stored[one.stored].shape)
+        for one in {one.stored: one for one in wanted}.values()
+    ]
+
+
+def _elements(params: str, entries: Sequence[Entry], decoder: Decoder, family: Family) -> Iterator[np.ndarray]:
+    """The elements of one file, tensor after tensor, from a checkpoint of our leaves."""
+    layouts = {entry.name: Layout(entry.shape, entry.dtype, Mesh()) for entry in entries}
+    tensors = checkpoint.restore(params, layouts, strict="subset", rules=[to_names(decoder, family)])
+    for entry in entries:
+        yield raw(tensors.pop(entry.name).reshape(-1)).view(np.uint8)

@@ -151,6 +151,10 @@ class Decoder:
             stacks["mtp"] = Stack(self.mtp.arrays(self.dim), depths)
         return stacks
 
+    def block(self, depth: int) -> Block:
+        """The block at a depth of `stacks`: of the trunk, or behind it that of `mtp`."""
+        return self.blocks[depth] if self.mtp is None or depth < self.layers else self.mtp.block
+
     def at(
         self, positions: torch.Tensor, documents: torch.Tensor | None = None, blocks: tuple[Block, ...] | None = None
     ) -> list[At]:

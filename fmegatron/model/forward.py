@@ -17,6 +17,7 @@ from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import MTP, Block, Decoder
 from fmegatron.model.mtp import predict, with_ahead
+from fmegatron.model.settled import loads
 from fmegatron.model.weights import Outer, each_layer, embedded, prepared
 
 
@@ -79,8 +80,8 @@ def hidden(
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
 ) -> tuple[Tensor, dict, At, list[dict]]:
-    """(x[B, S, D] behind the last block, the weights of the head, what the blocks were given, for each block that has
-    them the statistics of its parts): `read_out` makes logits of it.
+    """(x[B, S, D] behind the last block, the weights of the head, what the blocks were given, for each block the
+    statistics of its parts): `read_out` makes logits of it.
 
     Args:
         params: this rank's shards.
@@ -151,9 +152,8 @@ class _Inside:
         x_BSD, statistics = self.x_BSD, []
         for (run, weights), at in zip(each_layer(functions, *self.how), self.at, strict=False):
             x_BSD = run(x_BSD, weights, at)
-            if isinstance(x_BSD, tuple):
-                x_BSD, found = x_BSD
-                statistics.append(found)
+            x_BSD, found = x_BSD if isinstance(x_BSD, tuple) else (x_BSD, {})
+            statistics.append(found)
         return x_BSD, statistics
 
     def further(self, x_BSD: Tensor, mtp: MTP) -> tuple[list[Tensor], list[dict]]:
@@ -165,7 +165,7 @@ class _Inside:
             found = run_n(torch.cat((e_BSD, x_BSD), -1), weights, self.at[-1])
             x_BSD, one = found if isinstance(found, tuple) else (found, {})
             out.append(x_BSD)
-            statistics += [one] if one else []
+            statistics.append(one)
         return out, statistics
 
 
@@ -256,6 +256,8 @@ def loss(
             mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
             depths[f"mtp_{n + 1}"] = (nll_n * mask_n).sum() / psum(mask_n.sum(), data).clamp(min=1.0)
     metrics = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
+    if by_stack := loads(statistics, decoder):
+        metrics["load"] = by_stack
     if decoder.z_loss:
         parts["z_loss"] = z_BS.sum() / count
     if added := [one["loss"] for block in statistics for one in block.values() if "loss" in one]:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import model, tree
+from fmegatron.checkpoint.files import safetensors_files
 from fmegatron.collectives import Axes
-from fmegatron.interop import hf, safetensors_files
+from fmegatron.interop import hf
 from fmegatron.layout import Layout, Mesh
 from fmegatron.testing import assert_parity
 from tests.model.families.test_families_sharded import assert_proven
