@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fmegatron import model
+from fmegatron import model, nn
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import Mesh
 from fmegatron.model import families
@@ -98,10 +98,8 @@ def test_a_split_sequence_is_proven(mesh, groups, documents):
 
 
 def test_ranks_with_fewer_tokens_than_the_convolution_reaches():
-    of, mesh = hybrid(), Mesh(cp=4)
-    batch = {name: x[:, :1] for name, x in make_batch(of).items()}
     with pytest.raises(ValueError, match=r"from_before: got 1 tokens on each rank of cp=4, wanted 2 or more"):
-        model.loss(model.init(of, mesh, 0), batch, of, model.layouts(of, mesh), Axes(mesh))
+        nn.from_before(torch.ones(2, 1, 3), Axes(Mesh(cp=4))["cp"], 2)
 
 
 def test_another_order_of_the_sequence_is_refused():
