@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, all_gather, reshard
-from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.step import check
+from fmegatron import optim, tree
+from fmegatron.collectives import Axes, all_gather, psum, reshard
+from fmegatron.layout import DataParallel, Layout, Mesh, Split
+from fmegatron.step import build_train_step, check, state_specs
+from fmegatron.testing import assert_parity
+from fmegatron.tree import ArraySpec, Normal
 
 MESH, F64 = Mesh(fsdp=2, cp=2, tp=2), torch.float64
 
@@ -52,3 +55,27 @@ def test_a_row_that_is_gathered_on_another_dim():
 
     report = check(*step_of(layout, wrong), MESH)
     assert [(f.axis, "sharded on one of the dims" in f.what) for f in report.findings] == [("fsdp", True)], str(report)
+
+
+def test_parity_of_a_state_that_a_strategy_flattens():
+    """One rank flattens nothing: its state lies as its own step declares it."""
+    strategy = DataParallel(("fsdp",), optim=("fsdp", "cp"))
+    optimizer = optim.adamw(0.1)
+
+    def specs(mesh):
+        return {"b": ArraySpec(Layout((2, 12), F64, mesh, (None, Split("tp", (4, 4, 4)))), Normal())}
+
+    def make(mesh):
+        axes = Axes(mesh, data=strategy.tokens)
+
+        def loss(params, batch):
+            y = psum(params["b"].square().sum(), axes["tp"]) * batch["x"].sum() / 8
+            return y, {"loss": psum(y.detach(), axes[axes.data])}
+
+        return build_train_step(loss, optimizer, tree.layouts(specs(mesh)), axes, strategy=strategy)
+
+    placed, batch = state_specs(specs(MESH), optimizer, strategy), {"x": torch.rand(4, 2, dtype=F64)}
+    assert any(layout.flat == ("cp",) for layout in tree.leaves(tree.layouts(placed.opt)))
+    rows = {"x": strategy.batch_layout((4, 2), F64, MESH)}
+    state = tree.init(state_specs(specs(Mesh()), optimizer), 0, 0)
+    assert_parity(make, MESH, state, batch, layouts=(tree.layouts(placed), rows), steps=2)
