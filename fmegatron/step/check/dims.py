@@ -272,7 +272,7 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> Viewed | None:
             lost[flat[0].axes] = None if behind is None else (at, behind)
             flat[0] = Atom(flat[0].size, ())
         elif wanted == 1 and flat and flat[0].plain and flat[0].cuts and len(flat[0].axes or ()) > 1:
-            # Parts that are interleaved have more than one element: those of the minor axis stay, the major ones may go.
+            # Interleaved parts have more than one element: those of the minor axis stay, the major ones may go.
             behind, own = _behind(shape, at), flat[0].axes or ()
             lost[own[:-1]] = None if behind is None else (at, behind)
             flat[0] = flat[0]._replace(axes=own[-1:])
