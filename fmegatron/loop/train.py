@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.data import Batches, RankBatches
+from fmegatron.data import RankBatches, StepBatches
 from fmegatron.layout import Layout
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import CHOICES, broken, judge, look
@@ -121,7 +121,7 @@ def train(
 def _require_layout(step, batch_at) -> None:
     """ValueError where both the step and the batches state how rows are split over ranks, and differ."""
     declared, batches = getattr(step, "declared", None), getattr(batch_at, "__self__", None)
-    if not isinstance(declared, Declared) or not isinstance(batches, (Batches, RankBatches)):
+    if not isinstance(declared, Declared) or not isinstance(batches, (StepBatches, RankBatches)):
         return
     if isinstance(batches, RankBatches):
         layout = batches.layout

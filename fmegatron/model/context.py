@@ -37,7 +37,14 @@ def attend_over(
         cp: what splits the sequence.
         window: of positions; None: all before.
         scale: of q·k; None: 1 / sqrt(K).
+
+    Raises ValueError for "balanced" and tokens whose positions the batch does not have.
     """
+    if form == "balanced" and at.positions.dim() == 1:
+        raise ValueError(
+            "batch['positions']: got none, wanted int64 [B, S], since context='balanced' has the tokens in zigzag order"
+            f"; give data.Batches(..., zigzag={cp.size}), which adds them, or choose context='ring'"
+        )
     if scale is not None:  # the forms divide by sqrt(K)
         q_BSHK = q_BSHK * (scale * q_BSHK.shape[-1] ** 0.5)
     given = (q_BSHK, k_BSGK, v_BSGK, at.positions, at.documents, cp, window)
