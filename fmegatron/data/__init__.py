@@ -1,9 +1,13 @@
 """data: tokenizers, memory-mapped token files, and batches as pure functions of (seed, step)."""
 
 from fmegatron.data.batches import Batches, EvaluationBatches, train_and_held_out
+from fmegatron.data.blend import Blend
 from fmegatron.data.documents import Tokens
 from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens
+from fmegatron.data.megatron_order import Megatron, megatron_split
+from fmegatron.data.packing import Packing, load_packing, pack
+from fmegatron.data.reader import Reader, ahead
 from fmegatron.data.steps import Batch, RankBatches, StepBatches
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
 from fmegatron.data.tokens import TokenArray, write_tokens
@@ -12,18 +16,26 @@ from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, token_dty
 __all__ = [
     "Batch",
     "Batches",
+    "Blend",
     "ByteTokenizer",
     "CharTokenizer",
     "EvaluationBatches",
     "IndexedTokens",
     "IndexedWriter",
+    "Megatron",
+    "Packing",
     "RankBatches",
+    "Reader",
     "StepBatches",
     "TokenArray",
     "Tokens",
+    "ahead",
     "fingerprint",
+    "load_packing",
     "load_tokenizer",
+    "megatron_split",
     "merge_indexed",
+    "pack",
     "token_dtype",
     "train_and_held_out",
     "write_indexed",

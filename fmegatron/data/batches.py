@@ -8,12 +8,15 @@ rank gets is what the batch's layout states: `strategy.batch_layout(shape, dtype
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
 
 from fmegatron.data.documents import Tokens, check_documents, document_ends, document_entries
+from fmegatron.data.megatron_order import Megatron, MegatronOrder
+from fmegatron.data.packing import Packing
 from fmegatron.data.permutation import permuted
 from fmegatron.data.steps import (
     Batch,
@@ -58,6 +61,9 @@ class Batches(StepBatches):
     documents: True, for tokens that know their documents (`IndexedTokens`), or the id that ends a document. Batches
     then have "documents" and "positions" int64 [B, S], which attention respects, and "mask" bool [B, S], False where
     the label is of another document. Default: documents follow one another as if they were one text.
+    packing: rows of a stored plan (`data.pack`) in place of windows: few documents are cut, and no token sees another
+    document. order: "megatron" or `Megatron(...)`: the samples of Megatron's GPTDataset, in its order; `split` then is
+    one of sequences, in `Megatron`.
     zigzag: the number of ranks of cp, for models with context="balanced": the columns of a batch are in the order
     `layout.zigzag`, and "positions" are an entry; the layout stays what it is.
 
@@ -77,14 +83,28 @@ class Batches(StepBatches):
     offset: int = 0  # see `after`
     documents: bool | int = False
     zigzag: int = 1
+    packing: Packing | None = None
+    order: Literal["own", "megatron"] | Megatron = "own"
 
     def __post_init__(self) -> None:
-        _check(self)
+        if self.packing is not None or self.order != "own":
+            _check_plan(self)
+        else:
+            _check(self)
 
-    @property
+    @cached_property
+    def _megatron(self) -> MegatronOrder | None:
+        if self.order == "own":
+            return None
+        options = Megatron() if isinstance(self.order, str) else self.order
+        return MegatronOrder(self.tokens, self.seq_len, self.seed, options)
+
+    @cached_property
     def windows(self) -> int:
-        """Number of windows in an epoch."""
-        return _window_count(self)
+        """Number of windows in an epoch; of Megatron's order, in all its epochs."""
+        if self._megatron is not None:
+            return len(self._megatron)
+        return _window_count(self) if self.packing is None else len(self.packing)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -93,6 +113,8 @@ class Batches(StepBatches):
 
     def read_rows(self, step: int, rows: Ranges) -> dict[str, np.ndarray]:
         """Arrays [rows, S] of these rows of the batch of `step`; the order of many steps is computed at once."""
+        if self._megatron is not None:
+            return self.read(self.samples(step) + numbers_in(rows))
         part = sum(stop - start for start, stop in rows)
         steps = max(1, min(_TOGETHER // part, self.windows // self.batch_size))
         block, at = divmod(step, steps)
@@ -101,6 +123,8 @@ class Batches(StepBatches):
 
     def read(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays [n, S] of the samples of these numbers, int64 [n]."""
+        if self._megatron is not None:
+            return _megatrons(self._megatron, samples, self.documents)
         found = np.empty(len(samples), dtype=np.int64)
         blocks = samples // _TOGETHER
         for block in np.unique(blocks).tolist():
@@ -177,6 +201,38 @@ class EvaluationBatches:
         return arranged(batch, self.zigzag)
 
 
+def _check_plan(of: Batches) -> None:
+    check_sizes(of)
+    plan = "packing" if of.packing is not None else "order"
+    if of.order not in ("own", "megatron") and not isinstance(of.order, Megatron):
+        raise ValueError(f"Batches: order: got {of.order!r:.60}, wanted 'own', 'megatron' or data.Megatron(...)")
+    if of.split is not None or (of.packing is not None and (of.order != "own" or of.documents is not False)):
+        raise ValueError(
+            f"Batches: {plan}: got split, documents or another order beside it, wanted none; a plan is of the documents"
+            " that it was made of, Megatron's order of Megatron(sequences=...)"
+        )
+    if of.packing is None:
+        check_documents(of.documents, of.tokens, "Batches")
+        of.windows  # noqa: B018 the order is made now, and its errors come now
+    elif of.packing.seq_len != of.seq_len or int((of.packing.starts + of.packing.lengths).max()) >= len(of.tokens):
+        raise ValueError(
+            f"Batches: packing: got a plan of rows of {of.packing.seq_len} up to token "
+            f"{int((of.packing.starts + of.packing.lengths).max()):,}, wanted rows of {of.seq_len} of the "
+            f"{len(of.tokens):,} tokens; make one: data.pack(tokens.document_starts(), seq_len)"
+        )
+
+
+def _megatrons(order: MegatronOrder, samples: np.ndarray, documents: bool | int) -> dict[str, np.ndarray]:
+    ids, ends, real = order.read(samples)
+    batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
+    if documents is not False:
+        batch |= document_entries(ends if documents is True else ids[:, :-1] == documents)
+        batch["mask"] &= real
+    elif not (order.options.extra_token and order.options.drop_last):
+        batch["mask"] = real
+    return batch
+
+
 def _range(of: Batches | EvaluationBatches) -> tuple[int, int]:
     return (0, len(of.tokens)) if of.split is None else of.split
 
@@ -216,6 +272,8 @@ def _order(seed: int, windows: int, batch_size: int, ranges: Ranges, steps: int,
 
 def _cut(of: Batches | EvaluationBatches, windows: np.ndarray) -> dict[str, np.ndarray]:
     S = of.seq_len
+    if isinstance(of, Batches) and of.packing is not None:
+        return of.packing.read(of.tokens, windows)
     starts = (_range(of)[0] + windows * S).tolist()
     tokens, labels = (np.empty((len(starts), S), dtype=np.int64) for _ in range(2))
     ids = [of.tokens[start : start + S + 1] for start in starts]

@@ -154,8 +154,9 @@ def write_indexed(
 ) -> IndexedTokens:
     """Write documents as PREFIX.bin and PREFIX.idx, which Megatron reads, and open them.
 
-    documents: each one an array of ids, or a list of several, its sequences ([]: none).
-    dtype: of the tokens (`token_dtype(vocab_size)` is Megatron's choice). append: behind the documents that are there; the files are written anew, as both must fit.
+    documents: each one an array of ids, or a list of several, its sequences ([]: none). dtype: of the tokens
+    (`token_dtype(vocab_size)` is Megatron's choice). append: behind the documents that are there; the files are written
+    anew, as both must fit.
     """
     with IndexedWriter(prefix, dtype) as writer:
         if append:
