@@ -7,6 +7,7 @@ from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens
 from fmegatron.data.megatron_order import Megatron, megatron_split
 from fmegatron.data.packing import Packing, load_packing, pack
+from fmegatron.data.prepare import prepare
 from fmegatron.data.reader import Reader, ahead
 from fmegatron.data.steps import Batch, RankBatches, StepBatches
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
@@ -36,6 +37,7 @@ __all__ = [
     "megatron_split",
     "merge_indexed",
     "pack",
+    "prepare",
     "token_dtype",
     "train_and_held_out",
     "write_indexed",

@@ -86,6 +86,19 @@ class IndexedWriter:
         if self._modes or mode:
             self._modes.append(mode % 256)
 
+    def add_documents(self, documents: Sequence[np.ndarray]) -> None:
+        """Documents of one sequence each; quicker than one by one."""
+        if documents:
+            before = self._open
+            self.add(np.concatenate(documents))
+            self._lengths.pop()
+            self._open = before
+            first = len(self._lengths)
+            self._lengths.extend([len(ids) for ids in documents])
+            self._documents.extend(range(first + 1, first + 1 + len(documents)))
+            if self._modes:
+                self._modes += bytes(len(documents) - 1)
+
     def end_document(self) -> None:
         """What was added since the last call is a document, also if that is nothing."""
         self._documents.append(len(self._lengths))
