@@ -2,13 +2,16 @@
 
 from fmegatron.data.batches import Batches, EvaluationBatches, train_and_held_out
 from fmegatron.data.blend import Blend
+from fmegatron.data.chat import Chats, chat_row
 from fmegatron.data.documents import Tokens
+from fmegatron.data.fill_in import FillInTheMiddle
 from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens
 from fmegatron.data.megatron_order import Megatron, megatron_split
 from fmegatron.data.packing import Packing, load_packing, pack
 from fmegatron.data.prepare import prepare
 from fmegatron.data.reader import Reader, ahead
+from fmegatron.data.sources import Mapped, SourceBatches, Stream
 from fmegatron.data.steps import Batch, RankBatches, StepBatches
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
 from fmegatron.data.tokens import TokenArray, write_tokens
@@ -21,16 +24,22 @@ __all__ = [
     "ByteTokenizer",
     "CharTokenizer",
     "EvaluationBatches",
+    "Chats",
+    "FillInTheMiddle",
     "IndexedTokens",
     "IndexedWriter",
+    "Mapped",
     "Megatron",
     "Packing",
     "RankBatches",
     "Reader",
+    "SourceBatches",
     "StepBatches",
+    "Stream",
     "TokenArray",
     "Tokens",
     "ahead",
+    "chat_row",
     "fingerprint",
     "load_packing",
     "load_tokenizer",

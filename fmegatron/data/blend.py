@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,12 @@ class Blend(StepBatches):
                     found[name] = _default(name, len(samples), self.seq_len, x.dtype)
                 found[name][here] = x
         return found
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint states of this data, as JSON."""
+        parts = [{"weight": weight, **part.describe()} for weight, part in self.parts]
+        changes = [[at, list(weights)] for at, weights in self.changes]
+        return {"kind": "blend", "rule": self.rule, "changes": changes, "parts": parts}
 
 
 def _default(name: str, rows: int, length: int, dtype: np.dtype) -> np.ndarray:

@@ -8,6 +8,7 @@ the tokens of all sequences, one after the other. Source: Megatron-LM, core/data
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from fmegatron.data.ranged import Ranged, exact_size, open_url, ranged
+from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, tokenizer_from
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = 34
@@ -119,6 +121,15 @@ class IndexedTokens:
     def sequences(self) -> int:
         """Number of sequences: the parts of documents that were written one by one."""
         return len(self.lengths)
+
+    @property
+    def tokenizer(self) -> ByteTokenizer | CharTokenizer | None:
+        """The tokenizer that PREFIX.json names, which `prepare` writes; None where there is no such file."""
+        try:
+            found = json.loads(Path(f"{self.prefix}.json").read_text()) if self.is_local else {}
+        except FileNotFoundError:
+            found = {}
+        return None if found.get("tokenizer") is None else tokenizer_from(found["tokenizer"])
 
     def document(self, number: int) -> tuple[int, int]:
         """(start, stop): the tokens of a document. IndexError for one that there is not."""

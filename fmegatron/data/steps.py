@@ -70,6 +70,14 @@ class StepBatches:
         """Arrays [n, S] of the samples of these numbers (int64 [n]): "tokens" and "labels" int64, and more."""
         raise TypeError(f"{type(self).__name__}.read: got a class without it, wanted one of Batches, Blend, ...")
 
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint states of this data, as JSON: what samples depend on, and digests of their data.
+
+        As a fact of a run (`loop.Settings(config, data=batches.describe())`) a resume with other data is refused, and
+        the error names what differs. The batch size is none of it: it may change.
+        """
+        raise TypeError(f"{type(self).__name__}.describe: got a class without it, wanted one of Batches, Blend, ...")
+
     def layout(self, mesh: Mesh, strategy: DataParallel | None = None, microbatches: int = 1) -> Layout:
         """The layout of tokens and labels: `strategy.batch_layout` of their shape; None: rows over dp and fsdp."""
         return layout_of(self, mesh, strategy, microbatches)
