@@ -73,7 +73,7 @@ class Blend(StepBatches):
         for _, part in parts:
             if not hasattr(part, "windows"):
                 raise ValueError(f"Blend.of_epochs: got {type(part).__name__}, wanted Batches, whose windows are known")
-        return cls([(epochs * part.windows, part) for epochs, part in parts], **options)
+        return cls([(epochs * getattr(part, "windows"), part) for epochs, part in parts], **options)  # noqa: B009 looked for
 
     @cached_property
     def _shares(self) -> Shares:

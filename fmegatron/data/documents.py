@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,15 +32,16 @@ def document_ends(tokens: Tokens, starts: list[int], ids: np.ndarray, documents:
     """bool [n, S]: which token of windows ids[n, S + 1], which begin at `starts`, is the last one of its document."""
     if documents is not True:
         return ids[:, :-1] == documents
+    known: Any = tokens  # `check_documents` has seen to it
     length = ids.shape[1]
     ends = np.zeros((len(starts), length - 1), dtype=bool)
     for row, start in enumerate(starts):
-        ends[row, tokens.bounds(start, start + length) - start - 1] = True  # type: ignore[attr-defined] check_documents
+        ends[row, known.bounds(start, start + length) - start - 1] = True
     return ends
 
 
 def document_entries(ends: np.ndarray) -> dict[str, np.ndarray]:
-    """Of ends [n, S] (whether a token is the last one of its document): what a batch says of documents.
+    """Of ends [n, S] (whether a token is the last one of its document): the entries of a batch about documents.
 
     "documents" int64 [n, S]: 0, 1, … from the window's beginning; "positions" int64 [n, S]: from the beginning of the
     document, or of the window if that is later; "mask" bool [n, S]: False where the label is of the next document.

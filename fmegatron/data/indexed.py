@@ -77,7 +77,7 @@ class IndexedTokens:
         self.is_local = store is None
         dtype, N, D = _header(head, f"{self.prefix}.idx")
         want = HEADER + 12 * N + 8 * D
-        got = size if size is not None else exact_size(store, idx, (want, want + N))
+        got = exact_size(store, idx, (want, want + N)) if store is not None else size
         if got not in (want, want + N):
             raise ValueError(
                 f"{self.prefix}.idx: got a file of {'another size' if got is None else f'{got:,} bytes'}, wanted "

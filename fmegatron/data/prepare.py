@@ -20,7 +20,7 @@ from fmegatron.data.indexed import IndexedTokens, bare
 from fmegatron.data.stored import digest_of
 from fmegatron.data.texts import Part, parts_of, texts_of
 from fmegatron.data.tokenizers import ByteTokenizer, load_tokenizer
-from fmegatron.data.write_indexed import IndexedWriter, token_dtype
+from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, move_indexed, token_dtype
 
 _TOGETHER = 1 << 20  # tokens that are written at once
 
@@ -79,9 +79,10 @@ def prepare(
         found[number] = stats
         if progress is not None:
             progress(len(found), len(parts), sum(one["tokens"] for one in found.values()))
-    with IndexedWriter(prefix, dtype) as writer:
-        for number in range(len(parts)):
-            writer.extend(IndexedTokens(folder / f"{number:06d}"))
+    if len(parts) == 1:
+        move_indexed(folder / "000000", prefix)
+    else:
+        merge_indexed(prefix, [folder / f"{number:06d}" for number in range(len(parts))])
     tokens = IndexedTokens(prefix)
     lengths = np.diff(tokens.document_starts())
     text = sum(one["bytes"] for one in found.values())
@@ -170,13 +171,13 @@ def tokenize_part(
 ) -> tuple[int, dict[str, int]]:
     """Write one part as a corpus, and its statistics beside it when it is complete."""
     tool = _tokenizer(tokenizer)
-    end = np.zeros(0 if eod is None else 1, dtype=np.int64) + (eod or 0)
+    end = np.array([] if eod is None else [eod], dtype=dtype)
     bytes_, documents, waiting = 0, [], 0
     with IndexedWriter(prefix, dtype) as writer:
         for text in texts_of(part, key):
             ids = np.asarray(tool.encode(text))
-            documents.append(np.concatenate([ids, end.astype(dtype)]) if eod is not None else ids)
-            bytes_ += len(text.encode("utf-8"))
+            documents.append(ids if eod is None else np.concatenate([ids, end]))
+            bytes_ += len(text) if text.isascii() else len(text.encode("utf-8"))
             waiting += len(ids)
             if waiting >= _TOGETHER:
                 writer.add_documents(documents)

@@ -23,7 +23,7 @@ class Reader:
     waited: seconds that callers waited for batches so far.
     """
 
-    def __init__(self, batch_at: Callable[[int], Any], depth: int, device: torch.device | None) -> None:
+    def __init__(self, batch_at: Callable[[int], tree.Tree], depth: int, device: torch.device | None) -> None:
         self.waited = 0.0
         self._batch_at, self._depth, self._device = batch_at, depth, device
         self._ready: dict[int, tuple[Any, Exception | None, Any]] = {}  # number -> batch, error, event
@@ -33,7 +33,7 @@ class Reader:
         self._stream = None
         self._thread.start()
 
-    def __call__(self, number: int) -> Any:
+    def __call__(self, number: int) -> tree.Tree:
         """The batch of a number: at once where it follows the one before, else as long as it takes to make it.
 
         Raises what `batch_at(number)` raised; RuntimeError where the thread has ended, or `close` was called.
@@ -105,7 +105,7 @@ class Reader:
 
 
 @contextmanager
-def ahead(batch_at: Callable[[int], Any], depth: int = 2) -> Iterator[Reader]:
+def ahead(batch_at: Callable[[int], tree.Tree], depth: int = 2) -> Iterator[Reader]:
     """`batch_at`, a pure function of the number, with batches n + 1 … n + depth made in a thread while n is used.
 
         with data.ahead(batches.at) as batch_at:

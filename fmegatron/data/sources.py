@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import numpy as np
 from fmegatron.data.order import shuffled
 from fmegatron.data.steps import StepBatches, check_sizes, whole
 from fmegatron.data.stored import digest_of
-from fmegatron.tree import in_words
+from fmegatron.tree import Tree, in_words
 
 Row = dict[str, np.ndarray]
 _LOOKED_AT = 16  # items of a source that its description looks at
@@ -23,6 +23,14 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Stateful(Protocol):
+    """An iterable that knows where it is."""
+
+    def __iter__(self) -> Iterator: ...
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +135,7 @@ class Stream:
     Raises ValueError for an iterable without `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, iterable: Iterable, step: int = 0, state: Any = None, keep: int = 16) -> None:
+    def __init__(self, iterable: Stateful, step: int = 0, state: Tree | None = None, keep: int = 16) -> None:
         for name in ("state_dict", "load_state_dict", "__iter__"):
             if not hasattr(iterable, name):
                 raise ValueError(
@@ -135,12 +143,12 @@ class Stream:
                     "load_state_dict (torchdata.stateful_dataloader, datasets.IterableDataset)"
                 )
         if state is not None:
-            iterable.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue] just looked for
+            iterable.load_state_dict(state)
         self._iterable, self._next, self._keep = iterable, step, keep
         self._iterator: Iterator | None = None
-        self._states: OrderedDict[int, Any] = OrderedDict([(step, iterable.state_dict())])  # type: ignore[attr-defined]
+        self._states: OrderedDict[int, Any] = OrderedDict([(step, iterable.state_dict())])
 
-    def at(self, step: int) -> Any:
+    def at(self, step: int) -> Tree:
         """The next batch, which must be that of `step`; a new epoch where the iterable ends.
 
         Raises ValueError for another step: an iterable cannot go back; RuntimeError for an iterable that is empty.
@@ -158,12 +166,12 @@ class Stream:
         else:
             raise RuntimeError("Stream.at: the iterable has no item in a new epoch; give one that is not used up")
         self._next += 1
-        self._states[self._next] = self._iterable.state_dict()  # type: ignore[attr-defined] looked for in __init__
+        self._states[self._next] = self._iterable.state_dict()
         while len(self._states) > self._keep:
             self._states.popitem(last=False)
         return item
 
-    def state(self, step: int) -> Any:
+    def state(self, step: int) -> Tree:
         """The state that goes on with the batch of `step`; ValueError for one that is not remembered."""
         if step not in self._states:
             raise ValueError(f"Stream.state: got step {step}, wanted one of {list(self._states)}; keep more")

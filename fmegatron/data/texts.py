@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 _KINDS = MappingProxyType(
     {
@@ -106,7 +106,7 @@ def texts_of(part: Part, key: str) -> Iterator[str]:
         yield from (rows[i][key] for i in range(part.start, part.stop))
 
 
-def _lines(file: BinaryIO, path: str, key: str, stop: int | None = None) -> Iterator[str]:
+def _lines(file: io.BufferedIOBase, path: str, key: str, stop: int | None = None) -> Iterator[str]:
     at = file.tell()
     while stop is None or at < stop:
         line = file.readline()

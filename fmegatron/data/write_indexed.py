@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: got dtype {self.dtype.name}, wanted one of {wanted}")
         self._lengths, self._documents, self._modes = array("i"), array("q", [0]), bytearray()
         self._temporary = {kind: f"{self.prefix}.{kind}.{os.getpid()}.partial" for kind in ("bin", "idx")}
-        self._file = None
+        self._file: BinaryIO  # from __enter__ on
         self._open = 0  # sequences of the document that has not ended
 
     def __enter__(self) -> Self:
@@ -72,7 +72,7 @@ class IndexedWriter:
         if part.ndim != 1 or not fits:
             raise ValueError(f"{self.prefix}: got ids {part.dtype}{list(part.shape)}, wanted {self.dtype.name} [count]")
         if part.size and self.dtype.kind != "f":
-            low, high, limits = part.min(), part.max(), np.iinfo(self.dtype)
+            low, high, limits = part.min(), part.max(), np.iinfo(self.dtype.name)
             if low < limits.min or high > limits.max:
                 raise ValueError(
                     f"{self.prefix}: got ids from {low} to {high}, wanted {limits.min} to {limits.max}; use a wider "
@@ -147,16 +147,7 @@ class IndexedWriter:
             file.write(self._modes)
             _durable(file)
         _durable(self._file)
-        # Without its index a corpus is not there. So no reader sees an index beside the data of another.
-        with suppress(FileNotFoundError):
-            os.unlink(f"{self.prefix}.idx")
-        for kind in ("bin", "idx"):
-            os.replace(self._temporary[kind], f"{self.prefix}.{kind}")
-        directory = os.open(Path(self.prefix).parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _published(self._temporary, self.prefix)
 
 
 def write_indexed(
@@ -176,7 +167,8 @@ def write_indexed(
             writer.extend(IndexedTokens(prefix))
         for document in documents:
             single = hasattr(document, "__array__") or len(document) > 0 and np.ndim(document[0]) == 0
-            for sequence in [document] if single else document:
+            sequences: Any = [document] if single else document
+            for sequence in sequences:
                 writer.add(sequence)
             writer.end_document()
     return IndexedTokens(prefix)
@@ -191,6 +183,24 @@ def merge_indexed(prefix: str | os.PathLike, prefixes: Iterable[str | os.PathLik
         for part in parts:
             writer.extend(part)
     return IndexedTokens(prefix)
+
+
+def move_indexed(source: str | os.PathLike, prefix: str | os.PathLike) -> None:
+    """Give a corpus another name on the same file system, in the place of one that has it."""
+    _published({kind: f"{bare(source)}.{kind}" for kind in ("bin", "idx")}, bare(prefix))
+
+
+def _published(files: dict[str, str], prefix: str) -> None:
+    # Without its index a corpus is not there. So no reader sees an index beside the data of another.
+    with suppress(FileNotFoundError):
+        os.unlink(f"{prefix}.idx")
+    for kind in ("bin", "idx"):
+        os.replace(files[kind], f"{prefix}.{kind}")
+    directory = os.open(Path(prefix).parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
