@@ -10,22 +10,24 @@ A rank reads only what is in its shards. Nothing is executed, and no other packa
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import together
-from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text
+from fmegatron.checkpoint.files import safetensors_files
+from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw
 from fmegatron.checkpoint.files.look import is_file, is_there
+from fmegatron.checkpoint.files.safetensors_files import Entry
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
 from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
@@ -33,13 +35,11 @@ from fmegatron.checkpoint.reading.request import match
 from fmegatron.checkpoint.reading.strict import strictness
 from fmegatron.checkpoint.reading.view import View
 from fmegatron.collectives import World
-from fmegatron.interop import safetensors_files
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model import Array, Decoder, arrays
 from fmegatron.model.families import Family, family_of
 from fmegatron.tree import Tree
 
-_FILE_BYTES = 5 << 30  # of a file that is written, or one tensor
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not taken over
 
 
@@ -109,8 +109,7 @@ def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], ti
         view = views[one.stored]
         left.pop(one.stored, None)
         if one.transposed:
-            dims = (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2)
-            view = views_of.transposed(view, dims)
+            view = _transposed(view)
         tree_of.setdefault(one.path, {}).setdefault(one.layer, {}).setdefault(one.expert, []).append(view)
     for path, layers in tree_of.items():
         out[path] = _joined([_joined([_columns(cols) for cols in e.values()], None in e) for e in layers.values()],
@@ -121,6 +120,11 @@ def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], ti
             out[path] = replace(out[path], fits=((dim, "pad"),))
     ignored = [*unused, *([r"lm_head\.weight"] if tied else [])]
     return {**out, **{name: v for name, v in left.items() if not any(re.fullmatch(p, name) for p in ignored)}}
+
+
+def _transposed(view: View) -> View:
+    *first, rows, columns = range(len(view.shape))
+    return views_of.transposed(view, (*first, columns, rows))
 
 
 def _columns(views: list[View]) -> View:
@@ -144,8 +148,7 @@ def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
         if one.path in ("embed/table", "head/w"):
             view = views_of.cut(view, 0 if one.path == "embed/table" else 1, 0, vocab_size)
         if one.transposed:
-            dims = (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2)
-            view = views_of.transposed(view, dims)
+            view = _transposed(view)
         out[one.stored] = view
     return out
 
@@ -245,13 +248,13 @@ def save(
 
     def finish() -> None:
         os.makedirs(os.path.join(draft, "folder"))
-        groups = _groups(decoder, family, layouts)
-        how = {"strict": "subset", "rules": [to_names(decoder, family)]}
-        loaded = (checkpoint.restore(os.path.join(draft, "params"), group, **how) for group in groups)
-        safetensors_files.write(os.path.join(draft, "folder"), loaded, len(groups))
+        groups = safetensors_files.grouped(_entries(decoder, family, layouts), lambda entry: entry.nbytes)
+        contents = (_elements(os.path.join(draft, "params"), entries, decoder, family) for entries in groups)
+        several = len(groups) > 1
+        safetensors_files.write(os.path.join(draft, "folder"), groups, contents, {"format": "pt"}, index=several)
         for name in sorted(os.listdir(like)):
             source = os.path.join(like, name)
-            if is_file(source) and not name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pth")):
+            if is_file(source) and not name.endswith(_WEIGHTS):
                 shutil.copy(source, os.path.join(draft, "folder", name))
         os.rename(os.path.join(draft, "folder"), path)
 
@@ -270,21 +273,18 @@ def _on_rank_0(world: World | None, work: Callable[[], None]) -> None:
     together(ranks, "writing a folder of Hugging Face", work if ranks.rank == 0 else lambda: None)
 
 
-def _groups(decoder: Decoder, family: Family, layouts: Tree) -> list[dict[str, Layout]]:
-    """Stored names, their shapes and dtypes, in groups that make one file each."""
-    dtypes = dict(zip(tree.paths(layouts), (x.dtype for x in tree.leaves(layouts)), strict=True))
-    whole = dict(zip(tree.paths(layouts), (x.shape for x in tree.leaves(layouts)), strict=True))
+def _entries(decoder: Decoder, family: Family, layouts: Tree) -> list[Entry]:
+    """Stored names with their dtypes and shapes, in the order of our leaves."""
+    arrays_of = dict(zip(tree.paths(layouts), tree.leaves(layouts), strict=True))
+    views = {path: views_of.whole(path, layout.shape) for path, layout in arrays_of.items()}
     wanted = pieces(decoder, family)
-    views = {path: views_of.whole(path, shape) for path, shape in whole.items()}
-    shapes = {name: view.shape for name, view in _to_names(views, wanted, decoder.vocab_size).items()}
-    groups: list[dict[str, Layout]] = [{}]
-    held = 0
-    for one in wanted:
-        layout = Layout(shapes[one.stored], dtypes[one.path], Mesh())
-        nbytes = math.prod(layout.shape) * layout.dtype.itemsize
-        if groups[-1] and held + nbytes > _FILE_BYTES:
-            groups.append({})
-            held = 0
-        groups[-1][one.stored] = layout
-        held += nbytes
-    return groups
+    stored = _to_names(views, wanted, decoder.vocab_size)
+    return [Entry(one.stored, arrays_of[one.path].dtype, stored[one.stored].shape) for one in wanted]
+
+
+def _elements(params: str, entries: Sequence[Entry], decoder: Decoder, family: Family) -> Iterator[np.ndarray]:
+    """The elements of one file, tensor after tensor, from a checkpoint of our leaves."""
+    layouts = {entry.name: Layout(entry.shape, entry.dtype, Mesh()) for entry in entries}
+    tensors = checkpoint.restore(params, layouts, strict="subset", rules=[to_names(decoder, family)])
+    for entry in entries:
+        yield raw(tensors.pop(entry.name).reshape(-1)).view(np.uint8)

@@ -13,6 +13,7 @@ from fmegatron.model.moe import MoE
 from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
 from fmegatron.model.sample import generate
+from fmegatron.model.settled import settled
 from fmegatron.model.specs import arrays, init, layouts, rules, specs
 from fmegatron.model.weights import GROUPS, gather_weights
 
@@ -47,5 +48,6 @@ __all__ = [
     "read_out",
     "rules",
     "sample",
+    "settled",
     "specs",
 ]

@@ -15,6 +15,7 @@ from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import Block, Decoder
+from fmegatron.model.settled import loads
 from fmegatron.model.weights import Outer, each_layer, embedded, prepared
 
 
@@ -78,8 +79,8 @@ def hidden(
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
 ) -> tuple[Tensor, dict, At, list[dict]]:
-    """(x[B, S, D] behind the last block, the weights of the head, what the blocks were given, for each block that has
-    them the statistics of its parts): `read_out` makes logits of it.
+    """(x[B, S, D] behind the last block, the weights of the head, what the blocks were given, for each block the
+    statistics of its parts): `read_out` makes logits of it.
 
     Args:
         params: this rank's shards.
@@ -122,9 +123,8 @@ def hidden(
     layers = each_layer(block, params, layouts, decoder, axes, save, offload, freed)
     for (run, weights), at_layer in zip(layers, at, strict=True):
         x_BSD = run(x_BSD, weights, at_layer)
-        if isinstance(x_BSD, tuple):
-            x_BSD, found = x_BSD
-            statistics.append(found)
+        x_BSD, found = x_BSD if isinstance(x_BSD, tuple) else (x_BSD, {})
+        statistics.append(found)
     return x_BSD, outer["head"], at[0], statistics
 
 
@@ -164,7 +164,7 @@ def loss(
 
     The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
     has the same part. The metrics are 0-d and equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if
-    configured), "tokens" (int64).
+    configured), "tokens" (int64). Beside them, with a `MoE.bias_rate`, "load": a tree for `settled`.
 
     Args:
         params: this rank's shards.
@@ -196,6 +196,8 @@ def loss(
         count = nll_BS.numel() * data.size
         tokens = torch.full((), count, dtype=torch.int64, device=nll_BS.device)
     metrics = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
+    if by_stack := loads(statistics, decoder):
+        metrics["load"] = by_stack
     parts = {"loss": nll_BS.sum() / count}
     if decoder.z_loss:
         parts["z_loss"] = z_BS.sum() / count
