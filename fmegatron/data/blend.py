@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fmegatron.data.shares import Rule, Shares
-from fmegatron.data.steps import StepBatches, check_sizes, whole
+from fmegatron.data.steps import StepBatches, check_sizes, require_from_start, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,8 @@ class Blend(StepBatches):
         if not parts or not all(isinstance(part, StepBatches) for _, part in parts):
             raise ValueError("Blend: parts: got none, or other things, wanted (weight, Batches) one or more times")
         first = parts[0][1]
+        for _, part in parts:
+            require_from_start(part, "Blend: parts")
         for name in ("seq_len", "zigzag"):
             values = {getattr(part, name) for _, part in parts}
             if len(values) > 1:

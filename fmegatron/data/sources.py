@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fmegatron.data.order import shuffled
-from fmegatron.data.steps import StepBatches, check_sizes, whole
+from fmegatron.data.steps import StepBatches, check_sizes, require_from_start, whole
 from fmegatron.data.stored import digest_of
 from fmegatron.tree import Tree, in_words
 
@@ -96,7 +96,7 @@ class Mapped(StepBatches):
 
     batches: StepBatches
     function: Callable[[Row, int], Row]
-    offset: int = 0
+    offset: int = 0  # see `after`
     batch_size: int = field(init=False)
     seq_len: int = field(init=False)
     zigzag: int = field(init=False)
@@ -104,9 +104,9 @@ class Mapped(StepBatches):
     def __post_init__(self) -> None:
         if not isinstance(self.batches, StepBatches) or not callable(self.function):
             raise ValueError(f"Mapped: got {in_words(self.batches)}, wanted Batches, and a function of (row, number)")
+        require_from_start(self.batches, "Mapped: batches")
         for name in ("batch_size", "seq_len", "zigzag"):
             object.__setattr__(self, name, getattr(self.batches, name))
-        object.__setattr__(self, "offset", self.offset or self.batches.offset)
 
     def read(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays [n, S] of the samples of these numbers, int64 [n]."""

@@ -187,6 +187,14 @@ def check_sizes(of: Any) -> None:
     zigzag(of.seq_len, of.zigzag)
 
 
+def require_from_start(batches: StepBatches, who: str) -> None:
+    """ValueError for batches of which `after` was taken: what is made of them counts its own samples, from 0."""
+    if batches.offset:
+        raise ValueError(
+            f"{who}: got batches with after(...), wanted them from their beginning; take after() of the result"
+        )
+
+
 def layout_of(of: Any, mesh: Mesh, strategy: DataParallel | None, microbatches: int) -> Layout:
     """The layout of a batch: `strategy.batch_layout`; None: rows over dp and fsdp."""
     return (strategy or DataParallel()).batch_layout((of.batch_size, of.seq_len), torch.int64, mesh, microbatches)

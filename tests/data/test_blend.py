@@ -119,6 +119,7 @@ def test_blends_may_be_parts():
     [
         (lambda few: Blend([]), "wanted .weight, Batches. one or more"),
         (lambda few: Blend([(1, COUNTING)]), "parts: got none, or other things"),
+        (lambda few: Blend([(1, few.after(9, 1))]), r"Blend: parts: got batches with after"),
         (lambda few: Blend([(0, few)]), r"weights: got \[0\] from token 0 on"),
         (lambda few: Blend([(-1, few), (2, few)]), "wanted a number of 0 or more"),
         (lambda few: Blend([(1, few)], changes=[(50, [1, 2])]), r"got \[1, 2\] from token 50 on, .* each of 1 parts"),

@@ -201,6 +201,7 @@ def test_a_resume_on_other_data_names_what_differs(tmp_path):
         (lambda: SourceBatches([{"text": "a"}], 1, 8, 0).at(0), "got the fields text, wanted 'tokens'"),
         (lambda: SourceBatches([np.zeros(3)], 1, 8, 0).at(0), "item 0: got .*, wanted ids"),
         (lambda: Mapped(COUNTING, len), "wanted Batches"),
+        (lambda: Mapped(Batches(COUNTING, 4, 8, 0).after(9, 2), len), r"got batches with after\(...\), wanted"),
         (lambda: FillInTheMiddle(1, 2, 3, 4, rate=2), "got rate=2"),
     ],
 )
