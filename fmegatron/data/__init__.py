@@ -8,12 +8,14 @@ from fmegatron.data.fill_in import FillInTheMiddle
 from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens
 from fmegatron.data.megatron_order import Megatron, megatron_split
+from fmegatron.data.open_tokenizer import Tokenizer, load_tokenizer
 from fmegatron.data.packing import Packing, load_packing, pack
 from fmegatron.data.prepare import prepare
 from fmegatron.data.reader import Reader, ahead
 from fmegatron.data.sources import Mapped, SourceBatches, Stream
 from fmegatron.data.steps import Batch, RankBatches, StepBatches
-from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
+from fmegatron.data.subword import SubwordTokenizer
+from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
 from fmegatron.data.tokens import TokenArray, write_tokens
 from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, token_dtype, write_indexed
 
@@ -42,6 +44,8 @@ __all__ = [
     "chat_row",
     "fingerprint",
     "load_packing",
+    "SubwordTokenizer",
+    "Tokenizer",
     "load_tokenizer",
     "megatron_split",
     "merge_indexed",

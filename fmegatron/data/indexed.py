@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 import tensorstore as ts
 
+from fmegatron.data.open_tokenizer import Tokenizer, tokenizer_from
 from fmegatron.data.ranged import Ranged, exact_size, open_url, ranged
-from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, tokenizer_from
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = 34
@@ -123,13 +123,13 @@ class IndexedTokens:
         return len(self.lengths)
 
     @property
-    def tokenizer(self) -> ByteTokenizer | CharTokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that PREFIX.json names, which `prepare` writes; None where there is no such file."""
         try:
             found = json.loads(Path(f"{self.prefix}.json").read_text()) if self.is_local else {}
         except FileNotFoundError:
             found = {}
-        return None if found.get("tokenizer") is None else tokenizer_from(found["tokenizer"])
+        return None if found.get("tokenizer") is None else tokenizer_from(found["tokenizer"], self.prefix)
 
     def document(self, number: int) -> tuple[int, int]:
         """(start, stop): the tokens of a document. IndexError for one that there is not."""

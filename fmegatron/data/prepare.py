@@ -17,9 +17,10 @@ import numpy as np
 
 from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens, bare
+from fmegatron.data.open_tokenizer import keep_beside, load_tokenizer
 from fmegatron.data.stored import digest_of
 from fmegatron.data.texts import Part, parts_of, texts_of
-from fmegatron.data.tokenizers import ByteTokenizer, load_tokenizer
+from fmegatron.data.tokenizers import ByteTokenizer
 from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, move_indexed, token_dtype
 
 _TOGETHER = 1 << 20  # tokens that are written at once
@@ -46,7 +47,7 @@ def prepare(
     Args:
         inputs: files (`texts.kind_of`).
         prefix: of the corpus.
-        tokenizer: "byte", or a file that `load_tokenizer` reads.
+        tokenizer: "byte", or a file or folder that `load_tokenizer` reads.
         key: field of the text.
         eod: id that is put behind each document; None: none.
         workers: processes; 1: this one.
@@ -102,6 +103,7 @@ def prepare(
         "split": None if split is None else _split(tokens, split),
         "inputs": files,
     }  # fmt: skip
+    keep_beside(tool, prefix)
     beside = Path(f"{prefix}.json.{os.getpid()}.partial")
     beside.write_text(json.dumps(facts, indent=2) + "\n")
     os.replace(beside, f"{prefix}.json")

@@ -23,12 +23,11 @@ import numpy as np
 from fmegatron.data.tokenizers import checked_ids, smallest_dtype
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
-_PACKAGES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
+KINDS: tuple[Kind, ...] = ("huggingface", "sentencepiece", "tiktoken")
+_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken")  # which read them
 SPECIAL = ("bos", "eos", "pad", "unk")
 # Of Llama 3 and GPT-4: words with their space, up to three digits, punctuation, line ends.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,9 @@ def from_saved(saved: Mapping[str, Any]) -> SubwordTokenizer:
         content = base64.b64decode(saved["content"], validate=True)
         found = SubwordTokenizer(saved["kind"], content, dict(saved["special"]), dict(saved["settings"]))
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise ValueError(f"tokenizer of kind {saved.get('kind')!r}: got no 'content' as save writes it ({error})") from None
+        raise ValueError(
+            f"tokenizer of kind {saved.get('kind')!r}: got no 'content' as save writes it ({error})"
+        ) from None
     if found.digest != saved.get("digest"):
         raise ValueError(
             f"tokenizer: got bytes of the digest {found.digest[:12]}, wanted {str(saved.get('digest'))[:12]}: the file "
@@ -198,11 +199,13 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _open(kind: Kind, content: bytes, settings: Mapping[str, Any]) -> Any:
-    package = _PACKAGES[kind]
+    package = _PACKAGES[KINDS.index(kind)]
     try:
         module = importlib.import_module(package)
     except ImportError:
-        raise ImportError(f"a tokenizer of the kind {kind!r} needs the package {package}; pip install {package}") from None
+        raise ImportError(
+            f"a tokenizer of the kind {kind!r} needs the package {package}; pip install {package}"
+        ) from None
     try:
         if kind == "huggingface":
             return module.Tokenizer.from_str(content.decode("utf-8"))

@@ -1,7 +1,7 @@
 """Tokenizers that need no files: bytes, and the characters of a text.
 
 A tokenizer is a frozen value with `vocab_size`, `encode(text) -> numpy array`, `decode(ids) -> str`, `describe() ->
-dict` (plain JSON, the inverse of `tokenizer_from`) and `save(path)` (the inverse of `load_tokenizer`).
+dict` (plain JSON, the inverse of `open_tokenizer.tokenizer_from`) and `save(path)` (the inverse of `load_tokenizer`).
 """
 
 import json
@@ -124,30 +124,6 @@ class CharTokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Write `describe()` as a JSON file, which `load_tokenizer` reads."""
         _save(self, path)
-
-
-def tokenizer_from(description: dict) -> ByteTokenizer | CharTokenizer:
-    """The tokenizer that `describe()` described; ValueError when the kind is unknown or a field is missing."""
-    kind = description.get("kind")
-    if kind == "byte":
-        return ByteTokenizer()
-    if kind == "char" and isinstance(description.get("vocab"), str):
-        return CharTokenizer(description["vocab"])
-    raise ValueError(f"tokenizer: got {description!r}, wanted {{'kind': 'byte'}} or {{'kind': 'char', 'vocab': '...'}}")
-
-
-def load_tokenizer(path: str | os.PathLike) -> ByteTokenizer | CharTokenizer:
-    """The tokenizer in a JSON file that `save` wrote; ValueError names the file when it is no such file."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            description = json.load(file)
-        if not isinstance(description, dict):
-            raise ValueError(f"got {type(description).__name__}, wanted a JSON object")
-        return tokenizer_from(description)
-    except ValueError as error:
-        raise ValueError(
-            f"{os.fspath(path)}: got no tokenizer file ({error}), wanted what tokenizer.save(path) writes"
-        ) from error
 
 
 def _save(tokenizer: ByteTokenizer | CharTokenizer, path: str | os.PathLike) -> None:
