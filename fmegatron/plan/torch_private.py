@@ -1,0 +1,113 @@
+"""Every private name of torch that this room uses, in one place. Tried on torch 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fmegatron.step.torch_private import graph_module_of, lower_own
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "bound_wrapper", "graph_module_of", "schedule"]
+
+
+class _Scheduled(BaseException):
+    """Inductor has written its wrapper: what would follow compiles and loads it."""
+
+
+def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> tuple[str, dict[str, set]]:
+    """(the Python wrapper that Inductor generates for a flat graph, buffer name -> the fx nodes that it is made of).
+
+    Traced, lowered, fused and ordered as for a run; no kernel is compiled. The nodes are Inductor's own, which carry
+    "stack_trace" of those that they come from.
+    """
+    lower_own()
+    found: list[tuple[str, dict[str, set]]] = []
+
+    def written(code: str) -> None:
+        graph = V.graph
+        buffers = {name: set(buffer.get_origins()) for name, buffer in graph.name_to_buffer.items()}
+        found.append((code, buffers))
+        raise _Scheduled
+
+    options = {"config_patches": {**patches, "force_disable_caches": True}}
+    hook = mock.patch.object(GraphLowering, "save_output_code", staticmethod(written))
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with hook, uncached, torch.no_grad():
+        try:
+            torch._inductor.standalone_compile(
+                graph_module, fakes, dynamic_shapes="from_example_inputs", options=options
+            )
+        except _Scheduled:
+            pass
+    if not found:
+        raise ValueError(
+            "plan: got no wrapper of Inductor, wanted its Python code; it must not be set to write C++ or to load what "
+            "it compiled before"
+        )
+    return found[0]
+
+
+class _Kernel:
+    """Stands for a compiled kernel, and for its methods: does nothing."""
+
+    def __getattr__(self, name: str) -> Callable:
+        return _nothing
+
+    def __call__(self, *args, **kwargs) -> None:
+        return None
+
+
+class _Compiler:
+    """Stands for Inductor's compiler of kernels: each of its methods gives a kernel that does nothing."""
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *args, **kwargs: _Kernel()
+
+
+class _Extern:
+    """Stands for kernels of libraries, which write into `out`."""
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *args, out=None, **kwargs: out
+
+
+def _nothing(*args, **kwargs) -> None:
+    return None
+
+
+def _empty(size, stride, dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _seen_as(x: torch.Tensor, size, stride, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(x, size, stride, x.storage_offset() + offset)
+
+
+def bound_wrapper(source: str, file: str) -> Callable[[list], Any]:
+    """The function `call(arguments)` of a wrapper, with nothing behind its kernels: for fake tensors.
+
+    file: the name of its code, by which its frames are known.
+    """
+    maker = "async_compile = AsyncCompile()"
+    assert maker in source, "the wrapper makes its kernels with AsyncCompile"
+    names: dict[str, Any] = {"__name__": file, "planned_compiler": _Compiler()}
+    code: CodeType = compile(source.replace(maker, "async_compile = planned_compiler"), file, "exec")
+    exec(code, names)
+    names |= {
+        "empty_strided_cpu": _empty,
+        "empty_strided_cpu_pinned": _empty,
+        "assert_size_stride": _nothing,
+        "assert_alignment": _nothing,
+        "reinterpret_tensor": _seen_as,
+        "extern_kernels": _Extern(),
+    }
+    return names["call"]
