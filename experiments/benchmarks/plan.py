@@ -3,11 +3,11 @@
     make bench-plan
     python experiments/benchmarks/plan.py [--only=memory,seconds,order] [--cases=NAME,...]
 
-Memory: each case of CASES runs on 1, 2 or 4 gloo ranks with the whole heap counted (heap.py), the peak of the rank where
-it is highest, above the state; shapes "wide" and "long" were not used while the formulas were written. Seconds: of the
-processor, of plans of 405B on 16,384 ranks, of a search of 1,000 meshes, of exact plans against a cold compile, and of
-126 layers against 12. Order: the Spearman correlation of the steps' times on 4 ranks with those that `plan.quick`
-predicts from rates measured on the same ranks in the same run. JSON lines on stdout, a table on stderr.
+Memory: each case of CASES runs on 1, 2 or 4 gloo ranks with the whole heap counted (heap.py), the peak of the rank
+where it is highest, above the state; shapes "wide" and "long" were not used while the formulas were written. Seconds:
+of the processor, of plans of 405B on 16,384 ranks, of a search of 1,000 meshes, of exact plans against a cold compile,
+and of 126 layers against 12. Order: the Spearman correlation of the steps' times on 4 ranks with those that
+`plan.quick` predicts from rates measured on the same ranks in the same run. JSON lines on stdout, a table on stderr.
 Expected: exact within 2% of state + transients, quick within 15%; the order at 0.8 or more where the machine is quiet.
 """
 

@@ -86,8 +86,8 @@ def _counted(experiment: ModuleType, config: Any, described: tuple, overlap: Ove
 def _print_seconds(seconds: dict[str, float], rates: Rates, measured: bool, out: TextIO) -> None:
     of = "measured here" if measured else "assumed (an H100; --measure measures this machine)"
     print(
-        f"  step       {seconds['total']:.4g} s at rates {of}: {rates.flops:.3g} FLOP/s, {rates.memory:.3g} B/s of memory, "
-        f"{rates.network:.3g} B/s sent by a rank, {rates.latency:.2g} s a call; nothing hidden behind computation",
+        f"  step       {seconds['total']:.4g} s at rates {of}: {rates.flops:.3g} FLOP/s, {rates.memory:.3g} B/s of "
+        f"memory, {rates.network:.3g} B/s sent by a rank, {rates.latency:.2g} s a call; nothing is hidden",
         file=out,
     )
     for name, value in seconds.items():
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m fmegatron.plan",
-        description="Plan an experiment's training step: memory with the lines to blame, traffic, work, time, checkpoint.",
+        description="Plan an experiment's training step: memory, its lines to blame, traffic, work, time, checkpoint.",
         epilog="Further flags (--config_NAME=VALUE) are the experiment's own. "
         "Exit status: 0 planned, and it fits into --memory; 1 it does not fit; 2 wrong use, or it could not be done.",
     )

@@ -141,8 +141,8 @@ def deep(build: Callable[[int], tuple], depth: int, mesh: Mesh, *, few: Sequence
         a, b, c = (one.phases.get(name, -1) for one in found)
         if min(a, b, c) < 0 or abs((c - b) - (b - a)) > 0.02 * c:
             raise ValueError(
-                f"deep: {name}: got peaks of {a}, {b} and {c} bytes with {', '.join(map(str, few))} layers, wanted them "
-                "to grow evenly; plan all layers (exact), or give other depths (few=)"
+                f"deep: {name}: got peaks of {a}, {b} and {c} bytes with {', '.join(map(str, few))} layers, wanted "
+                "them to grow evenly; plan all layers (exact), or give other depths (few=)"
             )
         phases[name] = c + (depth - few[2]) * (c - b) // (few[2] - few[1])
     last = found[-1]

@@ -72,7 +72,7 @@ class Quick:
 
         Assumptions: products run at `rates.flops` whatever their shape; elementwise work, the optimizer and buffers
         move bytes at `rates.memory`; a rank sends its bytes at `rates.network`, whichever axis, after `rates.latency`
-        for each call; nothing of it is hidden behind computation, and all ranks have equal work. Data and logging: none.
+        for each call; nothing of it is hidden behind computation; all ranks have equal work; no data, no logging.
         """
         rates = rates or Rates()
         parts = {

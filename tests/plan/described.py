@@ -1,4 +1,4 @@
-"""Steps to be planned: a decoder under a strategy, and a plain tower of layers, as `describe(config)` would give them."""
+"""Steps to be planned, as `describe(config)` would give them: a decoder under a strategy, a plain tower of layers."""
 
 import functools
 
