@@ -2,7 +2,7 @@
 
 from fmegatron.plan.exact import Exact, deep, exact, in_mib
 from fmegatron.plan.quick import Quick, quick, quick_of
-from fmegatron.plan.rates import measured_rates
+from fmegatron.plan.rates import measured_rates, measured_write
 from fmegatron.plan.search import Found, Search, meshes_of, search
 from fmegatron.plan.setting import Setting, setting_of
 from fmegatron.plan.wrapper import Held
@@ -18,6 +18,7 @@ __all__ = [
     "exact",
     "in_mib",
     "measured_rates",
+    "measured_write",
     "meshes_of",
     "quick",
     "quick_of",

@@ -16,9 +16,10 @@ from typing import Any, TextIO
 
 from fmegatron import loop
 from fmegatron.layout import Mesh
-from fmegatron.plan import deep, exact, in_mib, measured_rates, meshes_of, quick, search
+from fmegatron.plan import Quick, deep, exact, in_mib, measured_rates, measured_write, meshes_of, quick, search
 from fmegatron.step import Overlap, Rates
 
+_WRITES = 1e9  # bytes/s of a rank that saves, where nothing is measured
 _DEEP = 13  # layers from which on a plan is continued from shallower models
 
 
@@ -56,11 +57,13 @@ def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[st
         print(f"quick: {error}", file=out)
     if by_formula is not None:
         print(by_formula, file=out)
-        _print_seconds(by_formula.step_seconds(rates), rates, options.measure, out)
+        _print_seconds(by_formula, rates, options.measure, out)
     peak = None if by_formula is None else by_formula.peak
     if not options.quick:
         counted = _counted(experiment, config, described, overlap, options)
         print(counted, file=out)
+        if options.timeline:
+            print(counted.timeline(rates), file=out)
         peak = counted.peak
     if options.memory is None or peak is None:
         return 0
@@ -83,8 +86,9 @@ def _counted(experiment: ModuleType, config: Any, described: tuple, overlap: Ove
     return exact(*described, config.mesh, rank=options.rank, overlap=overlap)
 
 
-def _print_seconds(seconds: dict[str, float], rates: Rates, measured: bool, out: TextIO) -> None:
-    of = "measured here" if measured else "assumed (an H100; --measure measures this machine)"
+def _print_seconds(plan: Quick, rates: Rates, measured: bool, out: TextIO) -> None:
+    of = "measured here (of the network: assumed)" if measured else "assumed (an H100; --measure measures this machine)"
+    seconds = plan.step_seconds(rates)
     print(
         f"  step       {seconds['total']:.4g} s at rates {of}: {rates.flops:.3g} FLOP/s, {rates.memory:.3g} B/s of "
         f"memory, {rates.network:.3g} B/s sent by a rank, {rates.latency:.2g} s a call; nothing is hidden",
@@ -93,6 +97,8 @@ def _print_seconds(seconds: dict[str, float], rates: Rates, measured: bool, out:
     for name, value in seconds.items():
         if name != "total" and value:
             print(f"    {value:10.4g} s  {name}", file=out)
+    writing, place = (measured_write("."), "measured in this folder") if measured else (_WRITES, "assumed")
+    print(f"  a save     {plan.written / writing:.4g} s at {writing:.3g} B/s for each rank ({place})", file=out)
 
 
 def _searched(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
@@ -128,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory", type=float, metavar="GIB", help="of a device: does it fit?")
     p.add_argument("--overlap", type=int, metavar="DEPTH", help="as step.jit(..., overlap=Overlap(depth=DEPTH))")
     p.add_argument("--all-layers", action="store_true", help=f"count every layer of models of {_DEEP} or more, too")
+    p.add_argument("--timeline", action="store_true", help="print what is computed and sent when, as planned")
     p.add_argument("--measure", action="store_true", help="measure this machine's rates instead of assuming an H100's")
     p.add_argument("--search", type=int, metavar="DEVICES", help="rank all meshes of so many devices")
     p.add_argument("--axes", default="dp,fsdp,tp", help="of the meshes of --search")

@@ -20,10 +20,11 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, counted
-from fmegatron.step import Overlap
+from fmegatron.step import Overlap, Rates, Timeline
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Program, Target
+from fmegatron.step.timeline import planned
 
 __all__ = ["Exact", "deep", "exact", "in_mib"]
 
@@ -36,7 +37,7 @@ class Exact:
     """Memory of one rank in a step, and the lowered graph that it was counted in.
 
     state: bytes of the first argument at rest. batch: of the others. transient: the peak above both. held: what is
-    alive there, largest first. graph: after all passes. depth: (layers asked for, layers scheduled) where the peak was
+    alive there, largest first. graph: lowered and ordered, of which `timeline` is. depth: (layers asked for, layers scheduled) where the peak was
     continued from shallower models, else None. seconds: of the processor, that the plan took.
     """
 
@@ -55,6 +56,11 @@ class Exact:
     def peak(self) -> int:
         """Bytes of state, batch and transients together."""
         return self.state + self.batch + self.transient
+
+    def timeline(self, rates: Rates | None = None) -> Timeline:
+        """What the step computes and sends when, on paper (`step.timeline`); of the last of `few` layers where the plan
+        was continued. rates: None for unit durations."""
+        return planned(self.graph, rates, f"planned on {self.mesh or 'one rank'}")
 
     def __str__(self) -> str:
         lines = [
@@ -162,7 +168,7 @@ def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patc
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
     compiled = Compiled(step, arguments, positions, target, None, dict(options or {}))
     found = _count(compiled.program, dict(options or {}), known, "step")
-    graph = compiled.program.graph_module.graph
+    graph = compiled.stages["overlap"].graph
     sizes = [_bytes(given, world.rank) for given in layouts]
     took = time.process_time() - began
     return Exact(world.mesh, world.rank, *sizes, found.peak, found.held, graph, found.phases, None, took)

@@ -1,9 +1,12 @@
-"""Rates of a machine, measured: matrix products, copies of memory, and collectives over each number of ranks."""
+"""Rates of a machine, measured: matrix products, copies of memory, collectives over all ranks, durable writes."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from fmegatron.collectives import World
 from fmegatron.step import Rates
 
-__all__ = ["measured_rates"]
+__all__ = ["measured_rates", "measured_write"]
 
 _ROUNDS = 5
 
@@ -45,6 +48,23 @@ def measured_rates(
     whole = _best(lambda: dist.all_reduce(x, group=group), device)
     sent = 2 * (world.size - 1) / world.size * nbytes
     return Rates(product, moved, sent / max(whole - latency, 1e-9), latency)
+
+
+def measured_write(folder: str | Path, nbytes: int = 1 << 26) -> float:
+    """Bytes/s of one process that writes a new file in a folder and waits until it is durable, the best of three; the
+    file is removed."""
+
+    def once() -> float:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            data = os.urandom(1 << 20)
+            start = time.perf_counter()
+            for _ in range(nbytes >> 20):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            return time.perf_counter() - start
+
+    return (nbytes >> 20 << 20) / min(once() for _ in range(3))
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
