@@ -37,8 +37,9 @@ class Exact:
     """Memory of one rank in a step, and the lowered graph that it was counted in.
 
     state: bytes of the first argument at rest. batch: of the others. transient: the peak above both. held: what is
-    alive there, largest first. graph: lowered and ordered, of which `timeline` is. depth: (layers asked for, layers scheduled) where the peak was
-    continued from shallower models, else None. seconds: of the processor, that the plan took.
+    alive there, largest first. graph: lowered and ordered, of which `timeline` is. phases: part of the step -> its peak
+    above the arguments. depth: (layers asked for, layers scheduled) where the peak was continued from shallower models,
+    else None. seconds: of the processor, that the plan took.
     """
 
     mesh: Mesh

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch._inductor
+from torch._functorch import config as _functorch_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,13 +35,15 @@ def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> 
 
     def written(code: str) -> None:
         graph = V.graph
-        buffers = {name: set(buffer.get_origins()) for name, buffer in graph.name_to_buffer.items()}
+        buffers = {name: set(getattr(buffer, "origins", ())) for name, buffer in graph.name_to_buffer.items()}
         found.append((code, buffers))
         raise _Scheduled
 
-    options = {"config_patches": {**patches, "force_disable_caches": True}}
+    # Not force_disable_caches: each compile would make a folder, and leave it when it is ended here.
+    apart = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    options = {"config_patches": {**patches, **apart}}
     hook = mock.patch.object(GraphLowering, "save_output_code", staticmethod(written))
-    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    uncached = _functorch_config.patch(enable_autograd_cache=False)
     with hook, uncached, torch.no_grad():
         try:
             torch._inductor.standalone_compile(

@@ -86,12 +86,19 @@ def test_a_deep_model_is_continued():
     assert plan.deep(build, 5, Mesh(), few=(3, 4, 5)).depth is None
 
 
+@pytest.mark.slow
 def test_what_does_not_grow_evenly_is_refused():
     def build(depth):
         return tower(depth, width=64 * 2**depth, save="all")
 
     with pytest.raises(ValueError, match="wanted them to grow evenly; plan all layers"):
         plan.deep(build, 9, Mesh(), few=(1, 2, 3))
+
+
+def test_depths_at_equal_distances():
+    def build(depth):
+        return tower(depth)
+
     with pytest.raises(ValueError, match="wanted three depths at equal distances"):
         plan.deep(build, 9, Mesh(), few=(1, 2))
 

@@ -30,7 +30,7 @@ def test_what_fits_is_ranked_and_what_does_not_says_why():
     needs = {one.mesh: one.plan.peak for one in found.found}
     tight = plan.search(decoder, all_of_them, sorted(needs.values())[2])
     assert 0 < len(tight.found) < len(found.found)
-    assert all("too large" in why or "heads" in why for _, why in tight.failed)
+    assert all(any(word in why for word in ("too large", "larger than", "heads")) for _, why in tight.failed)
     none = plan.search(decoder, [Mesh(fsdp=8)], 100)
     assert none.failed == ((Mesh(fsdp=8), "the state alone is larger than the device"),)
     assert "fsdp8" in str(none) and f"{len(found.found)} meshes fit" in str(found)
