@@ -16,7 +16,19 @@ from typing import Any, TextIO
 
 from fmegatron import loop
 from fmegatron.layout import Mesh
-from fmegatron.plan import Quick, deep, exact, in_mib, measured_rates, measured_write, meshes_of, quick, search
+from fmegatron.plan import (
+    Described,
+    Exact,
+    Quick,
+    deep,
+    exact,
+    in_mib,
+    measured_rates,
+    measured_write,
+    meshes_of,
+    quick,
+    search,
+)
 from fmegatron.step import Overlap, Rates
 
 _WRITES = 1e9  # bytes/s of a rank that saves, where nothing is measured
@@ -25,7 +37,7 @@ _DEEP = 13  # layers from which on a plan is continued from shallower models
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
     """Plan one experiment; returns the exit status. argv: without the program's name; out, err: the standard ones."""
-    out, err = out or sys.stdout, err or sys.stderr
+    output, errors = out or sys.stdout, err or sys.stderr
     try:
         options, flags = parser().parse_known_args(argv)
     except SystemExit as stop:  # --help, or wrong use, of which argparse has told
@@ -36,10 +48,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         experiment = loop.load_experiment(options.experiment)
         rates = measured_rates() if options.measure else Rates()
         if options.search is not None:
-            return _searched(experiment, options, flags, rates, out)
-        return _planned(experiment, options, flags, rates, out)
+            return _searched(experiment, options, flags, rates, output)
+        return _planned(experiment, options, flags, rates, output)
     except (ValueError, OSError, SyntaxError, ImportError) as error:
-        print(f"plan: {options.experiment}: {error}", file=err)
+        print(f"plan: {options.experiment}: {error}", file=errors)
         return 2
 
 
@@ -49,7 +61,8 @@ def _config(experiment: ModuleType, options: argparse.Namespace, flags: list[str
 
 def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
     config = _config(experiment, options, flags, options.mesh)
-    described, overlap = experiment.describe(config), _overlap(options)
+    described: Described = experiment.describe(config)
+    overlap = _overlap(options)
     try:
         by_formula = quick(*described, config.mesh, overlap=overlap)
     except ValueError as error:
@@ -75,11 +88,13 @@ def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[st
     return 1
 
 
-def _counted(experiment: ModuleType, config: Any, described: tuple, overlap: Overlap | None, options):
+def _counted(
+    experiment: ModuleType, config: Any, described: Described, overlap: Overlap | None, options: argparse.Namespace
+) -> Exact:
     layers = getattr(config, "layers", None)
     if isinstance(layers, int) and layers >= _DEEP and not options.all_layers:
 
-        def build(depth: int) -> tuple:
+        def build(depth: int) -> Described:
             return experiment.describe(dataclasses.replace(config, layers=depth))
 
         return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
@@ -106,7 +121,7 @@ def _searched(experiment: ModuleType, options: argparse.Namespace, flags: list[s
         raise ValueError("--search: got no --memory, wanted the GiB of a device, such as --memory 80")
     base = _config(experiment, options, flags, "dp=1")
 
-    def describe(mesh: Mesh) -> tuple:
+    def describe(mesh: Mesh) -> Described:
         return experiment.describe(dataclasses.replace(base, mesh=mesh))
 
     meshes = meshes_of(options.search, options.axes.split(","))

@@ -18,6 +18,7 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
+from fmegatron.plan.setting import Described
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, counted
 from fmegatron.step import Overlap, Rates, Timeline
@@ -121,7 +122,7 @@ def exact(
         return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, options)
 
 
-def deep(build: Callable[[int], tuple], depth: int, mesh: Mesh, *, few: Sequence[int] = _FEW, **how: Any) -> Exact:
+def deep(build: Callable[[int], Described], depth: int, mesh: Mesh, *, few: Sequence[int] = _FEW, **how: Any) -> Exact:
     """`exact` of a model of `depth` equal layers, at the cost of shallow ones: O(1) of depth.
 
     The peaks of each part of the step (`plan.wrapper`) are counted at the depths `few`, whose differences must be the
@@ -170,9 +171,9 @@ def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patc
     compiled = Compiled(step, arguments, positions, target, None, dict(options or {}))
     found = _count(compiled.program, dict(options or {}), known, "step")
     graph = compiled.stages["overlap"].graph
-    sizes = [_bytes(given, world.rank) for given in layouts]
+    state, batch = (_bytes(given, world.rank) for given in layouts)
     took = time.process_time() - began
-    return Exact(world.mesh, world.rank, *sizes, found.peak, found.held, graph, found.phases, None, took)
+    return Exact(world.mesh, world.rank, state, batch, found.peak, found.held, graph, found.phases, None, took)
 
 
 def _count(program: Program, options: Mapping[str, Any], known: dict[Any, Counted], label: str) -> Counted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from fmegatron.collectives.torch_private import group_named, register_group, unregister_group
@@ -17,7 +19,8 @@ class SizedWorld(PaperWorld):
         number = 0
         while _is_known(name := f"{key}{'.' if '#' in key else '#'}paper{number or ''}"):
             number += 1
-        group = dist.ProcessGroup(self.index(axes), self.mesh.extent(axes))  # without a library: it has a size
+        make: Any = dist.ProcessGroup  # torch's stubs know another of its forms
+        group = make(self.index(axes), self.mesh.extent(axes))  # without a library: it has a size
         register_group(name, group)
         self._registered.append(name)
         return name, group

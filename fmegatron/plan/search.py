@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fmegatron.layout import Mesh
 from fmegatron.plan.exact import in_mib
 from fmegatron.plan.quick import Quick, quick
+from fmegatron.plan.setting import Described
 from fmegatron.step import Overlap, Rates
 
 __all__ = ["Found", "Search", "meshes_of", "search"]
@@ -75,7 +76,7 @@ def meshes_of(devices: int, axes: Iterable[str] = ("dp", "fsdp", "tp")) -> Itera
 
 
 def search(
-    describe: Callable[[Mesh], tuple],
+    describe: Callable[[Mesh], Described],
     meshes: Iterable[Mesh],
     memory: int,
     *,

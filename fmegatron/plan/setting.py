@@ -6,14 +6,18 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from fmegatron import model, tree
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import Overlap, State
 from fmegatron.step.check import Declared
 
-__all__ = ["Setting", "setting_of"]
+__all__ = ["Described", "Setting", "setting_of"]
+
+Described: TypeAlias = tuple[
+    Callable, Any, Any
+]  # what `describe(config)` gives: step, specs of its state, layouts of its batch
 
 
 @dataclass(frozen=True)
