@@ -21,6 +21,7 @@ from torch import fx
 from fmegatron.plan.torch_private import FakeTensorMode, TorchDispatchMode, bound_wrapper, schedule
 from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.lower import copy_module
+from fmegatron.step.torch_private import opname
 
 __all__ = ["Counted", "Held", "counted"]
 
@@ -193,7 +194,7 @@ class _Counting(TorchDispatchMode):
         self.phases = _Phases(inside)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "_opname", "") == "wait_tensor":  # its fake form makes a new tensor, the real one waits
+        if opname(func) == "wait_tensor":  # its fake form makes a new tensor, the real one waits
             return args[0]
         more = self.inside[func].peak if func in self.inside else _scratch(func, args)
         name = str(func)
@@ -244,6 +245,6 @@ class _Counting(TorchDispatchMode):
 
 def _scratch(func: Any, args: tuple) -> int:
     """Bytes that an operator of ours takes while it runs, besides its results."""
-    if getattr(func, "namespace", "") == "fmegatron_real" and re.fullmatch("ppermute|all_to_all_rows", func._opname):
+    if getattr(func, "namespace", "") == "fmegatron_real" and re.fullmatch("ppermute|all_to_all_rows", opname(func)):
         return args[0].numel() * args[0].element_size()  # a copy of what is sent
     return 0
