@@ -12,6 +12,7 @@ Expected: exact within 2% of state + transients, quick within 15%; the order at 
 """
 
 import argparse
+import dataclasses
 import functools
 import os
 import statistics
@@ -116,24 +117,25 @@ def run_of(case: Case, rank: int, world=None):
     return once, held
 
 
-def heap_on_rank(rank: int, case: Case) -> tuple[int, int]:
-    """(bytes of the state, peak above it), on a rank of a pool whose heap is counted."""
+def heap_on_rank(rank: int, name: str) -> tuple[int, int]:
+    """(bytes of the state, peak above it), on a rank of a pool whose heap is counted. name: of a case."""
+    case = CASES[name]
     with connect(case.mesh) as world:
         once, held = run_of(case, rank, world if case.mesh.size > 1 else None)
         once()
         return held, int(statistics.median([peak_bytes(once) for _ in range(3)]))
 
 
-def measured(case: Case, pool: RankPool) -> tuple[int, int]:
+def measured(name: str, pool: RankPool) -> tuple[int, int]:
     """(bytes of the state, peak above it) of the rank that takes most."""
-    found = pool.run(heap_on_rank, case, ranks=case.mesh.size, timeout_s=LIMIT_S)
+    found = pool.run(heap_on_rank, name, ranks=CASES[name].mesh.size, timeout_s=LIMIT_S)
     return max(found, key=lambda pair: pair[1])
 
 
 def errors(name: str, pool: RankPool, exact: bool = True) -> dict[str, float]:
     """Relative errors of the plans of a case: "exact", "quick" of transients; with "+" of state and transients."""
     case = CASES[name]
-    held, peak = measured(case, pool)
+    held, peak = measured(name, pool)
     described_case = described(case)
     transients = {"quick": plan.quick(*described_case, case.mesh, overlap=case.overlap).transient}
     if exact:
@@ -259,8 +261,9 @@ ORDER = [
 ]
 
 
-def timed_on_rank(rank: int, case: Case, rounds: int) -> tuple[float, step.Rates]:
-    """(median seconds of a step, rates of this machine with all ranks at work)."""
+def timed_on_rank(rank: int, which: int, rounds: int) -> tuple[float, tuple]:
+    """(median seconds of a step, rates of this machine with all ranks at work). which: of ORDER."""
+    case = ORDER[which]
     with connect(case.mesh) as world:
         rates = plan.measured_rates(world)
         once, _ = run_of(case, rank, world)
@@ -270,7 +273,7 @@ def timed_on_rank(rank: int, case: Case, rounds: int) -> tuple[float, step.Rates
             start = time.perf_counter()
             once()
             found.append(time.perf_counter() - start)
-        return statistics.median(found), rates
+        return statistics.median(found), dataclasses.astuple(rates)
 
 
 def ranked(values) -> list[int]:
@@ -288,13 +291,11 @@ def spearman(a, b) -> float:
 def order(rounds: int = 7) -> None:
     found, rates = [], []
     with RankPool(4, timeout_s=LIMIT_S) as pool:
-        for case in ORDER:
-            on_ranks = pool.run(timed_on_rank, case, rounds, ranks=4, timeout_s=LIMIT_S)
+        for which in range(len(ORDER)):
+            on_ranks = pool.run(timed_on_rank, which, rounds, ranks=4, timeout_s=LIMIT_S)
             found.append(max(took for took, _ in on_ranks))
             rates.append(on_ranks[0][1])
-    typical = step.Rates(
-        *(statistics.median(getattr(r, name) for r in rates) for name in ("flops", "memory", "network", "latency"))
-    )
+    typical = step.Rates(*map(statistics.median, zip(*rates, strict=True)))
     planned = [plan.quick(*described(case), case.mesh).step_seconds(typical)["total"] for case in ORDER]
     for case, took, said in zip(ORDER, found, planned, strict=True):
         print(
