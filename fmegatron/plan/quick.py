@@ -166,13 +166,15 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
         return moments, ("activations and logits: the loss is not model.loss bound by functools.partial; see exact",)
     in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]
     stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0))
-    found, unknown = _of_microbatch(setting, grads)
+    found, unknown = _of_microbatch(setting, sum(in_blocks))
     found["gradients stacked"] = stacked
+    if late < grads:  # they meet the shards that the optimizer has: what is sent, and what arrives
+        found["gradients reduced"] = 2 * grads
     return {**{name: value + waiting for name, value in found.items()}, **moments}, unknown
 
 
 def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The moments of forward and backward. grads: bytes of all gradients as parameters lie."""
+    """The moments of forward and backward. grads: bytes of the blocks' gradients as parameters lie."""
     decoder, mesh = setting.decoder, setting.mesh
     assert decoder is not None, "who asks has looked"
     tp, T, number = mesh["tp"], setting.rows * setting.length, decoder.compute_dtype.itemsize
@@ -188,17 +190,25 @@ def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[
         works, least, layer = max(works, one.backward), max(least, one.saved + one.result), max(layer, weights)
     x, V = T * decoder.dim * number, decoder.padded_vocab // tp
     logits, head = T // decoder.loss_chunks * V * number, V * decoder.dim * number
-    ordered = setting.overlap is not None and setting.overlap.reorders
-    ahead = 2 * layer if ordered and gathers else 0
+    overlap = setting.overlap
+    ordered = overlap is not None and overlap.reorders
+    ahead = 2 * layer if overlap is not None and overlap.depth and gathers else 0
+    sent = 2 * layer if overlap is not None and overlap.late_reductions and gathers else 0  # and what arrives
     weights = layer + ahead if gathers else layer if cast else 0
     # Inductor, where it may order a graph, makes the head's gradient after the blocks: what it is made of waits.
-    of_head = 2 * x + head if ordered else 3 * x + logits
+    waits = (head if ordered else logits + x) + 2 * x
+    of_head = waits + (2 * head if ordered and gathers else 0)  # its weights, and its gradient where it arrives
     if mesh["cp"] > 1:
         unknown["what attention holds of other ranks' keys over cp"] = None
     return {
         "turn of the forward": kept + 2 * x + 2 * logits + (head if gathers or cast else 0),
         "first block of the backward": kept + works + weights + of_head,
-        "last block of the backward": least + 2 * x + grads + works + weights,
+        "last block of the backward": least
+        + waits
+        + grads * (decoder.layers - 1) // decoder.layers
+        + works
+        + weights
+        + sent,
     }, tuple(unknown)
 
 

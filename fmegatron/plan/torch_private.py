@@ -20,6 +20,9 @@ from fmegatron.step.torch_private import graph_module_of, lower_own
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "bound_wrapper", "graph_module_of", "schedule"]
 
 
+_HALF = frozenset({torch.bfloat16, torch.float16})
+
+
 class _Scheduled(BaseException):
     """Inductor has written its wrapper: what would follow compiles and loads it."""
 
@@ -77,10 +80,25 @@ class _Compiler:
 
 
 class _Extern:
-    """Stands for kernels of libraries, which write into `out`."""
+    """Stands for kernels of libraries, which write into `out`; what they take meanwhile is made and dropped."""
 
     def __getattr__(self, name: str) -> Callable:
-        return lambda *args, out=None, **kwargs: out
+        def kernel(*args, out=None, **kwargs):
+            if out is not None and out.dtype in _HALF and _sums_apart(*args[-2:]):
+                torch.empty(out.numel(), dtype=torch.float32)
+            return out
+
+        return kernel
+
+
+def _sums_apart(a: object, b: object) -> bool:
+    """Whether a product of 16-bit matrices makes its sums in fp32 memory of their own: transposed times plain, where
+    the processor has no instructions for it (measured, torch 2.13)."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or min(a.dim(), b.dim()) < 2:
+        return False
+    transposed = a.stride(-2) == 1 and a.stride(-1) > 1 and b.stride(-1) == 1
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return transposed and not (supported is not None and supported())
 
 
 def _nothing(*args, **kwargs) -> None:

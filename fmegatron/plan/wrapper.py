@@ -8,6 +8,7 @@ scratch memory inside of libraries (a matrix product's packed panels, gloo's seg
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 import weakref
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from fmegatron.plan.torch_private import FakeTensorMode, TorchDispatchMode, bound_wrapper, schedule
-from fmegatron.step.graph.nodes import items_of
+from fmegatron.step.graph.nodes import int_of, items_of, node_of
 from fmegatron.step.lower import copy_module
 from fmegatron.step.torch_private import opname
 
@@ -96,8 +97,18 @@ def counted(
 
 
 def _made_by(node: fx.Node) -> tuple[str, str]:
-    """(operator, line) of a node."""
+    """(operator, line) of what computes a node's value: not of an item taken, or of memory of its own given to it."""
+    while node.target is operator.getitem:
+        source = node_of(node.args[0])
+        own = opname(source.target) == "own"
+        node = items_of(source.args[0])[int_of(node.args[1])] if own else source
     return getattr(node.target, "__name__", str(node.target)).partition(".")[0], node.meta.get("at", "?")
+
+
+def _made_on(line: str) -> str:
+    """The name of what a line of a wrapper makes: "buf3", or "buf3 (scratch)" of what a library takes to fill it."""
+    into = re.search(r"\bout=(\w+)", line)
+    return f"{into[1]} (scratch)" if into else line.partition("=")[0].strip()
 
 
 def _assignments(source: str) -> dict[str, str]:
@@ -107,7 +118,7 @@ def _assignments(source: str) -> dict[str, str]:
 
 def _origin(name: str, origins: Mapping[str, set], inside: Mapping[Any, Counted]) -> tuple[str, str]:
     """(operator, line) of what a buffer is made of last; of a layer's result, inside of the layer."""
-    whole, _, item = name.removesuffix("]").partition("[")
+    whole, _, item = name.removesuffix(" (scratch)").removesuffix("]").partition("[")
     found = [n for n in origins.get(whole, ()) if n.meta.get("stack_trace", "?") != "?"]
     if item:
         for node in found:
@@ -239,7 +250,7 @@ class _Counting(TorchDispatchMode):
                     found.setdefault(item.untyped_storage(), (name, item))
         if new is not None:
             line = self.lines[frame.f_lineno - 1]
-            found.setdefault(new.untyped_storage(), (line.partition("=")[0].strip(), new))
+            found.setdefault(new.untyped_storage(), (_made_on(line), new))
         return {name: t for name, t in found.values()}
 
 
