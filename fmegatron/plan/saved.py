@@ -80,17 +80,16 @@ def block_bytes(
     share = min(saved / mincut, 1.0) if mincut else 1.0
     forward = saved + max(((1 - share) * w.mincut + w.forward for w in known), default=0.0)
     again = (1 - share) * (mincut + len(known) * D)  # what is made again, and is all there where the backward begins
-    late = sum(w.backward for w in known)  # weights' gradients come last, and what they are made of waits for them
-    made = sum(w.remade for w in known) if saved <= mincut else 0.0
-    backward = max(late + made, again + max((w.remade + w.first for w in known), default=0.0))
+    works = [w.backward + (w.remade if saved <= mincut else 0.0) for w in known]
+    first = again + max((w.remade + w.first for w in known), default=0.0)
     per_token, result = tokens * number, round(tokens * D * number)
-    return BlockBytes(
-        round(saved * per_token),
-        round(forward * per_token),
-        max(round(backward * per_token), result + grads),
-        result,
-        unknown,
-    )
+    # In which order Inductor makes the gradients of weights was read off its schedules: part by part, or, where fewer
+    # heads have keys than queries, all of them at the end, and what they are made of waits for them.
+    if all(getattr(part.mixer, "heads", 0) == getattr(part.mixer, "kv_heads", 0) for part in parts):
+        backward = max(round(max(works, default=0.0) * per_token) + grads, round(first * per_token))
+    else:
+        backward = max(round(max(sum(works), first) * per_token), result + grads)
+    return BlockBytes(round(saved * per_token), round(forward * per_token), backward, result, unknown)
 
 
 def _widths(mixer: Any, D: float, tp: int, number: int) -> _Widths | None:
