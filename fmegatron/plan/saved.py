@@ -101,7 +101,7 @@ def _widths(mixer: Any, D: float, tp: int, number: int) -> _Widths | None:
         lse = mixer.heads / tp * 4 / number
         turned = q + k if mixer.rope is not None else 0.0
         mincut = (q + 2 * k) + turned + q + lse + D + stat
-        return _Widths(mincut, mincut + 2 * D + stat, q + 2 * k + D, 2 * (q + 2 * k) + k + 2 * D, D, 0.0)
+        return _Widths(mincut, mincut + 2 * D, q + 2 * k + D, 2 * (q + 2 * k) + k + 2 * D, D, 0.0)
     if isinstance(mixer, model.MLP):
         F, gate = mixer.ffn_dim / tp, 2 if mixer.gated else 1
         mincut = gate * F + stat

@@ -1,6 +1,7 @@
 """The quick plan: what formulas say, against layouts, lowered graphs, and each other."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.plan import saved
 from fmegatron.step import Rates, bytes_sent, collectives_of, least_traffic, state_bytes, trace
+from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.opaque import inline_layers
 from fmegatron.step.torch_private import FakeTensorMode, TorchDispatchMode
 from tests.pairs import turns
@@ -77,13 +79,14 @@ STRATEGIES = {
 }
 
 
-def local(layouts):
-    return tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device="meta"), layouts)
+def local(layouts, device):
+    return tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device=device), layouts)
 
 
-def graph_of(update, specs, batch):
+def graph_of(update, specs, batch, device="meta"):
     with FakeTensorMode():
-        return trace(update, (local(tree.layouts(specs)), local(batch))).graph_module.graph
+        arguments = local(tree.layouts(specs), device), local(batch, device)
+    return trace(update, arguments).graph_module.graph
 
 
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in STRATEGIES], STRATEGIES))
@@ -95,6 +98,20 @@ def test_bytes_sent_are_those_of_the_graph(name):
     small = 2048 * parts  # sums of losses and norms, leaves that are too small to be shared out
     for axes in {*sent, *real}:
         assert sent.get(axes, 0) == pytest.approx(real.get(axes, 0), rel=0.02, abs=small), axes
+
+
+POLICIES = [("mincut", 2), ("all", 2), ("inputs", 2), ("mincut", 4)]
+
+
+@pytest.mark.parametrize(("save", "kv_heads"), turns(1, POLICIES, [f"{save}-{n}" for save, n in POLICIES]))
+def test_what_a_block_keeps_is_what_its_forward_returns(save, kv_heads):
+    described = decoder(save=save, kv_heads=kv_heads)
+    entries = opaque_entries(graph_of(*described, device="cpu"))
+    forward = next(entry for entry in entries if "_fwd_" in entry.name)
+    returned = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype, _ in forward.out_meta)
+    config = described[0].declared.loss.keywords["decoder"]
+    one = saved.block_bytes(config.blocks[0], config, 8, SIZES["max_seq"], 1, save, 0)
+    assert one.saved + one.result == returned
 
 
 def test_state_and_traffic_are_those_of_the_cost_model():
