@@ -6,6 +6,7 @@ wrappers run on fake tensors (`plan.wrapper`), layers first: an opaque node coun
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,15 +127,18 @@ def deep(build: Callable[[int], Described], depth: int, mesh: Mesh, *, few: Sequ
     """`exact` of a model of `depth` equal layers, at the cost of shallow ones: O(1) of depth.
 
     The peaks of each part of the step (`plan.wrapper`) are counted at the depths `few`, whose differences must be the
-    same; what a layer adds there is then added for the layers that are missing. build(n) gives (step, state_specs,
-    batch_layouts) of n layers. how: as for `exact`. A depth that is no more than 3/2 of the largest of `few` is counted
-    itself.
+    same and even (the backward is looked at in halves); what a layer adds there is then added for the layers that are
+    missing. build(n) gives (step, state_specs, batch_layouts) of n layers. how: as for `exact`. A depth that is no more
+    than 3/2 of the largest of `few` is counted itself.
 
     Raises ValueError where the peaks do not grow evenly, so that nothing can be continued: plan all layers by `exact`.
     """
     few = tuple(few)
-    if len(few) != 3 or few[1] - few[0] != few[2] - few[1] or few[1] <= few[0]:
-        raise ValueError(f"deep: got few={few}, wanted three depths at equal distances, such as {_FEW}")
+    steps = {b - a for a, b in itertools.pairwise(few)}
+    if len(few) != 3 or few[0] < 4 or len(steps) != 1 or min(steps) <= 0 or min(steps) % 2:
+        raise ValueError(
+            f"deep: got few={few}, wanted three depths from 4 on at equal, even distances; give some such as {_FEW}"
+        )
     how = {"overlap": None, "donate": 0, "patches": None, "options": None} | how
     rank = how.pop("rank", 0)
     began = time.process_time()

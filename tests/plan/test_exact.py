@@ -11,6 +11,7 @@ from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.wrapper import counted
 from fmegatron.step.torch_private import FakeTensorMode, make_fx
 from fmegatron.testing import peak_bytes
+from tests.pairs import turns
 from tests.plan.described import decoder, tower
 
 SQUARE = 128 * 128 * 4  # bytes
@@ -22,18 +23,18 @@ def graph_of(fn):
         return make_fx(fn)(*fakes), fakes
 
 
-@pytest.mark.parametrize(
-    ("fn", "squares"),
-    [
-        (lambda x: [x @ x], 1),
-        (lambda x: [((x @ x) @ x) @ x], 2),  # the third takes the memory of the first
-        (lambda x: [torch.relu((x + 1).sin() @ x) * 2], 2),  # elementwise work is fused, and done in place
-        (lambda x: [(y := x @ x) @ y, y], 2),
-        (lambda x: [torch.cat([x @ x, x.t() @ x])], 2),  # written where they are joined
-    ],
-    ids=["product", "chain", "fused", "kept", "joined"],
-)
-def test_by_hand(fn, squares):
+HAND = {
+    "product": (lambda x: [x @ x], 1),
+    "chain": (lambda x: [((x @ x) @ x) @ x], 2),  # the third takes the memory of the first
+    "fused": (lambda x: [torch.relu((x + 1).sin() @ x) * 2], 2),  # elementwise work is fused, and done in place
+    "kept": (lambda x: [(y := x @ x) @ y, y], 2),
+    "joined": (lambda x: [torch.cat([x @ x, x.t() @ x])], 2),  # written where they are joined
+}
+
+
+@pytest.mark.parametrize("name", turns(2, [(name,) for name in HAND], HAND))
+def test_by_hand(name):
+    fn, squares = HAND[name]
     module, fakes = graph_of(fn)
     found = counted(module, fakes, {}, {}, "hand")
     assert found.peak == squares * SQUARE
@@ -79,27 +80,27 @@ def test_a_deep_model_is_continued():
     def build(depth):
         return tower(depth, save="all")
 
-    shallow = plan.deep(build, 14, Mesh(), few=(3, 4, 5))
+    shallow = plan.deep(build, 14, Mesh(), few=(4, 6, 8))
     whole = plan.exact(*build(14), Mesh())
-    assert shallow.depth == (14, (3, 4, 5)) and shallow.state == whole.state
+    assert shallow.depth == (14, (4, 6, 8)) and shallow.state == whole.state
     assert shallow.transient == pytest.approx(whole.transient, rel=0.01)
-    assert plan.deep(build, 5, Mesh(), few=(3, 4, 5)).depth is None
+    assert plan.deep(build, 11, Mesh(), few=(4, 6, 8)).depth is None
 
 
 @pytest.mark.slow
 def test_what_does_not_grow_evenly_is_refused():
     def build(depth):
-        return tower(depth, width=64 * 2**depth, save="all")
+        return tower(depth, width=8 * 2**depth, save="all")
 
     with pytest.raises(ValueError, match="wanted them to grow evenly; plan all layers"):
-        plan.deep(build, 9, Mesh(), few=(1, 2, 3))
+        plan.deep(build, 14, Mesh(), few=(4, 6, 8))
 
 
 def test_depths_at_equal_distances():
     def build(depth):
         return tower(depth)
 
-    with pytest.raises(ValueError, match="wanted three depths at equal distances"):
+    with pytest.raises(ValueError, match="wanted three depths from 4 on at equal, even distances"):
         plan.deep(build, 9, Mesh(), few=(1, 2))
 
 
