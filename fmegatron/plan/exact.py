@@ -148,19 +148,23 @@ def deep(build: Callable[[int], Described], depth: int, mesh: Mesh, *, few: Sequ
             return _exact(world, known, *build(depth), **how)
         found = [_exact(world, known, *build(n), **how) for n in few]
     state, batch = _bytes(build(depth)[1], rank), found[0].batch
-    phases = {}
+    missing = (depth - few[2]) // (few[2] - few[1])
+    phases, changes = {}, {}
     for name in found[-1].phases:
-        a, b, c = (one.phases.get(name, -1) for one in found)
-        if min(a, b, c) < 0 or abs((c - b) - (b - a)) > 0.02 * c:
-            raise ValueError(
-                f"deep: {name}: got peaks of {a}, {b} and {c} bytes with {', '.join(map(str, few))} layers, wanted "
-                "them to grow evenly; plan all layers (exact), or give other depths (few=)"
-            )
+        a, b, c = (one.phases.get(name, 0) for one in found)
         phases[name] = c + (depth - few[2]) * (c - b) // (few[2] - few[1])
+        changes[name] = abs((c - b) - (b - a))
+    top = max(phases.values(), default=0)
+    for name, value in phases.items():  # a part that does not grow evenly yet must stay below the peak if it goes on so
+        if changes[name] > 0.02 * value and (value == top or value + missing * changes[name] > top):
+            counts = ", ".join(str(one.phases.get(name, 0)) for one in found)
+            raise ValueError(
+                f"deep: {name}: got peaks of {counts} bytes with {', '.join(map(str, few))} layers, wanted them to grow "
+                "evenly; plan all layers (exact), or give other depths (few=)"
+            )
     last = found[-1]
     took = time.process_time() - began
-    peak = max(phases.values(), default=0)
-    return Exact(mesh, rank, state, batch, peak, last.held, last.graph, phases, (depth, few), took)
+    return Exact(mesh, rank, state, batch, top, last.held, last.graph, phases, (depth, few), took)
 
 
 def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patches, options) -> Exact:

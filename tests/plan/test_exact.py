@@ -78,7 +78,7 @@ def test_collectives_need_no_ranks():
 @pytest.mark.slow
 def test_a_deep_model_is_continued():
     def build(depth):
-        return tower(depth, save="all")
+        return tower(depth, rows=512, save="all")
 
     shallow = plan.deep(build, 14, Mesh(), few=(4, 6, 8))
     whole = plan.exact(*build(14), Mesh())
