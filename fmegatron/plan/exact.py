@@ -159,8 +159,8 @@ def deep(build: Callable[[int], Described], depth: int, mesh: Mesh, *, few: Sequ
         if changes[name] > 0.02 * value and (value == top or value + missing * changes[name] > top):
             counts = ", ".join(str(one.phases.get(name, 0)) for one in found)
             raise ValueError(
-                f"deep: {name}: got peaks of {counts} bytes with {', '.join(map(str, few))} layers, wanted them to grow "
-                "evenly; plan all layers (exact), or give other depths (few=)"
+                f"deep: {name}: got peaks of {counts} bytes with {', '.join(map(str, few))} layers, wanted them to "
+                "grow evenly; plan all layers (exact), or give other depths (few=)"
             )
     last = found[-1]
     took = time.process_time() - began
