@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 from collections.abc import Callable, Sequence
@@ -44,6 +45,9 @@ class World:
         self._control, self._owns, self._device_mesh = control, owns_process_group, None
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # axes and use -> (name at torch, group)
         self._registered: list[str] = []
+        self._store: dist.Store | None = None  # of the job; this and how to connect are kept by `connect`, for `renew`
+        self._backend, self._timeout_s = "", 0.0
+        self._indices: dict[tuple[str, ...], torch.Tensor] = {}
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> World:
@@ -75,6 +79,12 @@ class World:
     def index(self, axes: str | tuple[str, ...]) -> int:
         """This rank's position along one axis, or along several joined (major first)."""
         return self.mesh.index(self.rank, axes)
+
+    def index_tensor(self, axes: tuple[str, ...]) -> torch.Tensor:
+        """`index` as 0-d int64 on the device, which compiled steps read; it follows `renew`."""
+        if axes not in self._indices:
+            self._indices[axes] = torch.tensor(self.index(axes), device=self.device)
+        return self._indices[axes]
 
     def group_name(self, axes: tuple[str, ...], use: str = "") -> str:
         """Name under which torch knows this rank's process group over `axes`; creates the groups at first use.
@@ -255,8 +265,50 @@ class World:
         return result if leader else work()
 
     # ---- life ------------------------------------------------------------------------------------------------------
+    def abort(self) -> None:
+        """Let all that waits in a collective of this process fail. From any thread; `renew` comes next, or the end."""
+        groups = [group for _, group in self._groups.values()]
+        if dist.is_initialized():
+            groups += [self._control, dist.group.WORLD]
+        for group in {id(group): group for group in groups if group is not None}.values():
+            with contextlib.suppress(RuntimeError):  # it has been aborted
+                group.abort()
+
+    def renew(self, timeout_s: float = 60, given_up: Callable[[], bool] = lambda: False, rank: int = -1) -> None:
+        """New communicators under the same names, so that compiled steps go on; all ranks call it.
+
+        What the old ones were doing is abandoned, and answers that were asked for never come. A world of one process
+        has none. given_up: asked a few times a second; when it is true, RuntimeError. rank: of this process from now
+        on, each process another; -1: as before.
+        Raises TimeoutError when a rank does not come within `timeout_s`; RuntimeError when the process group was not
+        made by `connect`.
+        """
+        if self.size == 1:
+            return
+        if not self._owns or self._store is None:
+            raise RuntimeError(f"{self}: its process group was not made by connect, and cannot be renewed; start again")
+        keys, self.rank = list(self._groups), self.mesh.check_rank(self.rank if rank < 0 else rank)
+        self.abort()
+        self._leave()
+        for axes, index in self._indices.items():
+            index.fill_(self.index(axes))
+        if (store := meet(self._store, self.rank, self.size, "world", timeout_s, given_up)) is None:
+            raise RuntimeError(f"{self}: the ranks did not meet again: given up")
+        _start(store, self.rank, self.size, self._backend, self._timeout_s)
+        self._control = _control_group(self.device, self._timeout_s)
+        for key in keys:  # in the order of first use, the same on all ranks
+            axes, _, use = key.removeprefix("fmegatron:").partition("#")
+            self.group_name(tuple(axes.split("+")), use)
+
     def close(self) -> None:
         """Leave the groups; destroys torch's process group if `connect` started it."""
+        owned = self._owns and dist.is_initialized()
+        self._leave()
+        if owned:
+            self._owns, self._store = False, None
+            atexit.unregister(self.close)
+
+    def _leave(self) -> None:
         for name in self._registered:
             unregister_group(name)
         self._registered.clear()
@@ -264,8 +316,6 @@ class World:
         if self._owns and dist.is_initialized():
             self._control = self._device_mesh = None  # the threads of a group are joined with its last reference
             dist.destroy_process_group()
-            self._owns = False
-            atexit.unregister(self.close)
 
     def __enter__(self) -> World:
         return self
@@ -303,20 +353,30 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     owns = not dist.is_initialized()
-    timeout = datetime.timedelta(seconds=timeout_s)
+    store, backend = None, backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if owns:
         # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
-        store = meet(store, rank, size, "world", timeout_s)
-        backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-    control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
-    world = World(mesh, dist.get_rank(), device, control, owns)
+        store, rank, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+        _start(meet(store, rank, size, "world", timeout_s), rank, size, backend, timeout_s)
+    world = World(mesh, dist.get_rank(), device, _control_group(device, timeout_s), owns)
     if owns:
+        world._store, world._backend, world._timeout_s = store, backend, timeout_s
         # A worker thread of gloo that drops the last reference to a tensor needs the interpreter; once Python shuts
         # down, asking for it aborts the process. Closing joins those threads while Python still lives.
         atexit.register(world.close)
     return world
+
+
+def _start(store: dist.Store | None, rank: int, size: int, backend: str, timeout_s: float) -> None:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def _control_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+    """The group of all ranks for agreements on the CPU."""
+    if device.type == "cpu":
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def _default_device(local_rank: int | str) -> str:

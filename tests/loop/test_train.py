@@ -116,7 +116,8 @@ class Ranks:
     def ask(self, *flags):
         number = sum(event.startswith("asks") for event in self.noted) + 1
         self.noted.append(f"asks {number}")
-        others = self.other[number - 1] if number <= len(self.other) else (False,) * len(flags)
+        others = self.other[number - 1] if number <= len(self.other) else ()
+        others = (*others, *[False] * (len(flags) - len(others)))
 
         def answer():
             self.noted.append(f"reads {number}")

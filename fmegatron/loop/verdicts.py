@@ -1,0 +1,115 @@
+"""What the loop makes of the losses of its updates: seen at log points, agreed by all ranks, then acted on."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.loop.losses import BadLossError, Finding, LossSpike, LossStuck, LossWatch, RollBack, RunAgain
+from fmegatron.loop.metrics import fetch
+from fmegatron.loop.nonfinite import WATCHED, broken, judge
+from fmegatron.step import Donated
+
+_NEVER = 1 << 62
+
+
+class Verdicts:
+    """Of one call of `train`. skips: whether updates may be taken back, each judged at once."""
+
+    def __init__(self, on_nonfinite: str, spike: LossSpike | None, stuck: LossStuck | None, world):
+        self.on_nonfinite, self.watch, self.world = on_nonfinite, LossWatch(spike, stuck), world
+        self.skips = on_nonfinite == "skip" or (spike is not None and spike.then == "skip")
+        self._all = bool(self.watch) or on_nonfinite in ("roll back", "rerun")
+        self._recent: list[tuple[int, dict[str, Any]]] = []  # since the last log point: updates and what is watched
+        self._shown: tuple[int, Mapping[str, float]] = (0, {})  # the last log point with numbers that are not finite
+        self._finite_at: int | None = None
+        self._first_broken: int | None = None
+        self._found: Finding | None = None
+
+    def see(self, number: int, metrics: Any, logs: bool) -> tuple[dict[str, float], tuple[bool, bool]]:
+        """(metrics as floats, empty between log points; whether they are not finite, whether a loss is bad)."""
+        if self._all and not self.skips and isinstance(metrics, Mapping):
+            self._recent.append((number, {name: metrics[name] for name in WATCHED if name in metrics}))
+        if not logs:
+            return {}, (False, False)
+        many = {(n, name): value for n, some in self._recent for name, value in some.items()}
+        values = fetch({**metrics, **many} if isinstance(metrics, Mapping) else metrics)
+        losses = {key: values.pop(key) for key in many}
+        for n, some in self._recent:
+            found = {name: losses[n, name] for name in some}
+            if self._first_broken is None and broken(found):
+                self._first_broken = n
+            if self.watch and self._found is None and "loss" in found:
+                self._found = self.watch.see(n, found["loss"])
+        self._recent.clear()
+        if shown := broken(values):
+            self._shown = (number, shown)
+        else:
+            self._finite_at, self._first_broken = number if not self._first_broken else self._finite_at, None
+        return values, (bool(shown), self._found is not None)
+
+    def judge(self, state: tree.Tree, number: int, not_finite: bool, bad: bool) -> None:
+        """What follows on what some rank has seen up to this update. All ranks call it."""
+        if not_finite:
+            at, shown = self._shown if self._shown[0] >= number - 1 else (max(1, number - 1), {})
+            first = self._agreed(self._first_broken or at) if self._all else at
+            action = "raise" if self.on_nonfinite == "skip" else self.on_nonfinite
+            try:
+                judge(state, at, shown, self._before(at), self.world, action, first)
+            except RunAgain as again:
+                again.state, again.last = state, number
+                raise
+            self._first_broken = None
+        if bad:
+            found, self._found = self._found, None
+            first = self._agreed(_NEVER if found is None else found.step)
+            self._act(state, found or Finding(first, "another rank has found a bad loss", ""), first, number)
+
+    def _before(self, at: int) -> int | None:
+        return self._finite_at if self._finite_at is not None and self._finite_at < at else None
+
+    def _act(self, state: tree.Tree, found: Finding, first: int, number: int) -> None:
+        for then in (found.then, *(x.then for x in (self.watch.spike, self.watch.stuck) if x is not None)):
+            if then:
+                break
+        text = f"step {first}: {found.text}"
+        if then == "roll back":
+            raise RollBack(f"{text}; `Run` goes back, a loop by hand does it itself", first, first)
+        if then == "rerun":
+            again = RunAgain(f"{text}; `Run` runs it again, a loop by hand does it itself", first, number)
+            again.state = state
+            raise again
+        if then == "raise":
+            raise BadLossError(f"{text}; look at the data and the rate, or go back to a checkpoint", first, number)
+        self._warn(f"{text}; training goes on")
+
+    def _agreed(self, step: int) -> int:
+        """The earliest on any rank."""
+        return step if self.world is None else int(self.world.minimum(torch.tensor([step])))
+
+    # ---- skip: judged at once
+    def skip(self, number: int, before: tree.Tree, after: tree.Tree, metrics: Any) -> tree.Tree:
+        """The state to go on with: `before` when the losses of this update are bad on any rank, else `after`."""
+        for path, x in zip(tree.paths(before), tree.leaves(before), strict=True):
+            if isinstance(x, Donated):
+                raise ValueError(
+                    f"train: skip: got a step that donates {path!r}, wanted one that leaves the state before as it is; "
+                    "jit(..., donate=()), or skip within the step, which costs nothing: optim.skip_nonfinite"
+                )
+        values = fetch({name: metrics[name] for name in WATCHED if name in metrics})
+        shown, found = broken(values) if self.on_nonfinite == "skip" else {}, None
+        if self.watch and not shown and "loss" in values:
+            found = self.watch.see(number, values["loss"])
+        takes_back = bool(shown) or (found is not None and found.then == "skip")
+        if self._agreed(0 if takes_back else 1):
+            self._found = self._found or found
+            return after
+        text = found.text if found else ", ".join(f"{name} is {value}" for name, value in shown.items())
+        self._warn(f"step {number}: {text or 'bad on another rank'}; its update is skipped")
+        return before
+
+    def _warn(self, text: str) -> None:
+        if self.world is None or self.world.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
