@@ -171,7 +171,7 @@ class _Watch:
         return time.monotonic() - self.last[rank][1]
 
     def _judge(self, now: Now, behind: list[int], others: dict[int, dict]) -> bool:
-        """Whether what takes so long is a hang. A rank that is behind judges by its own limit while its thread lives."""
+        """Whether what takes so long is a hang. One that is behind judges by its own limit while its thread lives."""
         if not behind or self.rank in behind:
             return True
         quiet = min(self._silence(rank) for rank in behind)

@@ -178,10 +178,9 @@ def _damage(state: tree.Tree, kind: str) -> None:
         if kind == "nan":
             x.view(-1)[0] = float("nan")
         else:  # a high bit of the mantissa: a number that looks like one
-            word = x.view(-1)[:1].view(
-                {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-            )
-            word ^= 1 << {1: 1, 2: 6, 4: 21, 8: 50}[x.element_size()]
+            integer, bit = _WORDS[x.element_size()]
+            word = x.view(-1)[:1].view(integer)
+            word ^= 1 << bit
 
 
 def _fill(seconds: float) -> None:
