@@ -14,7 +14,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from fmegatron import tree
 from fmegatron.collectives.meet import meet
-from fmegatron.collectives.torch_private import group_named, register_group, unregister_group
+from fmegatron.collectives.process_group import (
+    as_bytes,
+    control_group,
+    default_device,
+    empty_bytes,
+    known_group,
+    start,
+)
+from fmegatron.collectives.torch_private import register_group, unregister_group
 from fmegatron.layout import Mesh
 
 __all__ = ["FailedOnRank", "World", "connect"]
@@ -55,7 +63,7 @@ class World:
 
         device: default the first CUDA device where there is CUDA, else the CPU.
         """
-        return cls(Mesh(), 0, torch.device(_default_device(0) if device is None else device))
+        return cls(Mesh(), 0, torch.device(default_device(0) if device is None else device))
 
     def __repr__(self) -> str:
         return f"World({self.mesh}, rank {self.rank} of {self.size}, {self.device})"
@@ -101,7 +109,7 @@ class World:
         notebook that connects is run again, and runs of two meshes may follow each other in one process."""
         name, number = key, 0
         while True:
-            known = _known_group(name)
+            known = known_group(name)
             if known is None:
                 group = self._make_group(name, axes, own)
                 self._registered.append(name)
@@ -195,11 +203,11 @@ class World:
         """The text of rank `source`, on all ranks; what other ranks pass does not matter."""
         if self.size == 1:
             return text
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else _bytes(0)
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else empty_bytes(0)
         length = torch.tensor([data.numel()])
         dist.broadcast(length, source, group=self._control)
         if self.rank != source:
-            data = _bytes(int(length.item()))
+            data = empty_bytes(int(length.item()))
         if length.item():
             dist.broadcast(data, source, group=self._control)
         return bytes(data.tolist()).decode()
@@ -212,6 +220,20 @@ class World:
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
         dist.all_gather(list(rows.unbind()), row.contiguous(), group=self._control)
         return rows
+
+    def gather_later(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`gather_rows` that waits for the others only when what it returns is called."""
+        if self.size == 1:
+            return lambda: row[None]
+        rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
+        work = dist.all_gather(list(rows.unbind()), row.contiguous(), group=self._control, async_op=True)
+
+        def answer() -> torch.Tensor:
+            assert work is not None, "an asynchronous collective"
+            work.wait()
+            return rows
+
+        return answer
 
     def minimum(self, row: torch.Tensor) -> torch.Tensor:
         """row: CPU int64 [n], n the same on all ranks. Returns the smallest value of each element, on all ranks."""
@@ -237,10 +259,10 @@ class World:
             if peer == self.rank:
                 x.copy_(next(own))
             elif x.numel():
-                works.append(dist.irecv(_as_bytes(x), peer, group=self._control, tag=tag(peer, "from")))
+                works.append(dist.irecv(as_bytes(x), peer, group=self._control, tag=tag(peer, "from")))
         for peer, x in sends:
             if peer != self.rank and x.numel():
-                works.append(dist.isend(_as_bytes(x), peer, group=self._control, tag=tag(peer, "to")))
+                works.append(dist.isend(as_bytes(x), peer, group=self._control, tag=tag(peer, "to")))
         for work in works:
             work.wait()
 
@@ -294,8 +316,8 @@ class World:
             index.fill_(self.index(axes))
         if (store := meet(self._store, self.rank, self.size, "world", timeout_s, given_up)) is None:
             raise RuntimeError(f"{self}: the ranks did not meet again: given up")
-        _start(store, self.rank, self.size, self._backend, self._timeout_s)
-        self._control = _control_group(self.device, self._timeout_s)
+        start(store, self.rank, self.size, self._backend, self._timeout_s)
+        self._control = control_group(self.device, self._timeout_s)
         for key in keys:  # in the order of first use, the same on all ranks
             axes, _, use = key.removeprefix("fmegatron:").partition("#")
             self.group_name(tuple(axes.split("+")), use)
@@ -335,7 +357,7 @@ def connect(
     makes another that knows nothing of the one before.
     Raises ValueError when the mesh and the number of processes disagree, TimeoutError for ranks that do not come.
     """
-    device = torch.device(_default_device(os.environ.get("LOCAL_RANK", 0)) if device is None else device)
+    device = torch.device(default_device(os.environ.get("LOCAL_RANK", 0)) if device is None else device)
     launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if size != mesh.size:
@@ -357,43 +379,11 @@ def connect(
     if owns:
         # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.
         store, rank, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-        _start(meet(store, rank, size, "world", timeout_s), rank, size, backend, timeout_s)
-    world = World(mesh, dist.get_rank(), device, _control_group(device, timeout_s), owns)
+        start(meet(store, rank, size, "world", timeout_s), rank, size, backend, timeout_s)
+    world = World(mesh, dist.get_rank(), device, control_group(device, timeout_s), owns)
     if owns:
         world._store, world._backend, world._timeout_s = store, backend, timeout_s
         # A worker thread of gloo that drops the last reference to a tensor needs the interpreter; once Python shuts
         # down, asking for it aborts the process. Closing joins those threads while Python still lives.
         atexit.register(world.close)
     return world
-
-
-def _start(store: dist.Store | None, rank: int, size: int, backend: str, timeout_s: float) -> None:
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-
-
-def _control_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
-    """The group of all ranks for agreements on the CPU."""
-    if device.type == "cpu":
-        return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-
-
-def _default_device(local_rank: int | str) -> str:
-    return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-
-
-def _known_group(name: str) -> dist.ProcessGroup | None:
-    """The group that torch knows under a name."""
-    try:
-        return group_named(name)
-    except RuntimeError:
-        return None
-
-
-def _bytes(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8)
-
-
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)

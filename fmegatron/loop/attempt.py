@@ -11,7 +11,7 @@ from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
-from fmegatron.loop.hashes import compare
+from fmegatron.loop.hashes import ReplicasDifferError, compare
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
 from fmegatron.loop.losses import RollBack, RunAgain
 from fmegatron.loop.reading import Begun, Reading, declared
@@ -19,6 +19,7 @@ from fmegatron.loop.rerun import good_step, rerun
 from fmegatron.loop.restart import Restarts, started
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import memory, startup
+from fmegatron.loop.stragglers import Stragglers
 from fmegatron.loop.train import StepInfo, train
 
 MOST_ROLL_BACKS = 10  # of one process
@@ -85,10 +86,14 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             with _section(pulse, "evaluation"):
                 run.metrics = run.evaluate()
             log(run.start, {f"resumed_{name}": value for name, value in run.metrics.items()})
+        times, step, batch_at = None, run.step, data.at
+        if run.straggler_ratio is not None and world.size > 1:
+            times = Stragglers(world, run.directory / "ranks.jsonl", run.straggler_ratio)
+            step, batch_at = times.timed(step, batch_at)
         infos = train(
-            run.step,
+            step,
             run.state,
-            data.at,
+            batch_at,
             steps=steps,
             start=run.start,
             log_every=run.log_every,
@@ -108,12 +113,14 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                 own.began = True
                 if info.metrics:
                     log(info.step, info.record())
+                    if times is not None:
+                        times.forget() if info.step == run.start + 1 else times.log(info.step)  # the first compiles
                     if not run.evaluations:
                         run.metrics = dict(info.metrics)
                 if lead and first and info.step == run.start + 1:
                     print(memory(run.planned_bytes, world.device, info.seconds), flush=True)
                 if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
-                    compare(info.state, run.specs, world, info.step)
+                    _compare(run, info)
                 saves.due(info)
                 for report in manager.poll():
                     log(report.step, report.record())
@@ -158,6 +165,21 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     return text
 
 
+def _compare(run: Any, info: StepInfo) -> None:
+    """`compare`, and what follows on a difference."""
+    try:
+        compare(info.state, run.specs, run.world, info.step)
+    except ReplicasDifferError as error:
+        first = max(run.start, info.step - run.hash_every) + 1
+        if run.on_difference == "raise":
+            raise
+        if run.on_difference == "roll back":
+            raise RollBack(f"{error}", first, first - 1) from error
+        again = RunAgain(f"{error}", first, info.step)
+        again.state = info.state
+        raise again from error
+
+
 class _Saves:
     """The checkpoints of one attempt, global and local."""
 
@@ -169,6 +191,7 @@ class _Saves:
         own, run = self.own, self.own.run
         whole = info.last or info.save or info.step % run.save_every == 0
         near = run.local is not None and info.step % run.local_every == 0
+        near = near and not (whole and (info.last or not run.async_save))  # what is durable needs no replica
         if self.pending is not None and (self.pending.poll() or near or info.last):
             self.pending = self.pending.result()
         if not (whole or near):
@@ -214,14 +237,14 @@ def _go_back(own: _Attempts, back: RollBack) -> None:
     began = time.monotonic()
     run.manager.close(wait=True)
     own.back_to = good_step(run, back.first)
-    left_out = own.newest.of_updates(back.first, back.last)
-    own.skip = (*own.skip, left_out)
+    text = f"{back}\nrolled back to step {own.back_to} (found in {time.monotonic() - began:.2f} s)"
+    if back.last >= back.first:
+        left_out = own.newest.of_updates(back.first, back.last)
+        own.skip = (*own.skip, left_out)
+        what = "positions" if own.newest.course is None else "samples"
+        text += f"; {what} {left_out[0]} to {left_out[1] - 1} are left out"
     if run.local is not None:  # they are of what is given up
         shutil.rmtree(run.local.shelf.path, ignore_errors=True)
         world.barrier()
     if world.rank == 0:
-        text = (
-            f"{back}\nrolled back to step {own.back_to} (found in {time.monotonic() - began:.2f} s); "
-            f"{'positions' if own.newest.course is None else 'samples'} {left_out[0]} to {left_out[1] - 1} are left out"
-        )
         warnings.warn(text, RuntimeWarning, stacklevel=2)

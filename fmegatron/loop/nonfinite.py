@@ -66,12 +66,12 @@ def judge(
     finite_at: int | None,
     world=None,
     on_nonfinite: str = "raise",
-    first: int | None = None,
+    first_bad: int | None = None,
 ) -> None:
     """What the loop does after a log point whose loss or norm is not finite on some rank. All ranks call it.
 
     state: as it is now. step, shown: the log point and its broken metrics (empty where only another rank saw one).
-    finite_at: the log point before, where all was finite. on_nonfinite: one of `losses.ACTIONS`. first: the first bad
+    finite_at: the log point before, where all was finite. on_nonfinite: one of `losses.ACTIONS`. first_bad: the first bad
     update. Where the state is finite, or with "warn", rank 0 warns and training goes on; with "roll back" and "rerun"
     it raises `RollBack` and `RunAgain`, else NonFiniteError.
     """
@@ -92,14 +92,16 @@ def judge(
     text = f"step {step}: {what}{since}; not finite in the state: {listed}{more}, {count}{where}"
     if on_nonfinite in ("roll back", "rerun"):
         kind = RollBack if on_nonfinite == "roll back" else RunAgain
-        raise kind(f"{text}; `Run` goes back, a loop by hand does it itself", step if first is None else first, step)
+        raise kind(
+            f"{text}; `Run` goes back, a loop by hand does it itself", step if first_bad is None else first_bad, step
+        )
     if on_nonfinite != "warn":
         fix = (
             "go back to a checkpoint from before (Manager.restore_latest prefers those whose loss and norm were "
             "finite), with a lower rate, clipping, other data or optim.skip_nonfinite; on_nonfinite='warn' trains on "
             "regardless"
         )
-        raise NonFiniteError(f"{text}; {fix}", step, [path for path, _ in found], first)
+        raise NonFiniteError(f"{text}; {fix}", step, [path for path, _ in found], first_bad)
     _warn(f"{text}; training goes on, as on_nonfinite='warn' says", world)
 
 

@@ -68,7 +68,10 @@ class Run:
         until: why a run may end before its last step.
         signals: what further signals ask for (`catch`).
         inject: faults that are to happen (`faults.Injection`), for trying out what a run does.
-        hash_every: steps between comparisons of what ranks hold replicas of; None: none. A difference ends the run.
+        hash_every: steps between comparisons of what ranks hold replicas of, bit by bit; None: none.
+        on_difference: what follows on a difference: "raise", "roll back" or "rerun".
+        straggler_ratio: at log points the work, wait and data times of all ranks go into `ranks.jsonl`, and a rank that
+            takes so many times the median is warned of; None: not.
 
     Attributes:
         start: updates that the state had seen when this process began; 0 for a new run.
@@ -112,6 +115,8 @@ class Run:
         signals: Mapping[str, str] | None = None,
         inject: str | tuple[Injection, ...] = (),
         hash_every: int | None = None,
+        on_difference: str = "raise",
+        straggler_ratio: float | None = 1.5,
     ):
         counts = {"log_every": log_every, "eval_every": eval_every, "save_every": save_every}
         counts |= {"local_every": local_every} | ({} if hash_every is None else {"hash_every": hash_every})
@@ -122,6 +127,8 @@ class Run:
         if not layouts:
             raise ValueError("Run: specs: got a tree without leaves, wanted the ArraySpecs of the state")
         check_action("Run: on_nonfinite", on_nonfinite)
+        if on_difference not in ("raise", "roll back", "rerun"):
+            raise ValueError(f"Run: on_difference: got {on_difference!r:.60}, wanted 'raise', 'roll back' or 'rerun'")
         if on_failed_save not in ("raise", "warn", None):
             raise ValueError(f"Run: on_failed_save: got {on_failed_save!r:.60}, wanted 'raise', 'warn' or None")
         self.world = World.alone() if world is None else world
@@ -138,6 +145,7 @@ class Run:
         self.patience = Patience() if patience is True and self.world.size > 1 else patience or None
         self.patience = None if self.patience is True else self.patience
         self.restart, self.local, self.local_every, self.hash_every = restart, local, local_every, hash_every
+        self.on_difference, self.straggler_ratio = on_difference, straggler_ratio
         self.until, self.signals = until or Until(), signals
         self.inject = Injection.parse(inject) if isinstance(inject, str) else tuple(inject)
         self.init = init or (lambda: tree.init(specs, key, self.world.rank, self.world.device))

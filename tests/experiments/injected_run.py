@@ -27,6 +27,7 @@ class Config:
     backend: str = field("eager", resume="free")
     inject: str = field("", resume="free")
     limit_s: float = field(0.0, resume="free")  # of every section but set-up; 0: nothing is watched
+    setup_s: float = field(60.0, resume="free", above=0)
     restarts: int = field(-1, resume="free")  # -1: no restart in the process
     local: bool = field(False, resume="free")
     on_nonfinite: str = field("raise", resume="free")
@@ -42,7 +43,10 @@ def main(config):
     """Fit a matrix and a scale that all ranks hold to noise; returns the metrics."""
     world = connect(config.mesh, timeout_s=60)
     axis, process = Axes(config.mesh)["fsdp"], int(os.environ.get("RANK", "0"))
-    layouts = {"w": Layout((8, 4), torch.float64, config.mesh, ("fsdp",)), "s": Layout((3,), torch.float64, config.mesh)}
+    layouts = {
+        "w": Layout((8, 4), torch.float64, config.mesh, ("fsdp",)),
+        "s": Layout((3,), torch.float64, config.mesh),
+    }
     specs = {"s": tree.ArraySpec(layouts["s"], tree.ones), "w": tree.ArraySpec(layouts["w"], tree.Normal(1.0))}
 
     def update(state, batch):
@@ -82,7 +86,7 @@ def main(config):
         eval_every=4,
         save_every=config.save_every,
         async_save=config.async_save,
-        patience=Patience(setup=60, factor=2, **dict.fromkeys(limits, seconds)) if seconds else None,
+        patience=Patience(setup=config.setup_s, factor=2, **dict.fromkeys(limits, seconds)) if seconds else None,
         restart=Restart(config.restarts, meet_s=20) if config.restarts >= 0 else None,
         local=checkpoint.LocalReplicas(f"{config.run}-local", "run", world, copies=1) if config.local else None,
         local_every=1,

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ class _Watch:
         self.process = own_process(self.host)
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         self.address = (address, int(port)) if size > 1 and address and port else None
+        self.main = threading.get_ident()  # of the thread that trains
         self.base, self.board, self.file, self.beats, self.faults = None, None, None, 0, 0
         self.pause = POLL_SECONDS + size / 4000  # thousands of ranks must not keep the store busy
         self.last: dict[int, tuple[int, float]] = {}  # of each rank: its beats, and when this rank saw them change
@@ -129,6 +131,8 @@ class _Watch:
         self.beats += 1
         beat = {"beats": self.beats, "count": now.count, "section": now.section, "step": now.step, "left": left}
         beat |= {"limit": min(now.limit, 1e9), **self.process}
+        if now.seconds > now.limit - 4 * self.pause:
+            beat["at"] = _place_of(self.main)
         self.board.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _meet(self) -> bool:
@@ -229,3 +233,26 @@ class _Watch:
             handler.initialize()
             handler.record_exception(RuntimeError(text))  # torchrun shows it as the root cause
         end("", HANG)
+
+
+def _named(ranks: list[int], others: dict[int, dict]) -> str:
+    """Ranks with their machines, and the process of one."""
+    hosts = ", ".join(dict.fromkeys(others[rank]["host"] for rank in ranks[:SHOWN]))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} ({hosts}, process {others[ranks[0]]['pid']})"
+    more = f" and {len(ranks) - SHOWN} more" * (len(ranks) > SHOWN)
+    return f"ranks {', '.join(map(str, ranks[:SHOWN]))}{more} ({hosts})"
+
+
+def _place_of(thread: int) -> str:
+    """The line that a thread executes, and the nearest one that is not of torch."""
+    frame, places = sys._current_frames().get(thread), []
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        of_torch = f"{os.sep}torch{os.sep}" in path
+        if not places or not of_torch:
+            places.append(f"{os.sep.join(path.split(os.sep)[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}")
+        if not of_torch:
+            break
+        frame = frame.f_back
+    return ", from ".join(places)
