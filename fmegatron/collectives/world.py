@@ -20,6 +20,8 @@ from fmegatron.collectives.process_group import (
     default_device,
     empty_bytes,
     known_group,
+    noting_sockets,
+    shut_down,
     start,
 )
 from fmegatron.collectives.torch_private import register_group, unregister_group
@@ -55,6 +57,7 @@ class World:
         self._registered: list[str] = []
         self._store: dist.Store | None = None  # of the job; this and how to connect are kept by `connect`, for `renew`
         self._backend, self._timeout_s = "", 0.0
+        self._sockets: dict[int, int] = {}
         self._indices: dict[tuple[str, ...], torch.Tensor] = {}
 
     @classmethod
@@ -111,7 +114,8 @@ class World:
         while True:
             known = known_group(name)
             if known is None:
-                group = self._make_group(name, axes, own)
+                with noting_sockets(self._sockets):
+                    group = self._make_group(name, axes, own)
                 self._registered.append(name)
                 return name, group
             if set(dist.get_process_group_ranks(known)) == set(self.mesh.group(self.rank, axes)):
@@ -294,7 +298,8 @@ class World:
             groups += [self._control, dist.group.WORLD]
         for group in {id(group): group for group in groups if group is not None}.values():
             with contextlib.suppress(RuntimeError):  # it has been aborted
-                group.abort()
+                group.abort()  # gloo ignores it
+        shut_down(self._sockets)
 
     def renew(self, timeout_s: float = 60, given_up: Callable[[], bool] = lambda: False, rank: int = -1) -> None:
         """New communicators under the same names, so that compiled steps go on; all ranks call it.
@@ -316,11 +321,16 @@ class World:
             index.fill_(self.index(axes))
         if (store := meet(self._store, self.rank, self.size, "world", timeout_s, given_up)) is None:
             raise RuntimeError(f"{self}: the ranks did not meet again: given up")
-        start(store, self.rank, self.size, self._backend, self._timeout_s)
-        self._control = control_group(self.device, self._timeout_s)
+        self._begin(store)
         for key in keys:  # in the order of first use, the same on all ranks
             axes, _, use = key.removeprefix("fmegatron:").partition("#")
             self.group_name(tuple(axes.split("+")), use)
+
+    def _begin(self, store: dist.Store | None) -> None:
+        self._sockets.clear()
+        with noting_sockets(self._sockets):
+            start(store, self.rank, self.size, self._backend, self._timeout_s)
+            self._control = control_group(self.device, self._timeout_s)
 
     def close(self) -> None:
         """Leave the groups; destroys torch's process group if `connect` started it."""
@@ -374,16 +384,15 @@ def connect(
         return World(mesh, 0, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    owns = not dist.is_initialized()
-    store, backend = None, backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    if owns:
-        # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.
-        store, rank, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-        start(meet(store, rank, size, "world", timeout_s), rank, size, backend, timeout_s)
-    world = World(mesh, dist.get_rank(), device, control_group(device, timeout_s), owns)
-    if owns:
-        world._store, world._backend, world._timeout_s = store, backend, timeout_s
-        # A worker thread of gloo that drops the last reference to a tensor needs the interpreter; once Python shuts
-        # down, asking for it aborts the process. Closing joins those threads while Python still lives.
-        atexit.register(world.close)
+    if dist.is_initialized():
+        return World(mesh, dist.get_rank(), device, control_group(device, timeout_s))
+    # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.
+    store, rank, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    world = World(mesh, rank, device, owns_process_group=True)
+    world._store, world._timeout_s = store, timeout_s
+    world._backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    world._begin(meet(store, rank, size, "world", timeout_s))
+    # A worker thread of gloo that drops the last reference to a tensor needs the interpreter; once Python shuts down,
+    # asking for it aborts the process. Closing joins those threads while Python still lives.
+    atexit.register(world.close)
     return world

@@ -1,8 +1,8 @@
 """Stragglers: how long each rank works, waits and reads data, at log points, by rank and machine.
 
 A slow rank makes all others wait inside of their collectives, so the time of a step is the same on all. What differs
-is the processor time of the thread that trains (on CPUs), from the end of a step to the end of the next: a rank that
-works long lets others wait; and the time for a batch.
+is the processor time of the thread that trains (on CPUs), from the beginning of a batch to the end of its step: a rank
+that works long lets others wait; and the time for a batch.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+_LEAST = 2e-3  # seconds that a rank must be slower by
 _HOST = 64  # bytes of a machine's name
 
 
@@ -36,8 +37,8 @@ class Stragglers:
 
     def forget(self) -> None:
         """Begin anew: what was before is not counted."""
-        self._wait = self._data = 0.0
-        self._steps, self._since = 0, time.thread_time()
+        self._work = self._wait = self._data = 0.0
+        self._steps, self._since = 0, time.thread_time()  # _since: when this thread began with a batch
 
     def timed(self, step: Callable, batch_at: Callable) -> tuple[Callable, Callable]:
         """The same two functions, which note their times."""
@@ -47,11 +48,12 @@ class Stragglers:
             out = step(state, batch)
             own = time.thread_time() - own
             self._wait += max(0.0, time.perf_counter() - wall - own)
+            self._work += time.thread_time() - self._since
             self._steps += 1
             return out
 
         def timed_batch(position):
-            wall = time.perf_counter()
+            wall, self._since = time.perf_counter(), time.thread_time()
             batch = batch_at(position)
             self._data += time.perf_counter() - wall
             return batch
@@ -63,7 +65,7 @@ class Stragglers:
         if self._asked is not None:
             at, answer = self._asked
             self._write(at, answer())
-        times = [time.thread_time() - self._since, self._wait, self._data]
+        times = [self._work, self._wait, self._data]
         row = torch.tensor([round(1e9 * seconds / max(1, self._steps)) for seconds in times], dtype=torch.int64)
         self._asked = step, self.world.gather_later(row)
         self.forget()
@@ -81,7 +83,7 @@ class Stragglers:
             file.write(json.dumps(record) + "\n")
         for name, seconds in (("works", work), ("waits for its data", data)):
             usual, rank = float(seconds.quantile(0.5, interpolation="lower")), int(seconds.argmax())
-            if seconds[rank] > max(self.ratio * usual, usual + 1e-3):
+            if seconds[rank] > max(self.ratio * usual, usual + _LEAST):
                 warnings.warn(
                     f"step {step}: rank {rank} ({self.hosts[rank]}) {name} {seconds[rank]:.3g} s a step, the median is "
                     f"{usual:.3g} s: the others wait for it",

@@ -153,8 +153,9 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
     for number in range(start + 1, steps + 1):
         pulse.enter("compile" if number == start + 1 else "step", number)
         began = time.perf_counter()
+        batch = batch_at(number - 1)
         inject("step", number, state)
-        before, (state, metrics) = state, step(state, batch_at(number - 1))
+        before, (state, metrics) = state, step(state, batch)
         if verdicts.skips:
             state = verdicts.skip(number, before, state, metrics)
         del before

@@ -1,4 +1,4 @@
-"""Faults by `--inject` in real jobs under torchrun: outcome, status, message and lost steps, as BUILD.md's table has it.
+"""Faults by `--inject` in real jobs under torchrun: outcome, status, message and lost steps, as BUILD.md has it.
 
 {exception, exit, kill, stop, hang, nan, diskfull, slow} x {rank 0, the other, all} x {set-up, step, an asynchronous
 save in flight, a synchronous save, evaluation}. A job of two ranks has one fault; torchrun starts it again where it
