@@ -106,8 +106,9 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             pulse=pulse,
             inject=inject,
         )
+        saves = _Saves(own, claim, data)
+        open_.callback(saves.abandon)
         try:
-            saves = _Saves(own, claim, data)
             for info in progress(infos, steps, active=lead):
                 run.state, run.stopped, own.finished = info.state, info.stopping, info.step
                 own.began = True
@@ -206,6 +207,11 @@ class _Saves:
                 own.inject("save", info.step, info.state)
                 self._save(info, known, finite)
                 own.inject("flight", info.step, info.state)
+
+    def abandon(self) -> None:
+        """An attempt ends: a replica that does not count yet will not."""
+        if self.pending is not None:
+            self.pending.abandon()
 
     def _save(self, info: StepInfo, known: dict, finite: bool) -> None:
         run = self.own.run

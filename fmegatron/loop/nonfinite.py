@@ -72,8 +72,8 @@ def judge(
 
     state: as it is now. step, shown: the log point and its broken metrics (empty where only another rank saw one).
     finite_at: the log point before, where all was finite. on_nonfinite: one of `losses.ACTIONS`. first_bad: the
-    first bad update. Where the state is finite, or with "warn", rank 0 warns and training goes on; with "roll back" and "rerun"
-    it raises `RollBack` and `RunAgain`, else NonFiniteError.
+    first bad update. Where the state is finite, or with "warn", rank 0 warns and training goes on; with "roll back" and
+    "rerun" it raises `RollBack` and `RunAgain`, else NonFiniteError.
     """
     found = look(state, world)
     what = ", ".join(f"{name} is {value}" for name, value in shown.items()) or "a metric of another rank is not finite"

@@ -40,7 +40,8 @@ class Verdicts:
         for n, some in self._recent:
             found = {name: losses[n, name] for name in some}
             if self._first_broken is None and broken(found):
-                self._first_broken = n
+                # A loss is that of the parameters before the update: without a norm, the update before may be the bad.
+                self._first_broken = n if "grad_norm" in found else max(1, n - 1)
             if self.watch and self._found is None and "loss" in found:
                 self._found = self.watch.see(n, found["loss"])
         self._recent.clear()

@@ -47,13 +47,13 @@ def test_roll_back_leaves_the_bad_data_out(tmp_path, log_every):
 
     run = Run(tmp_path, toward, SPECS, log_every=log_every, save_every=5, on_nonfinite="roll back")
     with pytest.warns(
-        RuntimeWarning, match=r"(?s)loss is nan.*rolled back to step 10 .*positions 11 to 1[13] are left"
+        RuntimeWarning, match=r"(?s)loss is nan.*rolled back to step 10 .*positions 10 to 1[13] are left"
     ):
         seen = [info.step for info in run(poisoned, steps=17)]
-    left = 1 if log_every == 1 else 3  # up to the log point
-    positions = [p for p in range(17 + left) if not 11 <= p < 11 + left]
+    left = 2 if log_every == 1 else 4  # up to the log point
+    positions = [p for p in range(17 + left) if not 10 <= p < 10 + left]
     assert seen[-1] == 17 and torch.equal(run.state["w"], straight(positions))
-    assert checkpoint.metadata(run.manager.path(17))["skip"] == [[11, 11 + left]]
+    assert checkpoint.metadata(run.manager.path(17))["skip"] == [[10, 10 + left]]
     assert records(tmp_path)[-1] == 17 and len(set(records(tmp_path))) == len(records(tmp_path))
     again = Run(tmp_path, toward, SPECS, log_every=log_every, save_every=5)
     for _ in again(poisoned, steps=19):

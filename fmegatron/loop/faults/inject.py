@@ -146,7 +146,7 @@ class Injector:
             os.kill(pid, signal.SIGKILL)
         if fault.kind == "stop":
             if seconds != float("inf"):
-                subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"], start_new_session=True)
+                _later(seconds, f"kill -CONT {pid}")
             os.kill(pid, signal.SIGSTOP)
         if fault.kind == "hang":
             time.sleep(min(seconds, 1e9))
@@ -160,6 +160,11 @@ class Injector:
             torch.empty(1 << 60, dtype=torch.uint8, device=device)
         if fault.kind == "diskfull":
             _fill(seconds)
+
+
+def _later(seconds: float, command: str) -> None:
+    """Let a process that is no child of this one run a command after some seconds."""
+    subprocess.run(["sh", "-c", f"(sleep {seconds}; {command}) >/dev/null 2>&1 &"], start_new_session=True, check=True)
 
 
 def _work(seconds: float) -> None:
@@ -196,8 +201,7 @@ def _fill(seconds: float) -> None:
     for child in _children(os.getpid()):
         resource.prlimit(child, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         if seconds != float("inf"):
-            again = f"sleep {seconds}; prlimit --pid {child} --fsize=unlimited"
-            subprocess.Popen(["sh", "-c", again], start_new_session=True)
+            _later(seconds, f"prlimit --pid {child} --fsize=unlimited")
 
 
 def _children(pid: int) -> list[int]:
