@@ -6,12 +6,12 @@ from fmegatron.loop.engines import Engines, engines
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.faults import Injection, Patience, Pulse, watched
 from fmegatron.loop.flags import UsageError, parse, set_up
-from fmegatron.loop.hashes import ReplicasDifferError, hashes
 from fmegatron.loop.launch import launch
 from fmegatron.loop.loggers import JsonLines, Log, Table, TensorBoard, WeightsAndBiases, progress, read_metrics
 from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
+from fmegatron.loop.replicas import ReplicasDifferError, hashes
 from fmegatron.loop.rerun import RerunError
 from fmegatron.loop.restart import Restart
 from fmegatron.loop.resume import Begun, Changes, Settings

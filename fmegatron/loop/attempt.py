@@ -11,10 +11,10 @@ from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
-from fmegatron.loop.hashes import ReplicasDifferError, compare
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
 from fmegatron.loop.losses import RollBack, RunAgain
 from fmegatron.loop.reading import Begun, Reading, declared
+from fmegatron.loop.replicas import ReplicasDifferError, compare
 from fmegatron.loop.rerun import good_step, rerun
 from fmegatron.loop.restart import Restarts, started
 from fmegatron.loop.signals import Stop, catch

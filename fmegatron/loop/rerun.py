@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fmegatron.loop.faults import Pulse, say
-from fmegatron.loop.hashes import hashes
 from fmegatron.loop.losses import RunAgain
+from fmegatron.loop.replicas import hashes
 
 STATUS = {"transient": 76, "persistent": 77, "deterministic": 78}
 _MEANS = {
