@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.loop.losses import BadLossError, Finding, LossSpike, LossStuck, LossWatch, RollBack, RunAgain
+from fmegatron.loop.losses import ACTIONS, BadLossError, Finding, LossSpike, LossStuck, LossWatch, RollBack, RunAgain
 from fmegatron.loop.metrics import fetch
 from fmegatron.loop.nonfinite import WATCHED, broken, judge
 from fmegatron.step import Donated
@@ -65,25 +65,27 @@ class Verdicts:
             self._first_broken = None
         if bad:
             found, self._found = self._found, None
-            first = self._agreed(_NEVER if found is None else found.step)
-            self._act(state, found or Finding(first, "another rank has found a bad loss", ""), first, number)
+            worst = 0 if found is None else ACTIONS.index(found.then)
+            row = torch.tensor([_NEVER if found is None else found.step, -worst])
+            first, worst = (row if self.world is None else self.world.minimum(row)).tolist()
+            what = "another rank has found a bad loss" if found is None else found.text
+            self._act(state, f"step {first}: {what}", ACTIONS[-worst], first, number)
 
     def _before(self, at: int) -> int | None:
         return self._finite_at if self._finite_at is not None and self._finite_at < at else None
 
-    def _act(self, state: tree.Tree, found: Finding, first: int, number: int) -> None:
-        for then in (found.then, *(x.then for x in (self.watch.spike, self.watch.stuck) if x is not None)):
-            if then:
-                break
-        text = f"step {first}: {found.text}"
+    def _act(self, state: tree.Tree, text: str, then: str, first: int, number: int) -> None:
+        """The same on all ranks: the severest of what they want."""
         if then == "roll back":
-            raise RollBack(f"{text}; `Run` goes back, a loop by hand does it itself", first, first)
+            raise RollBack(f"{text}: wants a checkpoint; `Run` goes back, a loop by hand does it itself", first, first)
         if then == "rerun":
-            again = RunAgain(f"{text}; `Run` runs it again, a loop by hand does it itself", first, number)
+            again = RunAgain(f"{text}: wants a rerun; `Run` does it, a loop by hand does it itself", first, number)
             again.state = state
             raise again
         if then == "raise":
-            raise BadLossError(f"{text}; look at the data and the rate, or go back to a checkpoint", first, number)
+            raise BadLossError(
+                f"{text}: training ends; look at data and rate, or go back to a checkpoint", first, number
+            )
         self._warn(f"{text}; training goes on")
 
     def _agreed(self, step: int) -> int:

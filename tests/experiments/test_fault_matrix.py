@@ -36,7 +36,8 @@ def torchrun(python, folder, *flags, restarts=1, ranks=2):
     """(status, stdout, stderr, seconds) of a job in folder/run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
     command += [f"--nproc-per-node={ranks}", ROOT / "tests/experiments/injected_run.py"]
-    command += [f"--run={folder / 'run'}", f"--mesh=fsdp={ranks}", *flags]
+    flags = (f"--run={folder / 'run'}", f"--mesh=fsdp={ranks}", *flags)
+    command += [flag.replace("--", "--config_", 1) for flag in flags]  # torchrun has abbreviations of its own
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     files = {name: open(folder / name, "w+") for name in ("stdout", "stderr")}
     began = time.monotonic()

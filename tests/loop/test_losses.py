@@ -76,7 +76,8 @@ def test_to_go_on_warns_once_a_log_interval():
 def test_ranks_that_see_it_a_step_apart_do_the_same():
     """Another rank has seen a spike at its log point; this one learns of it by the question of that step."""
     world = Ranks((False,) * 4, (False, False, False, True))
-    with pytest.raises(BadLossError, match="another rank has found a bad loss"):
+    world.minimum = lambda row: (world.noted.append("minimum"), torch.tensor([2, -4]))[1]  # theirs: step 2, "raise"
+    with pytest.raises(BadLossError, match="step 2: another rank has found a bad loss"):
         list(losses([1.0] * 9, spike=LossSpike(then="raise"), world=world))
     assert world.noted[-3:] == ["reads 2", "asks 3", "minimum"]
 
