@@ -159,16 +159,16 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
         if verdicts.skips:
             state = verdicts.skip(number, before, state, metrics)
         del before
-        stopping, saving, doubt = False, False, (False, False)
+        stopping, saving, doubt, about = False, False, [False, False], number  # doubt: about that update
         if alone:
             (stopping,), saving = stop.ask()(), stop.saving
         elif asked is not None:
-            (stopping, *doubt), saving = asked(), stop.saving
+            (stopping, *doubt), saving, about = asked(), stop.saving, number - 1
         last = stopping or number == steps
         logs = last or number == start + 1 or number % log_every == 0
         values, shown = verdicts.see(number, metrics, logs)
         if alone:
-            doubt = shown
+            doubt = list(shown)
         else:
             # Every rank asks after every step, so the order of collectives is the same on all, whatever the caller
             # does in between. An answer that is not fetched (the caller leaves the loop, or raises) needs no rank.
@@ -176,9 +176,9 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
             if last:
                 (late, *others), more = asked(), stop.saving
                 stopping, saving = stopping or late, saving or more
-                doubt = [a or b for a, b in zip(doubt, others, strict=True)]
+                doubt, about = (doubt, about) if any(doubt) else (others, number)
         if any(doubt):
-            verdicts.judge(state, number, *doubt)
+            verdicts.judge(state, number, about, *doubt)
         seconds, counted = seconds + time.perf_counter() - began, counted + 1
         words += tokens(number)
         pulse.enter("caller")

@@ -1,6 +1,7 @@
 """What the loop makes of the losses of its updates: seen at log points, agreed by all ranks, then acted on."""
 
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,8 @@ class Verdicts:
         self.skips = on_nonfinite == "skip" or (spike is not None and spike.then == "skip")
         self._all = bool(self.watch) or on_nonfinite in ("roll back", "rerun")
         self._recent: list[tuple[int, dict[str, Any]]] = []  # since the last log point: updates and what is watched
-        self._shown: tuple[int, Mapping[str, float]] = (0, {})  # the last log point with numbers that are not finite
-        self._finite_at: int | None = None
+        self._shown: dict[int, Mapping[str, float]] = {}  # of the last log points: what is not finite
+        self._finite: deque[int] = deque(maxlen=3)  # the last log points where all was
         self._first_broken: int | None = None
         self._found: Finding | None = None
 
@@ -45,20 +46,24 @@ class Verdicts:
             if self.watch and self._found is None and "loss" in found:
                 self._found = self.watch.see(n, found["loss"])
         self._recent.clear()
-        if shown := broken(values):
-            self._shown = (number, shown)
-        else:
-            self._finite_at, self._first_broken = number if not self._first_broken else self._finite_at, None
+        shown = broken(values)
+        self._shown = {n: some for n, some in self._shown.items() if n == number - 1} | {number: shown}
+        if not shown:
+            self._finite.append(number)
+            self._first_broken = None
         return values, (bool(shown), self._found is not None)
 
-    def judge(self, state: tree.Tree, number: int, not_finite: bool, bad: bool) -> None:
-        """What follows on what some rank has seen up to this update. All ranks call it."""
+    def judge(self, state: tree.Tree, number: int, about: int, not_finite: bool, bad: bool) -> None:
+        """What follows on what some rank has seen when update `about` was done. All ranks call it.
+
+        number: updates that `state` has seen.
+        """
         if not_finite:
-            at, shown = self._shown if self._shown[0] >= number - 1 else (max(1, number - 1), {})
-            first = self._agreed(self._first_broken or at) if self._all else at
+            first = self._agreed(self._first_broken or about) if self._all else about
             action = "raise" if self.on_nonfinite == "skip" else self.on_nonfinite
+            before = max((n for n in self._finite if n < about), default=None)
             try:
-                judge(state, at, shown, self._before(at), self.world, action, first)
+                judge(state, about, self._shown.get(about, {}), before, self.world, action, first)
             except RunAgain as again:
                 again.state, again.last = state, number
                 raise
@@ -70,9 +75,6 @@ class Verdicts:
             first, worst = (row if self.world is None else self.world.minimum(row)).tolist()
             what = "another rank has found a bad loss" if found is None else found.text
             self._act(state, f"step {first}: {what}", ACTIONS[-worst], first, number)
-
-    def _before(self, at: int) -> int | None:
-        return self._finite_at if self._finite_at is not None and self._finite_at < at else None
 
     def _act(self, state: tree.Tree, text: str, then: str, first: int, number: int) -> None:
         """The same on all ranks: the severest of what they want."""
