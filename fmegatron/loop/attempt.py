@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -86,7 +87,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             with _section(pulse, "evaluation"):
                 run.metrics = run.evaluate()
             log(run.start, {f"resumed_{name}": value for name, value in run.metrics.items()})
-        times, step, batch_at = None, run.step, data.at
+        times, step, batch_at = None, run.step, _told(pulse, data)
         if run.straggler_ratio is not None and world.size > 1:
             times = Stragglers(world, run.directory / "ranks.jsonl", run.straggler_ratio)
             step, batch_at = times.timed(step, batch_at)
@@ -179,6 +180,19 @@ def _compare(run: Any, info: StepInfo) -> None:
         again = RunAgain(f"{error}", first, info.step)
         again.state = info.state
         raise again from error
+
+
+def _told(pulse: Pulse, data: Begun) -> Callable[[int], Any]:
+    """Position -> batch; a batch of another size makes the step compile again, which may take long."""
+    pieces = [] if data.course is None else data.course.pieces
+    new = {b[0] for a, b in itertools.pairwise(pieces) if a[1].batch_size != b[1].batch_size}
+
+    def at(position: int) -> Any:
+        if position in new:
+            pulse.enter("compile")
+        return data.at(position)
+
+    return at
 
 
 class _Saves:

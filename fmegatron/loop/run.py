@@ -24,6 +24,7 @@ from fmegatron.loop.losses import LossSpike, LossStuck, check_action
 from fmegatron.loop.reading import rows_of
 from fmegatron.loop.restart import Restart
 from fmegatron.loop.resume import Settings
+from fmegatron.loop.signals import is_interactive
 from fmegatron.loop.train import StepInfo
 from fmegatron.loop.until import Until
 
@@ -60,7 +61,7 @@ class Run:
         on_failed_save: "raise", or "warn" and go on (the last save raises in any case); None: "raise" for a save that
             is waited for, "warn" for one in the background.
         patience: how long a rank may take before it counts as hanging (`Patience`); then all ends with status 75.
-            Default: for several ranks `Patience()`, for one nothing is watched. None: nothing.
+            Default (True): `Patience()` for several ranks, nothing for one and in notebooks. None: nothing.
         restart: restarts in the process after an exception, and how often in a row any restart may get no further.
             None: none; an exception ends the run.
         local: where nodes keep each other's states (`checkpoint.LocalReplicas`), every `local_every` steps; a restart
@@ -142,8 +143,9 @@ class Run:
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
         self.async_save, self.loggers, self.on_nonfinite = async_save, tuple(loggers), on_nonfinite
         self.spike, self.stuck, self.on_failed_save = spike, stuck, on_failed_save or "raise"
-        self.patience = Patience() if patience is True and self.world.size > 1 else patience or None
-        self.patience = None if self.patience is True else self.patience
+        if patience is True:
+            patience = Patience() if self.world.size > 1 and not is_interactive() else None
+        self.patience = patience or None
         self.restart, self.local, self.local_every, self.hash_every = restart, local, local_every, hash_every
         self.on_difference, self.straggler_ratio = on_difference, straggler_ratio
         self.until, self.signals = until or Until(), signals

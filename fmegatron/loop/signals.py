@@ -94,7 +94,7 @@ def catch(others: Mapping[str, str] | None = None) -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if (stop.interrupted or stop.signal == "SIGINT") and not _is_interactive():
+    if (stop.interrupted or stop.signal == "SIGINT") and not is_interactive():
         raise KeyboardInterrupt("stopped by Ctrl-C: the step under way was finished")
 
 
@@ -104,7 +104,7 @@ def _write(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-def _is_interactive() -> bool:
+def is_interactive() -> bool:
     """Whether this process runs cells of IPython or a notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and ipython.get_ipython() is not None
