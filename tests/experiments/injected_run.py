@@ -27,6 +27,7 @@ class Config:
     backend: str = field("eager", resume="free")
     inject: str = field("", resume="free")
     limit_s: float = field(0.0, resume="free")  # of every section but set-up; 0: nothing is watched
+    save_limit_s: float = field(0.0, resume="free")  # of saves; 0: limit_s
     setup_s: float = field(60.0, resume="free", above=0)
     restarts: int = field(-1, resume="free")  # -1: no restart in the process
     local: bool = field(False, resume="free")
@@ -86,7 +87,11 @@ def main(config):
         eval_every=4,
         save_every=config.save_every,
         async_save=config.async_save,
-        patience=Patience(setup=config.setup_s, factor=2, **dict.fromkeys(limits, seconds)) if seconds else None,
+        patience=Patience(
+            setup=config.setup_s, factor=2, **{**dict.fromkeys(limits, seconds), "save": config.save_limit_s or seconds}
+        )
+        if seconds
+        else None,
         restart=Restart(config.restarts, meet_s=20) if config.restarts >= 0 else None,
         local=checkpoint.LocalReplicas(f"{config.run}-local", "run", world, copies=1) if config.local else None,
         local_every=1,

@@ -74,6 +74,8 @@ def test_every_fault_everywhere(python, tmp_path, clean, kind, rank, place):
     seconds = {"diskfull": ",seconds=3", "slow": ",seconds=0.05", "hang": "", "stop": ""}.get(kind, "")
     fault = f"{kind}:rank={rank},step=4,at={place}{seconds}"
     flags = [f"--inject={fault}", f"--limit_s={LIMIT_S}", *(["--async_save"] if place == "flight" else [])]
+    if place == "flight":
+        flags.append("--save_limit_s=15")  # the writer's process starts in it
     if place == "setup":
         flags.append("--setup_s=6")
     status, out, err, _ = torchrun(python, tmp_path, *flags)
@@ -115,7 +117,8 @@ def test_a_hang_is_over_soon(python, tmp_path, kind):
     flags = f"--inject={kind}:rank=1,step=5", f"--limit_s={LIMIT_S}"
     status, _, err, _ = torchrun(python, tmp_path, *flags, restarts=0)
     ended = time.time()
-    assert status == 1 and "hang: rank" in err and "behind: rank 1 (" in err
+    where = r"behind: rank 1 \(" if kind == "stop" else r"rank 1 \(.*\) at [^;]*inject.py:\d+ in _happen"
+    assert status == 1 and "hang: rank" in err and re.search(where, err), err
     last = float((tmp_path / "run-times").read_text().splitlines()[-1].split()[1])  # the end of update 4
     stacks = sorted((tmp_path / "run" / "stacks").glob("rank-*.txt"))
     written = [path for path in stacks if path.read_text().startswith("hang:")]
@@ -127,13 +130,14 @@ def test_a_hang_is_over_soon(python, tmp_path, kind):
 
 def test_restarts_in_the_process(python, tmp_path, clean):
     """An exception on one rank while the other waits for it: both go on from local replicas."""
-    flags = ("--inject=exception:rank=1,step=6", "--restarts=1", "--local", "--save_every=4")
+    flags = ("--inject=exception:rank=1,step=6", "--restarts=1", "--local", "--save_every=8")
     status, out, err, _ = torchrun(python, tmp_path, *flags, restarts=0)
     assert status == 0, err
-    assert end_of(out) == (clean, "9" if "--backend" in flags else end_of(out)[1]) and end_of(out)[0] == clean
+    assert end_of(out)[0] == clean
     assert "restart 1 in the process, after 5 updates" in err and "rank 1: ValueError: injected" in err
     steps = [int(line.split()[0]) for line in (tmp_path / "run-times").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the replicas were of step 5
+    assert steps[:5] == [1, 2, 3, 4, 5] and steps[-3:] == [6, 7, 8]
+    assert len(steps) <= 8 + 3  # replicas count some steps after they were begun; there is no checkpoint
 
 
 @pytest.mark.slow

@@ -40,8 +40,9 @@ def test_restarts_leave_nothing_behind(python, tmp_path, backend):
     assert len(re.findall(r"restart \d+ in the process", err)) == steps - 3
     for rank in ranks:
         assert [int(step) for step in rank["held"]] == list(range(1, steps + 1))
-        (files, threads), (late_files, late_threads) = rank["held"]["4"], rank["held"][str(steps)]
-        assert late_files <= files + 1 and late_threads <= threads + 1
+        held = list(rank["held"].values())
+        for what in (0, 1):  # descriptors, threads
+            assert held[-1][what] <= max(one[what] for one in held[: len(held) // 3]) + 2, held
         assert rank["graphs"] == 1 and rank["inductor"] <= 1
     clean, _ = restarted(python, tmp_path / "clean", backend, 3)
     assert ranks[0]["graphs"] == clean[0]["graphs"] == 1
