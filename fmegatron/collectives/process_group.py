@@ -25,7 +25,9 @@ def control_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup |
     """The group of all ranks for agreements on the CPU."""
     if device.type == "cpu":
         return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup), "this rank is in the group of all"
+    return group
 
 
 def default_device(local_rank: int | str) -> str:

@@ -32,7 +32,11 @@ class _Attempts:
     def __init__(self, run: Any, reading: Reading, length: tuple[str, int], pulse: Pulse, stop: Stop):
         self.run, self.reading, self.length, self.pulse, self.stop = run, reading, length, pulse, stop
         self.inject = Injector(run.inject, run.world.rank, run.directory / "injected")
-        self.finished, self.began, self.back_to, self.count = 0, False, None, 0
+        self.finished, self.began, self.count = 0, False, 0
+        self.back_to: int | None = (
+            None  # the checkpoint that the next attempt begins with, 0: a new run; None: the newest
+        )
+        self.newest = reading.begin(0, 0)  # the data of the newest attempt
         self.skip: tuple[tuple[int, int], ...] = ()
 
 

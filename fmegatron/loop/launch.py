@@ -48,9 +48,8 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
             leaves, claimed = isinstance(error, SystemExit), isinstance(error, ClaimedError)
-            status = (
-                2 if usage else 130 if interrupt else _status(error) if leaves else getattr(error, "exit_status", 1)
-            )
+            own = _status(error) if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
+            status = 2 if usage else 130 if interrupt else own
             if place.size > 1 and status:
                 brief = usage or interrupt or claimed or isinstance(error, SystemExit) and isinstance(error.code, str)
                 fail(error, place, faults, status, brief)

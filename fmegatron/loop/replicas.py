@@ -1,6 +1,7 @@
 """Hashes of a state, bit by bit on its device: what replicas on other ranks hold, and what a second run arrives at."""
 
 import math
+from types import MappingProxyType
 
 import torch
 
@@ -8,7 +9,7 @@ from fmegatron import tree
 from fmegatron.layout import Layout
 
 _CHUNK = 1 << 22  # elements that are hashed at a time
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 class ReplicasDifferError(RuntimeError):

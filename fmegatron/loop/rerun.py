@@ -12,6 +12,7 @@ deterministic on one machine count as transient.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from fmegatron.loop.faults import Pulse, say
 from fmegatron.loop.losses import RunAgain
 from fmegatron.loop.replicas import hashes
 
-STATUS = {"transient": 76, "persistent": 77, "deterministic": 78}
-_MEANS = {
-    "transient": "the same updates gave another state the second time; start again, it goes on from the checkpoint",
-    "persistent": "on another machine the same part gave another state; take one of the two out, then start again",
-    "deterministic": "it is what the program computes from these data; skip them, or change rate, clipping, precision",
-}
+STATUS = MappingProxyType({"transient": 76, "persistent": 77, "deterministic": 78})
+_MEANS = MappingProxyType(
+    {
+        "transient": "the same updates gave another state the second time; start again, it goes on from the checkpoint",
+        "persistent": "on another machine the same part gave another state; take one of the two out, then start again",
+        "deterministic": "it is what the program computes from these data; skip them, or change rate or precision",
+    }
+)
 
 
 class RerunError(RuntimeError):

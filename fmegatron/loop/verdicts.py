@@ -35,11 +35,11 @@ class Verdicts:
             self._recent.append((number, {name: metrics[name] for name in WATCHED if name in metrics}))
         if not logs:
             return {}, (False, False)
-        many = {(n, name): value for n, some in self._recent for name, value in some.items()}
-        values = fetch({**metrics, **many} if isinstance(metrics, Mapping) else metrics)
+        many = {f"\0{n} {name}": value for n, some in self._recent for name, value in some.items()}
+        values = fetch({**metrics, **many} if isinstance(metrics, Mapping) else metrics)  # one transfer for all of it
         losses = {key: values.pop(key) for key in many}
         for n, some in self._recent:
-            found = {name: losses[n, name] for name in some}
+            found = {name: losses[f"\0{n} {name}"] for name in some}
             if self._first_broken is None and broken(found):
                 # A loss is that of the parameters before the update: without a norm, the update before may be the bad.
                 self._first_broken = n if "grad_norm" in found else max(1, n - 1)

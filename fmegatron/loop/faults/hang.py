@@ -133,10 +133,13 @@ class _Watch:
         beat |= {"limit": min(now.limit, 1e9), **self.process}
         if now.seconds > now.limit - 4 * self.pause:
             beat["at"] = _place_of(self.main)
-        self.board.set(f"beat/{self.rank}", json.dumps(beat))
+        if self.board is not None:
+            self.board.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _meet(self) -> bool:
         """Reach the store by an own connection, and meet the other ranks there; False when they are too late."""
+        if self.address is None:
+            return False
         host, port = self.address
         if self.base is None:
             limit = datetime.timedelta(seconds=5)

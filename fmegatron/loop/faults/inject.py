@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,18 +23,20 @@ import torch
 from fmegatron import tree
 
 # What happens to a rank, and for how many seconds unless it is given (None: it has no duration).
-KINDS = {
-    "exception": (None, "ValueError"),
-    "exit": (None, "SystemExit with status 3"),
-    "kill": (None, "SIGKILL"),
-    "stop": (float("inf"), "SIGSTOP, and SIGCONT after so many seconds"),
-    "hang": (float("inf"), "a sleep"),
-    "slow": (0.1, "so many seconds of work more in this update and in every later one"),
-    "nan": (None, "NaN in the first element of the first array of the state"),
-    "bitflip": (None, "one bit of that element is flipped"),
-    "oom": (None, "an allocation that no memory is large enough for"),
-    "diskfull": (float("inf"), "for so many seconds, no file can be written by this process and its writer"),
-}
+KINDS = MappingProxyType(
+    {
+        "exception": (None, "ValueError"),
+        "exit": (None, "SystemExit with status 3"),
+        "kill": (None, "SIGKILL"),
+        "stop": (float("inf"), "SIGSTOP, and SIGCONT after so many seconds"),
+        "hang": (float("inf"), "a sleep"),
+        "slow": (0.1, "so many seconds of work more in this update and in every later one"),
+        "nan": (None, "NaN in the first element of the first array of the state"),
+        "bitflip": (None, "one bit of that element is flipped"),
+        "oom": (None, "an allocation that no memory is large enough for"),
+        "diskfull": (float("inf"), "for so many seconds, no file can be written by this process and its writer"),
+    }
+)
 PLACES = ("setup", "step", "save", "flight", "evaluation")
 
 
@@ -82,7 +85,9 @@ class Injection:
         return tuple(_one(part) for part in text.split("+") if part.strip())
 
 
-_READ: dict[str, Callable[[str], Any]] = {"rank": int, "step": int, "at": str, "seconds": float}
+_READ: MappingProxyType[str, Callable[[str], Any]] = MappingProxyType(
+    {"rank": int, "step": int, "at": str, "seconds": float}
+)
 
 
 def _one(text: str) -> Injection:
@@ -174,7 +179,7 @@ def _work(seconds: float) -> None:
         pass
 
 
-_WORDS = {1: (torch.int8, 1), 2: (torch.int16, 6), 4: (torch.int32, 21), 8: (torch.int64, 50)}
+_WORDS = MappingProxyType({1: (torch.int8, 1), 2: (torch.int16, 6), 4: (torch.int32, 21), 8: (torch.int64, 50)})
 
 
 def _damage(state: tree.Tree, kind: str) -> None:
