@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_LEAST = 2e-3  # seconds that a rank must be slower by
+_LEAST = 10e-3  # seconds that a rank must be slower by
 _HOST = 64  # bytes of a machine's name
 
 

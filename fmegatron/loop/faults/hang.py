@@ -186,16 +186,22 @@ class _Watch:
         return quiet > 3 * self.pause and (patient or quiet > SILENT_SECONDS)
 
     def _who(self, behind: list[int], others: dict[int, dict]) -> str:
-        if not behind:
-            return "no rank is behind: all wait" if len(others) > 1 else "see its stacks"
+        """Where the ranks are: those that are behind, or all of them, the fewest at one place first."""
+        if not behind and len(others) > 1:
+            places: dict[str, list[int]] = {}
+            for rank, beat in others.items():
+                places.setdefault(beat.get("at", "a place that is not known"), []).append(rank)
+            few = sorted(places.items(), key=lambda item: len(item[1]))[:SHOWN]
+            return "all ranks are in it: " + "; ".join(f"{_named(ranks, others)} at {place}" for place, ranks in few)
         shown = [
-            f"rank {rank} ({others[rank]['host']}, process {others[rank]['pid']}) is in section "
-            f"{others[rank]['section']!r} of update {others[rank]['step']}"
+            f"{_named([rank], others)} was last seen in section {others[rank]['section']!r} of update "
+            f"{others[rank]['step']}"
             + ", and its process does not run (stopped?)"
             * (self._silence(rank) > 3 * self.pause)
             for rank in behind[:SHOWN]
         ]
-        return "behind: " + "; ".join(shown) + f" and {len(behind) - SHOWN} more" * (len(behind) > SHOWN)
+        more = f" and {len(behind) - SHOWN} more" * (len(behind) > SHOWN)
+        return f"behind: {'; '.join(shown)}{more}" if shown else "see its stacks"
 
     # ---- the end
     def _declare(self, now: Now, others: dict[int, dict], who: str) -> None:
