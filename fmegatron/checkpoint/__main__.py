@@ -19,11 +19,12 @@ from typing import Any, TextIO
 
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.open_store import holding, open_store
+from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES
 from fmegatron.checkpoint.files.snapshot import again
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.diff import diff
-from fmegatron.checkpoint.tools.export import SHARD_BYTES, export, parse_dtype, parse_renames
+from fmegatron.checkpoint.tools.export import export, parse_dtype, parse_renames
 from fmegatron.checkpoint.tools.gc import LIVE_SECONDS, collect
 from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.checkpoint.tools.printed import one_line, plain
@@ -244,7 +245,7 @@ def _export(options: argparse.Namespace) -> Result:
         options.pattern,
         renames=parse_renames(options.rename),
         cast=parse_dtype(options.cast) if options.cast else None,
-        shard=options.shard or SHARD_BYTES,
+        shard=options.shard or FILE_BYTES,
     )
     return GOOD, vars(done), lambda out: printed.exported(out, done)
 

@@ -120,7 +120,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                 if info.metrics:
                     log(info.step, info.record())
                     if times is not None:
-                        times.forget() if info.step == run.start + 1 else times.log(info.step)  # the first compiles
+                        times.forget() if info.step == run.start + 1 else times.log(info.step, info.waited)
                     if not run.evaluations:
                         run.metrics = dict(info.metrics)
                 if lead and first and info.step == run.start + 1:
@@ -190,6 +190,9 @@ def _told(pulse: Pulse, data: Begun) -> Callable[[int], Any]:
     """Position -> batch; a batch of another size makes the step compile again, which may take long."""
     pieces = [] if data.course is None else data.course.pieces
     new = {b[0] for a, b in itertools.pairwise(pieces) if a[1].batch_size != b[1].batch_size}
+
+    if not new:
+        return data.at
 
     def at(position: int) -> Any:
         if position in new:

@@ -7,11 +7,10 @@ behind the samples of the piece before (`Batches.after`).
 """
 
 import bisect
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fmegatron.data import Batch, Batches
+from fmegatron.data import Batch, StepBatches
 from fmegatron.layout import Layout
 
 Ranges = tuple[tuple[int, int], ...]
@@ -21,9 +20,9 @@ Ranges = tuple[tuple[int, int], ...]
 class Course:
     """The pieces: (first position, Batches), in rising order of positions. Made by `course`."""
 
-    pieces: tuple[tuple[int, Batches], ...]
+    pieces: tuple[tuple[int, StepBatches], ...]
 
-    def of(self, position: int) -> Batches:
+    def of(self, position: int) -> StepBatches:
         """The Batches that the update which reads this position reads."""
         return self.pieces[max(0, bisect.bisect_right(self.pieces, position, key=lambda piece: piece[0]) - 1)][1]
 
@@ -49,9 +48,11 @@ class Course:
                 return max(0, least)
         return least
 
-    def for_rank(self, layout_of: Callable[[Batches], Layout], rank: int, device) -> Callable[[int], Batch]:
+    def for_rank(self, layout_of: Callable[[StepBatches], Layout], rank: int, device) -> Callable[[int], Batch]:
         """Position -> one rank's part of the batch. layout_of: the layout of the batch of these Batches."""
         parts = [(first, of.for_rank(layout_of(of), rank, device)) for first, of in self.pieces]
+        if len(parts) == 1:
+            return parts[0][1].at  # a method of data that can be read ahead
 
         def at(position: int) -> Batch:
             index = max(0, bisect.bisect_right(parts, position, key=lambda part: part[0]) - 1)
@@ -61,7 +62,7 @@ class Course:
 
 
 def course(
-    batches: Batches,
+    batches: StepBatches,
     samples: int | None,
     step: int,
     batch_sizes: Sequence[tuple[int, int]] = (),
@@ -79,6 +80,7 @@ def course(
     Raises ValueError for sizes and ranges that are none, and for sizes without the first.
 
     >>> import numpy as np
+    >>> from fmegatron.data import Batches
     >>> data = Batches(np.arange(1000), batch_size=4, seq_len=8, seed=0)
     >>> way = course(data, 0, 0, batch_sizes=((0, 4), (3, 8)), skip=((5, 9),))
     >>> [(way.samples(n), way.tokens(n + 1) // 8) for n in range(6)], way.steps(samples=30)
@@ -95,8 +97,8 @@ def course(
     starts = sorted({step, *(first for first, _ in sizes if first > step)})
     pieces, position, behind = [], step, samples
 
-    def begin(position: int, behind: int) -> Batches:
-        of = dataclasses.replace(batches, batch_size=size_at(position)).after(behind, position)
+    def begin(position: int, behind: int) -> StepBatches:
+        of = replace(batches, batch_size=size_at(position)).after(behind, position)  # pyright: ignore[reportArgumentType]
         pieces.append((position, of))
         return of
 

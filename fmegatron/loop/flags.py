@@ -1,12 +1,12 @@
 """Command-line flags made from a frozen dataclass when they are needed, never at import."""
 
+import collections
 import contextlib
 import dataclasses
 import inspect
 import os
 import shlex
 import traceback
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +18,11 @@ from fmegatron.loop.sources import (
     SourceError,
     as_toml,
     fields_of,
-    is_nested,
     of_environment,
     of_file,
     text_of,
     value_of,
+    walk,
 )
 
 PREFIX = "config_"
@@ -98,11 +98,11 @@ def parse(argv: Sequence[str], config: Config, environment: Mapping[str, str] | 
             flags.DEFINE_multi_string(name, [], text, flag_values=values, module_name="launch")
         else:
             flags.DEFINE_boolean(name, False, text, flag_values=values, module_name="launch")
-    _define(defaults, PREFIX, values)
+    _define(defaults, values)
     try:
         rest = values(_full_names(argv, values))[1:]
     except flags.UnrecognizedFlagError as error:
-        short = tree.did_you_mean(error.flagname, [name for name, _, _ in fields_of(defaults)])
+        short = tree.did_you_mean(error.flagname, [field.name for field in fields_of(defaults)])
         raise UsageError(f"{error}{'' if error.flagname.startswith(PREFIX) else short}") from None
     except (flags.Error, ValueError) as error:  # the second of absl, too: a value behind --noNAME
         raise UsageError(str(error)) from None
@@ -123,10 +123,10 @@ def parse(argv: Sequence[str], config: Config, environment: Mapping[str, str] | 
             given[name], origins[name] = value, variable
     except SourceError as error:
         raise UsageError(str(error)) from error
-    for name, _, _ in fields_of(defaults):
+    for name in (field.name for field in fields_of(defaults)):
         if values[PREFIX + name].present:
             given[name], origins[name] = values[PREFIX + name].value, f"--{PREFIX}{name}"
-    made = _collect(defaults, "", given, origins)
+    made = _with_values(defaults, given, origins)
     if values["print_config"].value:
         print(as_toml(made, lambda name: origins.get(name, "default")))
         raise SystemExit(0)
@@ -152,19 +152,13 @@ def _full_names(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
 
 def usage(config: Config) -> str:
     """One line for each flag of `config`: name and default, as a shell reads them, and the field's comment."""
-    lines = []
-
-    def visit(instance, prefix):
-        hints, comments = typing.get_type_hints(type(instance)), _comments(instance)
-        for field in _fields(instance):
-            value, comment = getattr(instance, field.name), comments.get(field.name, "")
-            if is_nested(value):
-                visit(value, f"{prefix}{field.name}.")
-            else:
-                flag = shlex.quote(f"--{prefix}{field.name}={text_of(value, hints[field.name])}")
-                lines.append(f"  {flag}" + (f"   # {comment}" if comment else ""))
-
-    visit(_instance(config), PREFIX)
+    lines, comments = [], {}
+    for field in fields_of(_instance(config)):
+        if type(field.owner) not in comments:
+            comments[type(field.owner)] = _comments(field.owner)
+        comment = comments[type(field.owner)].get(field.name.rpartition(".")[2])
+        flag = shlex.quote(f"--{PREFIX}{field.name}={text_of(field.value, field.hint)}")
+        lines.append(f"  {flag}" + (f"   # {comment}" if comment else ""))
     own = [f"  --{name}" + ("=FILE" if name == FILES else "") + f"   # {text}" for name, text in _OWN]
     return "\n".join([f"flags, with their defaults (--{PREFIX}NAME may be --NAME):", *lines, *own])
 
@@ -182,11 +176,6 @@ def _instance(config):
     return config()
 
 
-def _fields(instance):
-    """The fields of a dataclass instance that can be given."""
-    return [field for field in dataclasses.fields(instance) if field.init]
-
-
 def _comments(instance) -> dict[str, str]:
     """The comments at the end of the lines of fields in the source, by their names."""
     comments = {}
@@ -201,27 +190,29 @@ def _comments(instance) -> dict[str, str]:
     return comments
 
 
-def _define(instance, prefix, values):
-    hints = typing.get_type_hints(type(instance))
-    for field in _fields(instance):
-        name, default = prefix + field.name, getattr(instance, field.name)
-        if is_nested(default):
-            _define(default, name + ".", values)
-        elif hints[field.name] is bool:
-            flags.DEFINE_boolean(name, default, "", flag_values=values, module_name="config")
+def _define(config: Config, values: flags.FlagValues) -> None:
+    for field in fields_of(config):
+        name = PREFIX + field.name
+        if field.hint is bool:
+            flags.DEFINE_boolean(name, field.value, "", flag_values=values, module_name="config")
         else:
-            flag = flags.Flag(_Parser(hints[field.name]), None, name, None, "")
+            flag = flags.Flag(_Parser(field.hint), None, name, None, "")
             flags.DEFINE_flag(flag, flag_values=values, module_name="config")
 
 
-def _collect(instance, prefix, given, origins):
-    changes = {}
-    for field in _fields(instance):
-        name, default = prefix + field.name, getattr(instance, field.name)
-        if is_nested(default):
-            changes[field.name] = _collect(default, name + ".", given, origins)
-        elif name in given:
-            changes[field.name] = given[name]
+def _with_values(config: Config, given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    """The Config with values by dotted names, dataclasses inside of it first."""
+    changes: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for field in walk(config):
+        table, _, name = field.name.rpartition(".")
+        if field.nested:
+            changes[table][name] = _replaced(field.value, field.name + ".", changes[field.name], origins)
+        elif field.name in given:
+            changes[table][name] = given[field.name]
+    return _replaced(config, "", changes[""], origins)
+
+
+def _replaced(instance, prefix: str, changes: dict[str, Any], origins: Mapping[str, str]):
     try:
         made = dataclasses.replace(instance, **changes)
         check(made)  # a Config need not have a __post_init__ that does

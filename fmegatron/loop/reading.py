@@ -10,7 +10,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import World
-from fmegatron.data import Batches, RankBatches
+from fmegatron.data import RankBatches, StepBatches
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop.course import Course, Ranges, check_sizes, course, joined
 from fmegatron.step import Declared
@@ -19,11 +19,11 @@ from fmegatron.step import Declared
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """The data of one rank. data: Batches, None where `at` is a function of one's own; then positions are counted in
-    the place of samples. layout_of: the layout of the batch of such Batches."""
+    the place of samples. layout_of: the layout of the batch of such StepBatches."""
 
-    data: Batches | None
+    data: StepBatches | None
     at: Callable[[int], Any] | None
-    layout_of: Callable[[Batches], Layout] | None
+    layout_of: Callable[[StepBatches], Layout] | None
     rank: int
     device: Any
     batch_sizes: tuple[tuple[int, int], ...] = ()
@@ -110,28 +110,28 @@ def rows_of(
 ) -> Reading:
     """One rank's part of the batches, by the layout that the step declares for its batch."""
     sizes, ranges = check_sizes(batch_sizes), joined(skip)
-    if isinstance(batches, Batches):
+    if isinstance(batches, StepBatches):
         states = declared(step)
         if states is not None and isinstance(states.batch, DataParallel):
             strategy, parts = states.batch, states.microbatches
 
-            def layout_of(of: Batches) -> Layout:
+            def layout_of(of: StepBatches) -> Layout:
                 return of.layout(mesh, strategy, parts)
         elif mesh.size == 1:
 
-            def layout_of(of: Batches) -> Layout:
+            def layout_of(of: StepBatches) -> Layout:
                 return Layout((of.batch_size, of.seq_len), torch.int64, mesh)
         else:
             raise ValueError(
                 "Run: batches: got data.Batches and a step that does not declare which rows a rank needs, wanted one "
                 "of step.build_train_step, or the part of a rank: batches.for_rank(layout, world.rank, world.device)"
             )
-        for size in {batches.batch_size, *(size for _, size in sizes)}:
-            layout_of(dataclasses.replace(batches, batch_size=size))  # raises for sizes that ranks cannot share
+        for size in {batches.batch_size, *(size for _, size in sizes)}:  # raises for sizes that ranks cannot share
+            layout_of(dataclasses.replace(batches, batch_size=size))  # pyright: ignore[reportArgumentType]
         return Reading(batches, None, layout_of, world.rank, world.device, sizes, ranges)
     if sizes:
         raise ValueError(f"Run: batch_sizes: got {sizes} and {tree.in_words(batches)}, wanted data.Batches")
-    if isinstance(batches, RankBatches) and isinstance(batches.batches, Batches):
+    if isinstance(batches, RankBatches) and isinstance(batches.batches, StepBatches):
         layout = batches.layout
         return Reading(batches.batches, None, lambda of: layout, batches.rank, batches.device, (), ranges)
     if isinstance(batches, RankBatches):

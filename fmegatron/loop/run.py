@@ -17,7 +17,7 @@ from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.collectives import World
-from fmegatron.data import Batches, RankBatches
+from fmegatron.data import RankBatches, StepBatches
 from fmegatron.loop.attempt import running
 from fmegatron.loop.faults import Injection, Patience
 from fmegatron.loop.losses import LossSpike, LossStuck, check_action
@@ -162,7 +162,7 @@ class Run:
 
     def __call__(
         self,
-        batches: Batches | RankBatches | Callable[[int], Any],
+        batches: StepBatches | RankBatches | Callable[[int], Any],
         steps: int | None = None,
         *,
         samples: int | None = None,

@@ -10,7 +10,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fmegatron import tree
 from fmegatron.layout import Mesh
@@ -27,21 +27,34 @@ class SourceError(ValueError):
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
-def is_nested(value: object) -> bool:
-    """Whether a field's default has fields of its own."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | Mesh)
+class Field(NamedTuple):
+    """A field of a Config that can be given: its dotted name, its type, its value, and the dataclass that it is of."""
+
+    name: str
+    hint: Any
+    value: Any
+    owner: Any
+
+    @property
+    def nested(self) -> bool:
+        """Whether it is a dataclass with fields of its own."""
+        return dataclasses.is_dataclass(self.value) and not isinstance(self.value, type | Mesh)
 
 
-def fields_of(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, type, value) of all fields; of a field that is a dataclass those of its own fields."""
+def walk(config: Config, prefix: str = "") -> Iterator[Field]:
+    """All fields of a Config; before a field that is a dataclass those of its own fields."""
     hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):
         if item.init:
-            value = getattr(config, item.name)
-            if is_nested(value):
-                yield from fields_of(value, f"{prefix}{item.name}.")
-            else:
-                yield prefix + item.name, hints[item.name], value
+            found = Field(prefix + item.name, hints[item.name], getattr(config, item.name), config)
+            if found.nested:
+                yield from walk(found.value, f"{found.name}.")
+            yield found
+
+
+def fields_of(config: Config) -> list[Field]:
+    """The fields of a Config that have a value; of a field that is a dataclass those of its own fields."""
+    return [field for field in walk(config) if not field.nested]
 
 
 # ---- files and environment -------------------------------------------------------------------------------------------
@@ -75,7 +88,7 @@ def of_file(path: str, config: Config) -> dict[str, Any]:
         values = values["config"]  # as Settings.write has it
     if not isinstance(values, dict):
         raise SourceError(f"{path}: got {values!r:.60}, wanted the fields of a Config and their values")
-    known = {name: hint for name, hint, _ in fields_of(config)}
+    known = {field.name: field.hint for field in fields_of(config)}
     found = {}
     for name, value in _flat(values, known):
         if name not in known:
@@ -156,7 +169,7 @@ def of_environment(config: Config, environment: Mapping[str, str]) -> dict[str, 
     Raises SourceError for one that has the prefix and is none of the Config's fields, and for a text that is none of
     its values.
     """
-    known = {name.upper().replace(".", "__"): (name, hint) for name, hint, _ in fields_of(config)}
+    known = {field.name.upper().replace(".", "__"): field for field in fields_of(config)}
     found = {}
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT):
@@ -165,9 +178,8 @@ def of_environment(config: Config, environment: Mapping[str, str]) -> dict[str, 
         if key not in known:
             near = tree.did_you_mean(key, sorted(known)) or ": " + ", ".join(sorted(known))
             raise SourceError(f"{variable}: got no field of the Config, wanted one behind {ENVIRONMENT}{near}")
-        name, hint = known[key]
         try:
-            found[name] = variable, value_of(text, hint)
+            found[known[key].name] = variable, value_of(text, known[key].hint)
         except ValueError as error:
             raise SourceError(f"{variable}: {error}") from None
     return found
@@ -325,10 +337,11 @@ def mesh_text(mesh: Mesh) -> str:
 def as_toml(config: Config, origin: Callable[[str], str] = lambda name: "") -> str:
     """A Config as a TOML file that `of_file` reads back; behind each value from where it is: `origin(dotted name)`."""
     tables: dict[str, list[str]] = {"": []}
-    for name, hint, value in fields_of(config):
-        table, _, key = name.rpartition(".")
-        said = origin(name)
-        tables.setdefault(table, []).append(f"{key} = {_toml(value, hint)}" + (f"  # {said}" if said else ""))
+    for field in fields_of(config):
+        table, _, key = field.name.rpartition(".")
+        said = origin(field.name)
+        line = f"{key} = {_toml(field.value, field.hint)}"
+        tables.setdefault(table, []).append(line + (f"  # {said}" if said else ""))
     parts = ["\n".join([f"[{table}]"] * bool(table) + lines) for table, lines in tables.items()]
     return "\n\n".join(part for part in parts if part)
 

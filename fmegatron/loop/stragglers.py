@@ -45,6 +45,7 @@ class Stragglers:
 
         def timed_step(state, batch):
             wall, own = time.perf_counter(), time.thread_time()
+            self._since = own if plain is None else self._since
             out = step(state, batch)
             own = time.thread_time() - own
             self._wait += max(0.0, time.perf_counter() - wall - own)
@@ -58,10 +59,15 @@ class Stragglers:
             self._data += time.perf_counter() - wall
             return batch
 
-        return timed_step, timed_batch
+        plain = None if getattr(batch_at, "__self__", None) is not None else timed_batch
+        return timed_step, plain or batch_at  # what is read ahead states itself how long it was waited for
 
-    def log(self, step: int) -> None:
-        """At a log point, on all ranks: write what was asked at the one before, and ask again. Waits for no rank."""
+    def log(self, step: int, waited: float | None = None) -> None:
+        """At a log point, on all ranks: write what was asked at the one before, and ask again. Waits for no rank.
+
+        waited: seconds per step for batches that are read ahead (`StepInfo.waited`).
+        """
+        self._data = self._data if waited is None else waited * self._steps
         if self._asked is not None:
             at, answer = self._asked
             self._write(at, answer())

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, all_keys, attend_over, require_form
+from fmegatron.model.context import Context, attend, require_form
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
@@ -31,7 +30,7 @@ class Attention:
     takes its share of the softmax. bias: of the q, k and v projections. out_bias: of the output's. qk_norm: of each
     head's query and key, before they are rotated. kv_copies: keys and values are arrays of their own, which every rank
     of tp has; a rank uses the heads that its queries read. For more ranks of tp than kv_heads. context: how it attends
-    over a sequence that cp splits (`attend_over`); None: by a ring, with softcap or sinks gathered.
+    over a sequence that cp splits (`attend`); None: by a ring, with softcap or sinks gathered.
     Source: Vaswani et al. 2017, arXiv 1706.03762; grouped heads: arXiv 2305.13245.
     """
 
@@ -115,7 +114,9 @@ class Attention:
             )
         if self.rope is not None and at.angles is not None and not isinstance(at.angles, dict):
             q, k = self.rope(q, at.angles), self.rope(k, at.angles)
-        if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
+        copied = self.context == "ulysses" and kv_heads % axes["cp"].size  # a head for several ranks of cp
+        if copied or (kv_heads == 1 and (self.softcap is not None or self.sinks)):
+            # several queries of one head: no trace in sizes
             k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
         return q, k, v
 
@@ -145,29 +146,17 @@ class Attention:
             v: values.
             w: the arrays.
             at: of the tokens.
-            mask: who sees whom, where not `visible` to `at`.
+            mask: who sees whom, where that is not as `at` states.
             cp: what splits the sequence; None: nothing.
         """
-        capped = self.softcap is not None or self.sinks
-        if cp is not None and cp.size > 1:
-            if not capped:
-                return attend_over(self.context or "ring", q, k, v, at, cp, self.window, self.scale)
-            k, v, full = all_keys(k, v, at, cp)
-            mask = nn.visible(at.positions, full.positions, self.window, at.documents, full.documents)
-        in_order = at.documents is None and at.positions.dim() == 1 and self.window is None
-        if mask is None and in_order and not capped:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            grouped = q.shape[1] != k.shape[1]
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-            return o.transpose(1, 2)
-        if mask is None and not in_order:
-            mask = self.visible(at.positions, at.positions, at.documents)
-        sinks = w["sinks"] if self.sinks else None
-        return nn.attention(q, k, v, mask, scale=self.scale, softcap=self.softcap, sinks_H=sinks)
+        return attend(
+            q, k, v, at, cp=cp, form=self.context, mask=mask, window=self.window, scale=self.scale,
+            softcap=self.softcap, sinks_H=w["sinks"] if self.sinks else None,
+        )  # fmt: skip
 
-    def visible(self, queries: Tensor, keys: Tensor, documents: Tensor | None = None) -> Tensor:
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The mask of tokens at these positions."""
-        return nn.visible(queries, keys, self.window, documents, documents)
+        return nn.visible(queries, keys, self.window)
 
     def finish(self, o_BSHK: Tensor, w: dict, split: bool, axes: Axes) -> Tensor:
         """The output's projection; split: over tp on the sequence."""

@@ -1,4 +1,4 @@
-"""Attention of a decoder over a sequence that `cp` splits: which form it has, and what each form can do."""
+"""Attention of a decoder: what a token sees, and over a sequence that `cp` splits which form it has."""
 
 from __future__ import annotations
 
@@ -8,51 +8,64 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axis, all_gather, axis_index, declare
+from fmegatron.collectives import Axis, axis_index, declare
 from fmegatron.model.arrays import At
 
 Context = Literal["ring", "balanced", "gathered", "ulysses"]
 FORMS: tuple[Context, ...] = ("ring", "balanced", "gathered", "ulysses")
 
 
-def attend_over(
-    form: Context,
+def attend(
     q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
     at: At,
-    cp: Axis,
-    window: int | None,
-    scale: float | None,
+    *,
+    cp: Axis | None = None,
+    form: Context | None = None,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the queries of this rank to the keys of all: `q[B, S_cp, H, K] -> o[B, S_cp, H, K]`.
+    """Causal attention `q[B, S, H, K], k, v[B, T, G, K] -> o[B, S, H, K]`; over cp to the keys of all its ranks.
 
     Args:
-        form: "ring"; "balanced": a ring whose ranks have the sequence in the order of `nn.zigzag`; "gathered": of keys
-            and values; "ulysses": heads exchanged for positions.
         q_BSHK: queries.
-        k_BSGK: keys.
-        v_BSGK: values.
+        k_BTGK: keys.
+        v_BTGK: values.
         at: positions and documents of this rank's tokens.
-        cp: what splits the sequence.
+        cp: what splits the sequence; None: nothing.
+        form: over cp. "ring"; "balanced": a ring whose ranks have the sequence in the order of `nn.zigzag`; "gathered":
+            of keys and values; "ulysses": heads exchanged for positions. None: "gathered" with softcap or sinks, which
+            no other form can do, else "ring".
+        mask: of who sees whom, without cp; None: as `at` states, and window.
         window: of positions; None: all before.
         scale: of q·k; None: 1 / sqrt(K).
+        softcap: of the scores.
+        sinks_H: a logit of each head (`nn.attention`).
+
+    Raises ValueError for "balanced" over cp and tokens whose positions the batch does not have.
     """
+    capped = softcap is not None or sinks_H is not None
+    if cp is None or cp.size == 1:
+        if mask is None and (at.documents is not None or at.positions.dim() > 1 or window is not None):
+            mask = nn.visible(at.positions, at.positions, window, at.documents, at.documents)
+        return nn.attention(q_BSHK, k_BTGK, v_BTGK, mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
+    if form == "balanced" and at.positions.dim() == 1:
+        raise ValueError(
+            "batch['positions']: got none, wanted int64 [B, S], since context='balanced' has the tokens in zigzag order"
+            f"; give data.Batches(..., zigzag={cp.size}), which adds them, or choose context='ring'"
+        )
     if scale is not None:  # the forms divide by sqrt(K)
         q_BSHK = q_BSHK * (scale * q_BSHK.shape[-1] ** 0.5)
-    given = (q_BSHK, k_BSGK, v_BSGK, at.positions, at.documents, cp, window)
-    if form == "gathered":
-        return nn.gathered_attention(*given)
+    given = (q_BSHK, k_BTGK, v_BTGK, at.positions, at.documents, cp, window)
+    if form == "gathered" or capped:
+        return nn.gathered_attention(*given, softcap, sinks_H)
     if form == "ulysses":
         return nn.ulysses_attention(*given)
     return nn.ring_attention(*given, balanced=form == "balanced")
-
-
-def all_keys(k_BSGK: Tensor, v_BSGK: Tensor, at: At, cp: Axis) -> tuple[Tensor, Tensor, At]:
-    """Keys, values, positions and documents of the full sequence."""
-    documents = None if at.documents is None else all_gather(at.documents, cp, 1)
-    full = At(all_gather(at.positions, cp, -1), documents)
-    return all_gather(k_BSGK, cp, 1), all_gather(v_BSGK, cp, 1), full
 
 
 def positions_of(tokens_BS: Tensor, cp: Axis) -> Tensor:

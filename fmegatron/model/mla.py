@@ -14,7 +14,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, all_gather, enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, attend_over, require_form
+from fmegatron.model.context import Context, attend, require_form
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
 
@@ -98,16 +98,11 @@ class MLA:
         self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None, cp: Axis | None = None
     ) -> Tensor:
         """What the heads of this rank read: o[B, S, H, v_dim]. Arguments as of `Attention.attend`."""
-        if cp is not None and cp.size > 1:
-            return attend_over(self.context or "ring", q, k, v, at, cp, None, self.scale)
-        in_order = at.documents is None and at.positions.dim() == 1
-        if mask is None and not in_order:
-            mask = self.visible(at.positions, at.positions, at.documents)
-        return nn.attention(q, k, v, mask, scale=self.scale)
+        return attend(q, k, v, at, cp=cp, form=self.context, mask=mask, scale=self.scale)
 
-    def visible(self, queries: Tensor, keys: Tensor, documents: Tensor | None = None) -> Tensor:
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The mask of tokens at these positions."""
-        return nn.visible(queries, keys, None, documents, documents)
+        return nn.visible(queries, keys)
 
     def finish(self, o_BSHK: Tensor, w: Tree, split: bool, axes: Axes) -> Tensor:
         """The output's projection; split: over tp on the sequence."""

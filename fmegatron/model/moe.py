@@ -26,21 +26,23 @@ class MoE:
     """Σ of the chosen experts' gated MLPs, times their gates, and of the shared MLP.
 
     router: how experts are chosen. ffn_dim: of one expert. shared: an MLP for every token. choice_bias: the choice has
-    a bias that no gradient reaches (`nn.balanced_bias`). ep: axes of the data that hold experts, each rank E/n of them;
-    their gathered weights stay split over them. With "tp" among them an expert is not split over tp, and the sequence
-    is (Decoder.sequence_parallel). rows: for which a rank has room (`nn.dropless`); None: for all. chunks: so many
-    parts of a rank's tokens go one after the other, computed again in the backward (`nn.dropless`). capacity: an
-    expert takes at most so many times its equal share of a sequence's tokens, and drops others (`nn.with_capacity`).
-    balance, sequence_balance, z_loss: coefficients of losses of the router (`nn.balance_loss`,
-    `nn.sequence_balance_loss`, `nn.router_z_loss`), 0 for none. biases: router and experts have biases.
-    limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925); None:
-    silu.
+    a bias that no gradient reaches. bias_rate: by how much a step moves that bias towards equal loads (`settled`, which
+    `build_train_step(settle=...)` applies), such as 0.001 (DeepSeek V3); 0: it stays. ep: axes of the data that hold
+    experts, each rank E/n of them; their gathered weights stay split over them. With "tp" among them an expert is not
+    split over tp, and the sequence is (Decoder.sequence_parallel). rows: for which a rank has room (`nn.dropless`);
+    None: for all. chunks: so many parts of a rank's tokens go one after the other, computed again in the backward
+    (`nn.dropless`). capacity: an expert takes at most so many times its equal share of a sequence's tokens, and drops
+    others (`nn.with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the router
+    (`nn.balance_loss`, `nn.sequence_balance_loss`, `nn.router_z_loss`), 0 for none. biases: router and experts have
+    biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
+    None: silu.
     """
 
     router: nn.Router
     ffn_dim: int
     shared: MLP | None = None
     choice_bias: bool = False
+    bias_rate: float = 0.0
     ep: tuple[str, ...] = ("ep",)
     rows: int | None = None
     chunks: int = 1
@@ -51,6 +53,13 @@ class MoE:
     biases: bool = False
     limit: float | None = None
     per_token = True
+
+    def __post_init__(self):
+        if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
+            raise ValueError(
+                f"MoE.bias_rate: got {self.bias_rate} with choice_bias={self.choice_bias}, wanted 0 or more, and a "
+                "bias that it moves; set choice_bias=True"
+            )
 
     def arrays(self, dim: int) -> dict[str, Any]:
         """{"router": [D, E], "up": [E, D, 2F], "down": [E, F, D]}, "shared", and biases."""

@@ -31,7 +31,7 @@ def attention(
         sinks_H: a logit of each head that takes its share of the softmax and gives no value (arXiv 2508.10925).
     """
     q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
-    mask = mask_ST if mask_ST is None or mask_ST.dim() == 2 else mask_ST[:, None]
+    mask = over_heads(mask_ST)
     if softcap is None and sinks_H is None:
         grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
         o_BHSK = F.scaled_dot_product_attention(
@@ -80,6 +80,11 @@ def visible(
     if documents_S is not None and documents_T is not None:
         mask_ST = mask_ST & (documents_S[..., :, None] == documents_T[..., None, :])
     return mask_ST
+
+
+def over_heads(mask: Tensor | None) -> Tensor | None:
+    """A mask [B, S, T] as [B, 1, S, T], so that it holds for every head; one of other dims as it is."""
+    return mask if mask is None or mask.dim() != 3 else mask[:, None]
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -13,20 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from fmegatron.nn.attention import visible as seen_by
+from fmegatron.nn.attention import over_heads
 from fmegatron.nn.torch_private import flash_on_cpu, flash_on_cpu_backward
 
-__all__ = ["attention_with_lse", "block", "block_backward", "merged", "visible"]
-
-
-def visible(pos_BS: Tensor, doc_BS: Tensor | None, pos_BT: Tensor, doc_BT: Tensor | None, window: int | None) -> Tensor:
-    """Which keys a query sees, bool [B, 1, S, T]: of its own document, not after it, less than `window` before it.
-
-    Positions and documents (int64 [B, S] or [S], in each document from 0 or not) are data, so no mask depends on where
-    a token is stored.
-    """
-    seen = seen_by(pos_BS, pos_BT, window, doc_BS, doc_BT)
-    return (seen if seen.dim() == 3 else seen[None])[:, None]
+__all__ = ["attention_with_lse", "block", "block_backward", "merged"]
 
 
 def block(
@@ -97,11 +87,12 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention` with its log-sum-exp: (o[B, S, H, K], lse[B, S, H]), differentiable in both.
 
-    mask: bool, broadcast to [B, H, S, T], True where a query sees a key; None: causal, S == T. lse is in fp32 (fp64 of
-    fp64) and leaves out nothing: o * exp(lse - lse') is what o adds to attention to more keys, of log-sum-exp lse'.
+    mask: bool, [B, S, T], or broadcast to [B, H, S, T], True where a query sees a key; None: causal, S == T. lse is in
+    fp32 (fp64 of fp64) and leaves out nothing: o * exp(lse - lse') is what o adds to attention to more keys, of
+    log-sum-exp lse'.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
-    o, lse = _WithLse.apply(q, k, v, mask)
+    o, lse = _WithLse.apply(q, k, v, over_heads(mask))
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fmegatron import layout
 from fmegatron.collectives import Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
-from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged, visible
+from fmegatron.nn.attention import attention, visible
+from fmegatron.nn.attention_blocks import block, block_backward, merged
 
 __all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
 
@@ -78,18 +80,18 @@ def gathered_attention(
     documents: Tensor | None,
     cp: Axis,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The same with keys and values of all ranks gathered; their gradients are reduce-scattered.
+    """The same with keys and values of all ranks gathered, in one collective; their gradients are reduce-scattered.
 
-    Memory for all keys and a mask [B, 1, S, T]. Arguments as of `ring_attention`.
+    Memory for all keys and a mask [B, S, T]. Arguments as of `ring_attention`; softcap, sinks_H: as of `attention`.
     Source: Llama team 2024, arXiv 2407.21783, section 3.3.2.
     """
-    if cp.size == 1:
-        return _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window)
     kv_BTGK = all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)
     k_BTGK, v_BTGK = kv_BTGK.split((k_BSGK.shape[-1], v_BSGK.shape[-1]), -1)
-    mask = visible(positions, documents, all_gather(positions, cp, -1), _gathered(documents, cp), window)
-    return attention_with_lse(q_BSHK, k_BTGK, v_BTGK, mask)[0]
+    mask = visible(positions, all_gather(positions, cp, -1), window, documents, _gathered(documents, cp))
+    return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sinks_H=sinks_H)
 
 
 def ulysses_attention(
@@ -150,18 +152,11 @@ def zigzag(length: int, n: int) -> Tensor:
     `x[:, order]` deals a batch so: tokens, labels, positions and documents alike.
     Raises ValueError for a length that 2n does not divide.
     """
-    if length % (2 * n):
-        raise ValueError(
-            f"zigzag: got {length} positions for {n} ranks, wanted a multiple of {2 * n}, two chunks for each; pad the "
-            "sequence, or choose another number of ranks"
-        )
-    chunks = torch.arange(length).chunk(2 * n)
-    return torch.cat([chunk for r in range(n) for chunk in (chunks[r], chunks[2 * n - 1 - r])])
+    return torch.cat([torch.arange(start, stop) for start, stop in layout.zigzag(length, n)])
 
 
 def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window) -> Tensor:
-    mask = visible(positions, documents, positions, documents, window)
-    return attention_with_lse(q_BSHK, k_BSGK, v_BSGK, mask)[0]
+    return attention(q_BSHK, k_BSGK, v_BSGK, visible(positions, positions, window, documents, documents))
 
 
 def _gathered(documents: Tensor | None, cp: Axis) -> Tensor | None:
@@ -189,7 +184,7 @@ class _Ring:
         if not self.masked:
             return None, diagonal
         doc_q, doc_k = (at[1] if at.shape[0] == 2 else None for at in (at_q, at_k))
-        return visible(at_q[0], doc_q, at_k[0], doc_k, self.window), False
+        return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False
 
     def round(self, kv: Tensor, at: Tensor):
         """(hop, keys, values, their positions) of every block in turn; the next one is under way meanwhile."""

@@ -1,5 +1,7 @@
 """Vocabulary-parallel cross-entropy.  Legend: B batch, S sequence, D width, V this rank's columns, N tokens."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -120,12 +122,12 @@ class _Chunked(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         real, columns, found = _real_columns(head, tp, vocab_size), head.shape[1], []
         ids = local_ids(labels, columns, tp)
-        for x_ND, ids_N in zip(x.flatten(0, 1).chunk(chunks), ids.flatten().chunk(chunks), strict=True):
-            z_NV = _wide(_capped(x_ND @ head, cap), real)
-            top_N = z_NV.amax(-1)
-            label_N = z_NV.gather(-1, ids_N.clamp(0, columns - 1)[:, None]).squeeze(-1)
-            found.append((top_N, (z_NV - top_N[:, None]).exp().sum(-1), label_N))
-        own_top, total, label = (torch.cat(parts).view(labels.shape) for parts in zip(*found, strict=True))
+        for x_BSD, ids_BS in zip(_parts(x, chunks), _parts(ids, chunks), strict=True):
+            z_BSV = _wide(_capped(x_BSD @ head, cap), real)
+            top_BS = z_BSV.amax(-1)
+            label_BS = z_BSV.gather(-1, ids_BS.clamp(0, columns - 1)[..., None]).squeeze(-1)
+            found.append((top_BS, (z_BSV - top_BS[..., None]).exp().sum(-1), label_BS))
+        own_top, total, label = (_joined(parts, labels.shape) for parts in zip(*found, strict=True))
         top = pmax(own_top, tp)
         total = total * (own_top - top).exp()  # partial over tp
         if tp.size > 1:
@@ -143,17 +145,32 @@ class _Chunked(torch.autograd.Function):
         real, columns = _real_columns(head, tp, vocab_size), torch.arange(head.shape[1], device=head.device)
         dnll = torch.zeros_like(lse) if dnll is None else dnll
         both = dnll if dlse is None else dnll + dlse
-        flat = [t.flatten().chunk(chunks) for t in (ids, lse, dnll, both)]
         dx, dhead = [], torch.zeros_like(head)
-        for x_ND, ids_N, lse_N, dnll_N, both_N in zip(x.flatten(0, 1).chunk(chunks), *flat, strict=True):
-            y_NV = _capped(x_ND @ head, cap)
-            softmax_NV = (_wide(y_NV, real) - lse_N[:, None]).exp()
-            g_NV = softmax_NV * both_N[:, None] - torch.where(columns == ids_N[:, None], dnll_N[:, None], 0.0)
-            g_NV = g_NV if cap is None else g_NV * (1 - (y_NV.to(g_NV.dtype) / cap).square())
-            g_NV = declare(g_NV.to(head.dtype), tp, forward=("sharded", 1))
-            dx.append(g_NV @ head.t())
-            dhead = dhead + x_ND.t() @ g_NV
-        return torch.cat(dx).view(x.shape), dhead, None, None, None, None, None
+        each = zip(*(_parts(t, chunks) for t in (x, ids, lse, dnll, both)), strict=True)
+        for x_BSD, ids_BS, lse_BS, dnll_BS, both_BS in each:
+            y_BSV = _capped(x_BSD @ head, cap)
+            softmax_BSV = (_wide(y_BSV, real) - lse_BS[..., None]).exp()
+            hot_BSV = torch.where(columns == ids_BS[..., None], dnll_BS[..., None], 0.0)
+            g_BSV = softmax_BSV * both_BS[..., None] - hot_BSV
+            g_BSV = g_BSV if cap is None else g_BSV * (1 - (y_BSV.to(g_BSV.dtype) / cap).square())
+            g_BSV = declare(g_BSV.to(head.dtype), tp, forward=("sharded", 2))
+            dx.append(g_BSV @ head.t())
+            dhead = dhead + x_BSD.flatten(0, 1).t() @ g_BSV.flatten(0, 1)
+        return _joined(dx, x.shape), dhead, None, None, None, None, None
+
+
+def _parts(x: Tensor, chunks: int) -> list[Tensor]:
+    """`x[B, S, ...]` in so many parts of b·s tokens apart: as the tokens of a rank are split, so is each part."""
+    s = math.gcd(x.shape[1], chunks)
+    x = x.unflatten(1, (-1, s)).unflatten(0, (-1, chunks // s))
+    return [of_row for of_rows in x.unbind(1) for of_row in of_rows.unbind(2)]
+
+
+def _joined(parts: list[Tensor] | tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+    """The tensor of this shape whose `_parts` these are."""
+    s = math.gcd(shape[1], len(parts))
+    rows = [torch.stack(parts[i : i + s], 2) for i in range(0, len(parts), s)]
+    return torch.stack(rows, 1).view(shape)
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:

@@ -183,9 +183,10 @@ def router_z_loss(logits_TE: Tensor, tokens: int) -> Tensor:
 def balanced_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
     """The router's bias for the next step: up by `rate` for experts with less than the mean load, down for the others.
 
-    load_E: of all tokens of the step. Source: arXiv 2408.15664, algorithm 1 (DeepSeek V3, section 2.1.2).
+    load_E: of all tokens of the step; leading dims, as of layers, stand for themselves.
+    Source: arXiv 2408.15664, algorithm 1 (DeepSeek V3, section 2.1.2).
     """
-    missing_E = load_E.to(torch.float64).mean() - load_E.to(torch.float64)
+    missing_E = load_E.to(torch.float64).mean(-1, keepdim=True) - load_E.to(torch.float64)
     return bias_E + rate * missing_E.sign().to(bias_E.dtype)
 
 

@@ -147,6 +147,7 @@ def build_train_step(
     weight: str | None = None,
     numbered: bool = False,
     clip_norm: float | None = 1.0,
+    settle: Callable[[Any, dict], tuple[Any, dict]] | None = None,
     together: int = 1 << 20,
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
@@ -172,6 +173,9 @@ def build_train_step(
             of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any
             microbatches.
         clip_norm: the largest global gradient norm, None for no clipping.
+        settle: settle(params, metrics) -> (params, metrics): what no gradient decides, such as the biases that balance
+            experts (`model.settled`); after the update, with the metrics of the full batch. Where the norm of the
+            gradients is not finite it changes no parameter.
         together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
@@ -240,6 +244,11 @@ def build_train_step(
         params, opt = optimizer.update(grads, state.opt, params, optim.GradNorm(norm, clip_norm))
         params, _ = tree.partition(params, optimizer.trains)
         params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
+        if settle is not None:
+            after, metrics = settle(params, metrics)
+            params = tree.map(
+                lambda new, old: new if new is old else torch.where(norm.isfinite(), new, old), after, params
+            )
         return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)

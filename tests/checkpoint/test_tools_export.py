@@ -11,8 +11,10 @@ from safetensors import safe_open
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.__main__ import main
+from fmegatron.checkpoint.files.safetensors_files import DTYPES as OF_FILES
+from fmegatron.checkpoint.files.safetensors_files import places, read
 from fmegatron.checkpoint.tools import export, open_source
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import Box, Layout, Mesh
 from tests.checkpoint.fake_world import save_all, small_sizes
 from tests.checkpoint.test_reshard import DTYPES, any_bits, layouts_on, state_for
 
@@ -71,9 +73,16 @@ def test_safetensors_in_shards(saved, tmp_path):
 
 
 def test_safetensors_dtypes(tmp_path):
+    """Each reads as it was in the safetensors package, and in our reader."""
     source, state = every_dtype(tmp_path, LACKING)
-    export(source, tmp_path / "x.safetensors")
-    with safe_open(tmp_path / "x.safetensors", "pt") as f:
+    (tmp_path / "folder").mkdir()
+    export(source, tmp_path / "folder/model.safetensors")
+    found = places(str(tmp_path / "folder"))
+    assert {place.dtype for place in found.values()} == set(OF_FILES.values())
+    for name, x in state.items():
+        whole = Box((0,) * x.dim(), tuple(x.shape), 0, (0,) * x.dim())
+        assert found[name].dtype == x.dtype and torch.equal(bits(read(found[name], whole)), bits(x)), name
+    with safe_open(tmp_path / "folder/model.safetensors", "pt") as f:
         for name, x in state.items():
             assert f.get_tensor(name).dtype == x.dtype and torch.equal(bits(f.get_tensor(name)), bits(x)), name
 

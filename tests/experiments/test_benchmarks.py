@@ -34,6 +34,9 @@ def of_parallel(benchmark, capsys, ranks, forms=("zero3_mincut",)):
         if form == "zero3_muon":  # other steps than AdamW's, and matrices travel to be whole
             continue
         assert lines[f"{form}_losses"]["value"] <= 1e-10
+        if form == "tensor":
+            assert 1.0 <= lines["tensor_bytes_sent"]["value"] < 1.3
+            continue
         assert lines[f"{form}_bytes_sent"]["value"] == 1.0
         if form.startswith("zero3"):
             assert all(lines[f"{form}_{op}_calls"]["holds"] for op in ("all_gather", "reduce_scatter", "psum"))
@@ -43,7 +46,9 @@ def of_parallel(benchmark, capsys, ranks, forms=("zero3_mincut",)):
 
 @pytest.mark.slow
 def test_other_forms_of_parallel(benchmark, capsys, ranks):
-    of_parallel(benchmark, capsys, ranks, ("zero3_inputs", "replicated", "zero1", "zero3_muon", "overlap_mincut"))
+    of_parallel(
+        benchmark, capsys, ranks, ("zero3_inputs", "replicated", "zero1", "tensor", "zero3_muon", "overlap_mincut")
+    )
 
 
 def of_gpu_without_a_gpu(benchmark, capsys, ranks):
@@ -80,3 +85,11 @@ def test_experts_equal_a_loop(benchmark, capsys, ranks):
     lines = lines_of(capsys)
     for name in ("worst_case", "balanced"):
         assert lines[f"moe_{name}_difference"]["holds"] and lines[f"moe_{name}_time"]["value"] > 0
+
+
+def test_a_split_sequence_equals_the_ring_of_torch(benchmark, capsys, ranks):
+    benchmark("context").main(["--quick", "--backend=eager"], pool=ranks)
+    lines = lines_of(capsys)
+    for form in ("ring", "balanced", "gathered"):
+        assert lines[f"cp_{form}_difference"]["holds"] and lines[f"cp_{form}_bytes"]["holds"]
+        assert lines[f"cp_{form}_time"]["value"] > 0

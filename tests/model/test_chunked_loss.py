@@ -37,7 +37,7 @@ def test_it_is_the_plain_loss(name, mask):
         torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-13)
 
 
-MESHES = [(name, mesh) for name in VARIANTS for mesh in (Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(tp=4))]
+MESHES = [(name, mesh) for name in VARIANTS for mesh in (Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(fsdp=2, cp=2))]
 
 
 @pytest.mark.parametrize(("name", "mesh"), turns(2, MESHES, [f"{name}-{mesh}" for name, mesh in MESHES]))

@@ -1,5 +1,6 @@
 """Decoders with experts on simulated ranks equal one rank: losses, metrics, parameters after two steps, fp64, 1e-10."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -26,7 +27,14 @@ def decoder(sequence_parallel=False, **of_moe):
     )
 
 
-SHARED = {"router": V3, "shared": model.MLP(20), "choice_bias": True, "z_loss": 1e-3, "sequence_balance": 0.1}
+SHARED = {
+    "router": V3,
+    "shared": model.MLP(20),
+    "choice_bias": True,
+    "bias_rate": 0.01,
+    "z_loss": 1e-3,
+    "sequence_balance": 0.1,
+}
 CASES = {
     "ep2": (Mesh(ep=2), HSDP, decoder()),
     "ep4, ZeRO-3": (Mesh(ep=4), ZERO3, decoder(**SHARED)),
@@ -45,11 +53,11 @@ CASES = {
 }
 
 
-def train_step(mesh, strategy, of, save=None, microbatches=1):
+def train_step(mesh, strategy, of, save=None, microbatches=1, optimizer=None):
     axes, layouts = Axes(mesh, data=strategy.tokens), model.layouts(of, mesh, strategy=strategy)
     loss = functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes, save=save)
-    how = {"strategy": strategy, "microbatches": microbatches}
-    return step.build_train_step(lambda p, b: loss(p, b), optim.adamw(1e-2), layouts, axes, **how)
+    how = {"strategy": strategy, "microbatches": microbatches, "settle": functools.partial(model.settled, decoder=of)}
+    return step.build_train_step(lambda p, b: loss(p, b), optimizer or optim.adamw(1e-2), layouts, axes, **how)
 
 
 def given(mesh, strategy, of, microbatches=1):
@@ -87,3 +95,37 @@ def test_experts_over_tp_want_sequence_parallelism():
     with pytest.raises(ValueError, match="MoE.ep: got .* set Decoder.sequence_parallel=True"):
         train = train_step(mesh, HSDP, decoder(ep=("tp",)))
         step.check(train, *given(mesh, HSDP, decoder(ep=("tp",))), mesh)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_biases_move_by_the_loads_of_the_full_batch(microbatches):
+    of, one = decoder(**SHARED), Mesh(ep=1)
+    state, batch = values(given(one, HSDP, of)[0])
+    new, metrics = train_step(one, HSDP, of, microbatches=microbatches)(state, batch)
+    assert "load" not in metrics and metrics["imbalance"] > 1
+    layouts, axes = model.layouts(of, one, strategy=HSDP), Axes(one, data=DATA)
+    load = model.loss(state.params, batch, of, layouts, axes)[1]["load"]["blocks"]["mlp"]
+    assert load.shape == (2, 8) and (load.sum(1) == batch["tokens"].numel() * V3.top_k).all()
+    moved = new.params["blocks"]["mlp"]["choice_bias"] - state.params["blocks"]["mlp"]["choice_bias"]
+    assert torch.equal(moved, 0.01 * (load.double().mean(1, keepdim=True) - load).sign())
+
+
+def test_a_step_that_is_not_finite_moves_no_bias():
+    of, one, guarded = decoder(**SHARED), Mesh(ep=1), optim.skip_nonfinite(optim.adamw(1e-2))
+    state, batch = values(step.state_specs(model.specs(of, one, strategy=HSDP), guarded, HSDP))
+    for scale, moves in ((1.0, True), (torch.nan, False)):
+        state.params["final_norm"].mul_(scale)
+        new, metrics = train_step(one, HSDP, of, optimizer=guarded)(state, batch)
+        assert metrics["loss"].isfinite() == moves == new.params["blocks"]["mlp"]["choice_bias"].any()
+
+
+def test_rates_that_cannot_be_meant():
+    with pytest.raises(ValueError, match="MoE.bias_rate: got 0.1 with choice_bias=False"):
+        decoder(bias_rate=0.1)
+    of = decoder(**SHARED)
+    with pytest.raises(ValueError, match="settled: got metrics without 'load'"):
+        model.settled({}, {"loss": 1.0}, of)
+    other = dataclasses.replace(of.blocks[1][1].mixer, bias_rate=0.5)
+    second = (of.blocks[1][0], dataclasses.replace(of.blocks[1][1], mixer=other))
+    with pytest.raises(ValueError, match="MoE.bias_rate: got .* in the blocks of one stack"):
+        model.settled({}, {}, dataclasses.replace(of, blocks=(of.blocks[0], second)))

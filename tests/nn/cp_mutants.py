@@ -44,7 +44,8 @@ HOME = "dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after"
 OUT = 'return declare(_RingAttention.apply(q, k, v, at, how), cp, ("sharded", 2)).transpose(1, 2)'
 GRADS = 'return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), None, None'
 OWN = 'kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)'
-SEEN = "return visible(at_q[0], doc_q, at_k[0], doc_k, self.window), False"
+SEEN = "return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False"
+GATHERED = "return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sinks_H=sinks_H)"
 MERGE = "return [merged(found[0], more) if hop else more]"
 DQ = "dq = dq + dq_now"
 LOCAL_LSE = "return [(merged(found[0], more)[0], found[0][1]) if hop else more]"
@@ -92,10 +93,11 @@ MUTANTS = (
     ring("gradients are not declared", GRADS, "return *(g.to(x.dtype) for g, x in found), None, None", "check"),
     ring("gradients are summed", GRADS, GRADS.replace("(declare(", "(psum(declare(").replace("2))", "2)), how.cp)")),
     # ---- masks and sums
-    ring("queries for keys", SEEN, "return visible(at_k[0], doc_k, at_q[0], doc_q, self.window).mT, False", "simulate"),
-    ring("no documents", SEEN, "return visible(at_q[0], None, at_k[0], None, self.window), False", "simulate"),
+    ring("queries for keys", SEEN, "return visible(at_k[0], at_q[0], self.window, doc_k, doc_q).mT[:, None], False",
+         "simulate"),
+    ring("no documents", SEEN, SEEN.replace("doc_q, doc_k", "None, None"), "simulate"),
     ring("no window", SEEN, SEEN.replace("self.window", "None"), "simulate", window=9),
-    ring("not causal", SEEN, "return visible(at_q[0] + 99, doc_q, at_k[0], doc_k, self.window), False", "simulate"),
+    ring("not causal", SEEN, SEEN.replace("at_q[0]", "at_q[0] + 99"), "simulate"),
     ring("masks of one's own positions", "mask, causal = how.seen(at, at_k)\n    more",
          "mask, causal = how.seen(at, at)\n    more"),
     ring("masks of one's own positions, backward", "*how.seen(at, at_k))]", "*how.seen(at, at))]"),
@@ -135,12 +137,12 @@ MUTANTS = (
            "wrong.gather_cut(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)", form="gathered"),
     Mutant("one's own keys as often as there are ranks", "all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)",
            "torch.cat((k_BSGK, v_BSGK), -1).repeat(1, cp.size, 1, 1)", form="gathered"),
-    Mutant("one's own positions as often", "mask = visible(positions, documents, all_gather(positions, cp, -1), _",
-           "mask = visible(positions, documents, positions.repeat(1, cp.size), _", form="gathered"),
+    Mutant("one's own positions as often", "mask = visible(positions, all_gather(positions, cp, -1), w",
+           "mask = visible(positions, positions.repeat(1, cp.size), w", form="gathered"),
     Mutant("one's own documents as often", "else all_gather(documents, cp, -1)", "else documents.repeat(1, cp.size)",
            form="gathered"),
-    Mutant("output of all keys is summed", "return attention_with_lse(q_BSHK, k_BTGK, v_BTGK, mask)[0]",
-           "return psum(attention_with_lse(q_BSHK, k_BTGK, v_BTGK, mask)[0], cp)", form="gathered"),
+    Mutant("output of all keys is summed", GATHERED, GATHERED.replace("return ", "return psum(") + ", cp)",
+           form="gathered"),
     Mutant("places do not come back", "return all_to_all(o_BTHK, cp, 1, 2)",
            "return o_BTHK.chunk(cp.size, 1)[0].repeat(1, 1, cp.size, 1)", form="ulysses"),
     Mutant("places come back and send nothing home", "return all_to_all(o_BTHK, cp, 1, 2)",

@@ -8,7 +8,7 @@ import torch
 
 from fmegatron import nn
 from fmegatron.nn import attention_blocks
-from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged, visible
+from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged
 from fmegatron.step import compiled_layer, jit, value_and_grad
 from tests.step import tiny
 
@@ -36,6 +36,7 @@ def how(request, monkeypatch):
 
 MASKS = {
     "causal": None,
+    "of rows": torch.rand(B, S, T, generator=torch.Generator().manual_seed(2)) < 0.6,
     "any": torch.rand(B, 1, S, T, generator=torch.Generator().manual_seed(2)) < 0.6,
     "of heads": torch.rand(1, H, S, T, generator=torch.Generator().manual_seed(3)) < 0.6,
 }
@@ -47,7 +48,7 @@ def test_both_gradients(how, name, given):
     mask, keys = MASKS[name], S if MASKS[name] is None else T
     q, k, v = rand(B, S, H, K), rand(B, keys, G, K, seed=1), rand(B, keys, G, K, seed=2)
     a, b = rand(B, S, H, K, seed=3).detach() * given[0], rand(B, S, H, seed=4).detach() * given[1]
-    full = torch.ones(S, S, dtype=torch.bool).tril() if mask is None else mask
+    full = torch.ones(S, S, dtype=torch.bool).tril() if mask is None else mask[:, None] if mask.dim() == 3 else mask
     found = []
     for fn, m in ((attention_with_lse, mask), (plain, full)):
         o, lse = fn(q, k, v, m)
@@ -133,12 +134,12 @@ def test_what_is_visible():
     positions = torch.tensor([[0, 1, 2, 0, 1], [4, 0, 3, 1, 2]])
     documents = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
     for window, docs in itertools.product((None, 2), (None, documents)):
-        mask = visible(positions, docs, positions, docs, window)
+        mask = nn.visible(positions, positions, window, docs, docs)
         for b, i, j in itertools.product(range(2), range(5), range(5)):
             gap = int(positions[b, i] - positions[b, j])
             wanted = 0 <= gap < (window or 99) and (docs is None or bool(documents[b, i] == documents[b, j]))
-            assert bool(mask[b, 0, i, j]) == wanted
-    assert torch.equal(visible(positions[1], None, positions[1], None, 2), visible(*[positions[1:], None] * 2, 2))
+            assert bool(mask[b, i, j]) == wanted
+    assert torch.equal(nn.visible(*[positions[1]] * 2, 2)[None], nn.visible(*[positions[1:]] * 2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)

@@ -1,8 +1,6 @@
 """Every mutant of context parallelism is found: by the check where sums or borders are wrong, else by simulation."""
 
 import functools
-import inspect
-import types
 
 import pytest
 import torch
@@ -16,17 +14,13 @@ from fmegatron.testing import relative_error, simulate
 from tests.nn import cp_step
 from tests.nn.cp_mutants import MUTANTS
 from tests.pairs import turns
-from tests.step.mutants import wrong
+from tests.step.mutants.mutate import mutated
 
 
-def mutated(module, mutant):
-    """The module of the changed text; lines keep their numbers and their file."""
-    text = inspect.getsource(module)
-    assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.old!r} stands {text.count(mutant.old)} times"
-    assert mutant.old.count("\n") == mutant.new.count("\n"), mutant.name
-    fresh = types.ModuleType(module.__name__)
-    vars(fresh).update(wrong=wrong, psum=collectives.psum, __file__=module.__file__)
-    exec(compile(text.replace(mutant.old, mutant.new), module.__file__, "exec"), vars(fresh))
+def changed(module, mutant):
+    """The module of the changed text, which may sum what the right one does not."""
+    fresh = mutated(module, mutant)
+    vars(fresh)["psum"] = collectives.psum
     return fresh
 
 
@@ -34,8 +28,8 @@ def steps(mutant):
     """mesh -> step."""
     how = {"form": mutant.form, "window": mutant.window, "packed": mutant.packed}
     if mutant.step:
-        return functools.partial(mutated(cp_step, mutant).make_step, **how)
-    return functools.partial(cp_step.make_step, **how, forms=mutated(context_parallel, mutant))
+        return functools.partial(changed(cp_step, mutant).make_step, **how)
+    return functools.partial(cp_step.make_step, **how, forms=changed(context_parallel, mutant))
 
 
 @functools.cache

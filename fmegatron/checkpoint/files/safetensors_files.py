@@ -1,4 +1,4 @@
-"""Folders of safetensors files, read a region at a time and written; no other package is needed.
+"""Folders of safetensors files, written from and read by regions; no other package is needed.
 
 A file is 8 bytes (the header's size, little endian), a header in JSON (name -> dtype, shape, data_offsets), elements.
 """
@@ -9,25 +9,28 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.look import is_there
 from fmegatron.layout import Box, row_major_strides
 
-_DTYPES = MappingProxyType(
+T = TypeVar("T")
+DTYPES = MappingProxyType(
     {
-        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-        "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32,
-        "U64": torch.uint64,
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+        "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     }
 )  # fmt: skip
-_INDEX = "model.safetensors.index.json"
+ENDING = ".safetensors"
+FILE_BYTES = 5 << 30  # of elements in a file that is written, unless it is one tensor
+_INDEX = f"model{ENDING}.index.json"
 _LARGEST_HEADER = 100 << 20  # bytes, as the safetensors package has it
 
 
@@ -42,7 +45,7 @@ class Place(NamedTuple):
 
 def places(folder: str) -> dict[str, Place]:
     """Every tensor of a folder by its name. Raises CheckpointError for files that are not there or not complete."""
-    index, files = os.path.join(folder, _INDEX), ["model.safetensors"]
+    index, files = os.path.join(folder, _INDEX), ["model" + ENDING]
     try:
         if is_there(index):
             with open(index, encoding="utf-8") as text:
@@ -70,7 +73,7 @@ def _places_of(path: str) -> dict[str, Place]:
     entries.pop("__metadata__", None)
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = entry["data_offsets"]
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         if first != end or last - first != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{path}: {name}: bytes {first} to {last} are not its own; download it again")
         found[name], end = Place(path, dtype, shape, 8 + n + first), last
@@ -104,32 +107,80 @@ def read(place: Place, box: Box) -> torch.Tensor:
     return flat.view(box.shape)
 
 
-def write(folder: str, groups: Iterable[Mapping[str, torch.Tensor]], files: int) -> None:
-    """One file for each group of tensors, `files` in all, and with several the index that maps names to files."""
-    names: dict[str, str] = {}
-    total = 0
-    for i, tensors in enumerate(groups):
-        file = "model.safetensors" if files == 1 else f"model-{i + 1:05d}-of-{files:05d}.safetensors"
-        with open(os.path.join(folder, file), "xb") as out:
-            out.writelines(_bytes_of(tensors))
-            out.flush()
-            os.fsync(out.fileno())
-        names |= dict.fromkeys(tensors, file)
-        total += sum(x.nbytes for x in tensors.values())
-    if files > 1:
-        with open(os.path.join(folder, _INDEX), "x", encoding="utf-8") as out:
-            json.dump({"metadata": {"total_size": total}, "weight_map": names}, out, indent=1)
+class Entry(NamedTuple):
+    """A tensor that is written: its name in the file, dtype, shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    text = {dtype: name for name, dtype in _DTYPES.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int = FILE_BYTES) -> list[list[T]]:
+    """Consecutive items of at most `most` bytes together, or one that has more: what each file holds.
+
+    >>> grouped([3, 3, 9, 1], lambda n: n, most=6)
+    [[3, 3], [9], [1]]
+    """
+    groups: list[list[T]] = [[]]
+    held = 0
+    for item in items:
+        if groups[-1] and held + nbytes(item) > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += nbytes(item)
+    return groups
+
+
+def write(
+    folder: str,
+    groups: Sequence[Sequence[Entry]],
+    contents: Iterable[Iterable[Any]],
+    metadata: Mapping[str, str],
+    index: bool,
+) -> list[str]:
+    """One new file for each group of tensors, on the disk when it returns; the names of the files.
+
+    Args:
+        folder: is there.
+        groups: the tensors of each file, all of dtypes in `DTYPES`.
+        contents: for each group the bytes of its elements, one tensor after another, as buffers of any size.
+        metadata: texts for each file.
+        index: whether a file that maps the names of tensors to those of files stands beside them.
+    """
+    n = len(groups)
+    names = ["model" + ENDING] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}{ENDING}" for i in range(n)]
+    for name, entries, data in zip(names, groups, contents, strict=True):
+        _put(os.path.join(folder, name), itertools.chain([_header(entries, metadata)], data))
+    if index:
+        total = sum(entry.nbytes for entries in groups for entry in entries)
+        weights = {entry.name: name for name, entries in zip(names, groups, strict=True) for entry in entries}
+        text = json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": weights}, indent=1)
+        _put(os.path.join(folder, _INDEX), [text.encode()])
+    return names
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """What is before the elements of a file: the header's size, and the header."""
+    texts = {dtype: text for text, dtype in DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
-    for name, x in tensors.items():
-        header[name] = {"dtype": text[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
-        at += x.nbytes
+    for entry in entries:
+        offsets = [at, at + entry.nbytes]
+        header[entry.name] = {"dtype": texts[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        at += entry.nbytes
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    yield len(head).to_bytes(8, "little") + head
-    for x in tensors.values():
-        yield x.contiguous().view(-1).view(torch.uint8).numpy().data
+    return len(head).to_bytes(8, "little") + head
+
+
+def _put(path: str, data: Iterable[Any]) -> None:
+    with open(path, "xb") as out:
+        out.writelines(data)
+        out.flush()
+        os.fsync(out.fileno())
