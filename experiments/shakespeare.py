@@ -52,6 +52,7 @@ class Config:
     backend: Literal["inductor", "compile", "aot_eager", "eager"] = field("inductor", resume="named")
     prompts: tuple[str, ...] = field(("ROMEO:", "QUEEN:"), resume="free")  # equally long beginnings of samples
     sample: int = field(120, resume="free", least=0)  # characters of each
+    inject: str = field("", resume="free")  # faults that are to happen, such as kill:rank=1,step=17
 
     def __post_init__(self):
         loop.check(self)
@@ -126,6 +127,7 @@ def main(config: Config) -> dict[str, float]:
             save_every=config.save_every,
             async_save=config.async_save,
             flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
+            inject=config.inject,
         )
     for _ in run(batches, config.steps):
         pass

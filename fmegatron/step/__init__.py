@@ -3,6 +3,7 @@
 from fmegatron.step.accumulate import accumulate
 from fmegatron.step.check import Declared, Finding, Report, Unproven, check
 from fmegatron.step.costs import StateBytes, Traffic, WeightTransfer, least_traffic, least_transfers, state_bytes
+from fmegatron.step.donation import Donated
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
 from fmegatron.step.layer import compiled_layer, layer_layout, layers, remat, unstack
@@ -17,6 +18,7 @@ from fmegatron.step.train_step import build_train_step, value_and_grad
 
 __all__ = [
     "Declared",
+    "Donated",
     "Event",
     "Finding",
     "Jitted",
