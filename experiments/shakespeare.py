@@ -54,6 +54,7 @@ class Config:
     profile: str = field("", resume="free")  # steps that a profiler observes: trace:steps=10-12,rank=0
     prompts: tuple[str, ...] = field(("ROMEO:", "QUEEN:"), resume="free")  # equally long beginnings of samples
     sample: int = field(120, resume="free", least=0)  # characters of each
+    inject: str = field("", resume="free")  # faults that are to happen, such as kill:rank=1,step=17
 
     def __post_init__(self):
         loop.check(self)
@@ -130,6 +131,7 @@ def main(config: Config) -> dict[str, float]:
             async_save=config.async_save,
             flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
             profile=config.profile,
+            inject=config.inject,
         )
     for _ in run(batches, config.steps):
         pass

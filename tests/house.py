@@ -19,7 +19,7 @@ LEVELS = {
     "optim": 4,
     "step": 5,
     "model": 6,
-    "plan": 6,
+    "plan": 7,
     "interop": 7,
     "loop": 8,
     "testing": 9,

@@ -51,6 +51,7 @@ from fmegatron.collectives.table import (
     PSUM,
     REDUCE_SCATTER,
 )
+from fmegatron.collectives.torch_private import flight_record
 from fmegatron.collectives.wire import Wire, largest_of
 from fmegatron.collectives.world import FailedOnRank, World, connect
 
@@ -91,6 +92,7 @@ __all__ = [
     "connect",
     "declare",
     "enter",
+    "flight_record",
     "held_interrupt",
     "largest_of",
     "meet",

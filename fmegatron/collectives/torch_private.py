@@ -12,7 +12,15 @@ from torch._ops import OpOverload
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # a str to type checkers only, in newer releases only
 
-__all__ = ["functional_ops", "group_named", "register_group", "register_work", "schema_of", "unregister_group"]
+__all__ = [
+    "flight_record",
+    "functional_ops",
+    "group_named",
+    "register_group",
+    "register_work",
+    "schema_of",
+    "unregister_group",
+]
 
 
 @overload
@@ -22,6 +30,17 @@ def schema_of(op: object) -> torch.FunctionSchema | None: ...
 def schema_of(op: object) -> torch.FunctionSchema | None:
     """What an operator takes and returns (name, arguments, returns, is_mutable); None for what is no operator."""
     return getattr(op, "_schema", None)
+
+
+def flight_record() -> bytes | None:
+    """The last collectives of this process over NCCL, as torch's flight recorder pickles them; None without NCCL."""
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    try:
+        return dump()
+    except RuntimeError:  # the recorder is off
+        return None
 
 
 def functional_ops():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 from collections.abc import Callable, Sequence
@@ -13,8 +14,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from fmegatron import tree
 from fmegatron.collectives.meet import meet
+from fmegatron.collectives.process_group import (
+    as_bytes,
+    control_group,
+    default_device,
+    empty_bytes,
+    known_group,
+    noting_sockets,
+    shut_down,
+    start,
+)
 from fmegatron.collectives.slurm import adopt_slurm
-from fmegatron.collectives.torch_private import group_named, register_group, unregister_group
+from fmegatron.collectives.torch_private import register_group, unregister_group
 from fmegatron.layout import Mesh
 
 __all__ = ["FailedOnRank", "World", "connect"]
@@ -45,6 +56,10 @@ class World:
         self._control, self._owns, self._device_mesh = control, owns_process_group, None
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # axes and use -> (name at torch, group)
         self._registered: list[str] = []
+        self._store: dist.Store | None = None  # of the job; this and how to connect are kept by `connect`, for `renew`
+        self._backend, self._timeout_s = "", 0.0
+        self._sockets: dict[int, int] = {}
+        self._indices: dict[tuple[str, ...], torch.Tensor] = {}
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> World:
@@ -52,7 +67,7 @@ class World:
 
         device: default the first CUDA device where there is CUDA, else the CPU.
         """
-        return cls(Mesh(), 0, torch.device(_default_device(0) if device is None else device))
+        return cls(Mesh(), 0, torch.device(default_device(0) if device is None else device))
 
     def __repr__(self) -> str:
         return f"World({self.mesh}, rank {self.rank} of {self.size}, {self.device})"
@@ -77,6 +92,12 @@ class World:
         """This rank's position along one axis, or along several joined (major first)."""
         return self.mesh.index(self.rank, axes)
 
+    def index_tensor(self, axes: tuple[str, ...]) -> torch.Tensor:
+        """`index` as 0-d int64 on the device, which compiled steps read; it follows `renew`."""
+        if axes not in self._indices:
+            self._indices[axes] = torch.tensor(self.index(axes), device=self.device)
+        return self._indices[axes]
+
     def group_name(self, axes: tuple[str, ...], use: str = "") -> str:
         """Name under which torch knows this rank's process group over `axes`; creates the groups at first use.
 
@@ -92,9 +113,10 @@ class World:
         notebook that connects is run again, and runs of two meshes may follow each other in one process."""
         name, number = key, 0
         while True:
-            known = _known_group(name)
+            known = known_group(name)
             if known is None:
-                group = self._make_group(name, axes, own)
+                with noting_sockets(self._sockets):
+                    group = self._make_group(name, axes, own)
                 self._registered.append(name)
                 return name, group
             if set(dist.get_process_group_ranks(known)) == set(self.mesh.group(self.rank, axes)):
@@ -186,11 +208,11 @@ class World:
         """The text of rank `source`, on all ranks; what other ranks pass does not matter."""
         if self.size == 1:
             return text
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else _bytes(0)
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else empty_bytes(0)
         length = torch.tensor([data.numel()])
         dist.broadcast(length, source, group=self._control)
         if self.rank != source:
-            data = _bytes(int(length.item()))
+            data = empty_bytes(int(length.item()))
         if length.item():
             dist.broadcast(data, source, group=self._control)
         return bytes(data.tolist()).decode()
@@ -203,6 +225,20 @@ class World:
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
         dist.all_gather(list(rows.unbind()), row.contiguous(), group=self._control)
         return rows
+
+    def gather_later(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`gather_rows` that waits for the others only when what it returns is called."""
+        if self.size == 1:
+            return lambda: row[None]
+        rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
+        work = dist.all_gather(list(rows.unbind()), row.contiguous(), group=self._control, async_op=True)
+
+        def answer() -> torch.Tensor:
+            assert work is not None, "an asynchronous collective"
+            work.wait()
+            return rows
+
+        return answer
 
     def minimum(self, row: torch.Tensor) -> torch.Tensor:
         """row: CPU int64 [n], n the same on all ranks. Returns the smallest value of each element, on all ranks."""
@@ -228,10 +264,10 @@ class World:
             if peer == self.rank:
                 x.copy_(next(own))
             elif x.numel():
-                works.append(dist.irecv(_as_bytes(x), peer, group=self._control, tag=tag(peer, "from")))
+                works.append(dist.irecv(as_bytes(x), peer, group=self._control, tag=tag(peer, "from")))
         for peer, x in sends:
             if peer != self.rank and x.numel():
-                works.append(dist.isend(_as_bytes(x), peer, group=self._control, tag=tag(peer, "to")))
+                works.append(dist.isend(as_bytes(x), peer, group=self._control, tag=tag(peer, "to")))
         for work in works:
             work.wait()
 
@@ -256,8 +292,56 @@ class World:
         return result if leader else work()
 
     # ---- life ------------------------------------------------------------------------------------------------------
+    def abort(self) -> None:
+        """Let all that waits in a collective of this process fail. From any thread; `renew` comes next, or the end."""
+        groups = [group for _, group in self._groups.values()]
+        if dist.is_initialized():
+            groups += [self._control, dist.group.WORLD]
+        for group in {id(group): group for group in groups if group is not None}.values():
+            with contextlib.suppress(RuntimeError):  # it has been aborted
+                group.abort()  # gloo ignores it
+        shut_down(self._sockets)
+
+    def renew(self, timeout_s: float = 60, given_up: Callable[[], bool] = lambda: False, rank: int = -1) -> None:
+        """New communicators under the same names, so that compiled steps go on; all ranks call it.
+
+        What the old ones were doing is abandoned, and answers that were asked for never come. A world of one process
+        has none. given_up: asked a few times a second; when it is true, RuntimeError. rank: of this process from now
+        on, each process another; -1: as before.
+        Raises TimeoutError when a rank does not come within `timeout_s`; RuntimeError when the process group was not
+        made by `connect`.
+        """
+        if self.size == 1:
+            return
+        if not self._owns or self._store is None:
+            raise RuntimeError(f"{self}: its process group was not made by connect, and cannot be renewed; start again")
+        keys, self.rank = list(self._groups), self.mesh.check_rank(self.rank if rank < 0 else rank)
+        self.abort()
+        self._leave()
+        for axes, index in self._indices.items():
+            index.fill_(self.index(axes))
+        if (store := meet(self._store, self.rank, self.size, "world", timeout_s, given_up)) is None:
+            raise RuntimeError(f"{self}: the ranks did not meet again: given up")
+        self._begin(store)
+        for key in keys:  # in the order of first use, the same on all ranks
+            axes, _, use = key.removeprefix("fmegatron:").partition("#")
+            self.group_name(tuple(axes.split("+")), use)
+
+    def _begin(self, store: dist.Store | None) -> None:
+        self._sockets.clear()
+        with noting_sockets(self._sockets):
+            start(store, self.rank, self.size, self._backend, self._timeout_s)
+            self._control = control_group(self.device, self._timeout_s)
+
     def close(self) -> None:
         """Leave the groups; destroys torch's process group if `connect` started it."""
+        owned = self._owns and dist.is_initialized()
+        self._leave()
+        if owned:
+            self._owns, self._store = False, None
+            atexit.unregister(self.close)
+
+    def _leave(self) -> None:
         for name in self._registered:
             unregister_group(name)
         self._registered.clear()
@@ -265,8 +349,6 @@ class World:
         if self._owns and dist.is_initialized():
             self._control = self._device_mesh = None  # the threads of a group are joined with its last reference
             dist.destroy_process_group()
-            self._owns = False
-            atexit.unregister(self.close)
 
     def __enter__(self) -> World:
         return self
@@ -287,7 +369,7 @@ def connect(
     Raises ValueError when the mesh and the number of processes disagree, TimeoutError for ranks that do not come.
     """
     adopt_slurm(os.environ)
-    device = torch.device(_default_device(os.environ.get("LOCAL_RANK", 0)) if device is None else device)
+    device = torch.device(default_device(os.environ.get("LOCAL_RANK", 0)) if device is None else device)
     launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if size != mesh.size:
@@ -304,41 +386,15 @@ def connect(
         return World(mesh, 0, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    owns = not dist.is_initialized()
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if owns:
-        # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
-        store = meet(store, rank, size, "world", timeout_s)
-        backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-    control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
-    world = World(mesh, dist.get_rank(), device, control, owns)
-    if owns:
-        # A worker thread of gloo that drops the last reference to a tensor needs the interpreter; once Python shuts
-        # down, asking for it aborts the process. Closing joins those threads while Python still lives.
-        atexit.register(world.close)
+    if dist.is_initialized():
+        return World(mesh, dist.get_rank(), device, control_group(device, timeout_s))
+    # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.
+    store, rank, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    world = World(mesh, rank, device, owns_process_group=True)
+    world._store, world._timeout_s = store, timeout_s
+    world._backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    world._begin(meet(store, rank, size, "world", timeout_s))
+    # A worker thread of gloo that drops the last reference to a tensor needs the interpreter; once Python shuts down,
+    # asking for it aborts the process. Closing joins those threads while Python still lives.
+    atexit.register(world.close)
     return world
-
-
-def _default_device(local_rank: int | str) -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    # A launcher may show each process its own device only (srun --gpus-per-task=1).
-    return "cuda:0" if torch.cuda.device_count() == 1 else f"cuda:{local_rank}"
-
-
-def _known_group(name: str) -> dist.ProcessGroup | None:
-    """The group that torch knows under a name."""
-    try:
-        return group_named(name)
-    except RuntimeError:
-        return None
-
-
-def _bytes(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8)
-
-
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """Tokenizers that need no files: bytes, and the characters of a text.
 
 A tokenizer is a frozen value with `vocab_size`, `encode(text) -> numpy array`, `decode(ids) -> str`, `describe() ->
-dict` (plain JSON, the inverse of `tokenizer_from`) and `save(path)` (the inverse of `load_tokenizer`).
+dict` (plain JSON, the inverse of `open_tokenizer.tokenizer_from`) and `save(path)` (the inverse of `load_tokenizer`).
 """
 
 import json
@@ -45,7 +45,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of UTF-8 bytes (any integer array or tensor); bytes that are no UTF-8 become U+FFFD."""
-        return _checked_ids(ids, self.vocab_size).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return checked_ids(ids, self.vocab_size).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def describe(self) -> dict:
         """What `tokenizer_from` needs to make this tokenizer again, as plain JSON."""
@@ -114,7 +114,7 @@ class CharTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids (any integer array or tensor); ValueError when an id is outside of the vocabulary."""
-        points = _code_points(self.vocab)[_checked_ids(ids, self.vocab_size)]
+        points = _code_points(self.vocab)[checked_ids(ids, self.vocab_size)]
         return points.astype("<u4").tobytes().decode("utf-32-le", errors="surrogatepass")
 
     def describe(self) -> dict:
@@ -124,30 +124,6 @@ class CharTokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Write `describe()` as a JSON file, which `load_tokenizer` reads."""
         _save(self, path)
-
-
-def tokenizer_from(description: dict) -> ByteTokenizer | CharTokenizer:
-    """The tokenizer that `describe()` described; ValueError when the kind is unknown or a field is missing."""
-    kind = description.get("kind")
-    if kind == "byte":
-        return ByteTokenizer()
-    if kind == "char" and isinstance(description.get("vocab"), str):
-        return CharTokenizer(description["vocab"])
-    raise ValueError(f"tokenizer: got {description!r}, wanted {{'kind': 'byte'}} or {{'kind': 'char', 'vocab': '...'}}")
-
-
-def load_tokenizer(path: str | os.PathLike) -> ByteTokenizer | CharTokenizer:
-    """The tokenizer in a JSON file that `save` wrote; ValueError names the file when it is no such file."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            description = json.load(file)
-        if not isinstance(description, dict):
-            raise ValueError(f"got {type(description).__name__}, wanted a JSON object")
-        return tokenizer_from(description)
-    except ValueError as error:
-        raise ValueError(
-            f"{os.fspath(path)}: got no tokenizer file ({error}), wanted what tokenizer.save(path) writes"
-        ) from error
 
 
 def _save(tokenizer: ByteTokenizer | CharTokenizer, path: str | os.PathLike) -> None:
@@ -160,7 +136,8 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
 
 
-def _checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+def checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Ids as one row of integers; ValueError for other ones, and for one outside of the vocabulary."""
     ids = np.asarray(ids)
     if ids.size == 0:
         return np.zeros(0, dtype=np.int64)

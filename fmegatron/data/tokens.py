@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer, smallest_dtype, tokenizer_from
+from fmegatron.data.open_tokenizer import Tokenizer, keep_beside, tokenizer_from
+from fmegatron.data.tokenizers import smallest_dtype
 
 _MAGIC = b"fmtokens"
 _PAGE = 4096
@@ -24,7 +25,7 @@ def write_tokens(
     path: str | os.PathLike,
     ids: np.ndarray | Iterable[np.ndarray],
     dtype: str | np.dtype | type | None = None,
-    tokenizer: ByteTokenizer | CharTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Write ids to a token file and return its path. The file appears complete or not at all (temporary file, fsync,
     rename).
@@ -71,6 +72,7 @@ def write_tokens(
             file.truncate(start + count * dtype.itemsize)
             file.flush()
             os.fsync(file.fileno())
+        keep_beside(tokenizer, path)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -118,9 +120,9 @@ class TokenArray:
         return f"TokenArray({str(self.path)!r}, {len(self):,} x {self.dtype.name})"
 
     @property
-    def tokenizer(self) -> ByteTokenizer | CharTokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that made the ids, or None when the file does not state it."""
-        return None if self._description is None else tokenizer_from(self._description)
+        return None if self._description is None else tokenizer_from(self._description, self.path)
 
     def verify(self) -> None:
         """Read all ids and compare them with the digest in the header; ValueError when they differ."""

@@ -5,41 +5,57 @@ from fmegatron.loop.curves import plot_loss, plot_losses
 from fmegatron.loop.engines import Engines, engines
 from fmegatron.loop.events import Events, read_events
 from fmegatron.loop.experiment import load_experiment
+from fmegatron.loop.faults import Injection, Patience, Pulse, watched
 from fmegatron.loop.flags import UsageError, parse, set_up
 from fmegatron.loop.hardware import Peak, peak_of
 from fmegatron.loop.launch import deterministic, launch
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress, read_metrics
+from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
+from fmegatron.loop.replicas import ReplicasDifferError, hashes
 from fmegatron.loop.report import Recorded, read_run, report_page
+from fmegatron.loop.rerun import RerunError
+from fmegatron.loop.restart import Restart
 from fmegatron.loop.resume import Begun, Changes, Settings
 from fmegatron.loop.run import Run
 from fmegatron.loop.services import MLflow, OpenTelemetry, TensorBoard, WeightsAndBiases
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import startup
 from fmegatron.loop.train import StepInfo, evaluate, train
+from fmegatron.loop.until import Until
 from fmegatron.loop.windows import Window, windows
 
 __all__ = [
+    "BadLossError",
     "Begun",
     "Changes",
     "Engines",
     "Events",
+    "Injection",
     "JsonLines",
     "Log",
+    "LossSpike",
+    "LossStuck",
     "MLflow",
     "Meter",
     "NonFiniteError",
     "OpenTelemetry",
+    "Patience",
     "Peak",
+    "Pulse",
     "Recorded",
+    "ReplicasDifferError",
+    "RerunError",
+    "Restart",
     "Run",
     "Settings",
     "StepInfo",
     "Stop",
     "Table",
     "TensorBoard",
+    "Until",
     "UsageError",
     "WeightsAndBiases",
     "Window",
@@ -50,6 +66,7 @@ __all__ = [
     "evaluate",
     "fetch",
     "field",
+    "hashes",
     "launch",
     "load_experiment",
     "mean",
@@ -65,5 +82,6 @@ __all__ = [
     "set_up",
     "startup",
     "train",
+    "watched",
     "windows",
 ]

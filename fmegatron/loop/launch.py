@@ -25,7 +25,7 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
 
     Under torchrun or srun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one
     rank ends all of them: its traceback and rank are printed, and the exit status is 1 (130 for Ctrl-C, its own for a
-    SystemExit that is not 0).
+    SystemExit that is not 0, and for an error that has an `exit_status`, such as `RerunError`).
     A bad command line, also where only the experiment's set-up sees that (`set_up`), is one line on stderr and exit
     status 2; a run in a folder that another run has, with status 1.
 
@@ -50,12 +50,15 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
             leaves, claimed = isinstance(error, SystemExit), isinstance(error, ClaimedError)
-            status = 2 if usage else 130 if interrupt else _status(error) if isinstance(error, SystemExit) else 1
+            own = _status(error) if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
+            status = 2 if usage else 130 if interrupt else own
             if place.size > 1 and status:
                 brief = usage or interrupt or claimed or isinstance(error, SystemExit) and isinstance(error.code, str)
                 fail(error, place, faults, status, brief)
             if faults and leaves:
                 faults.leave("left by SystemExit(0)")
+            if place.size == 1 and status not in (0, 1, 2, 130) and not leaves and not _in_notebook():
+                fail(error, place, faults, status)
             if usage or ((interrupt or claimed) and not _in_notebook()):
                 hint = "\nTry --help." if usage else ""
                 print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)

@@ -30,6 +30,7 @@ class Meter:
         flops_per_token: forward and backward (`model.flops_per_token`); None: no MFU.
         peak: of one device; None: `peak_of`, when there are FLOPs to compare.
         active: whether this rank's numbers are read; only then is a peak measured.
+        start: updates that were made before.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Meter:
         flops_per_token: float | None = None,
         peak: Peak | None = None,
         active: bool = True,
+        start: int = 0,
     ):
         if peak is not None and not isinstance(peak, Peak):
             raise ValueError(
@@ -48,7 +50,7 @@ class Meter:
         self.peak = (peak or peak_of(device)) if flops_per_token and active else None
         self._bytes, self.memory = memory_reader(device)
         self._joules, self._taken, self._exposed = energy_reader(device) if active else None, 0.0, None
-        self._seconds, self._steps = dict.fromkeys(SECTIONS, 0.0), 0
+        self._seconds, self._at = dict.fromkeys(SECTIONS, 0.0), start
         if self._joules is not None:
             self._taken = self._joules()
 
@@ -58,17 +60,19 @@ class Meter:
         return {**found, "peak": None if self.peak is None else str(self.peak), "ranks": self.ranks}
 
     def timed(self, batch_at: Callable[[int], Any]) -> Callable[[int], Any]:
-        """The same function of positions, whose time is counted as "data"."""
+        """The same function of positions, whose time is counted as "data".
+
+        Of batches that `train` reads ahead it is what `info.waited` states instead.
+        """
+        if getattr(batch_at, "__self__", None) is not None:
+            return batch_at
 
         def timed_batch(position: int) -> Any:
             began = time.perf_counter()
             batch = batch_at(position)
             self._seconds["data"] += time.perf_counter() - began
-            self._steps += 1
             return batch
 
-        # `train` asks it for the data that it is a method of.
-        timed_batch.__self__ = getattr(batch_at, "__self__", None)  # pyright: ignore[reportFunctionMemberAccess]
         return timed_batch
 
     @contextlib.contextmanager
@@ -86,7 +90,9 @@ class Meter:
 
     def record(self, info: Any) -> dict[str, float]:
         """`info.record()` of a `StepInfo` at a log point, with the numbers above; the clocks begin anew."""
-        record, steps = info.record(), max(1, self._steps)
+        record, steps = info.record(), max(1, info.step - self._at)
+        if info.waited is not None:
+            self._seconds["data"] = info.waited * steps
         if self.peak is not None and record.get("tokens_per_second") and self.flops_per_token:
             rate = record["tokens_per_second"] * self.flops_per_token
             record["mfu"] = rate / (self.peak.flops * self.ranks)
@@ -98,7 +104,7 @@ class Meter:
         record |= {f"time_{name}": seconds / steps for name, seconds in self._seconds.items()}
         if self._exposed is not None:
             record["time_exposed"], self._exposed = self._exposed, None
-        self._seconds, self._steps = dict.fromkeys(SECTIONS, 0.0), 0
+        self._seconds, self._at = dict.fromkeys(SECTIONS, 0.0), info.step
         return record
 
 

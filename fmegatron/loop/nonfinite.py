@@ -7,18 +7,21 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fmegatron import tree
+from fmegatron.loop.losses import RollBack, RunAgain
 
 WATCHED = ("loss", "grad_norm")
-CHOICES = ("raise", "warn")
 _SHOWN = 6  # leaves that an error lists
 
 
 class NonFiniteError(RuntimeError):
-    """Training stopped because numbers are not finite. step: the log point that showed it; paths: of the leaves."""
+    """Training stopped because numbers are not finite. step: the log point that showed it; paths: of the leaves.
 
-    def __init__(self, message: str, step: int, paths: Sequence[str]):
+    first: an update that is the first that was bad, as far as this is known.
+    """
+
+    def __init__(self, message: str, step: int, paths: Sequence[str], first: int | None = None):
         super().__init__(message)
-        self.step, self.paths = step, tuple(paths)
+        self.step, self.paths, self.first = step, tuple(paths), step if first is None else first
 
 
 def broken(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -63,12 +66,14 @@ def judge(
     finite_at: int | None,
     world=None,
     on_nonfinite: str = "raise",
+    first_bad: int | None = None,
 ) -> None:
     """What the loop does after a log point whose loss or norm is not finite on some rank. All ranks call it.
 
     state: as it is now. step, shown: the log point and its broken metrics (empty where only another rank saw one).
-    finite_at: the log point before, where all was finite. Raises NonFiniteError if the state is not finite and
-    `on_nonfinite` is "raise"; else rank 0 warns, and training goes on.
+    finite_at: the log point before, where all was finite. on_nonfinite: one of `losses.ACTIONS`. first_bad: the
+    first bad update. Where the state is finite, or with "warn", rank 0 warns and training goes on; with "roll back" and
+    "rerun" it raises `RollBack` and `RunAgain`, else NonFiniteError.
     """
     found = look(state, world)
     what = ", ".join(f"{name} is {value}" for name, value in shown.items()) or "a metric of another rank is not finite"
@@ -85,13 +90,18 @@ def judge(
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     count = f"{len(found)} of {len(tree.leaves(state))} leaves"
     text = f"step {step}: {what}{since}; not finite in the state: {listed}{more}, {count}{where}"
-    if on_nonfinite == "raise":
+    if on_nonfinite in ("roll back", "rerun"):
+        kind = RollBack if on_nonfinite == "roll back" else RunAgain
+        raise kind(
+            f"{text}; `Run` goes back, a loop by hand does it itself", step if first_bad is None else first_bad, step
+        )
+    if on_nonfinite != "warn":
         fix = (
             "go back to a checkpoint from before (Manager.restore_latest prefers those whose loss and norm were "
             "finite), with a lower rate, clipping, other data or optim.skip_nonfinite; on_nonfinite='warn' trains on "
             "regardless"
         )
-        raise NonFiniteError(f"{text}; {fix}", step, [path for path, _ in found])
+        raise NonFiniteError(f"{text}; {fix}", step, [path for path, _ in found], first_bad)
     _warn(f"{text}; training goes on, as on_nonfinite='warn' says", world)
 
 

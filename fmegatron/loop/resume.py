@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fmegatron import checkpoint, tree
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import CLASSES, Config
@@ -131,16 +133,30 @@ class Settings:
         manager: checkpoint.Manager,
         target_layouts: tree.Tree,
         fresh: Callable[[], tree.Tree],
+        *,
+        local: checkpoint.LocalReplicas | None = None,
+        step: int | None = None,
         **options: Any,
     ) -> Begun:
         """The newest checkpoint, if its settings are those of now or differ by what may differ; else a new run.
 
-        fresh: makes the state of a new run. options: those of `Manager.restore_latest`. Prints what has changed (rank
-        0). All ranks call it.
+        fresh: makes the state of a new run. local: replicas on the nodes, which are preferred where they are as new.
+        step: this checkpoint and no other; 0: a new run. options: those of `Manager.restore_latest`. Prints what has
+        changed (rank 0). All ranks call it.
         Raises UsageError, before more is read than metadata, for changes that are refused; and what `restore_latest`
         raises.
         """
+        if step == 0:
+            manager.rewind(0)
+            return Begun(0, fresh(), 0, {})
+        if step is not None:
+            state, metadata = manager.restore(step, target_layouts, **options)
+            return self._begun(step, state, metadata)
         newest = manager.latest()
+        if local is not None and int(manager.world.minimum(torch.tensor([-max(local.steps(), default=0)]))):
+            found = local.restore_latest(target_layouts, fallback=manager)
+            self._accepted(found[2], found[0])
+            return self._begun(*found)
         if newest is None:
             return Begun(0, fresh(), 0, {})
         before = _metadata(manager, newest, options.get("prefer_finite", True))
@@ -150,6 +166,10 @@ class Settings:
             changes = self._accepted(metadata, step)
         if manager.world.rank == 0 and (text := str(changes)):
             print(f"resumed from step {step} with other settings:\n{text}", flush=True)
+        return self._begun(step, state, metadata)
+
+    @staticmethod
+    def _begun(step: int, state: tree.Tree, metadata: dict[str, Any]) -> Begun:
         samples = metadata.get("samples")
         return Begun(step, state, samples if isinstance(samples, int) else None, metadata)
 

@@ -12,26 +12,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fmegatron import checkpoint, tree
 from fmegatron.collectives import World
-from fmegatron.data import Batches, RankBatches
-from fmegatron.layout import DataParallel, Layout
-from fmegatron.loop.events import Events
+from fmegatron.data import RankBatches, StepBatches
+from fmegatron.loop.attempt import running
+from fmegatron.loop.faults import Injection, Patience
 from fmegatron.loop.hardware import Peak
-from fmegatron.loop.loggers import JsonLines, Log, Table, progress
-from fmegatron.loop.meter import Meter
+from fmegatron.loop.losses import LossSpike, LossStuck, check_action
+from fmegatron.loop.reading import rows_of
+from fmegatron.loop.restart import Restart
 from fmegatron.loop.resume import Settings
-from fmegatron.loop.signals import catch
-from fmegatron.loop.startup import startup
-from fmegatron.loop.train import StepInfo, train
-from fmegatron.loop.windows import Windows, windows
-from fmegatron.step import Declared
+from fmegatron.loop.signals import is_interactive
+from fmegatron.loop.train import StepInfo
+from fmegatron.loop.until import Until
+from fmegatron.loop.windows import windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +39,9 @@ class _NoConfig:
 class Run:
     """A run of `step(state, batch) -> (state, metrics)` in a directory; called with data, it trains.
 
-    The directory holds `checkpoints/`, `metrics.jsonl`, `events.jsonl` and `config.json`; `python -m fmegatron.report`
-    makes a page of it. A run that is there goes on behind its newest good checkpoint, on any mesh; a second process is
-    refused as long as the first one runs.
+    The directory holds `checkpoints/`, `metrics.jsonl`, `events.jsonl` and `config.json`, and `python -m
+    fmegatron.report` makes a page of it. A run that is there goes on behind its newest
+    good checkpoint, on any mesh; a second process is refused as long as the first one runs.
 
     Args:
         directory: of the run.
@@ -55,21 +52,39 @@ class Run:
             not refused): what a resumed run is compared with. None: nothing is compared.
         key: of the initial values.
         init: makes the state of a new run, on the device of the world; default `tree.init(specs, key, ...)`.
-        evaluate: state -> metrics, every `eval_every` steps and at the end.
+        evaluate: state -> metrics, every `eval_every` steps and at the end; several by name: `{"wiki": ..., "code":
+            ...}`, whose metrics are logged as "wiki_loss".
         log_every, eval_every, save_every: steps.
         keep: checkpoints that stay (`checkpoint.Manager`).
         async_save: train on while a checkpoint is written.
         loggers: more of them, beside the table on stdout and `metrics.jsonl`.
-        flops_per_token: of the model, for what is printed at the beginning and for MFU.
+        flops_per_token, planned_bytes: for what is printed at the beginning; the first also for MFU, the latter is
+            memory of a rank.
         peak: FLOP/s of one device, which MFU is relative to (`loop.Peak`); None: `loop.peak_of`.
         profile: steps that a profiler observes: "trace:steps=10-12,rank=0" (`windows.py`).
-        on_nonfinite: as in `train`.
+        on_nonfinite, spike, stuck: as in `train`; "roll back" goes back to the newest good checkpoint from before, and
+            leaves the data of the bad updates out.
+        on_failed_save: "raise", or "warn" and go on (the last save raises in any case); None: "raise" for a save that
+            is waited for, "warn" for one in the background.
+        patience: how long a rank may take before it counts as hanging (`Patience`); then all ends with status 75.
+            Default (True): `Patience()` for several ranks, nothing for one and in notebooks. None: nothing.
+        restart: restarts in the process after an exception, and how often in a row any restart may get no further.
+            None: none; an exception ends the run.
+        local: where nodes keep each other's states (`checkpoint.LocalReplicas`), every `local_every` steps; a restart
+            prefers them to older checkpoints.
+        until: why a run may end before its last step.
+        signals: what further signals ask for (`catch`).
+        inject: faults that are to happen (`faults.Injection`), for trying out what a run does.
+        hash_every: steps between comparisons of what ranks hold replicas of, bit by bit; None: none.
+        on_difference: what follows on a difference: "raise", "roll back" or "rerun".
+        straggler_ratio: at log points the work, wait and data times of all ranks go into `ranks.jsonl`, and a rank that
+            takes so many times the median is warned of; None: not.
 
     Attributes:
         start: updates that the state had seen when this process began; 0 for a new run.
         state: the newest state; from `step` with a donated state, valid until the next step.
         metrics: of the last evaluation; without `evaluate`, those of the last step that was logged.
-        stopped: whether a signal ended the run before its last step.
+        stopped: whether a signal, or `until`, ended the run before its last step.
         manager: the `checkpoint.Manager` of `checkpoints/`.
 
     Raises:
@@ -86,7 +101,7 @@ class Run:
         settings: Settings | Any | None = None,
         key: int = 0,
         init: Callable[[], tree.Tree] | None = None,
-        evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+        evaluate: Callable[[Any], Mapping[str, float]] | Mapping[str, Callable] | None = None,
         log_every: int = 10,
         eval_every: int = 100,
         save_every: int = 100,
@@ -94,26 +109,59 @@ class Run:
         async_save: bool = False,
         loggers: Sequence[Any] = (),
         flops_per_token: float | None = None,
-        on_nonfinite: str = "raise",
+        planned_bytes: float | None = None,
         peak: Peak | None = None,
         profile: str = "",
+        on_nonfinite: str = "raise",
+        spike: LossSpike | None = None,
+        stuck: LossStuck | None = None,
+        on_failed_save: str | None = None,
+        patience: Patience | bool | None = True,
+        restart: Restart | None = None,
+        local: checkpoint.LocalReplicas | None = None,
+        local_every: int = 10,
+        until: Until | None = None,
+        signals: Mapping[str, str] | None = None,
+        inject: str | tuple[Injection, ...] = (),
+        hash_every: int | None = None,
+        on_difference: str = "raise",
+        straggler_ratio: float | None = 1.5,
     ):
-        for name, value in (("log_every", log_every), ("eval_every", eval_every), ("save_every", save_every)):
+        counts = {"log_every": log_every, "eval_every": eval_every, "save_every": save_every}
+        counts |= {"local_every": local_every} | ({} if hash_every is None else {"hash_every": hash_every})
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Run: {name}: got {value!r:.60}, wanted a whole number of at least 1")
         layouts = tree.leaves(tree.layouts(specs))
         if not layouts:
             raise ValueError("Run: specs: got a tree without leaves, wanted the ArraySpecs of the state")
+        check_action("Run: on_nonfinite", on_nonfinite)
+        if on_difference not in ("raise", "roll back", "rerun"):
+            raise ValueError(f"Run: on_difference: got {on_difference!r:.60}, wanted 'raise', 'roll back' or 'rerun'")
+        if on_failed_save not in ("raise", "warn", None):
+            raise ValueError(f"Run: on_failed_save: got {on_failed_save!r:.60}, wanted 'raise', 'warn' or None")
         self.world = World.alone() if world is None else world
         self.mesh = layouts[0].mesh
         self.mesh.require_same(self.world.mesh, "Run", "the specs", "the world")
         self.directory, self.step, self.specs = Path(directory), step, specs
-        self.manager = checkpoint.Manager(self.directory / "checkpoints", keep, world=self.world)
+        in_background = "warn" if on_failed_save is None else on_failed_save
+        where = self.directory / "checkpoints"
+        self.manager = checkpoint.Manager(where, keep, world=self.world, on_failure=in_background)
         self.settings = settings if isinstance(settings, Settings) else _settings(settings)
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
         self.async_save, self.loggers, self.on_nonfinite = async_save, tuple(loggers), on_nonfinite
-        self._init = init or (lambda: tree.init(specs, key, self.world.rank, self.world.device))
-        self._evaluate, self._flops, self.peak, self.profile = evaluate, flops_per_token, peak, windows(profile)
+        self.spike, self.stuck, self.on_failed_save = spike, stuck, on_failed_save or "raise"
+        if patience is True:
+            patience = Patience() if self.world.size > 1 and not is_interactive() else None
+        self.patience = patience or None
+        self.restart, self.local, self.local_every, self.hash_every = restart, local, local_every, hash_every
+        self.on_difference, self.straggler_ratio = on_difference, straggler_ratio
+        self.until, self.signals = until or Until(), signals
+        self.inject = Injection.parse(inject) if isinstance(inject, str) else tuple(inject)
+        self.init = init or (lambda: tree.init(specs, key, self.world.rank, self.world.device))
+        self.evaluations = _by_name(evaluate)
+        self.flops_per_token, self.planned_bytes = flops_per_token, planned_bytes
+        self.peak, self.profile = peak, windows(profile)
         self.start, self.state, self.stopped = 0, None, False
         self.metrics: dict[str, float] = {}
 
@@ -121,7 +169,16 @@ class Run:
         at = "not begun" if self.state is None else f"begun at step {self.start}{', stopped' * self.stopped}"
         return f"Run({str(self.directory)!r}, rank {self.world.rank} of {self.mesh}): {at}; {self.manager!r}"
 
-    def __call__(self, batches: Batches | RankBatches | Callable[[int], Any], steps: int) -> Iterator[StepInfo]:
+    def __call__(
+        self,
+        batches: StepBatches | RankBatches | Callable[[int], Any],
+        steps: int | None = None,
+        *,
+        samples: int | None = None,
+        tokens: int | None = None,
+        batch_sizes: Sequence[tuple[int, int]] = (),
+        skip: Sequence[tuple[int, int]] = (),
+    ) -> Iterator[StepInfo]:
         """Train until `steps` updates are done, yielding a StepInfo after each.
 
         What is yielded has been logged, saved and evaluated where it was due. A loop that is left early ends the run:
@@ -131,133 +188,35 @@ class Run:
             batches: `data.Batches` (rows are given to ranks as the step declares), one rank's part of them
                 (`for_rank`), or a function from position to this rank's batch.
             steps: updates in all, those of earlier processes included.
+            samples, tokens: the length of the run in their place, for `data.Batches`; the last batch is a full one.
+            batch_sizes: (updates after which it holds, batch size), for `data.Batches`: ((0, 16), (200, 32)). The step
+                is compiled once for each size.
+            skip: ranges (start, stop) of samples that are left out; of positions, where batches are a function.
 
         Raises:
             ValueError: for batches whose rows belong elsewhere than the step declares; what `train` raises.
         """
-        return self._train(_rows_of(batches, self.step, self.mesh, self.world), steps)
+        reading = rows_of(batches, self.step, self.mesh, self.world, batch_sizes, skip)
+        return running(self, reading, reading.length(steps, samples, tokens))
 
-    def _train(self, batches: RankBatches | Callable[[int], Any], steps: int) -> Iterator[StepInfo]:
-        world, lead = self.world, self.world.rank == 0
-        with ExitStack() as open_:
-            claim = open_.enter_context(checkpoint.claim(self.directory, world=world))
-            begun = self.settings.begin(self.manager, self.specs, self._init)
-            self.start, self.state = begun.step, begun.state
-            batch_at, samples, tokens = _from(batches, begun.samples, begun.step)
-            if lead:
-                self.settings.write(self.directory / "config.json")
-                if isinstance(batches, RankBatches):
-                    print(self._startup(batches, steps), flush=True)
-            records = JsonLines(self.directory / "metrics.jsonl", after=self.start, mesh=str(self.mesh))
-            log = open_.enter_context(Log(Table(), records, *self.loggers, active=lead, after=self.start))
-            meter = Meter(world.device, world.size, self._flops, self.peak, active=lead)
-            events = open_.enter_context(Events(self.directory / "events.jsonl", active=lead))
-            events.started(self.start, mesh=str(self.mesh), device=str(world.device), **meter.about())
-            seen = (self.profile, world.rank, world.device, events, meter.measured_exposed)
-            observed = open_.enter_context(Windows(self.directory, *seen))
-            stop = open_.enter_context(catch())
-            manager = open_.enter_context(self.manager)
-            if self.start and self._evaluate is not None:
-                self.metrics = dict(self._evaluate(self.state))
-                log(self.start, {f"resumed_{name}": value for name, value in self.metrics.items()})
-            infos = train(
-                observed.around(self.step, self.start),
-                self.state,
-                meter.timed(batch_at),
-                steps=steps,
-                start=self.start,
-                log_every=self.log_every,
-                tokens_per_step=tokens,
-                stop=stop,
-                world=world,
-                on_nonfinite=self.on_nonfinite,
-            )
-            try:
-                for info in progress(infos, steps, active=lead):
-                    self.state, self.stopped = info.state, info.stopping
-                    if info.metrics:
-                        observed.look()
-                        record = meter.record(info)
-                        with meter.section("log"):
-                            log(info.step, record)
-                        if self._evaluate is None:
-                            self.metrics = dict(info.metrics)
-                    if info.last or info.step % self.save_every == 0:
-                        claim.check()
-                        known = self.settings.metadata(samples(info.step))
-                        wait = info.last or not self.async_save
-                        with meter.section("save"):
-                            manager.save(info.step, info.state, self.specs, known, finite=info.finite(), wait=wait)
-                    for report in manager.poll():
-                        log(report.step, report.record())
-                        events("saved", report.step, durable=report.durable, error=report.error, **report.record())
-                    if self._evaluate is not None and (info.last or info.step % self.eval_every == 0):
-                        with meter.section("evaluation"):
-                            self.metrics = dict(self._evaluate(info.state))
-                        log(info.step, self.metrics)
-                    events.step = info.step
-                    with meter.section("caller"):
-                        yield info
-                    if info.stopping:
-                        events("stopped", info.step, signal=stop.signal)
-                    if info.stopping and lead:
-                        print(f"stopped after step {info.step}; the same command goes on from there", flush=True)
-            except GeneratorExit:  # the caller has left the loop: not an error of this rank
-                manager.close(wait=world.size == 1)
-                raise
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of all evaluations of the state."""
+        found = {}
+        for name, evaluate in self.evaluations.items():
+            found.update({f"{name}_{key}" if name else key: value for key, value in evaluate(self.state).items()})
+        return found
 
-    def _startup(self, batches: RankBatches, steps: int) -> str:
-        of, parts = batches.batches, _declared(self.step)
-        return startup(
-            tree.layouts(getattr(self.specs, "params", self.specs)),
-            of.batch_size,
-            of.seq_len,
-            steps,
-            self.start,
-            batches.layout.shard_counts[0],
-            microbatches=1 if parts is None else parts.microbatches,
-            sequence_ranks=batches.layout.shard_counts[1],
-            flops_per_token=self._flops,
-        )
+
+def _by_name(evaluate: Any) -> dict[str, Callable]:
+    if evaluate is None:
+        return {}
+    found = dict(evaluate) if isinstance(evaluate, Mapping) else {"": evaluate}
+    for name, one in found.items():
+        if not callable(one):
+            raise ValueError(f"Run: evaluate: {name}: got {one!r:.60}, wanted a function of the state")
+    return found
 
 
 def _settings(config: Any) -> Settings:
     config = _NoConfig() if config is None else config
     return Settings(config, allow=getattr(config, "allow", ()))
-
-
-def _declared(step: Any) -> Declared | None:
-    found = getattr(step, "declared", None)
-    return found if isinstance(found, Declared) else None
-
-
-def _rows_of(batches: Any, step: Any, mesh: Any, world: World) -> RankBatches | Callable[[int], Any]:
-    """One rank's part of the batches, by the layout that the step declares for its batch."""
-    if isinstance(batches, Batches):
-        declared = _declared(step)
-        if declared is not None and isinstance(declared.batch, DataParallel):
-            layout = batches.layout(mesh, declared.batch, declared.microbatches)
-        elif mesh.size == 1:
-            layout = Layout((batches.batch_size, batches.seq_len), torch.int64, mesh)
-        else:
-            raise ValueError(
-                "Run: batches: got data.Batches and a step that does not declare which rows a rank needs, wanted one "
-                "of step.build_train_step, or the part of a rank: batches.for_rank(layout, world.rank, world.device)"
-            )
-        return batches.for_rank(layout, world.rank, world.device)
-    if not isinstance(batches, RankBatches) and not callable(batches):
-        raise ValueError(
-            f"Run: batches: got {tree.in_words(batches)}, wanted data.Batches, or a function from position to a batch"
-        )
-    return batches
-
-
-def _from(
-    batches: Any, samples: int | None, step: int
-) -> tuple[Callable[[int], Any], Callable[[int], int | None], int]:
-    """(position -> batch, updates -> samples seen, tokens per step) of data that goes on behind these samples."""
-    if not isinstance(batches, RankBatches) or not isinstance(batches.batches, Batches):
-        at = batches.at if isinstance(batches, RankBatches) else batches
-        return at, lambda step: None, 0
-    of = batches.batches.after(samples, step)
-    return dataclasses.replace(batches, batches=of).at, of.samples, of.batch_size * of.seq_len

@@ -24,11 +24,11 @@ class TensorBoard:
     """
 
     def __init__(self, directory: str | os.PathLike, after: int | None = None):
-        self.directory, self.after, self._writer = str(directory), after, None
+        self.directory, self.after, self._given, self._writer = str(directory), after, after is not None, None
 
     def resume(self, step: int) -> None:
         """The run goes on behind `step`, unless `after` was given."""
-        self.after = step if self.after is None else self.after
+        self.after = self.after if self._given else step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add each value as a scalar of its name."""

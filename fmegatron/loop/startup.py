@@ -1,6 +1,9 @@
 """The arithmetic of a run, printed before its first step, so that a wrong number is seen before it costs a night."""
 
 import math
+import resource
+
+import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout
@@ -59,6 +62,20 @@ def startup(
             f"FLOPs        {flops:.3g} per step, {flops * left:.3g} in all",
         )
     )
+
+
+def memory(planned_bytes: float | None, device: torch.device, seconds: float) -> str:
+    """A line about the first update: its time, and the peak of this rank's memory beside what was planned.
+
+    device: on CUDA the peak that torch has allocated there; else the largest resident memory of the process so far,
+    which has the interpreter, its libraries and the compiler in it.
+    """
+    if device.type == "cuda":
+        peak, what = torch.cuda.max_memory_allocated(device), "allocated on the device"
+    else:
+        peak, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident, with the compiler"
+    planned = "" if planned_bytes is None else f", {_bytes(planned_bytes)} planned"
+    return f"first step   {seconds:.2f} s with compiling; peak of this rank {_bytes(peak)} ({what}){planned}"
 
 
 def _bytes(count: float) -> str:

@@ -13,17 +13,20 @@ import numbers
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fmegatron import tree
-from fmegatron.data import Batches, RankBatches
+from fmegatron.data import RankBatches, StepBatches, ahead
 from fmegatron.layout import Layout
+from fmegatron.loop.faults import Injector, Pulse
+from fmegatron.loop.losses import LossSpike, LossStuck, check_action
 from fmegatron.loop.metrics import fetch, mean
-from fmegatron.loop.nonfinite import CHOICES, broken, judge, look
+from fmegatron.loop.nonfinite import broken, look
 from fmegatron.loop.signals import Stop
+from fmegatron.loop.verdicts import Verdicts
 from fmegatron.step import Declared
 from fmegatron.tree import Tree
 
@@ -37,6 +40,9 @@ class StepInfo:
     log point before, without the caller's own time; 0.0 between log points.
     state: valid until the next step when the step donates its state, so save or copy it now.
     tensors: the metrics of every step, as the step returned them, still on the device.
+    save: a signal asked for a checkpoint now (`catch`), on all ranks after the same step.
+    waited: seconds per step that it waited for its batch, in the mean since the log point before; None where batches
+    are not read ahead.
     """
 
     step: int
@@ -47,11 +53,14 @@ class StepInfo:
     last: bool = False
     stopping: bool = False
     tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    save: bool = False
+    waited: float | None = None
 
     def record(self) -> dict[str, float]:
         """Metrics and speed in one flat dict, as loggers want it."""
         speed = {"tokens_per_second": self.tokens_per_second} if self.tokens_per_second else {}
-        return {**self.metrics, "seconds": self.seconds, **speed}
+        data = {} if self.waited is None else {"data_seconds": self.waited}
+        return {**self.metrics, "seconds": self.seconds, **data, **speed}
 
     def finite(self) -> bool:
         """Whether loss and grad_norm of this very step were finite (all metrics, where neither is there), and the state
@@ -71,10 +80,14 @@ def train(
     steps: int,
     start: int = 0,
     log_every: int = 10,
-    tokens_per_step: int = 0,
+    tokens_per_step: int | Callable[[int], int] = 0,
     stop: Stop | None = None,
     world=None,
     on_nonfinite: str = "raise",
+    spike: LossSpike | None = None,
+    stuck: LossStuck | None = None,
+    pulse: Pulse | None = None,
+    inject: Injector | None = None,
 ) -> Iterator[StepInfo]:
     """Run updates start + 1 .. steps of `step(state, batch) -> (state, metrics)`, yielding a StepInfo after each.
 
@@ -84,18 +97,23 @@ def train(
         step: the compiled step.
         state: after `start` updates.
         batch_at: position -> batch; update n reads position n - 1, so a resumed run reads what the first would have
-            read.
+            read. `.at` of batches of `data` is read ahead (`data.ahead`); a function of one's own is called as it is.
         steps: the last update.
         start: updates that `state` has seen.
         log_every: steps between log points, the only places where the host waits for the device. The first update (it
             compiles) and the last are log points too, so that later means are of steps that only ran.
-        tokens_per_step: of all ranks, for the tokens per second.
+        tokens_per_step: of all ranks, for the tokens per second; a function of the update where they differ.
         stop: the run ends soon after any rank was asked to stop (`signals.catch`), all ranks after the same step: the
             question of step n is answered at step n + 1, so that no rank waits for the others.
         world: the running ranks, None for one.
         on_nonfinite: what happens when loss or grad_norm of a log point is not finite, and numbers of the state
-            neither: "raise" NonFiniteError on all ranks, which names step and leaves (on several ranks one step later),
-            or "warn". Where the state is finite (an optimizer skipped the update), rank 0 warns and training goes on.
+            neither, one of `losses.ACTIONS`: "raise" NonFiniteError on all ranks, which names step and leaves (on
+            several ranks one step later), or "warn", or another. Where the state is finite (an optimizer skipped the
+            update), rank 0 warns and training goes on.
+        spike: what a loss that is too high is, and what follows; None: nothing.
+        stuck: the same for a loss that does not move.
+        pulse: is kept informed which section of the run this rank is in (`faults.watched`).
+        inject: faults that are to happen.
 
     Raises:
         ValueError: settings that make no sense, or a batch_at of `data.Batches` whose layout is not what
@@ -105,23 +123,24 @@ def train(
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
             raise ValueError(f"train: {name}: got {value!r:.60}, wanted a whole number of at least {least}")
     log_every, start, steps = int(log_every), int(start), int(steps)
-    if on_nonfinite not in CHOICES:
-        raise ValueError(f"train: on_nonfinite: got {on_nonfinite!r}, wanted one of {', '.join(CHOICES)}")
+    check_action("train: on_nonfinite", on_nonfinite)
     if start > steps and (world is None or world.rank == 0):
         text = (
             f"train: got steps={steps}, but {start} steps are done: nothing is trained; ask for more than {start} steps"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     _require_layout(step, batch_at)
-    return _updates(
-        step, state, batch_at, steps, start, log_every, tokens_per_step, stop or Stop(), world, on_nonfinite
-    )
+    verdicts = Verdicts(on_nonfinite, spike, stuck, world)
+    tokens = tokens_per_step if callable(tokens_per_step) else lambda number: tokens_per_step
+    pulse, inject = pulse or Pulse(), inject or Injector()
+    given = steps, start, log_every, tokens, stop or Stop(), world, verdicts, pulse, inject
+    return _read_ahead(step, state, batch_at, *given)
 
 
 def _require_layout(step, batch_at) -> None:
     """ValueError where both the step and the batches state how rows are split over ranks, and differ."""
     declared, batches = getattr(step, "declared", None), getattr(batch_at, "__self__", None)
-    if not isinstance(declared, Declared) or not isinstance(batches, (Batches, RankBatches)):
+    if not isinstance(declared, Declared) or not isinstance(batches, (StepBatches, RankBatches)):
         return
     if isinstance(batches, RankBatches):
         layout = batches.layout
@@ -130,45 +149,62 @@ def _require_layout(step, batch_at) -> None:
     declared.require_batch(layout, "train: batch_at")
 
 
-def _updates(step, state, batch_at, steps, start, log_every, tokens_per_step, stop, world, on_nonfinite):
+def _read_ahead(step, state, batch_at, *given):
+    """`_updates`, whose batches, where they are pure functions of the position, are made while the step before runs."""
+    if not isinstance(getattr(batch_at, "__self__", None), (StepBatches, RankBatches)):
+        yield from _updates(step, state, batch_at, *given)
+        return
+    with ahead(batch_at) as reader:
+        at, before = given[1], 0.0
+        for info in _updates(step, state, reader, *given):
+            if info.metrics:
+                info = replace(info, waited=(reader.waited - before) / (info.step - at))
+                at, before = info.step, reader.waited
+            yield info
+
+
+def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world, verdicts, pulse, inject):
     alone = world is None or world.size == 1
-    asked = None  # of the step before: its question, its number, what it showed that is not finite
-    seconds, counted, finite_at = 0.0, 0, None
+    asked = None  # of the step before: its question
+    seconds, counted, words = 0.0, 0, 0
     for number in range(start + 1, steps + 1):
+        pulse.enter("compile" if number == start + 1 else "step", number)
         began = time.perf_counter()
-        state, metrics = step(state, batch_at(number - 1))
-        stopping, unsound = False, []  # unsound: (step, what it showed) of log points with numbers that are not finite
+        batch = batch_at(number - 1)
+        inject("step", number, state)
+        before, (state, metrics) = state, step(state, batch)
+        if verdicts.skips:
+            state = verdicts.skip(number, before, state, metrics)
+        del before
+        stopping, saving, doubt, about = False, False, [False, False], number  # doubt: about that update
         if alone:
-            (stopping,) = stop.ask()()
+            (stopping,), saving = stop.ask()(), stop.saving
         elif asked is not None:
-            answer, *about = asked
-            stopping, bad = answer()
-            unsound += [about] * bad
+            (stopping, *doubt), saving, about = asked(), stop.saving, number - 1
         last = stopping or number == steps
         logs = last or number == start + 1 or number % log_every == 0
-        values = fetch(metrics) if logs else {}
-        shown = broken(values)
+        values, shown = verdicts.see(number, metrics, logs)
         if alone:
-            unsound += [(number, shown)] * bool(shown)
+            doubt = list(shown)
         else:
             # Every rank asks after every step, so the order of collectives is the same on all, whatever the caller
             # does in between. An answer that is not fetched (the caller leaves the loop, or raises) needs no rank.
-            asked = stop.ask(world, bool(shown)), number, shown
+            asked = stop.ask(world, *shown)
             if last:
-                late, bad = asked[0]()
-                stopping = stopping or late
-                unsound += [(number, shown)] * bad
-        for when, what in unsound[:1]:
-            judge(state, when, what, finite_at, world, on_nonfinite)
-        if logs and not shown:
-            finite_at = number
+                (late, *others), more = asked(), stop.saving
+                stopping, saving = stopping or late, saving or more
+                doubt, about = (doubt, about) if any(doubt) else (others, number)
+        if any(doubt):
+            verdicts.judge(state, number, about, *doubt)
         seconds, counted = seconds + time.perf_counter() - began, counted + 1
+        words += tokens(number)
+        pulse.enter("caller")
         if logs:
-            each = seconds / counted
-            yield StepInfo(number, state, values, each, tokens_per_step / each, last, stopping, metrics)
-            seconds, counted = 0.0, 0
+            speed = words / seconds if words else 0.0
+            yield StepInfo(number, state, values, seconds / counted, speed, last, stopping, metrics, saving)
+            seconds, counted, words = 0.0, 0, 0
         else:
-            yield StepInfo(number, state, values, tensors=metrics)
+            yield StepInfo(number, state, values, tensors=metrics, save=saving)
         if stopping:
             return
 

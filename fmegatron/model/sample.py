@@ -1,4 +1,4 @@
-"""Text from a trained decoder: greedy, temperature and top-p, with a key/value cache.
+"""Text from a trained decoder: greedy, temperature and top-p, with a cache of keys and values, or of states.
 
 Legend: B sequences, P prompt tokens, T cache slots, V vocabulary, G key/value heads of this rank, K head width.
 Everything is a pure function: the cache is a value that goes in and comes out, the position is a 0-d tensor, and
@@ -34,6 +34,8 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
     layers: list = [None] * decoder.layers
     of_layers: list = [None] * decoder.layers
     for name, stack in decoder.stacks.items():
+        if stack.depths[0] >= decoder.layers:  # what only training has
+            continue
         layout = tree.map(layer_layout, layouts[name])
         for depth, layer in zip(stack.depths, unstack(params[name]), strict=True):
             layers[depth], of_layers[depth] = layer, layout
@@ -42,18 +44,28 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
 
 
 def _forward(
-    weights: dict, tokens_BS: Tensor, positions_S: Tensor, decoder: Decoder, axes: Axes, look: Callable
+    weights: dict,
+    tokens_BS: Tensor,
+    positions_S: Tensor,
+    decoder: Decoder,
+    axes: Axes,
+    look: Callable,
+    step: Callable,
 ) -> Tensor:
-    """Logits [B, V_tp] after the last token; `look(mixer, q, k, v, w, at)` is what the heads of an attention read."""
+    """Logits [B, V_tp] after the last token; `look(mixer, q, k, v, w, at)` is what the heads of an attention read,
+    `step(mixer, u, w, at)` what a mixer with a state makes of u."""
 
     def mix(part: Part, u_BSD: Tensor, w: dict, at: At) -> Any:
         mixer: Any = part.mixer
         if getattr(mixer, "per_token", False):
             return mixer(u_BSD, w, at, axes)
+        if hasattr(mixer, "advance"):
+            return step(mixer, u_BSD, w, at)
         if not hasattr(mixer, "cache_width"):
             raise ValueError(
-                f"generate: got the mixer {mixer!r}, wanted one that has keys and values, or looks at one token only; "
-                "give it project, attend, finish and cache_width as Attention has them, or per_token = True"
+                f"generate: got the mixer {mixer!r}, wanted one that has keys and values, or a state, or looks at one "
+                "token only; give it project, attend, finish and cache_width as Attention has them, or read and "
+                "advance as Mamba has them, or per_token = True"
             )
         return mixer.finish(look(mixer, *mixer.project(u_BSD, w, at, axes), w, at), w, False, axes)
 
@@ -69,21 +81,28 @@ def _forward(
 def prefill(weights: dict, tokens_BP: Tensor, decoder: Decoder, axes: Axes, slots: int) -> tuple[dict, Tensor]:
     """Read the prompt: (cache with its keys and values in slots 0 .. P-1, logits[B, V_tp] after its last token).
 
-    The cache is {"k", "v": per attention [B, T, G_tp, K]}, T = `slots`, fixed for the whole generation.
+    The cache is {"k", "v": per attention [B, T, G_tp, K], "state": per mixer that has one its state}, T = `slots`,
+    fixed for the whole generation.
     """
     P = tokens_BP.shape[1]
     if P > slots:
         raise ValueError(
             f"prompt: got {P} tokens, wanted at most the {slots} slots of the cache; cut it or raise slots"
         )
-    cache = {"k": [], "v": []}
+    cache = {"k": [], "v": [], "state": []}
+
+    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
+        y, state = mixer.read(u, w, at, axes)
+        cache["state"].append(state)
+        return y
 
     def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
         for name, new in (("k", k), ("v", v)):
             cache[name].append(F.pad(new, (0, 0, 0, 0, 0, slots - P)))
         return mixer.attend(q, k, v, w, at)
 
-    logits_BV = _forward(weights, tokens_BP, torch.arange(P, device=tokens_BP.device), decoder, axes, look)
+    positions_P = torch.arange(P, device=tokens_BP.device)
+    logits_BV = _forward(weights, tokens_BP, positions_P, decoder, axes, look, step)
     return cache, logits_BV
 
 
@@ -96,18 +115,23 @@ def decode(
     (`jit(decode, donate=0)`) it is updated in place.
     """
     position_1 = position.view(1)
-    slots_T = torch.arange(cache["k"][0].shape[1], device=token_B.device)
-    before = iter(zip(cache["k"], cache["v"], strict=True))
-    out = {"k": [], "v": []}
+    before, states = iter(zip(cache["k"], cache["v"], strict=True)), iter(cache["state"])
+    out = {"k": [], "v": [], "state": []}
+
+    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
+        y, state = mixer.advance(u, w, next(states), axes)
+        out["state"].append(state)
+        return y
 
     def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
         keys, values = next(before)
         keys, values = keys.index_copy(1, position_1, k), values.index_copy(1, position_1, v)
         out["k"].append(keys)
         out["v"].append(values)
+        slots_T = torch.arange(keys.shape[1], device=keys.device)
         return mixer.attend(q, keys, values, w, at, mixer.visible(position_1, slots_T))
 
-    return out, _forward(weights, token_B[:, None], position_1, decoder, axes, look)
+    return out, _forward(weights, token_B[:, None], position_1, decoder, axes, look, step)
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:

@@ -32,6 +32,7 @@ from fmegatron.nn.router import (
     sequence_balance_loss,
 )
 from fmegatron.nn.scaled import Scaled, with_scales
+from fmegatron.nn.state_space import causal_conv, from_before, gated_rms_norm, segments, ssd, ssd_step
 
 __all__ = [
     "ACTIVATIONS",
@@ -47,6 +48,7 @@ __all__ = [
     "attention_with_lse",
     "balance_loss",
     "balanced_bias",
+    "causal_conv",
     "chunked_cross_entropy",
     "column_parallel",
     "cross_entropy",
@@ -55,7 +57,9 @@ __all__ = [
     "embed",
     "expert_load",
     "expert_weights",
+    "from_before",
     "gated_mlp",
+    "gated_rms_norm",
     "gather_tree",
     "gathered_attention",
     "grouped_mm",
@@ -71,8 +75,11 @@ __all__ = [
     "router_entropy",
     "router_z_loss",
     "row_parallel",
+    "segments",
     "sequence_balance_loss",
     "soft_cap",
+    "ssd",
+    "ssd_step",
     "two_level_attention",
     "ulysses_attention",
     "uniform",

@@ -2,7 +2,8 @@
 
 from fmegatron.step.accumulate import accumulate
 from fmegatron.step.check import Declared, Finding, Report, Unproven, check
-from fmegatron.step.costs import StateBytes, Traffic, least_traffic, state_bytes
+from fmegatron.step.costs import StateBytes, Traffic, WeightTransfer, least_traffic, least_transfers, state_bytes
+from fmegatron.step.donation import Donated
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
 from fmegatron.step.layer import compiled_layer, layer_layout, layers, remat, unstack
@@ -17,6 +18,7 @@ from fmegatron.step.train_step import build_train_step, value_and_grad
 
 __all__ = [
     "Declared",
+    "Donated",
     "Event",
     "Finding",
     "Jitted",
@@ -32,6 +34,7 @@ __all__ = [
     "Traffic",
     "Transfer",
     "Unproven",
+    "WeightTransfer",
     "accumulate",
     "averaged_params",
     "build_train_step",
@@ -44,6 +47,7 @@ __all__ = [
     "layer_layout",
     "layers",
     "least_traffic",
+    "least_transfers",
     "placements",
     "raw_gradient_layout",
     "reduce_gradients",

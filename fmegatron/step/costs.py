@@ -6,7 +6,7 @@ Nothing is traced and no rank is asked; `collectives_of` counts what a graph rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from fmegatron import optim, tree
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.state import placements, state_specs
 
-__all__ = ["StateBytes", "Traffic", "least_traffic", "state_bytes"]
+__all__ = ["StateBytes", "Traffic", "WeightTransfer", "least_traffic", "least_transfers", "state_bytes"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,18 @@ class Traffic:
     def total(self) -> int:
         """All of them."""
         return self.gather + self.reduce + self.update
+
+
+@dataclass(frozen=True)
+class WeightTransfer:
+    """What a rank sends at least of one leaf in a step. kind: "gather", "reduce" or "update"; over: the mesh axes;
+    nbytes: in all; times: how often in a step."""
+
+    path: str
+    kind: str
+    over: tuple[str, ...]
+    nbytes: int
+    times: int
 
 
 def state_bytes(
@@ -112,34 +124,61 @@ def least_traffic(
     All are lower bounds of the collective in question (Chan et al. 2007, "Collective communication: theory, practice,
     and experience", table 1), met by rings. Sums of loss and norm (a few bytes) are left out.
     """
-    gather = reduce = update = 0
+    total = {"gather": 0, "reduce": 0, "update": 0}
+    more = {"gathers": gathers, "gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
+    for one in least_transfers(param_layouts, strategy, microbatches, **more, late_dtype=late_dtype, trains=trains):
+        total[one.kind] += one.nbytes
+    return Traffic(**total)
+
+
+def least_transfers(
+    param_layouts: tree.Tree,
+    strategy: DataParallel,
+    microbatches: int = 1,
+    *,
+    gathers: Callable[[str], int] = lambda path: 2,
+    gather_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
+    reduce_dtype: Callable[[Layout], torch.dtype] = lambda layout: layout.dtype,
+    late_dtype: Callable[[Layout], torch.dtype] | None = None,
+    trains: Callable[[str], bool] = lambda path: True,
+) -> Iterator[WeightTransfer]:
+    """What `least_traffic` adds up, leaf by leaf, with the axes over which each of them travels. Arguments as there."""
     placed = placements(param_layouts, strategy)
     for path, p, g, o in zip(tree.paths(param_layouts), *map(tree.leaves, placed), strict=True):
-        n = math.prod(p.mesh[name] for name in strategy.tokens if name in p.mesh)
-        by_p, by_g, by_o = (_ways(layout, strategy) for layout in (p, g, o))
+        tokens = tuple(name for name in strategy.tokens if name in p.mesh)
+        at_p, at_g, at_o = (_over(layout, strategy) for layout in (p, g, o))
+        in_g, in_o = _without(at_g, at_p), _without(at_o, at_g)
+        rest = _without(tokens, at_o)
+        by_p, by_g, by_o, n = (p.mesh.extent(names) for names in (at_p, at_g, at_o, tokens))
         whole = math.prod(p.local_shape(0)) * by_p
         wire = reduce_dtype(p).itemsize
         late = wire
         if microbatches > 1:
             late = (late_dtype(p) if late_dtype else _wider(reduce_dtype(p), torch.float32)).itemsize
-        gather += microbatches * gathers(path) * _all_but_one(whole * gather_dtype(p).itemsize, by_p)
+        times = microbatches * gathers(path)
+        yield WeightTransfer(path, "gather", at_p, times * _all_but_one(whole * gather_dtype(p).itemsize, by_p), times)
         if not trains(path):
             continue
-        reduce += microbatches * _all_but_one(whole * wire, by_g)
-        reduce += _all_but_one(whole // by_g * late, by_o // by_g)
-        reduce += 2 * _all_but_one(whole // by_o * late, n // by_o)
-        update += _all_but_one(whole // by_p * p.dtype.itemsize, by_o // by_p)
-    return Traffic(gather, reduce, update)
+        each = microbatches * _all_but_one(whole * wire, by_g)
+        yield WeightTransfer(path, "reduce", (*at_p, *in_g), each, microbatches)
+        yield WeightTransfer(path, "reduce", in_o, _all_but_one(whole // by_g * late, by_o // by_g), 1)
+        yield WeightTransfer(path, "reduce", rest, 2 * _all_but_one(whole // by_o * late, n // by_o), 1)
+        more = _without(at_o, at_p)
+        yield WeightTransfer(path, "update", more, _all_but_one(whole // by_p * p.dtype.itemsize, by_o // by_p), 1)
+
+
+def _over(layout: Layout, strategy: DataParallel) -> tuple[str, ...]:
+    """The data axes along which ranks hold different parts."""
+    return tuple(name for name in layout.sharded if name in strategy.tokens)
+
+
+def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in axes if name not in others)
 
 
 def _all_but_one(nbytes: int, ways: int) -> int:
     """n - 1 of n equal parts."""
     return nbytes - nbytes // ways
-
-
-def _ways(layout: Layout, strategy: DataParallel) -> int:
-    """Number of ranks along the data axes that hold different parts."""
-    return layout.mesh.extent(tuple(name for name in layout.sharded if name in strategy.tokens))
 
 
 def _bytes(layout: Layout, rank: int, dtype: torch.dtype | None = None) -> int:

@@ -65,7 +65,8 @@ class Donated(torch.Tensor):
     def __repr__(self):
         return f"<donated to {self._leaf.name}: {self._leaf.path!r}>"
 
-    def as_subclass(self, cls):  # one of the few that torch does not ask the class about
+    def as_subclass(self, cls):
+        """ValueError, as every use; one of the few that torch does not ask the class about."""
         raise self._leaf.error()
 
     __dir__ = object.__dir__

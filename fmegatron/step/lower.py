@@ -27,7 +27,7 @@ class RankInputs:
         self.tensors: list[torch.Tensor] = []
         if axes:
             assert world is not None, "`lower` has refused a graph that communicates"
-            self.tensors = [torch.tensor(world.index(names), device=world.device) for names in axes]
+            self.tensors = [world.index_tensor(names) for names in axes]
 
 
 def copy_module(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:

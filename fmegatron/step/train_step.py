@@ -254,7 +254,7 @@ def build_train_step(
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
     specs = state_specs(specs, optimizer, strategy)
     opt_layouts = tree.layouts(specs.opt)
-    train_step.declared = Declared(specs, strategy, microbatches)
+    train_step.declared = Declared(specs, strategy, microbatches, loss_fn)
     return train_step
 
 

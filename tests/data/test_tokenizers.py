@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmegatron.data import ByteTokenizer, CharTokenizer, load_tokenizer
-from fmegatron.data.tokenizers import smallest_dtype, tokenizer_from
+from fmegatron.data.open_tokenizer import tokenizer_from
+from fmegatron.data.tokenizers import smallest_dtype
 
 
 @given(st.text())

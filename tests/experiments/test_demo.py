@@ -2,8 +2,10 @@
 
 from experiments import demo
 from tests.experiments.test_shakespeare import SMALL
+from tests.pairs import one_of_the_day
 
 
+@one_of_the_day("demo")
 def test_demo(tmp_path, capfd):
     small = {name: value for name, value in SMALL.items() if name != "steps"}
     flags = tuple(f"--config_{name}={value}" for name, value in {**small, "eval_every": 1000}.items())

@@ -15,6 +15,7 @@ from experiments import shakespeare
 from fmegatron import checkpoint, data, loop, tree
 from fmegatron.layout import Mesh
 from tests.house import ROOT
+from tests.pairs import one_of_the_day
 
 SMALL = {
     **{"dim": 16, "layers": 1, "heads": 2, "seq_len": 16, "batch_size": 4, "steps": 6, "warmup": 2, "lr": 1e-2},
@@ -74,6 +75,7 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monke
     assert a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
 
 
+@one_of_the_day("saves beside steps")
 def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatch):
     """Also when a signal stops the run: the last save is waited for, and no process is left."""
     shakespeare.main(config(tmp_path / "waits"))

@@ -47,7 +47,7 @@ def test_log_points():
         ({"log_every": 2.5}, "log_every: got 2.5"),
         ({"steps": "10"}, "steps: got '10'"),
         ({"start": -1}, "start: got -1"),
-        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', wanted one of raise, warn"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', wanted one of warn, skip, roll back, rerun, raise"),
     ],
 )
 def test_settings_are_checked_before_the_first_step(wrong, words):
@@ -116,7 +116,8 @@ class Ranks:
     def ask(self, *flags):
         number = sum(event.startswith("asks") for event in self.noted) + 1
         self.noted.append(f"asks {number}")
-        others = self.other[number - 1] if number <= len(self.other) else (False,) * len(flags)
+        others = self.other[number - 1] if number <= len(self.other) else ()
+        others = (*others, *[False] * (len(flags) - len(others)))
 
         def answer():
             self.noted.append(f"reads {number}")

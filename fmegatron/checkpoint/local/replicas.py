@@ -65,6 +65,12 @@ class Handle:
         elif self._error is not None:
             raise self._error
 
+    def abandon(self) -> None:
+        """Give up a save that does not count yet; needs no other rank, and nothing is left of it here."""
+        if self._saving is not None and not self._over:
+            self._over, self._error = True, RuntimeError(f"{self._shelf.path}: the save was abandoned")
+            self._saving.abandon()
+
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
             work()

@@ -259,6 +259,7 @@ class Saving:
 
         try:
             self._guard.do(publish)
+            self._discard()  # before all agree: ranks of a node share the directory, and the next save wants it free
             # If a peer dies now, this raises, and it is not known here whether others have heard that all is well and
             # have deleted older steps. Then the new shards must stay: only a failure that all know of removes them.
             failed = self.world.gather_rows(torch.tensor([int(self._guard.error is not None)]))
@@ -269,8 +270,13 @@ class Saving:
         finally:
             self._discard()
 
+    def abandon(self) -> None:
+        """Give the save up; needs no other rank. What the others have is no set without this rank's part."""
+        self._discard()
+
     def _discard(self) -> None:
         """Leave nothing hidden behind."""
         self._disk.close()
-        for draft in self._drafts.values():
+        while self._drafts:
+            draft = self._drafts.popitem()[1]
             draft.place.end(draft.storage)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -144,12 +144,14 @@ class Declared:
     """Layouts of a step's two arguments; the new state (result 0) has those of the old one.
 
     state: a tree of Layouts or ArraySpecs.  batch: such a tree, or the strategy by whose `batch_layout` every leaf is
-    split, for as many microbatches as the step cuts it into (microbatches).
+    split, for as many microbatches as the step cuts it into (microbatches).  loss: the function of which the step takes
+    the gradient, for formulas that know it (`plan.quick`).
     """
 
     state: Any
     batch: Any
     microbatches: int = 1
+    loss: Callable | None = field(default=None, repr=False, compare=False)
 
     def require_batch(self, layout: Layout, who: str) -> None:
         """ValueError unless what has this layout may be the step's batch: for what assigns rows to the ranks."""

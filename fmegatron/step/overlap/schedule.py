@@ -51,7 +51,9 @@ class Overlap:
 
     peak: how many times the planned peak of the graph without overlap the one with it may be (1.05). Where memory is
     highest, gathers then start when they are needed and reductions are waited for at once; if that is not enough, the
-    ends of the backward are not joined. None: any. Where nothing is reordered, it is not looked at.
+    ends of the backward are not joined. None: any. Where nothing is reordered, it is not looked at. The planned peak is
+    of the outer graph (`graph.memory.peak_bytes`): 10 to 86% below what is measured, so it compares two orders and
+    bounds nothing; `plan.exact` counts what an order takes, at the cost of scheduling it (20 s).
 
     Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False) changes nothing.
     Raises ValueError for a negative number.

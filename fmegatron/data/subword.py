@@ -1,0 +1,219 @@
+"""Tokenizers whose vocabulary lies in a file: Hugging Face's tokenizer.json, SentencePiece, tiktoken.
+
+Each is a frozen value, equal to every other of the same bytes: it keeps the bytes of its file and their digest, so that
+what is saved with a model is what encoded its text. The packages that read the files are optional.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fmegatron.data.tokenizers import checked_ids, smallest_dtype
+
+Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
+KINDS: tuple[Kind, ...] = ("huggingface", "sentencepiece", "tiktoken")
+_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken")  # which read them
+SPECIAL = ("bos", "eos", "pad", "unk")
+# Of Llama 3 and GPT-4: words with their space, up to three digits, punctuation, line ends.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class SubwordTokenizer:
+    """Subwords as tokens, by the file of another project. Make one with `load_tokenizer(path)`.
+
+    kind: which package reads it. content: the file's bytes. special: ids of "bos", "eos", "pad", "unk" that there are
+    (attributes `bos`, `eos`, `pad`, `unk`, None where there is none). settings: what else its maths needs; of tiktoken
+    "pattern" and "special", text -> id. Nothing is added to a text: bos and eos are the caller's.
+    """
+
+    kind: Kind
+    content: bytes = field(repr=False)
+    special: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self):  # the package's own object, which is made when it is needed, does not travel
+        return SubwordTokenizer, (self.kind, self.content, dict(self.special), dict(self.settings))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of the file and the settings, hexadecimal."""
+        text = json.dumps([self.kind, dict(self.special), dict(self.settings)], sort_keys=True)
+        return hashlib.sha256(self.content + text.encode()).hexdigest()
+
+    bos = property(lambda self: self.special.get("bos"), doc="Id of the beginning of a text, or None.")
+    eos = property(lambda self: self.special.get("eos"), doc="Id of the end of a text, or None.")
+    pad = property(lambda self: self.special.get("pad"), doc="Id of padding, or None.")
+    unk = property(lambda self: self.special.get("unk"), doc="Id of what the vocabulary lacks, or None.")
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        return _open(self.kind, self.content, self.settings)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special ones included: one more than the largest."""
+        if self.kind == "huggingface":
+            return self._reader.get_vocab_size(with_added_tokens=True)
+        return self._reader.vocab_size() if self.kind == "sentencepiece" else self._reader.n_vocab
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, nothing added: [tokens], uint8, uint16 or uint32, whichever holds `vocab_size` ids.
+
+        Names of special tokens in the text become these with Hugging Face's files, and stay text with the others.
+        """
+        if self.kind == "huggingface":
+            ids = self._reader.encode(text, add_special_tokens=False).ids
+        elif self.kind == "sentencepiece":
+            ids = self._reader.encode(text)
+        else:
+            ids = self._reader.encode(text, disallowed_special=())
+        return np.asarray(ids, dtype=smallest_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids (any integer array or tensor), special ones included; ValueError for an id there is not."""
+        known = checked_ids(ids, self.vocab_size).tolist()
+        if self.kind == "huggingface":
+            return self._reader.decode(known, skip_special_tokens=False)
+        return self._reader.decode(known)
+
+    def describe(self) -> dict:
+        """Kind, digest, size and special ids, as plain JSON: what names it beside data. The file is not in it."""
+        return {
+            "kind": self.kind, "digest": self.digest, "vocab_size": self.vocab_size, "special": dict(self.special)
+        }  # fmt: skip
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a JSON file, which `load_tokenizer` reads: `describe()`, the settings and the file's bytes."""
+        content = base64.b64encode(self.content).decode("ascii")
+        Path(path).write_text(
+            json.dumps({**self.describe(), "settings": dict(self.settings), "content": content}) + "\n", "utf-8"
+        )
+
+
+def from_saved(saved: Mapping[str, Any]) -> SubwordTokenizer:
+    """The tokenizer of a file that `save` wrote; ValueError where its bytes are others than the digest says."""
+    try:
+        content = base64.b64decode(saved["content"], validate=True)
+        found = SubwordTokenizer(saved["kind"], content, dict(saved["special"]), dict(saved["settings"]))
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise ValueError(
+            f"tokenizer of kind {saved.get('kind')!r}: got no 'content' as save writes it ({error})"
+        ) from None
+    if found.digest != saved.get("digest"):
+        raise ValueError(
+            f"tokenizer: got bytes of the digest {found.digest[:12]}, wanted {str(saved.get('digest'))[:12]}: the file "
+            "was changed; take the one that was saved with the model or the data"
+        )
+    return found
+
+
+def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
+    """The tokenizer of another project's file or folder, by what it holds.
+
+    tokenizer.json (with special tokens of the tokenizer_config.json beside it), *.model of SentencePiece, and tiktoken's
+    lines of base64 and rank (Llama 3's tokenizer.model; its pattern, and special tokens of a tokenizer_config.json).
+    Raises ValueError for other content, FileNotFoundError for no file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        names = [name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if (path / name).exists()]
+        if not names:
+            raise ValueError(
+                f"{path}: got a folder without tokenizer.json, tokenizer.model and spiece.model, wanted one of them; "
+                "name the file"
+            )
+        path = path / names[0]
+    content = path.read_bytes()
+    kind = _kind_of(path, content)
+    named = _named_by_config(path.with_name("tokenizer_config.json"))
+    if kind == "tiktoken":
+        ranks = _ranks(path, content)
+        names = {text: len(ranks) + i for i, text in enumerate(named.pop("added", []))}
+        settings = {"pattern": _WORDS, "special": names}
+        return SubwordTokenizer(kind, content, {k: names[v] for k, v in named.items() if v in names}, settings)
+    named.pop("added", None)
+    reader = _open(kind, content, {})
+    if kind == "sentencepiece":
+        ids = {name: getattr(reader, f"{name}_id")() for name in SPECIAL}
+        return SubwordTokenizer(kind, content, {name: value for name, value in ids.items() if value >= 0})
+    ids = {name: reader.token_to_id(text) for name, text in named.items()}
+    return SubwordTokenizer(kind, content, {name: value for name, value in ids.items() if value is not None})
+
+
+def _kind_of(path: Path, content: bytes) -> Kind:
+    start = content[:512].lstrip()
+    if start.startswith(b"{"):
+        return "huggingface"
+    first = start.split(b"\n")[0].split()
+    if len(first) == 2 and first[1].isdigit():
+        return "tiktoken"
+    if content[:1] == b"\n":  # field 1 of its protocol buffer: the first piece
+        return "sentencepiece"
+    raise ValueError(
+        f"{path}: got a file of {len(content)} bytes that is no tokenizer known here, wanted tokenizer.json, a model of "
+        "SentencePiece or the ranks of tiktoken"
+    )
+
+
+def _named_by_config(path: Path) -> dict[str, Any]:
+    """{"eos": text, ..., "added": texts in the order of their ids} of a tokenizer_config.json, what of it there is."""
+    if not path.exists():
+        return {}
+    try:
+        known = json.loads(path.read_text("utf-8"))
+        texts = {name: known.get(f"{name}_token") for name in SPECIAL}
+        found = {name: x.get("content") if isinstance(x, dict) else x for name, x in texts.items()}
+        added = known.get("added_tokens_decoder") or {}
+        order = [added[i]["content"] for i in sorted(added, key=int)]
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: got no configuration of a tokenizer ({error}), wanted Hugging Face's JSON") from None
+    return {name: text for name, text in found.items() if isinstance(text, str)} | ({"added": order} if order else {})
+
+
+def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """Of each token's bytes, its id."""
+    try:
+        lines = [line.split() for line in content.splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise ValueError(f"{path}: got no ranks of tiktoken ({error}), wanted lines of base64 and a number") from None
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"{path}: got {len(ranks)} ranks with gaps, wanted 0 to {len(ranks) - 1}, each once")
+    return ranks
+
+
+def _open(kind: Kind, content: bytes, settings: Mapping[str, Any]) -> Any:
+    package = _PACKAGES[KINDS.index(kind)]
+    try:
+        module = importlib.import_module(package)
+    except ImportError:
+        raise ImportError(
+            f"a tokenizer of the kind {kind!r} needs the package {package}; pip install {package}"
+        ) from None
+    try:
+        if kind == "huggingface":
+            return module.Tokenizer.from_str(content.decode("utf-8"))
+        if kind == "sentencepiece":
+            return module.SentencePieceProcessor(model_proto=content)
+        ranks = _ranks(Path("tiktoken"), content)
+        return module.Encoding(
+            "fmegatron", pat_str=settings["pattern"], mergeable_ranks=ranks, special_tokens=dict(settings["special"])
+        )
+    except Exception as error:  # each package has its own kinds of errors, Exception itself among them
+        raise ValueError(f"tokenizer: got content that {package} cannot read ({error}), wanted a whole file") from None

@@ -1,0 +1,295 @@
+"""What `Run` does when it is called: attempts, one after another, until one ends well, or nothing more is tried."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from fmegatron import checkpoint, tree
+from fmegatron.loop.events import Events
+from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
+from fmegatron.loop.loggers import JsonLines, Log, Table, progress
+from fmegatron.loop.losses import RollBack, RunAgain
+from fmegatron.loop.meter import Meter
+from fmegatron.loop.reading import Begun, Reading, declared
+from fmegatron.loop.replicas import ReplicasDifferError, compare
+from fmegatron.loop.rerun import good_step, rerun
+from fmegatron.loop.restart import Restarts, started
+from fmegatron.loop.signals import Stop, catch
+from fmegatron.loop.startup import memory, startup
+from fmegatron.loop.stragglers import Stragglers
+from fmegatron.loop.train import StepInfo, train
+from fmegatron.loop.windows import Windows
+
+MOST_ROLL_BACKS = 10  # of one process
+
+
+class _Attempts:
+    """What lasts from one attempt of a process to the next. finished: updates of the newest StepInfo."""
+
+    def __init__(self, run: Any, reading: Reading, length: tuple[str, int], pulse: Pulse, stop: Stop):
+        self.run, self.reading, self.length, self.pulse, self.stop = run, reading, length, pulse, stop
+        self.inject = Injector(run.inject, run.world.rank, run.directory / "injected")
+        self.finished, self.began, self.count = 0, False, 0
+        self.back_to: int | None = (
+            None  # the checkpoint that the next attempt begins with, 0: a new run; None: the newest
+        )
+        self.newest = reading.begin(0, 0)  # the data of the newest attempt
+        self.skip: tuple[tuple[int, int], ...] = ()
+
+
+def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[StepInfo]:
+    """`Run.__call__`: the claim of the folder, the signals and the watch last as long as the process trains."""
+    world, pulse = run.world, Pulse(run.patience, run.world.rank)
+    restarts = Restarts(run.restart, world, pulse)
+    with ExitStack() as open_:
+        size = world.size if run.patience is not None or run.restart is not None else 1
+        open_.enter_context(watched(pulse, run.directory, size))
+        claim = open_.enter_context(checkpoint.claim(run.directory, world=world))
+        stop = open_.enter_context(catch(run.signals))
+        own = _Attempts(run, reading, length, pulse, stop)
+        open_.callback(lambda: pulse.enter("end"))
+        while True:
+            restarts.listen()
+            try:
+                yield from _attempt(own, claim)
+                return
+            except RollBack as back:
+                _go_back(own, back)
+            except RunAgain as again:
+                rerun(run, again, reading, pulse)
+            except Exception as error:
+                if not own.began or not restarts.again(error, own.finished, lambda: stop.signal is not None):
+                    raise
+            run.state = None
+
+
+def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
+    """From the newest state to the end, or to an error."""
+    run, pulse, stop, inject = own.run, own.pulse, own.stop, own.inject
+    world, lead, first = run.world, run.world.rank == 0, not own.began
+    pulse.enter("setup")
+    with ExitStack() as open_:
+        inject("setup", 0)
+        begun = run.settings.begin(run.manager, run.specs, run.init, local=run.local, step=own.back_to)
+        own.back_to, run.start, run.state, own.finished = None, begun.step, begun.state, begun.step
+        left_out = tuple((a, b) for a, b in begun.metadata.get("skip", ()))
+        data = own.reading.begin(begun.samples, begun.step, (*own.skip, *left_out))
+        steps, own.newest = data.steps(own.length), data
+        if first:
+            started(run.directory / "starts.json", begun.step, run.restart, world)
+        if lead:
+            run.settings.write(run.directory / "config.json")
+            if first and (text := _startup(run, own.reading, data, steps)):
+                print(text, flush=True)
+        records = JsonLines(run.directory / "metrics.jsonl", after=run.start, mesh=str(run.mesh))
+        loggers = [logger for logger in run.loggers if first or hasattr(logger, "resume")]
+        log = open_.enter_context(Log(Table(), records, *loggers, active=lead, after=run.start))
+        meter = Meter(world.device, world.size, run.flops_per_token, run.peak, active=lead, start=run.start)
+        events = open_.enter_context(Events(run.directory / "events.jsonl", active=lead))
+        events.started(run.start, mesh=str(run.mesh), device=str(world.device), **meter.about())
+        seen = (run.profile if first else (), world.rank, world.device, events, meter.measured_exposed)
+        observed = open_.enter_context(Windows(run.directory, *seen))
+        manager = open_.enter_context(run.manager)
+        if run.start and run.evaluations:
+            with _section(pulse, "evaluation"):
+                run.metrics = run.evaluate()
+            log(run.start, {f"resumed_{name}": value for name, value in run.metrics.items()})
+        times, step, batch_at = None, observed.around(run.step, run.start), _told(pulse, data)
+        if run.straggler_ratio is not None and world.size > 1:
+            times = Stragglers(world, run.directory / "ranks.jsonl", run.straggler_ratio)
+            step, batch_at = times.timed(step, batch_at)
+        infos = train(
+            step,
+            run.state,
+            meter.timed(batch_at),
+            steps=steps,
+            start=run.start,
+            log_every=run.log_every,
+            tokens_per_step=data.tokens,
+            stop=stop,
+            world=world,
+            on_nonfinite=run.on_nonfinite,
+            spike=run.spike,
+            stuck=run.stuck,
+            pulse=pulse,
+            inject=inject,
+        )
+        saves = _Saves(own, claim, data)
+        open_.callback(saves.abandon)
+        try:
+            for info in progress(infos, steps, active=lead):
+                run.state, run.stopped, own.finished = info.state, info.stopping, info.step
+                own.began = True
+                if info.metrics:
+                    observed.look()
+                    record = meter.record(info)
+                    with meter.section("log"):
+                        log(info.step, record)
+                    if times is not None:
+                        times.forget() if info.step == run.start + 1 else times.log(info.step, info.waited)
+                    if not run.evaluations:
+                        run.metrics = dict(info.metrics)
+                if lead and first and info.step == run.start + 1:
+                    print(memory(run.planned_bytes, world.device, info.seconds), flush=True)
+                if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
+                    _compare(run, info)
+                with meter.section("save"):
+                    saves.due(info)
+                for report in manager.poll():
+                    log(report.step, report.record())
+                    events("saved", report.step, durable=report.durable, error=report.error, **report.record())
+                if run.evaluations and (info.last or info.step % run.eval_every == 0):
+                    with _section(pulse, "evaluation"), meter.section("evaluation"):
+                        inject("evaluation", info.step, info.state)
+                        run.metrics = run.evaluate()
+                    log(info.step, run.metrics)
+                if stop.signal is None:
+                    stop.signal = run.until.reached({**info.metrics, **run.metrics}, look=lead and bool(info.metrics))
+                pulse.enter("caller")
+                events.step = info.step
+                with meter.section("caller"):
+                    yield info
+                if info.stopping:
+                    events("stopped", info.step, why=stop.signal)
+                if info.stopping and lead:
+                    why = f", as {stop.signal}" if stop.signal and not stop.signal.startswith("SIG") else ""
+                    print(f"stopped after step {info.step}{why}; the same command goes on from there", flush=True)
+        except GeneratorExit:  # the caller has left the loop: not an error of this rank
+            manager.close(wait=world.size == 1)
+            raise
+        pulse.enter("end")
+
+
+def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
+    """`startup`, with a line for each change on the way; "" for data of one's own."""
+    if data.course is None or reading.layout_of is None:
+        return ""
+    (_, of), *later = data.course.pieces
+    layout, parts = reading.layout_of(of), declared(run.step)
+    text = startup(
+        tree.layouts(getattr(run.specs, "params", run.specs)),
+        of.batch_size,
+        of.seq_len,
+        steps,
+        run.start,
+        layout.shard_counts[0],
+        microbatches=1 if parts is None else parts.microbatches,
+        sequence_ranks=layout.shard_counts[1],
+        flops_per_token=run.flops_per_token,
+    )
+    for first, piece in later:
+        begins = piece.samples(first)
+        text += f"\n{'':13}from step {first + 1:,} on {piece.batch_size} sequences per step, from sample {begins:,} on"
+    return text
+
+
+def _compare(run: Any, info: StepInfo) -> None:
+    """`compare`, and what follows on a difference."""
+    try:
+        compare(info.state, run.specs, run.world, info.step)
+    except ReplicasDifferError as error:
+        first = max(run.start, info.step - run.hash_every) + 1
+        if run.on_difference == "raise":
+            raise
+        if run.on_difference == "roll back":
+            raise RollBack(f"{error}", first, first - 1) from error
+        again = RunAgain(f"{error}", first, info.step)
+        again.state = info.state
+        raise again from error
+
+
+def _told(pulse: Pulse, data: Begun) -> Callable[[int], Any]:
+    """Position -> batch; a batch of another size makes the step compile again, which may take long."""
+    pieces = [] if data.course is None else data.course.pieces
+    new = {b[0] for a, b in itertools.pairwise(pieces) if a[1].batch_size != b[1].batch_size}
+
+    if not new:
+        return data.at
+
+    def at(position: int) -> Any:
+        if position in new:
+            pulse.enter("compile")
+        return data.at(position)
+
+    return at
+
+
+class _Saves:
+    """The checkpoints of one attempt, global and local."""
+
+    def __init__(self, own: _Attempts, claim, data: Begun):
+        self.own, self.claim, self.data, self.pending = own, claim, data, None
+
+    def due(self, info: StepInfo) -> None:
+        """Save what is due after this update."""
+        own, run = self.own, self.own.run
+        whole = info.last or info.save or info.step % run.save_every == 0
+        near = run.local is not None and info.step % run.local_every == 0
+        near = near and not (whole and (info.last or not run.async_save))  # what is durable needs no replica
+        if self.pending is not None and (self.pending.poll() or near or info.last):
+            self.pending = self.pending.result()
+        if not (whole or near):
+            return
+        with _section(own.pulse, "save"):
+            known = {**run.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
+            finite = info.finite()
+            if near and run.local is not None:
+                self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)
+            if whole:
+                self.claim.check()
+                own.inject("save", info.step, info.state)
+                self._save(info, known, finite)
+                own.inject("flight", info.step, info.state)
+
+    def abandon(self) -> None:
+        """An attempt ends: a replica that does not count yet will not."""
+        if self.pending is not None:
+            self.pending.abandon()
+
+    def _save(self, info: StepInfo, known: dict, finite: bool) -> None:
+        run = self.own.run
+        try:
+            wait = info.last or not run.async_save
+            run.manager.save(info.step, info.state, run.specs, known, finite=finite, wait=wait)
+        except (RuntimeError, OSError) as error:
+            if run.on_failed_save == "raise" or info.last or lost_peer(error):
+                raise
+            if run.world.rank == 0:
+                text = f"step {info.step}: the save failed: {error}; training goes on, as on_failed_save='warn' says"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+@contextmanager
+def _section(pulse: Pulse, name: str) -> Iterator[None]:
+    pulse.enter(name)
+    yield
+    pulse.enter("caller")
+
+
+def _go_back(own: _Attempts, back: RollBack) -> None:
+    """All ranks: the next attempt begins at the newest good checkpoint before the bad updates, without their data."""
+    run, world = own.run, own.run.world
+    own.count += 1
+    if own.count > MOST_ROLL_BACKS:
+        back.add_note(f"{MOST_ROLL_BACKS} roll backs of this process are behind it: the data are not the cause.")
+        raise back
+    began = time.monotonic()
+    run.manager.close(wait=True)
+    own.back_to = good_step(run, back.first)
+    text = f"{back}\nrolled back to step {own.back_to} (found in {time.monotonic() - began:.2f} s)"
+    if back.last >= back.first:
+        left_out = own.newest.of_updates(back.first, back.last)
+        own.skip = (*own.skip, left_out)
+        what = "positions" if own.newest.course is None else "samples"
+        text += f"; {what} {left_out[0]} to {left_out[1] - 1} are left out"
+    if run.local is not None:  # they are of what is given up
+        shutil.rmtree(run.local.shelf.path, ignore_errors=True)
+        world.barrier()
+    if world.rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,267 @@
+"""Hangs are seen: a thread per rank that knows what its rank does, and ends all when one makes no progress.
+
+The loop states which section of a run it is in (`Pulse.enter`). A few times a second a thread writes that into the
+rendezvous store, over a connection of its own. A rank that is in a section for longer than the section's limit looks
+which ranks are behind. When it is one of them, or when not even the threads of those give a sign (SIGSTOP, a machine
+that is gone), it declares a hang. Every rank that still can then writes the stacks of its threads, kills those on its
+machine that cannot, and ends with status 75, so that torchrun can start all again.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fmegatron.collectives import flight_record, meet
+from fmegatron.loop.faults.notice import end, say
+from fmegatron.loop.faults.pulse import Now, Pulse
+from fmegatron.loop.faults.siblings import kill_siblings, own_process
+
+HANG = 75  # exit status: EX_TEMPFAIL of sysexits.h, try again
+POLL_SECONDS = 0.25
+LAST_SECONDS = 1.0  # for the stacks of the other ranks, before those of this machine are killed
+SILENT_SECONDS = 60.0  # a process that gives no sign for so long does nothing, whatever it is in
+SHOWN = 8  # ranks that a message lists
+
+
+@contextlib.contextmanager
+def watched(pulse: Pulse, folder: str | os.PathLike, size: int = 1) -> Iterator[Pulse]:
+    """Within this block a hang of any rank ends all of them with status 75.
+
+    pulse: of this rank. folder: of the run; stacks are in its `stacks/`. size: number of ranks. All ranks enter the
+    block; one that does not is waited for as long as its limits allow. Without limits, and with one rank that is not
+    restarted, no thread is started.
+    """
+    if pulse.patience is None and size == 1:
+        yield pulse
+        return
+    done = threading.Event()
+    watch = _Watch(pulse, size, Path(folder) / "stacks", done)
+    thread = threading.Thread(target=watch.run, name="pulse", daemon=True)
+    thread.start()
+    try:
+        yield pulse
+    finally:
+        done.set()
+        # A thread that is inside the store's C++ while Python shuts down takes the process with it.
+        thread.join(timeout=10)
+        watch.close()
+
+
+class _Watch:
+    """The thread of one rank: it reports, and judges."""
+
+    def __init__(self, pulse: Pulse, size: int, folder: Path, done: threading.Event):
+        self.pulse, self.rank, self.size, self.folder, self.done = pulse, pulse.rank, size, folder, done
+        self.host, self.path = socket.gethostname(), folder / f"rank-{pulse.rank}.txt"
+        self.process = own_process(self.host)
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        self.address = (address, int(port)) if size > 1 and address and port else None
+        self.main = threading.get_ident()  # of the thread that trains
+        self.base, self.board, self.file, self.beats, self.faults = None, None, None, 0, 0
+        self.pause = POLL_SECONDS + size / 4000  # thousands of ranks must not keep the store busy
+        self.last: dict[int, tuple[int, float]] = {}  # of each rank: its beats, and when this rank saw them change
+
+    def run(self) -> None:
+        if self.pulse.patience is not None:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.file = self.path.open("w")
+        while not self.done.wait(self.pause):
+            self._arm()
+            try:
+                self._look()
+            except (RuntimeError, OSError):  # the store is gone: torchrun decides about the others
+                self.address = self.board = None
+
+    def close(self) -> None:
+        """This rank has left the block: it is behind no other."""
+        with contextlib.suppress(RuntimeError, OSError):
+            if self.board is not None:
+                self._beat(self.pulse.now, left=True)
+        if self.file is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self.file.close()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+                self.folder.rmdir()  # where others have written theirs, it stays
+
+    def _arm(self) -> None:
+        """Let the interpreter write the stacks when not even this thread runs, because another holds the GIL."""
+        if self.file is not None and self.pulse.now.limit < math.inf:
+            left = max(0.0, self.pulse.now.limit - self.pulse.now.seconds)
+            faulthandler.dump_traceback_later(left + 2 * self.pause, file=self.file)
+
+    def _look(self) -> None:
+        now = self.pulse.now
+        if self.address is not None and self.board is None and not self._meet():
+            if not self.done.is_set():
+                self._declare(now, {}, "not all ranks have come to where they are watched")
+            return
+        if self.board is not None:
+            self._beat(now)
+            if self.board.check(["hang"]):
+                self._end(self.board.get("hang").decode())
+            self._see_faults()
+        late = now.seconds - now.limit
+        if late < -4 * self.pause or self.pulse.now is not now:
+            return
+        others = self._others()  # some pauses before it is needed, to see whose beats change
+        behind = self._behind(others)
+        if late > 0 and not self.done.is_set() and self._judge(now, behind, others):
+            self._declare(now, others, self._who(behind, others))
+
+    def _see_faults(self) -> None:
+        if self.pulse.on_fault is not None and self.faults <= self.pulse.attempt and (text := self.pulse.fault()):
+            self.faults = self.pulse.attempt + 1
+            self.pulse.on_fault(text)
+
+    def _beat(self, now: Now, left: bool = False) -> None:
+        self.beats += 1
+        beat = {"beats": self.beats, "count": now.count, "section": now.section, "step": now.step, "left": left}
+        beat |= {"limit": min(now.limit, 1e9), **self.process}
+        if now.seconds > now.limit - 4 * self.pause:
+            beat["at"] = _place_of(self.main)
+        if self.board is not None:
+            self.board.set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _meet(self) -> bool:
+        """Reach the store by an own connection, and meet the other ranks there; False when they are too late."""
+        if self.address is None:
+            return False
+        host, port = self.address
+        if self.base is None:
+            limit = datetime.timedelta(seconds=5)
+            self.base = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        given_up = lambda: self.done.is_set() or self.pulse.now.seconds > self.pulse.now.limit  # noqa: E731
+        self.board = meet(self.base, self.rank, self.size, "pulse", math.inf, given_up)
+        if self.board is not None:
+            self.pulse.opened(self.board)
+        return self.board is not None
+
+    # ---- judgement
+    def _others(self) -> dict[int, dict]:
+        """The last words of all ranks that have not left."""
+        if self.board is None:
+            return {}
+        keys, now = [f"beat/{rank}" for rank in range(self.size)], time.monotonic()
+        if not self.board.check(keys):
+            keys = [key for key in keys if self.board.check([key])]
+        found = {}
+        for key, text in zip(keys, self.board.multi_get(keys) if keys else [], strict=True):
+            rank, beat = int(key.rpartition("/")[2]), json.loads(text)
+            if self.last.get(rank, (None, 0.0))[0] != beat["beats"]:
+                self.last[rank] = beat["beats"], now
+            if not beat["left"]:
+                found[rank] = beat
+        return found
+
+    def _behind(self, others: dict[int, dict]) -> list[int]:
+        """Ranks that have entered the fewest sections; none when all have entered as many."""
+        least = min((beat["count"] for beat in others.values()), default=0)
+        behind = [rank for rank, beat in others.items() if beat["count"] == least]
+        return behind if len(behind) < len(others) else []
+
+    def _silence(self, rank: int) -> float:
+        """Seconds without a sign of the thread of that rank, as far as this rank has looked."""
+        return time.monotonic() - self.last[rank][1]
+
+    def _judge(self, now: Now, behind: list[int], others: dict[int, dict]) -> bool:
+        """Whether what takes so long is a hang. One that is behind judges by its own limit while its thread lives."""
+        if not behind or self.rank in behind:
+            return True
+        quiet = min(self._silence(rank) for rank in behind)
+        patient = now.seconds > max(others[rank]["limit"] for rank in behind)
+        return quiet > 3 * self.pause and (patient or quiet > SILENT_SECONDS)
+
+    def _who(self, behind: list[int], others: dict[int, dict]) -> str:
+        """Where the ranks are: those that are behind, or all of them, the fewest at one place first."""
+        if not behind and len(others) > 1:
+            places: dict[str, list[int]] = {}
+            for rank, beat in others.items():
+                places.setdefault(beat.get("at", "a place that is not known"), []).append(rank)
+            few = sorted(places.items(), key=lambda item: len(item[1]))[:SHOWN]
+            return "all ranks are in it: " + "; ".join(f"{_named(ranks, others)} at {place}" for place, ranks in few)
+        shown = [
+            f"{_named([rank], others)} was last seen in section {others[rank]['section']!r} of update "
+            f"{others[rank]['step']}"
+            + ", and its process does not run (stopped?)"
+            * (self._silence(rank) > 3 * self.pause)
+            for rank in behind[:SHOWN]
+        ]
+        more = f" and {len(behind) - SHOWN} more" * (len(behind) > SHOWN)
+        return f"behind: {'; '.join(shown)}{more}" if shown else "see its stacks"
+
+    # ---- the end
+    def _declare(self, now: Now, others: dict[int, dict], who: str) -> None:
+        longest = self.pulse.slowest[now.section]
+        learnt = f", the longest before took {longest:.2f} s" if longest else ""
+        text = (
+            f"hang: rank {self.rank} ({self.host}) makes no progress for {now.seconds:.1f} s in section "
+            f"{now.section!r} of update {now.step} (limit {now.limit:.1f} s{learnt}); {who}"
+        )
+        if self.board is not None:
+            text = self.board.compare_set("hang", "", text).decode()
+        self._end(text)
+
+    def _end(self, text: str) -> None:
+        """Stacks, then the end of this process. Does not return."""
+        until, now = time.monotonic() + LAST_SECONDS, self.pulse.now
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.cancel_dump_traceback_later()
+            file = self.file or self.path.open("w")
+            file.write(f"{text}\nrank {self.rank} ({self.host}, process {os.getpid()}) has been in section ")
+            file.write(f"{now.section!r} of update {now.step} for {now.seconds:.1f} s\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            if (record := flight_record()) is not None:
+                (self.folder / f"flight-{self.rank}.bin").write_bytes(record)
+        if self.rank == 0 or f"rank {self.rank} (" in text.partition(")")[0]:
+            say(f"rank {self.rank} of {self.size}: {text}; the stacks are in {self.folder}")
+        with contextlib.suppress(RuntimeError, OSError):
+            if self.board is not None:
+                self.board.set(f"written/{self.rank}", "")
+                others, missing = self._others(), [-1]
+                while missing and time.monotonic() < until:
+                    time.sleep(0.02)
+                    missing = [r for r in others if not self.board.check([f"written/{r}"])]
+                kill_siblings({r: others[r] for r in missing}, self.host)
+        with contextlib.suppress(Exception):
+            handler = get_error_handler()
+            handler.initialize()
+            handler.record_exception(RuntimeError(text))  # torchrun shows it as the root cause
+        end("", HANG)
+
+
+def _named(ranks: list[int], others: dict[int, dict]) -> str:
+    """Ranks with their machines, and the process of one."""
+    hosts = ", ".join(dict.fromkeys(others[rank]["host"] for rank in ranks[:SHOWN]))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} ({hosts}, process {others[ranks[0]]['pid']})"
+    more = f" and {len(ranks) - SHOWN} more" * (len(ranks) > SHOWN)
+    return f"ranks {', '.join(map(str, ranks[:SHOWN]))}{more} ({hosts})"
+
+
+def _place_of(thread: int) -> str:
+    """The line that a thread executes, and the nearest one that is not of torch."""
+    frame, places = sys._current_frames().get(thread), []
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        of_torch = f"{os.sep}torch{os.sep}" in path
+        if not places or not of_torch:
+            places.append(f"{os.sep.join(path.split(os.sep)[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}")
+        if not of_torch:
+            break
+        frame = frame.f_back
+    return ", from ".join(places)

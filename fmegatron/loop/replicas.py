@@ -1,0 +1,85 @@
+"""Hashes of a state, bit by bit on its device: what replicas on other ranks hold, and what a second run arrives at."""
+
+import math
+from types import MappingProxyType
+
+import torch
+
+from fmegatron import tree
+from fmegatron.layout import Layout
+
+_CHUNK = 1 << 22  # elements that are hashed at a time
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+
+
+class ReplicasDifferError(RuntimeError):
+    """Ranks that hold the same part of an array hold other bits. path: of the first such leaf; ranks: that differ."""
+
+    def __init__(self, message: str, path: str, ranks: tuple[int, int], step: int):
+        super().__init__(message)
+        self.path, self.ranks, self.step = path, ranks, step
+
+
+def hashes(state: tree.Tree) -> torch.Tensor:
+    """int64 [leaves], in host memory: a hash of the bits of each leaf, in one transfer per device.
+
+    A sum of words times odd numbers of their positions, modulo 2^64: one flipped bit always changes it.
+    """
+    leaves = [x for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
+    found = [_hash(x.detach()) for x in leaves]
+    if len({x.device for x in found}) > 1:
+        found = [x.cpu() for x in found]
+    return torch.stack(found).cpu() if found else torch.zeros(0, dtype=torch.int64)
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    x = x.view(torch.uint8) if x.dtype == torch.bool else x
+    words = x.reshape(-1).view(_INTEGERS[x.element_size()])
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(start, start + part.numel(), device=x.device) * -7046029254386353131  # odd: it spreads
+        total += (part * (weights * 2 + 1)).sum() + part.sum() * 4
+    return total
+
+
+def compare(state: tree.Tree, specs: tree.Tree, world, step: int) -> None:
+    """Raise ReplicasDifferError, on all ranks, when ranks hold other bits of what should be equal. All ranks call it.
+
+    Waits for the device and for all ranks. Costs a pass over the leaves that have replicas, and one number for each
+    kind of replication from each rank; the hashes of leaves are exchanged only when there is a difference.
+    """
+    layouts: list[Layout] = tree.leaves(tree.layouts(specs))
+    paths, leaves = tree.paths(state), tree.leaves(state)
+    chosen = [i for i, layout in enumerate(layouts) if layout.replicas > 1]
+    if world is None or world.size == 1 or not chosen:
+        return
+    own = hashes([leaves[i] for i in chosen])
+    kinds = list(dict.fromkeys(layouts[i].replicated for i in chosen))
+    sums = torch.zeros(len(kinds), dtype=torch.int64)
+    for place, i in enumerate(chosen):
+        sums[kinds.index(layouts[i].replicated)] += own[place] * (2 * place + 1)
+    firsts = {}  # kind -> the rank that holds the first replica of what this rank holds
+    for i in chosen:
+        firsts.setdefault(layouts[i].replicated, layouts[i].rank_of(layouts[i].shard(world.rank)))
+    rows = world.gather_rows(sums)
+    differs = any(rows[firsts[kind], k] != sums[k] for k, kind in enumerate(kinds))
+    if int(world.minimum(torch.tensor([0 if differs else 1]))):
+        return
+    rows, bad = world.gather_rows(own), math.inf
+    for place, i in enumerate(chosen):
+        if rows[firsts[layouts[i].replicated], place] != own[place]:
+            bad = place * world.size + world.rank
+            break
+    bad = int(world.minimum(torch.tensor([len(chosen) * world.size if bad == math.inf else int(bad)])))
+    place, rank = divmod(bad, world.size)
+    layout, path = layouts[chosen[place]], paths[chosen[place]]
+    first = layout.rank_of(layout.shard(rank))
+    raise ReplicasDifferError(
+        f"{path}: after step {step} ranks {first} and {rank} hold different bits of the same elements ({layout}): one "
+        "of the two has miscomputed, or its memory has changed; go back to a checkpoint, and look at both machines",
+        path,
+        (first, rank),
+        step,
+    )

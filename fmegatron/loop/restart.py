@@ -1,0 +1,134 @@
+"""Restart in the process: after an exception on a rank all ranks meet again, and go on from the newest good state.
+
+Interpreter, imports and the compiled step survive, so this takes a fraction of a new start. The communicators are
+aborted and made again under the same names (`World.renew`). The state is read again: a step that donates has destroyed
+its own when it fails, and ranks fail at different places. A rank whose process is gone (SIGKILL) cannot come; then the
+others end, and torchrun starts all again.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fmegatron.collectives import World
+from fmegatron.loop.faults import Pulse, lost_peer, say
+from fmegatron.loop.flags import UsageError
+from fmegatron.loop.losses import BadLossError
+from fmegatron.loop.nonfinite import NonFiniteError
+
+FINAL = (UsageError, BadLossError, NonFiniteError)  # these would come again, or are meant to end the run
+_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+WORD_SECONDS = 3.0  # how long a rank that lost a connection waits for the word of the rank at the other end
+
+
+@dataclass(frozen=True)
+class Restart:
+    """After which failures a run goes on. most: restarts in a row that do not get beyond the update that failed.
+
+    meet_s: seconds that the ranks have to meet again. Kept for restarts by torchrun, too (`started`).
+    """
+
+    most: int = 3
+    meet_s: float = 60.0
+
+    def __post_init__(self):
+        if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 0 or not self.meet_s > 0:
+            raise ValueError(f"Restart: got {self}, wanted most of at least 0 and meet_s above 0")
+
+
+class Restarts:
+    """The restarts of one process. furthest: updates that any rank had finished when one of them failed."""
+
+    def __init__(self, rules: Restart | None, world: World, pulse: Pulse):
+        self.rules, self.world, self.pulse = rules, world, pulse
+        self.furthest, self.idle, self.count = -1, 0, 0
+        self._lock = threading.Lock()
+
+    def listen(self) -> None:
+        """From now on the report of another rank's failure ends what this rank waits for."""
+        if self.rules is not None and self.world.size > 1:
+            self.pulse.on_fault = self._wake
+
+    def _wake(self, text: str) -> None:
+        del text
+        with self._lock:
+            if self.pulse.on_fault is not None:
+                self.world.abort()
+
+    def again(self, error: Exception, step: int, given_up: Callable[[], bool]) -> bool:
+        """Whether the run goes on after this error, on all ranks; then the world is new. step: updates finished here.
+
+        False: the error is to be raised. given_up: whether the run is to end (a signal).
+        """
+        if self.rules is None or isinstance(error, FINAL) or not self._all_know(error):
+            return False
+        self.pulse.enter("restart", step)
+        with self._lock:
+            self.pulse.on_fault = None
+        began, word = (
+            time.monotonic(),
+            self.pulse.fault() if self.world.size > 1 else f"{type(error).__name__}: {error}",
+        )
+        try:
+            self.world.renew(self.rules.meet_s, given_up)
+        except (TimeoutError, RuntimeError) as late:
+            error.add_note(f"No restart in the process: {late}")
+            return False
+        self.pulse.attempt += 1
+        reached = -int(self.world.minimum(torch.tensor([-step])))
+        self.idle = 1 if reached > self.furthest else self.idle + 1
+        self.furthest = max(self.furthest, reached)
+        if self.idle > self.rules.most:
+            error.add_note(f"No restart in the process: {self.rules.most} did not get beyond update {self.furthest}.")
+            return False
+        self.count += 1
+        if self.world.rank == 0:
+            seconds = time.monotonic() - began
+            say(f"restart {self.count} in the process, after {step} updates ({seconds:.2f} s to meet): {word}")
+        return True
+
+    def _all_know(self, error: Exception) -> bool:
+        """Whether the failure is, or becomes, known to all ranks; an echo of another's is not reported as an own."""
+        if self.world.size == 1:
+            return True
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone
+            until = time.monotonic() + (WORD_SECONDS if lost_peer(error) else 0.0)
+            while self.pulse.fault() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if self.pulse.fault() is not None:
+                return True
+            if not lost_peer(error):  # one that was killed leaves no word
+                return self.pulse.report(f"{type(error).__name__}: {error}")
+        return False
+
+
+def started(path: Path, step: int, rules: Restart | None, world: World) -> None:
+    """Count starts of a job that is started again and again (by torchrun, or Slurm), and end it when none gets further.
+
+    path: of the count, in the run's folder. step: where this start goes on. Raises RuntimeError on all ranks for more
+    than `rules.most` restarts in a row that go on from the same step.
+    """
+    text = ""
+    if world.rank == 0 and rules is not None:
+        again = any(os.environ.get(name, "0") not in ("", "0") for name in _COUNTS)
+        job = next((os.environ[name] for name in _JOBS if os.environ.get(name, "none") not in ("", "none")), None)
+        before = {}
+        with contextlib.suppress(OSError, ValueError):
+            before = json.loads(path.read_text())
+        again = again or (
+            job is not None and before.get("job") == job
+        )  # a node counts only the restarts that it caused
+        count = before.get("restarts", 0) + 1 if again and before.get("step") == step else 0
+        if count > rules.most:
+            text = f"{count - 1} restarts went on from step {step}, and none got to a checkpoint behind it"
+        path.write_text(json.dumps({"step": step, "restarts": count, "job": job}) + "\n")
+    if text := world.broadcast_text(text):
+        raise RuntimeError(f"{path.parent}: {text}; look at what ended them, then start it by hand")

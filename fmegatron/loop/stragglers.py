@@ -1,0 +1,98 @@
+"""Stragglers: how long each rank works, waits and reads data, at log points, by rank and machine.
+
+A slow rank makes all others wait inside of their collectives, so the time of a step is the same on all. What differs
+is the processor time of the thread that trains (on CPUs), from the beginning of a batch to the end of its step: a rank
+that works long lets others wait; and the time for a batch.
+"""
+
+import json
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LEAST = 10e-3  # seconds that a rank must be slower by
+_HOST = 64  # bytes of a machine's name
+
+
+class Stragglers:
+    """The times of this rank since the last log point, and of all ranks at the one before.
+
+    ratio: a rank that works, or reads, `ratio` times as long as the median is reported (RuntimeWarning, rank 0). path:
+    of a file of JSON lines: {"step", "hosts", "work", "wait", "data"}, seconds per step of every rank. On CUDA `work`
+    and `wait` are of the host's thread only.
+    """
+
+    def __init__(self, world: Any, path: Path, ratio: float = 1.5):
+        self.world, self.path, self.ratio = world, path, ratio
+        name = socket.gethostname().encode()[:_HOST].ljust(_HOST, b"\0")
+        rows = world.gather_rows(torch.frombuffer(bytearray(name), dtype=torch.int64))
+        self.hosts = [bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode() for row in rows]
+        self._asked: tuple[int, Callable] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what was before is not counted."""
+        self._work = self._wait = self._data = 0.0
+        self._steps, self._since = 0, time.thread_time()  # _since: when this thread began with a batch
+
+    def timed(self, step: Callable, batch_at: Callable) -> tuple[Callable, Callable]:
+        """The same two functions, which note their times."""
+
+        def timed_step(state, batch):
+            wall, own = time.perf_counter(), time.thread_time()
+            self._since = own if plain is None else self._since
+            out = step(state, batch)
+            own = time.thread_time() - own
+            self._wait += max(0.0, time.perf_counter() - wall - own)
+            self._work += time.thread_time() - self._since
+            self._steps += 1
+            return out
+
+        def timed_batch(position):
+            wall, self._since = time.perf_counter(), time.thread_time()
+            batch = batch_at(position)
+            self._data += time.perf_counter() - wall
+            return batch
+
+        plain = None if getattr(batch_at, "__self__", None) is not None else timed_batch
+        return timed_step, plain or batch_at  # what is read ahead states itself how long it was waited for
+
+    def log(self, step: int, waited: float | None = None) -> None:
+        """At a log point, on all ranks: write what was asked at the one before, and ask again. Waits for no rank.
+
+        waited: seconds per step for batches that are read ahead (`StepInfo.waited`).
+        """
+        self._data = self._data if waited is None else waited * self._steps
+        if self._asked is not None:
+            at, answer = self._asked
+            self._write(at, answer())
+        times = [self._work, self._wait, self._data]
+        row = torch.tensor([round(1e9 * seconds / max(1, self._steps)) for seconds in times], dtype=torch.int64)
+        self._asked = step, self.world.gather_later(row)
+        self.forget()
+
+    def _write(self, step: int, rows: torch.Tensor) -> None:
+        if self.world.rank != 0:
+            return
+        work, wait, data = (rows[:, i].double() * 1e-9 for i in range(3))
+        record = {"step": step, "hosts": self.hosts}
+        record |= {
+            name: [round(x, 9) for x in y.tolist()] for name, y in (("work", work), ("wait", wait), ("data", data))
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        for name, seconds in (("works", work), ("waits for its data", data)):
+            usual, rank = float(seconds.quantile(0.5, interpolation="lower")), int(seconds.argmax())
+            if seconds[rank] > max(self.ratio * usual, usual + _LEAST):
+                warnings.warn(
+                    f"step {step}: rank {rank} ({self.hosts[rank]}) {name} {seconds[rank]:.3g} s a step, the median is "
+                    f"{usual:.3g} s: the others wait for it",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )

@@ -1,0 +1,120 @@
+"""What the loop makes of the losses of its updates: seen at log points, agreed by all ranks, then acted on."""
+
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.loop.losses import ACTIONS, BadLossError, Finding, LossSpike, LossStuck, LossWatch, RollBack, RunAgain
+from fmegatron.loop.metrics import fetch
+from fmegatron.loop.nonfinite import WATCHED, broken, judge
+from fmegatron.step import Donated
+
+_NEVER = 1 << 62
+
+
+class Verdicts:
+    """Of one call of `train`. skips: whether updates may be taken back, each judged at once."""
+
+    def __init__(self, on_nonfinite: str, spike: LossSpike | None, stuck: LossStuck | None, world):
+        self.on_nonfinite, self.watch, self.world = on_nonfinite, LossWatch(spike, stuck), world
+        self.skips = on_nonfinite == "skip" or (spike is not None and spike.then == "skip")
+        self._all = bool(self.watch) or on_nonfinite in ("roll back", "rerun")
+        self._recent: list[tuple[int, dict[str, Any]]] = []  # since the last log point: updates and what is watched
+        self._shown: dict[int, Mapping[str, float]] = {}  # of the last log points: what is not finite
+        self._finite: deque[int] = deque(maxlen=3)  # the last log points where all was
+        self._first_broken: int | None = None
+        self._found: Finding | None = None
+
+    def see(self, number: int, metrics: Any, logs: bool) -> tuple[dict[str, float], tuple[bool, bool]]:
+        """(metrics as floats, empty between log points; whether they are not finite, whether a loss is bad)."""
+        if self._all and not self.skips and isinstance(metrics, Mapping):
+            self._recent.append((number, {name: metrics[name] for name in WATCHED if name in metrics}))
+        if not logs:
+            return {}, (False, False)
+        many = {f"\0{n} {name}": value for n, some in self._recent for name, value in some.items()}
+        values = fetch({**metrics, **many} if isinstance(metrics, Mapping) else metrics)  # one transfer for all of it
+        losses = {key: values.pop(key) for key in many}
+        for n, some in self._recent:
+            found = {name: losses[f"\0{n} {name}"] for name in some}
+            if self._first_broken is None and broken(found):
+                # A loss is that of the parameters before the update: without a norm, the update before may be the bad.
+                self._first_broken = n if "grad_norm" in found else max(1, n - 1)
+            if self.watch and self._found is None and "loss" in found:
+                self._found = self.watch.see(n, found["loss"])
+        self._recent.clear()
+        shown = broken(values)
+        self._shown = {n: some for n, some in self._shown.items() if n == number - 1} | {number: shown}
+        if not shown:
+            self._finite.append(number)
+            self._first_broken = None
+        return values, (bool(shown), self._found is not None)
+
+    def judge(self, state: tree.Tree, number: int, about: int, not_finite: bool, bad: bool) -> None:
+        """What follows on what some rank has seen when update `about` was done. All ranks call it.
+
+        number: updates that `state` has seen.
+        """
+        if not_finite:
+            first = self._agreed(self._first_broken or about) if self._all else about
+            action = "raise" if self.on_nonfinite == "skip" else self.on_nonfinite
+            before = max((n for n in self._finite if n < about), default=None)
+            try:
+                judge(state, about, self._shown.get(about, {}), before, self.world, action, first)
+            except RunAgain as again:
+                again.state, again.last = state, number
+                raise
+            self._first_broken = None
+        if bad:
+            found, self._found = self._found, None
+            worst = 0 if found is None else ACTIONS.index(found.then)
+            row = torch.tensor([_NEVER if found is None else found.step, -worst])
+            first, worst = (row if self.world is None else self.world.minimum(row)).tolist()
+            what = "another rank has found a bad loss" if found is None else found.text
+            self._act(state, f"step {first}: {what}", ACTIONS[-worst], first, number)
+
+    def _act(self, state: tree.Tree, text: str, then: str, first: int, number: int) -> None:
+        """The same on all ranks: the severest of what they want."""
+        if then == "roll back":
+            raise RollBack(f"{text}: wants a checkpoint; `Run` goes back, a loop by hand does it itself", first, first)
+        if then == "rerun":
+            again = RunAgain(f"{text}: wants a rerun; `Run` does it, a loop by hand does it itself", first, number)
+            again.state = state
+            raise again
+        if then == "raise":
+            raise BadLossError(
+                f"{text}: training ends; look at data and rate, or go back to a checkpoint", first, number
+            )
+        self._warn(f"{text}; training goes on")
+
+    def _agreed(self, step: int) -> int:
+        """The earliest on any rank."""
+        return step if self.world is None else int(self.world.minimum(torch.tensor([step])))
+
+    # ---- skip: judged at once
+    def skip(self, number: int, before: tree.Tree, after: tree.Tree, metrics: Any) -> tree.Tree:
+        """The state to go on with: `before` when the losses of this update are bad on any rank, else `after`."""
+        for path, x in zip(tree.paths(before), tree.leaves(before), strict=True):
+            if isinstance(x, Donated):
+                raise ValueError(
+                    f"train: skip: got a step that donates {path!r}, wanted one that leaves the state before as it is; "
+                    "jit(..., donate=()), or skip within the step, which costs nothing: optim.skip_nonfinite"
+                )
+        values = fetch({name: metrics[name] for name in WATCHED if name in metrics})
+        shown, found = broken(values) if self.on_nonfinite == "skip" else {}, None
+        if self.watch and not shown and "loss" in values:
+            found = self.watch.see(number, values["loss"])
+        takes_back = bool(shown) or (found is not None and found.then == "skip")
+        if self._agreed(0 if takes_back else 1):
+            self._found = self._found or found
+            return after
+        text = found.text if found else ", ".join(f"{name} is {value}" for name, value in shown.items())
+        self._warn(f"step {number}: {text or 'bad on another rank'}; its update is skipped")
+        return before
+
+    def _warn(self, text: str) -> None:
+        if self.world is None or self.world.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,160 @@
+"""`python -m fmegatron.plan EXPERIMENT --mesh dp=2,fsdp=2`: memory, traffic, work and time of a step before launch.
+
+The experiment is a file as `python -m fmegatron.check` takes it. No process group, no device, no memory is used.
+Exit status: 0 planned, and it fits where --memory says into what; 1 it does not fit; 2 wrong use, or it could not be
+done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, TextIO
+
+from fmegatron import loop
+from fmegatron.layout import Mesh
+from fmegatron.plan import (
+    Described,
+    Exact,
+    Quick,
+    deep,
+    exact,
+    in_mib,
+    measured_rates,
+    measured_write,
+    meshes_of,
+    quick,
+    search,
+)
+from fmegatron.step import Overlap, Rates
+
+_WRITES = 1e9  # bytes/s of a rank that saves, where nothing is measured
+_DEEP = 13  # layers from which on a plan is continued from shallower models
+
+
+def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
+    """Plan one experiment; returns the exit status. argv: without the program's name; out, err: the standard ones."""
+    output, errors = out or sys.stdout, err or sys.stderr
+    try:
+        options, flags = parser().parse_known_args(argv)
+    except SystemExit as stop:  # --help, or wrong use, of which argparse has told
+        return int(stop.code or 0)
+    try:
+        if (options.mesh is None) == (options.search is None):
+            raise ValueError("got neither --mesh nor --search, or both, wanted one; give --mesh dp=2, or --search 8")
+        experiment = loop.load_experiment(options.experiment)
+        rates = measured_rates() if options.measure else Rates()
+        if options.search is not None:
+            return _searched(experiment, options, flags, rates, output)
+        return _planned(experiment, options, flags, rates, output)
+    except (ValueError, OSError, SyntaxError, ImportError) as error:
+        print(f"plan: {options.experiment}: {error}", file=errors)
+        return 2
+
+
+def _config(experiment: ModuleType, options: argparse.Namespace, flags: list[str], mesh: str) -> Any:
+    return loop.parse([options.experiment, f"--config_mesh={mesh}", *flags], experiment.Config)
+
+
+def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
+    config = _config(experiment, options, flags, options.mesh)
+    described: Described = experiment.describe(config)
+    overlap = _overlap(options)
+    try:
+        by_formula = quick(*described, config.mesh, overlap=overlap)
+    except ValueError as error:
+        by_formula = None
+        print(f"quick: {error}", file=out)
+    if by_formula is not None:
+        print(by_formula, file=out)
+        _print_seconds(by_formula, rates, options.measure, out)
+    peak = None if by_formula is None else by_formula.peak
+    if not options.quick:
+        counted = _counted(experiment, config, described, overlap, options)
+        print(counted, file=out)
+        if options.timeline:
+            print(counted.timeline(rates), file=out)
+        peak = counted.peak
+    if options.memory is None or peak is None:
+        return 0
+    limit = round(options.memory * 2**30)
+    if peak <= limit:
+        print(f"fits: {in_mib(peak)} of {in_mib(limit)}", file=out)
+        return 0
+    print(f"does not fit: {in_mib(peak)}, {in_mib(peak - limit)} more than {in_mib(limit)}", file=out)
+    return 1
+
+
+def _counted(
+    experiment: ModuleType, config: Any, described: Described, overlap: Overlap | None, options: argparse.Namespace
+) -> Exact:
+    layers = getattr(config, "layers", None)
+    if isinstance(layers, int) and layers >= _DEEP and not options.all_layers:
+
+        def build(depth: int) -> Described:
+            return experiment.describe(dataclasses.replace(config, layers=depth))
+
+        return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
+    return exact(*described, config.mesh, rank=options.rank, overlap=overlap)
+
+
+def _print_seconds(plan: Quick, rates: Rates, measured: bool, out: TextIO) -> None:
+    of = "measured here (of the network: assumed)" if measured else "assumed (an H100; --measure measures this machine)"
+    seconds = plan.step_seconds(rates)
+    print(
+        f"  step       {seconds['total']:.4g} s at rates {of}: {rates.flops:.3g} FLOP/s, {rates.memory:.3g} B/s of "
+        f"memory, {rates.network:.3g} B/s sent by a rank, {rates.latency:.2g} s a call; nothing is hidden",
+        file=out,
+    )
+    for name, value in seconds.items():
+        if name != "total" and value:
+            print(f"    {value:10.4g} s  {name}", file=out)
+    writing, place = (measured_write("."), "measured in this folder") if measured else (_WRITES, "assumed")
+    print(f"  a save     {plan.written / writing:.4g} s at {writing:.3g} B/s for each rank ({place})", file=out)
+
+
+def _searched(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
+    if options.memory is None:
+        raise ValueError("--search: got no --memory, wanted the GiB of a device, such as --memory 80")
+    base = _config(experiment, options, flags, "dp=1")
+
+    def describe(mesh: Mesh) -> Described:
+        return experiment.describe(dataclasses.replace(base, mesh=mesh))
+
+    meshes = meshes_of(options.search, options.axes.split(","))
+    found = search(describe, meshes, round(options.memory * 2**30), rates=rates, overlap=_overlap(options))
+    print(found, file=out)
+    return 0 if found.found else 1
+
+
+def _overlap(options: argparse.Namespace) -> Overlap | None:
+    return None if options.overlap is None else Overlap(depth=options.overlap)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m fmegatron.plan",
+        description="Plan an experiment's training step: memory, its lines to blame, traffic, work, time, checkpoint.",
+        epilog="Further flags (--config_NAME=VALUE) are the experiment's own. "
+        "Exit status: 0 planned, and it fits into --memory; 1 it does not fit; 2 wrong use, or it could not be done.",
+    )
+    p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")
+    p.add_argument("--mesh", help="axes and sizes, such as dp=2,fsdp=2,tp=2")
+    p.add_argument("--rank", type=int, default=0, help="of which the exact plan is")
+    p.add_argument("--quick", action="store_true", help="formulas alone, in milliseconds")
+    p.add_argument("--memory", type=float, metavar="GIB", help="of a device: does it fit?")
+    p.add_argument("--overlap", type=int, metavar="DEPTH", help="as step.jit(..., overlap=Overlap(depth=DEPTH))")
+    p.add_argument("--all-layers", action="store_true", help=f"count every layer of models of {_DEEP} or more, too")
+    p.add_argument("--timeline", action="store_true", help="print what is computed and sent when, as planned")
+    p.add_argument("--measure", action="store_true", help="measure this machine's rates instead of assuming an H100's")
+    p.add_argument("--search", type=int, metavar="DEVICES", help="rank all meshes of so many devices")
+    p.add_argument("--axes", default="dp,fsdp,tp", help="of the meshes of --search")
+    return p
+
+
+if __name__ == "__main__":
+    sys.exit(main())

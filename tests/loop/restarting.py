@@ -1,0 +1,47 @@
+"""A run of two ranks with an exception in every update but the first two, on one rank after the other. Run by tests.
+
+python -m tests.loop.restarting FOLDER BACKEND STEPS: prints a line of JSON at the end: what it held after each update.
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+from torch._dynamo.utils import counters
+
+from fmegatron import tree
+from fmegatron.collectives import Axes, connect, enter, psum
+from fmegatron.layout import Layout, Mesh
+from fmegatron.loop import Restart, Run
+from fmegatron.step import jit
+
+
+def main(folder, backend, steps):
+    """Train `steps` updates; one with few of them has as many restarts."""
+    mesh = Mesh(fsdp=2)
+    world = connect(mesh, timeout_s=60)
+    axis = Axes(mesh)["fsdp"]
+
+    def update(state, batch):
+        error = torch.tanh(enter(state["s"], axis)) * state["w"] - batch
+        return {"s": state["s"] * 0.99, "w": state["w"] - 0.1 * error}, {"loss": psum((error**2).sum(), axis)}
+
+    layouts = {"s": Layout((4,), torch.float64, mesh), "w": Layout((8, 4), torch.float64, mesh, ("fsdp",))}
+    specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Normal(1.0)), layouts)
+    step = jit(update, world=world, donate=0, backend=backend, check=None)
+    faults = "+".join(f"exception:rank={n % 2},step={n}" for n in range(3, steps))
+    run = Run(folder, step, specs, world=world, log_every=100, save_every=1, restart=Restart(1), inject=faults)
+    held, times = {}, {}
+    for info in run(lambda n: torch.full((4, 4), float(n), dtype=torch.float64), steps=steps):
+        held[info.step] = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        times[info.step] = time.time()
+    compiled = {"graphs": len(step.cache), "inductor": counters["inductor"].get("fxgraph_cache_miss", 0)}
+    bits = [x.sum().item() for x in tree.leaves(run.state)]
+    print(json.dumps({"held": held, "times": times, "bits": bits, **compiled}), flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,86 @@
+"""Hangs: limits that are learnt, who is behind, stacks of every rank that can, status 75; in real processes."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fmegatron.loop import Patience, Pulse
+from fmegatron.loop.faults import siblings
+from fmegatron.loop.faults.hang import HANG
+from fmegatron.loop.faults.siblings import kill_siblings, own_process
+from tests.house import ROOT
+
+
+def test_limits_are_learnt_for_each_section(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pulse = Pulse(Patience(setup=100, step=3, save=7, factor=5), rank=1)
+    limits = []
+    for section, seconds in (("setup", 50), ("step", 0.5), ("save", 2), ("step", 1.5), ("step", 0.2), ("save", 1)):
+        if section != "setup":
+            pulse.enter(section, 4)
+        limits.append(pulse.now.limit)
+        now[0] += seconds
+    assert limits == [100, 3, 7, 3, 7.5, 10] and pulse.now.count == 5 and pulse.now.step == 4
+    free = Pulse()
+    free.enter("step", 1)
+    assert free.now.limit == float("inf") and free.fault() is None
+    with pytest.raises(ValueError, match="Patience: save: got 0, wanted a number above 0"):
+        Patience(save=0)
+
+
+def test_only_processes_of_this_job_are_killed():
+    sleeper = subprocess.Popen(["sleep", "60"])
+    other = {**own_process("here"), "pid": sleeper.pid, "started": siblings._started_at(sleeper.pid)}
+    wrong = [{"host": "there"}, {"parent": 1}, {"started": 5}, {"started": None}, {"pid": os.getpid()}]
+    assert kill_siblings({n: {**other, **w} for n, w in enumerate(wrong)}, "here") == [] and sleeper.poll() is None
+    assert kill_siblings({3: other}, "here") == [3] and sleeper.wait() == -9
+    assert kill_siblings({3: other}, "here") == []
+
+
+LOOP = """
+import sys, threading, time
+from fmegatron.loop import Patience, Pulse, watched
+from fmegatron.loop.faults.hang import POLL_SECONDS
+
+def hangs(pulse, kind):
+    pulse.enter("step", 7)
+    print(time.time(), flush=True)
+    if kind == "gil":
+        import ctypes
+        ctypes.PyDLL(None).sleep(6)  # PyDLL keeps the GIL
+    time.sleep(60)
+
+limits = dict.fromkeys(("compile", "step", "caller", "end"), 0.6)
+with watched(Pulse(Patience(setup=30, **limits), 0), sys.argv[1]) as pulse:
+    for step in range(1, 4):  # no hang: each takes less than its limit
+        pulse.enter("step", step)
+        time.sleep(0.05)
+    if sys.argv[2] == "none":
+        sys.exit(0)
+    hangs(pulse, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("kind", ["none", "sleep", pytest.param("gil", marks=pytest.mark.slow)])
+def test_one_process_that_hangs(tmp_path, python, kind):
+    """Beyond its limit, half a second to the stacks, also where not even a thread of Python can run."""
+    done = python.run([sys.executable, "-c", LOOP, tmp_path, kind], cwd=ROOT)
+    if kind == "none":
+        assert done.returncode == 0 and not (tmp_path / "stacks").exists(), done.stderr
+        return
+    assert done.returncode == HANG, done.stderr
+    stacks = tmp_path / "stacks" / "rank-0.txt"
+    late = stacks.stat().st_mtime - float(done.stdout) - 0.6
+    text = stacks.read_text()
+    assert "in hangs" in text and re.search(r"hang: rank 0 \(.*\) makes no progress for .* in section 'step' of", text)
+    assert late < 1.5 or kind == "gil"
+    assert "update 7 (limit 0.6 s, the longest before took 0." in done.stderr and "stacks are in" in done.stderr
+    if kind == "gil":
+        assert (
+            text.startswith("Timeout") and text.count("in hangs") == 2
+        )  # from C while it held the GIL, and afterwards

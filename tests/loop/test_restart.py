@@ -1,0 +1,69 @@
+"""Restarts in the process, on two ranks: what goes on, and that nothing is left behind, however many there are."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fmegatron.collectives import World
+from fmegatron.loop import Restart
+from fmegatron.loop.restart import started
+from tests.house import ROOT
+
+
+def restarted(python, folder, backend, steps):
+    """(what each rank printed last, what the first wrote on stderr) of `restarting`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in "01":
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "tests.loop.restarting", folder, backend, str(steps)]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environment = {**os.environ, **where, "PYTHONPATH": str(ROOT)}
+        processes.append(python.popen(command, cwd=ROOT, env=environment, **streams))
+    texts = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    return [json.loads(out.splitlines()[-1]) for out, _ in texts], texts[0][1]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_restarts_leave_nothing_behind(python, tmp_path, backend):
+    """20 restarts (3 with Inductor), as many on each rank: no descriptor, no thread, no compilation more."""
+    steps = 23 if backend == "eager" else 6
+    ranks, err = restarted(python, tmp_path / "run", backend, steps)
+    assert len(re.findall(r"restart \d+ in the process", err)) == steps - 3
+    for rank in ranks:
+        assert [int(step) for step in rank["held"]] == list(range(1, steps + 1))
+        held = list(rank["held"].values())
+        for what in (0, 1):  # descriptors, threads
+            assert held[-1][what] <= max(one[what] for one in held[: len(held) // 3]) + 2, held
+        assert rank["graphs"] == 1 and rank["inductor"] <= 1
+    clean, _ = restarted(python, tmp_path / "clean", backend, 3)
+    assert ranks[0]["graphs"] == clean[0]["graphs"] == 1
+
+
+def test_starts_that_get_no_further_are_counted(tmp_path, monkeypatch):
+    """Of one job; whoever starts it by hand begins to count anew."""
+    path, world, rules = tmp_path / "starts.json", World.alone("cpu"), Restart(2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    for step in (0, 0, 0, 4, 4, 4):  # a start, then restarts
+        started(path, step, rules, world)
+    with pytest.raises(RuntimeError, match="2 restarts went on from step 4, and none got to a checkpoint behind it"):
+        started(path, 4, rules, world)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    started(path, 4, rules, world)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    started(path, 4, rules, world)
+    started(path, 4, rules, world)
+    started(path, 4, rules, world)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    path.write_text("{")
+    started(path, 4, rules, world)
+    with pytest.raises(ValueError, match="wanted most of at least 0"):
+        Restart(-1)

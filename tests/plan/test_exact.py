@@ -1,0 +1,111 @@
+"""The exact plan: counted by hand, against the allocator of a real run, and continued in depth."""
+
+import pytest
+import torch
+
+from fmegatron import plan, step, tree
+from fmegatron.collectives import Axes, psum
+from fmegatron.collectives.torch_private import group_named
+from fmegatron.layout import Layout, Mesh
+from fmegatron.plan.paper import SizedWorld
+from fmegatron.plan.wrapper import counted
+from fmegatron.step.torch_private import FakeTensorMode, make_fx
+from fmegatron.testing import peak_bytes
+from tests.pairs import turns
+from tests.plan.described import decoder, tower
+
+SQUARE = 128 * 128 * 4  # bytes
+
+
+def graph_of(fn):
+    with FakeTensorMode():
+        fakes = [torch.empty(128, 128)]
+        return make_fx(fn)(*fakes), fakes
+
+
+HAND = {
+    "product": (lambda x: [x @ x], 1),
+    "chain": (lambda x: [((x @ x) @ x) @ x], 2),  # the third takes the memory of the first
+    "fused": (lambda x: [torch.relu((x + 1).sin() @ x) * 2], 2),  # elementwise work is fused, and done in place
+    "kept": (lambda x: [(y := x @ x) @ y, y], 2),
+    "joined": (lambda x: [torch.cat([x @ x, x.t() @ x])], 2),  # written where they are joined
+}
+
+
+@pytest.mark.parametrize("name", turns(2, [(name,) for name in HAND], HAND))
+def test_by_hand(name):
+    fn, squares = HAND[name]
+    module, fakes = graph_of(fn)
+    found = counted(module, fakes, {}, {}, "hand")
+    assert found.peak == squares * SQUARE
+    assert sum(one.nbytes for one in found.held) == found.peak
+
+
+def test_a_real_run_takes_what_was_planned():
+    """The allocator of torch, in this process; the whole heap of real ranks is the sweep's (test_measured.py)."""
+    update, layouts, batch = tower(depth=3, width=128, rows=512)
+    planned = plan.exact(update, layouts, batch, Mesh())
+    run = step.jit(update, donate=0)
+    params = {"w": torch.zeros(layouts["w"].shape)}
+    x = torch.zeros(batch.shape)
+    params, _ = run(params, x)
+    measured = peak_bytes(lambda: run(params, x))
+    assert planned.transient == pytest.approx(measured, rel=0.01)
+    assert planned.state == layouts["w"].local_nbytes(0) and planned.batch == batch.local_nbytes(0)
+    assert sum(one.nbytes for one in planned.held) == planned.transient
+    text = str(planned)
+    assert "described.py:" in text and "alive at the peak" in text
+
+
+def test_collectives_need_no_ranks():
+    mesh = Mesh(dp=16384)
+    layout = Layout((1 << 14, 256), torch.float32, mesh, ("dp",))
+
+    def summed(x, scale):
+        return x + psum(x * scale, Axes(mesh)["dp"]), {}
+
+    found = plan.exact(summed, layout, Layout((), torch.float32, mesh), mesh, rank=77)
+    assert found.state == 256 * 4 and found.transient >= 256 * 4
+    world = SizedWorld(mesh, 5)
+    with world:
+        name, again = world.group_name(("dp",)), SizedWorld(mesh, 5)
+        assert again.group_name(("dp",)) != name and world.group(("dp",)).size() == 16384
+        again.close()
+    with pytest.raises(RuntimeError):
+        group_named(name)
+
+
+@pytest.mark.slow
+def test_a_deep_model_is_continued():
+    def build(depth):
+        return tower(depth, rows=512, save="all")
+
+    shallow = plan.deep(build, 14, Mesh(), few=(4, 6, 8))
+    whole = plan.exact(*build(14), Mesh())
+    assert shallow.depth == (14, (4, 6, 8)) and shallow.state == whole.state
+    assert shallow.transient == pytest.approx(whole.transient, rel=0.01)
+    assert plan.deep(build, 11, Mesh(), few=(4, 6, 8)).depth is None
+
+
+@pytest.mark.slow
+def test_what_does_not_grow_evenly_is_refused():
+    def build(depth):
+        return tower(depth, width=8 * 2**depth, save="all")
+
+    with pytest.raises(ValueError, match="wanted them to grow evenly; plan all layers"):
+        plan.deep(build, 14, Mesh(), few=(4, 6, 8))
+
+
+def test_depths_at_equal_distances():
+    def build(depth):
+        return tower(depth)
+
+    with pytest.raises(ValueError, match="wanted three depths from 4 on at equal, even distances"):
+        plan.deep(build, 9, Mesh(), few=(1, 2))
+
+
+def test_layouts_of_another_mesh_are_refused():
+    described = decoder(Mesh(fsdp=2))
+    with pytest.raises(ValueError, match="plan: the state"):
+        plan.exact(*described, Mesh(fsdp=4))
+    assert tree.leaves(described[2])[0].mesh == Mesh(fsdp=2)
