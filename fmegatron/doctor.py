@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import torch
+from torch.cuda import nccl as torch_nccl
 
 from fmegatron.collectives import Axes, World, connect, psum
 from fmegatron.layout import Mesh
@@ -96,7 +97,7 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+    nccl = torch_nccl.version() if torch.cuda.is_available() else ()
     found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl)) or None, "kernel": platform.release()}
     return found
 

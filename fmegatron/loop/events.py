@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
@@ -22,7 +22,7 @@ class Events:
         self.path, self.active, self.step = Path(path), active, 0
         self._file: TextIO | None = None
 
-    def __call__(self, event: str, step: int, **values: Any) -> None:
+    def __call__(self, event: str, step: int, **values: object) -> None:
         """Append one event; values: JSON values."""
         self.step = step
         if not self.active:
@@ -38,7 +38,7 @@ class Events:
         self._file.write(json.dumps(line, default=str) + "\n")
         self._file.flush()
 
-    def started(self, step: int, **values: Any) -> None:
+    def started(self, step: int, **values: object) -> None:
         """The process is about to make its first update, or the first after a resume."""
         place = {"host": socket.gethostname(), "pid": os.getpid(), "torch": torch.__version__}
         self("resumed" if step else "started", step, **place, **values)

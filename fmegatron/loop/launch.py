@@ -76,8 +76,7 @@ def _status(error: SystemExit) -> int:
 def deterministic(on: bool = True) -> None:
     """The same bits from the same step in every process of the same machine, for debugging; slower on CUDA.
 
-    torch then chooses deterministic kernels, and an op that has none is an error (`use_deterministic_algorithms`);
-    memory is not filled, as that would only show reads of memory that nothing has written. cuBLAS gets the workspace
+    torch then chooses deterministic kernels, and an op that has none is an error (`use_deterministic_algorithms`). cuBLAS gets the workspace
     that it needs, which holds only if this is called before the first product on a device. Ranks still sum in the order
     of their algorithm: NCCL's choice is fixed with NCCL_ALGO=Ring and NCCL_PROTO=Simple where they are not set. Without
     it CPU runs are deterministic as they are, and a step never draws from a generator.
@@ -88,7 +87,6 @@ def deterministic(on: bool = True) -> None:
         for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "Simple")):
             os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fmegatron.loop.hardware import Peak, energy_reader, memory_reader, peak_of
+from fmegatron.loop.train import StepInfo
 
 SECTIONS = ("data", "log", "save", "evaluation", "caller")  # and "step", which `train` measures
 # What the records hold of it beside `mfu`; the table on a terminal leaves it out.
@@ -50,7 +51,8 @@ class Meter:
         self.peak = (peak or peak_of(device)) if flops_per_token and active else None
         self._bytes, self.memory = memory_reader(device)
         self._joules, self._taken, self._exposed = energy_reader(device) if active else None, 0.0, None
-        self._seconds, self._at = dict.fromkeys(SECTIONS, 0.0), start
+        self._seconds: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
+        self._at = start
         if self._joules is not None:
             self._taken = self._joules()
 
@@ -88,8 +90,8 @@ class Meter:
         """The next record states these seconds per step of exposed communication: `step.timeline(...).waiting`."""
         self._exposed = float(seconds)
 
-    def record(self, info: Any) -> dict[str, float]:
-        """`info.record()` of a `StepInfo` at a log point, with the numbers above; the clocks begin anew."""
+    def record(self, info: StepInfo) -> dict[str, float]:
+        """`info.record()` at a log point, with the numbers above; the clocks begin anew."""
         record, steps = info.record(), max(1, info.step - self._at)
         if info.waited is not None:
             self._seconds["data"] = info.waited * steps

@@ -1,7 +1,7 @@
 """Loggers of services: TensorBoard, Weights & Biases, MLflow and OpenTelemetry, each by its own package.
 
 The packages are optional (the extra `logs`) and are imported at the first write. Give them to `Run(loggers=...)`: a run
-that is resumed then tells each of them from which step it goes on.
+that is resumed gives each of them the step from which it goes on.
 """
 
 import math
@@ -53,7 +53,7 @@ class WeightsAndBiases:
 
     W&B drops what is logged for a step below the newest one, which is what a resumed run does when it goes back to a
     checkpoint. So its own counter only counts records, and "step" is a metric over which all others are drawn. Records
-    that are made again are in the run twice; "resumed_from", logged with those of a resumed run, tells them apart.
+    that are made again are in the run twice; those of a resumed run have "resumed_from" beside them.
     """
 
     def __init__(self, **settings):
@@ -168,12 +168,11 @@ class OpenTelemetry:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Set the gauges, and end a span that has the values as attributes."""
-        if self._meter is None:
-            self._open()
+        meter = self._meter = self._meter or self._open()
         now = time.time_ns()
         for name, value in {"step": step, **values}.items():
             if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(f"fmegatron.{_instrument(name)}")
+                self._gauges[name] = meter.create_gauge(f"fmegatron.{_instrument(name)}")
             if math.isfinite(value):
                 self._gauges[name].set(float(value), self.attributes)
         name, seconds = _span(values)
@@ -182,14 +181,15 @@ class OpenTelemetry:
         self._tracer.start_span(name, start_time=began, attributes=own).end(end_time=now)
         self._before = now
 
-    def _open(self) -> None:
+    def _open(self) -> Any:
+        """The meter; sets the tracer, too."""
         try:
             from opentelemetry import metrics, trace
         except ImportError as error:
             raise _missing("OpenTelemetry", "opentelemetry-sdk") from error
         if self.path is None:
-            self._meter, self._tracer = metrics.get_meter("fmegatron"), trace.get_tracer("fmegatron")
-            return
+            self._tracer = trace.get_tracer("fmegatron")
+            return metrics.get_meter("fmegatron")
         try:
             from opentelemetry.sdk.metrics import MeterProvider
             from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
@@ -208,8 +208,9 @@ class OpenTelemetry:
         reader = PeriodicExportingMetricReader(ConsoleMetricExporter(file, one_line))
         meters, tracers = MeterProvider([reader], resource), TracerProvider(resource=resource)
         tracers.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=file, formatter=one_line)))
-        self._meter, self._tracer = meters.get_meter("fmegatron"), tracers.get_tracer("fmegatron")
+        self._tracer = tracers.get_tracer("fmegatron")
         self._close = [meters.shutdown, tracers.shutdown, file.close]
+        return meters.get_meter("fmegatron")
 
     def close(self) -> None:
         """Write what is pending, and close the file."""

@@ -3,7 +3,7 @@
     run = loop.Run(..., profile="trace:steps=10-12,rank=0; memory:steps=20-21")
     echo "trace:next=3,rank=2" > runs/a/profile     # while it runs: the three steps behind the next log point
 
-Files are written into `profiles/` of the run, and an event says so. Nothing is agreed between ranks: a rank that is
+Files are written into `profiles/` of the run, and an event names them. Nothing is agreed between ranks: a rank that is
 observed is slower, and the others wait for it where they would anyway.
 """
 
@@ -54,7 +54,10 @@ def windows(text: str, step: int = 0) -> tuple[Window, ...]:
     found = []
     for part in filter(None, (part.strip() for part in re.split(r"[;\n]", text))):
         what, _, rest = part.partition(":")
-        given = dict(item.strip().partition("=")[::2] for item in rest.split(",") if item.strip())
+        given: dict[str, str] = {}
+        for item in filter(None, rest.split(",")):
+            name, _, value = item.strip().partition("=")
+            given[name] = value
         steps, behind, rank = given.pop("steps", None), given.pop("next", None), given.pop("rank", "0")
         match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps or "")
         if behind is not None and steps is None and re.fullmatch(r"[1-9]\d{0,8}", behind):
@@ -108,7 +111,7 @@ class Windows:
                 self._end()
             return out
 
-        observed.declared = getattr(step, "declared", None)  # pyright: ignore[reportFunctionMemberAccess]
+        observed.declared = getattr(step, "declared", None)  # pyright: ignore[reportFunctionMemberAccess]  `train` asks
         return observed
 
     def look(self) -> None:

@@ -41,9 +41,9 @@ class Recorded:
         pieces: list[list[tuple[float, float]]] = []
         before = math.inf
         for record in self.records:
-            value = record.get(name)
-            if not _is_number(value):
+            if not _is_number(record.get(name)):
                 continue
+            value = record[name]
             if record["step"] <= before:
                 pieces.append([])
             before = record["step"]
