@@ -51,7 +51,7 @@ class Meter:
         self.peak = (peak or peak_of(device)) if flops_per_token and active else None
         self._bytes, self.memory = memory_reader(device)
         self._joules, self._taken, self._exposed = energy_reader(device) if active else None, 0.0, None
-        self._seconds: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
+        self._seconds: dict[str, float] = {name: 0.0 for name in SECTIONS}
         self._at = start
         if self._joules is not None:
             self._taken = self._joules()
@@ -106,7 +106,7 @@ class Meter:
         record |= {f"time_{name}": seconds / steps for name, seconds in self._seconds.items()}
         if self._exposed is not None:
             record["time_exposed"], self._exposed = self._exposed, None
-        self._seconds, self._at = dict.fromkeys(SECTIONS, 0.0), info.step
+        self._seconds, self._at = {name: 0.0 for name in SECTIONS}, info.step
         return record
 
 
