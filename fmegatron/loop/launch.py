@@ -77,9 +77,9 @@ def deterministic(on: bool = True) -> None:
     """The same bits from the same step in every process of the same machine, for debugging; slower on CUDA.
 
     torch then chooses deterministic kernels, and an op that has none is an error (`use_deterministic_algorithms`).
-    cuBLAS gets the workspace that it needs, which holds only if this is called before the first product on a device. Ranks still sum in the order
-    of their algorithm: NCCL's choice is fixed with NCCL_ALGO=Ring and NCCL_PROTO=Simple where they are not set. Without
-    it CPU runs are deterministic as they are, and a step never draws from a generator.
+    cuBLAS gets the workspace that it needs, which holds only if this is called before the first product on a device.
+    Ranks still sum in the order of their algorithm: NCCL's choice is fixed with NCCL_ALGO=Ring and NCCL_PROTO=Simple,
+    where they are not set. A step never draws from a generator.
     """
     if not on and not torch.are_deterministic_algorithms_enabled():
         return
