@@ -26,7 +26,8 @@ def keep_beside(tokenizer: Tokenizer | None, data: str | os.PathLike) -> None:
 
 
 def tokenizer_from(description: Mapping[str, Any], data: str | os.PathLike | None = None) -> Tokenizer:
-    """The tokenizer that `describe()` described. data: a file with that description, beside which it may lie.
+    """The tokenizer that `describe()` described. data: a file with that description, beside which it may
+    have been saved.
 
     ValueError when the kind is unknown, a field is missing, or the file beside the data is gone or another one.
     """

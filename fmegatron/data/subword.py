@@ -1,4 +1,4 @@
-"""Tokenizers whose vocabulary lies in a file: Hugging Face's tokenizer.json, SentencePiece, tiktoken.
+"""Tokenizers with a vocabulary in a file: Hugging Face's tokenizer.json, SentencePiece, tiktoken.
 
 Each is a frozen value, equal to every other of the same bytes: it keeps the bytes of its file and their digest, so that
 what is saved with a model is what encoded its text. The packages that read the files are optional.
@@ -27,7 +27,10 @@ KINDS: tuple[Kind, ...] = ("huggingface", "sentencepiece", "tiktoken")
 _PACKAGES = ("tokenizers", "sentencepiece", "tiktoken")  # which read them
 SPECIAL = ("bos", "eos", "pad", "unk")
 # Of Llama 3 and GPT-4: words with their space, up to three digits, punctuation, line ends.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,25 @@ class SubwordTokenizer:
         text = json.dumps([self.kind, dict(self.special), dict(self.settings)], sort_keys=True)
         return hashlib.sha256(self.content + text.encode()).hexdigest()
 
-    bos = property(lambda self: self.special.get("bos"), doc="Id of the beginning of a text, or None.")
-    eos = property(lambda self: self.special.get("eos"), doc="Id of the end of a text, or None.")
-    pad = property(lambda self: self.special.get("pad"), doc="Id of padding, or None.")
-    unk = property(lambda self: self.special.get("unk"), doc="Id of what the vocabulary lacks, or None.")
+    @property
+    def bos(self) -> int | None:
+        """Id of the beginning of a text, or None."""
+        return self.special.get("bos")
+
+    @property
+    def eos(self) -> int | None:
+        """Id of the end of a text, or None."""
+        return self.special.get("eos")
+
+    @property
+    def pad(self) -> int | None:
+        """Id of padding, or None."""
+        return self.special.get("pad")
+
+    @property
+    def unk(self) -> int | None:
+        """Id of what the vocabulary lacks, or None."""
+        return self.special.get("unk")
 
     @functools.cached_property
     def _reader(self) -> Any:
@@ -107,13 +125,13 @@ class SubwordTokenizer:
 
 
 def from_saved(saved: Mapping[str, Any]) -> SubwordTokenizer:
-    """The tokenizer of a file that `save` wrote; ValueError where its bytes are others than the digest says."""
+    """The tokenizer of a file that `save` wrote; ValueError where its bytes have another digest."""
     try:
         content = base64.b64decode(saved["content"], validate=True)
         found = SubwordTokenizer(saved["kind"], content, dict(saved["special"]), dict(saved["settings"]))
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise ValueError(
-            f"tokenizer of kind {saved.get('kind')!r}: got no 'content' as save writes it ({error})"
+            f"tokenizer of kind {saved.get('kind')!r}: got no 'content' ({error}), wanted what `save` writes"
         ) from None
     if found.digest != saved.get("digest"):
         raise ValueError(
@@ -126,8 +144,9 @@ def from_saved(saved: Mapping[str, Any]) -> SubwordTokenizer:
 def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
     """The tokenizer of another project's file or folder, by what it holds.
 
-    tokenizer.json (with special tokens of the tokenizer_config.json beside it), *.model of SentencePiece, and tiktoken's
-    lines of base64 and rank (Llama 3's tokenizer.model; its pattern, and special tokens of a tokenizer_config.json).
+    tokenizer.json (with special tokens of the tokenizer_config.json beside it), *.model of SentencePiece, and lines
+    of base64 and rank of tiktoken (Llama 3's tokenizer.model; its pattern, and special tokens of a
+    tokenizer_config.json).
     Raises ValueError for other content, FileNotFoundError for no file.
     """
     path = Path(path)
@@ -166,8 +185,8 @@ def _kind_of(path: Path, content: bytes) -> Kind:
     if content[:1] == b"\n":  # field 1 of its protocol buffer: the first piece
         return "sentencepiece"
     raise ValueError(
-        f"{path}: got a file of {len(content)} bytes that is no tokenizer known here, wanted tokenizer.json, a model of "
-        "SentencePiece or the ranks of tiktoken"
+        f"{path}: got a file of {len(content)} bytes that is no tokenizer known here, wanted tokenizer.json, a model "
+        "of SentencePiece or the ranks of tiktoken"
     )
 
 
@@ -204,7 +223,7 @@ def _open(kind: Kind, content: bytes, settings: Mapping[str, Any]) -> Any:
         module = importlib.import_module(package)
     except ImportError:
         raise ImportError(
-            f"a tokenizer of the kind {kind!r} needs the package {package}; pip install {package}"
+            f"tokenizer: got one of kind {kind!r} without the package that reads it, wanted it; pip install {package}"
         ) from None
     try:
         if kind == "huggingface":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -255,7 +256,7 @@ def loss(
             nll_n = _token_losses(x_n, w, at, ahead_BSN[..., n].clamp(min=0), decoder, axes)[0]
             mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
             depths[f"mtp_{n + 1}"] = (nll_n * mask_n).sum() / psum(mask_n.sum(), data).clamp(min=1.0)
-    metrics = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
+    metrics: dict[str, Any] = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
     if by_stack := loads(statistics, decoder):
         metrics["load"] = by_stack
     if decoder.z_loss:

@@ -224,7 +224,7 @@ def _is_view(node) -> bool:
     return any(r.alias_info is not None for r in schema_of(node.target).returns)
 
 
-def _base(node):
+def _base(node: Any) -> Any:
     """What a view looks at. Views are never saved: outputs of an opaque node alias neither inputs nor each other."""
     while node.op == "call_function":
         stated = declared_in(node)

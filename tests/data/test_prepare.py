@@ -154,9 +154,10 @@ def bad(tmp_path, name, content):
         ("a.jsonl", b'{"txt": "a"}\n', "a.jsonl, byte 0: got the fields txt, wanted a text in 'text'; .* --key"),
         ("a.jsonl", b"[1]\n", "wanted a text in 'text'"),
         ("a.jsonl", b'{"text": "\xff"}\n', "no UTF-8 at byte 10"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "a damaged gzip file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a damaged gzip file"),
         ("a.csv", b"a", "got a file of an unknown kind"),
     ],
+    ids=["no JSON", "no text", "no object", "no UTF-8", "damaged", "unknown"],
 )
 def test_bad_inputs_name_file_and_place(tmp_path, capsys, name, content, message):
     out = str(tmp_path / "c")
