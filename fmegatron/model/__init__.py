@@ -3,8 +3,10 @@
 from fmegatron.model import families, sample
 from fmegatron.model.arrays import Array, At, Mixer
 from fmegatron.model.attention import Attention
+from fmegatron.model.choose import Choice
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from fmegatron.model.decoder import Decoder, Part
+from fmegatron.model.json_form import described, description
 from fmegatron.model.families import llama
 from fmegatron.model.forward import block, hidden, logits, loss, read_out
 from fmegatron.model.mla import MLA
@@ -12,42 +14,55 @@ from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
 from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
-from fmegatron.model.sample import generate
+from fmegatron.model.sample import ENDED, Inference, generate, inference, stream
+from fmegatron.model.scoring import Score, perplexity, score
 from fmegatron.model.settled import settled
 from fmegatron.model.specs import arrays, init, layouts, rules, specs
+from fmegatron.model.text import pieces
 from fmegatron.model.weights import GROUPS, gather_weights
 
 __all__ = [
+    "ENDED",
     "GROUPS",
     "MLA",
     "MLP",
     "Array",
     "At",
     "Attention",
+    "Choice",
     "Decoder",
+    "Inference",
     "LayerNorm",
     "Mixer",
     "MoE",
     "Part",
     "RMSNorm",
     "Rope",
+    "Score",
     "arrays",
     "block",
     "cache_bytes_per_token",
+    "described",
+    "description",
     "families",
     "flops_per_token",
     "hidden",
     "gather_weights",
     "generate",
+    "inference",
     "init",
     "layouts",
     "llama",
     "logits",
     "loss",
     "parameters",
+    "perplexity",
+    "pieces",
     "read_out",
     "rules",
     "sample",
+    "score",
     "settled",
     "specs",
+    "stream",
 ]
