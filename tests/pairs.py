@@ -8,13 +8,13 @@ product take turns (`turns`), as do those of a product of which few a day are en
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import pytest
 
 from tests import sampling
 
-__all__ = ["covering", "mixed", "of_a_day", "product", "rotating", "turns"]
+__all__ = ["array", "covering", "mixed", "of_a_day", "product", "rotating", "turns"]
 
 
 def covering(*options: Iterable[Hashable], of: Iterable[tuple] | None = None) -> list[tuple]:
@@ -34,6 +34,63 @@ def covering(*options: Iterable[Hashable], of: Iterable[tuple] | None = None) ->
 def _pairs(case: tuple) -> Iterable[tuple]:
     """((place, value), (place, value)) of every two values of a case; of one option, its values."""
     return itertools.combinations(enumerate(case), min(2, len(case)))
+
+
+def array(options: Mapping[str, Sequence], allowed: Callable[[dict], bool], strength: int = 2) -> list[dict]:
+    """Cases, name -> value, so that every `strength` values of different options that may occur together do so in one.
+
+    For products too large to be listed. Greedy: a case begins with values that are missing, and takes of each further
+    option the value by which most is new.
+
+    Args:
+        options: name -> its values.
+        allowed: of some of the options (name -> value) whether they may occur together.
+        strength: 2: pairs; 3: triples.
+    """
+    missing = {
+        tuple(zip(names, values, strict=True)): None
+        for names in itertools.combinations(options, strength)
+        for values in itertools.product(*(options[name] for name in names))
+    }
+    chosen, turn = [], 0
+    while missing:
+        first = next(iter(missing))
+        turn += 1
+        case = _completed(dict(first), options, allowed, missing, strength, turn)
+        if case is None:
+            del missing[first]
+            continue
+        ordered = {name: case[name] for name in options}
+        chosen.append(ordered)
+        for some in itertools.combinations(ordered.items(), strength):
+            missing.pop(some, None)
+    return chosen
+
+
+def _completed(
+    case: dict, options: Mapping, allowed: Callable[[dict], bool], missing: Mapping, strength: int, turn: int
+) -> dict | None:
+    """The case with a value for every option; None where there is none."""
+    if not allowed(case):
+        return None
+    left = [name for name in options if name not in case]
+    if not left:
+        return case
+    name = max(left, key=lambda one: len(options[one]))  # those of many values while there is a choice
+    place = list(options).index
+
+    def new(value: Hashable) -> int:
+        found = 0
+        for others in itertools.combinations(case.items(), strength - 1):
+            found += tuple(sorted((*others, (name, value)), key=lambda item: place(item[0]))) in missing
+        return found
+
+    values, shift = list(options[name]), turn % len(options[name])
+    for value in sorted(values[shift:] + values[:shift], key=new, reverse=True):
+        full = _completed({**case, name: value}, options, allowed, missing, strength, turn)
+        if full is not None:
+            return full
+    return None
 
 
 def product(*options: Iterable[Hashable], of: Iterable[tuple] | None = None, ids: Sequence | None = None) -> list:

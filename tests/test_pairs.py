@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tests import pairs
 from tests.pairs import covering, mixed, of_a_day, product, turns
 
 SIZES = [(1,), (5,), (2, 3), (2, 2, 2), (4, 3, 2), (3, 3, 3, 3), (6, 6, 2, 2), (7, 2, 2, 2, 2), (2,) * 8]
@@ -72,3 +73,21 @@ def test_mixed_is_the_product_in_another_order(sizes):
     assert sorted(cases) == sorted(itertools.product(*map(range, sizes)))
     same = [sum(x == y for x, y in zip(a, b, strict=True)) for a, b in itertools.pairwise(cases)]
     assert sum(same) <= len(sizes) * len(cases) / max(sizes)
+
+
+def test_an_array_has_every_possible_pair_or_triple():
+    options = {"a": (0, 1, 2), "b": (0, 1), "c": (0, 1), "d": (0, 1, 2, 3)}
+
+    def allowed(case):
+        return not (case.get("a") == 2 and case.get("b") == 1) and case.get("c", 0) + case.get("d", 0) < 4
+
+    every = [dict(zip(options, v, strict=True)) for v in itertools.product(*options.values())]
+    for strength in (1, 2, 3):
+        found = pairs.array(options, allowed, strength)
+        assert all(map(allowed, found)) and all(list(case) == list(options) for case in found)
+        wanted, got = (
+            {some for case in cases for some in itertools.combinations(case.items(), strength)}
+            for cases in (filter(allowed, every), found)
+        )
+        assert got == wanted
+        assert len(found) < len(every)

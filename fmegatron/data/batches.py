@@ -5,30 +5,32 @@ There is no iterator state. To resume, ask for the next step; to change the mesh
 rank gets is what the batch's layout states: `strategy.batch_layout(shape, dtype, mesh, microbatches)`.
 """
 
-import operator
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from fmegatron.data.permutation import permuted
+from fmegatron.data.documents import Tokens, check_documents, document_ends, document_entries
+from fmegatron.data.fingerprint import fingerprint
+from fmegatron.data.megatron_order import Megatron, MegatronOrder
+from fmegatron.data.order import shuffled, shuffled_rows
+from fmegatron.data.packing import Packing
+from fmegatron.data.steps import (
+    Batch,
+    Ranges,
+    RankBatches,
+    StepBatches,
+    arranged,
+    check_sizes,
+    layout_of,
+    numbers_in,
+)
+from fmegatron.data.stored import digest_of
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.tree import fold_in, in_words
-
-Batch = dict[str, torch.Tensor]
-_Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
-# Rows whose places in the order are computed at once, and at most one epoch. The cost of `permuted` is its number of
-# calls of numpy: 0.6 ms for 32 positions, 1.2 ms for 1,024 of them.
-_TOGETHER = 1024
-
-
-class Tokens(Protocol):
-    """What batches are cut from: a numpy array or a TokenArray; a slice of it is a numpy array of integers."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: slice, /) -> np.ndarray: ...
 
 
 def train_and_held_out(tokens: Tokens, held_out: float = 0.1) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -45,7 +47,7 @@ def train_and_held_out(tokens: Tokens, held_out: float = 0.1) -> tuple[tuple[int
 
 
 @dataclass(frozen=True, eq=False)
-class Batches:
+class Batches(StepBatches):
     """Training batches: every epoch visits each window of `seq_len` + 1 tokens once, in an order that (seed, epoch)
     fixes.
 
@@ -53,10 +55,21 @@ class Batches:
     but the first is a label once in an epoch; a rest shorter than a window is left out. A batch may reach over the end
     of an epoch. ValueError when the range is shorter than one window.
 
+    documents: True, for tokens that know their documents (`IndexedTokens`), or the id that ends a document. Batches
+    then have "documents" and "positions" int64 [B, S], which attention respects, and "mask" bool [B, S], False where
+    the label is of another document. Default: documents follow one another as if they were one text.
+    packing: rows of a stored plan (`data.pack`) in place of windows: few documents are cut, and no token sees another
+    document. order: "megatron" or `Megatron(...)`: the samples of Megatron's GPTDataset, in its order; `split` then is
+    one of sequences, in `Megatron`.
+    zigzag: the number of ranks of cp, for models with context="balanced": the columns of a batch are in the order
+    `layout.zigzag`, and "positions" are an entry; the layout stays what it is.
+
     >>> batches = Batches(np.arange(100), batch_size=4, seq_len=8, seed=0)
     >>> batch = batches.at(step=3)
     >>> batch["tokens"].shape, bool((batch["labels"] == batch["tokens"] + 1).all())
     (torch.Size([4, 8]), True)
+    >>> Batches(np.arange(9), 1, 8, seed=0, zigzag=2).at(0)["positions"]
+    tensor([[0, 1, 6, 7, 2, 3, 4, 5]])
     """
 
     tokens: Tokens
@@ -65,64 +78,65 @@ class Batches:
     seed: int
     split: tuple[int, int] | None = None
     offset: int = 0  # see `after`
+    documents: bool | int = False
+    zigzag: int = 1
+    packing: Packing | None = None
+    order: Literal["own", "megatron"] | Megatron = "own"
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        if self.packing is not None or self.order != "own":
+            _check_plan(self)
+        else:
+            _check(self)
 
-    def after(self, samples: int | None, step: int) -> "Batches":
-        """The same data, of which `step` steps have read `samples` samples: the batch of `step` begins behind them.
+    @cached_property
+    def _megatron(self) -> MegatronOrder | None:
+        if self.order == "own":
+            return None
+        options = Megatron() if isinstance(self.order, str) else self.order
+        return MegatronOrder(self.tokens, self.seq_len, self.seed, options)
 
-        For a run that goes on with another batch size. A sample is a row of a batch, a window of the data; None: as
-        many as steps of this batch size read.
-
-        >>> few, many = (Batches(np.arange(1000), size, 8, seed=0) for size in (4, 6))
-        >>> torch.equal(many.after(few.samples(3), 3).at(3)["tokens"][:4], few.at(3)["tokens"])
-        True
-        """
-        step = _whole(step, "Batches.after: step")
-        samples = step * self.batch_size if samples is None else _whole(samples, "Batches.after: samples")
-        if samples < 0 or step < 0:
-            raise ValueError(f"Batches.after: got {samples} samples and {step} steps, wanted 0 or more of both")
-        return replace(self, offset=samples - step * self.batch_size)
-
-    def samples(self, step: int) -> int:
-        """How many samples the first `step` steps read: the position of the data, whatever the batch size was."""
-        return self.offset + step * self.batch_size
-
-    @property
+    @cached_property
     def windows(self) -> int:
-        """Number of windows in an epoch."""
-        return _window_count(self)
+        """Number of windows in an epoch; of Megatron's order, in all its epochs."""
+        if self._megatron is not None:
+            return len(self._megatron)
+        return _window_count(self) if self.packing is None else len(self.packing)
 
     @property
     def steps_per_epoch(self) -> float:
         """How many batches show every window once."""
         return self.windows / self.batch_size
 
-    def at(self, step: int) -> Batch:
-        """The full batch of `step` (0, 1, 2 …)."""
-        return self._rows_at(step, ((0, self.batch_size),))
+    def read_rows(self, step: int, rows: Ranges) -> dict[str, np.ndarray]:
+        """Arrays [rows, S] of these rows of the batch of `step`; the order of many steps is computed at once."""
+        if self._megatron is not None:
+            return self.read(self.samples(step) + numbers_in(rows))
+        return _cut(self, shuffled_rows(self.seed, self.windows, self.batch_size, rows, step, self.offset))
 
-    def _rows_at(self, step: int, rows: _Ranges) -> Batch:
-        if step < 0 or self.samples(step) < 0:
-            more = f", from {-(self.offset // self.batch_size)} on" if self.offset < 0 else ""
-            raise ValueError(f"Batches.at: got step {step}, wanted 0 or more{more}")
-        part = sum(stop - start for start, stop in rows)
-        steps = max(1, min(_TOGETHER // part, self.windows // self.batch_size))
-        block, at = divmod(operator.index(step), steps)
-        first = self.samples(block * steps)
-        return _cut(self, _order(self.seed, self.windows, self.batch_size, rows, steps, first)[at])
+    def read(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays [n, S] of the samples of these numbers, int64 [n]."""
+        if self._megatron is not None:
+            return _megatrons(self._megatron, samples, self.documents)
+        return _cut(self, shuffled(self.seed, self.windows, samples))
 
-    def layout(self, mesh: Mesh, strategy: DataParallel | None = None, microbatches: int = 1) -> Layout:
-        """The layout of tokens and labels: `strategy.batch_layout` of their shape; None: rows over dp and fsdp."""
-        return _layout(self, mesh, strategy, microbatches)
-
-    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> "RankBatches":
-        """What one rank gets: `.at(step)` is its part of the batch of `step` under the batch's layout (`layout()`).
-
-        device: where its tensors are put; None: they stay in host memory.
-        """
-        return RankBatches(self, layout, rank, device)
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint states of this data, as JSON."""
+        tokenizer = getattr(self.tokens, "tokenizer", None)
+        order = {"kind": "megatron", **asdict(self.order)} if isinstance(self.order, Megatron) else self.order
+        if isinstance(order, dict):
+            order = {name: list(x) if isinstance(x, tuple) else x for name, x in order.items() if name != "keep"}
+        return {
+            "kind": "windows",
+            "tokens": fingerprint(self.tokens),
+            "tokenizer": None if tokenizer is None else digest_of(tokenizer.describe()),
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "split": None if self.split is None else [int(x) for x in self.split],
+            "documents": self.documents,
+            "packing": None if self.packing is None else [self.packing.data, len(self.packing)],
+            "order": order,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +146,7 @@ class EvaluationBatches:
 
     When the windows do not fill the last batch, every batch has a third entry, "mask" [B, S] bool, that is False on the
     rows of padding; so the loss over all batches is the same for every batch size. `len(...)` is the number of batches.
+    documents, zigzag: as of `Batches`.
 
     >>> evaluation = EvaluationBatches(np.arange(100), batch_size=5, seq_len=8)
     >>> len(evaluation), evaluation.real_tokens(0), evaluation.real_tokens(2)
@@ -143,9 +158,11 @@ class EvaluationBatches:
     seq_len: int
     split: tuple[int, int] | None = None
     windows: int | None = None
+    documents: bool | int = False
+    zigzag: int = 1
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        _check(self)
         if self.windows is not None and not 1 <= self.windows <= _window_count(self):
             raise ValueError(
                 f"EvaluationBatches: got windows={self.windows}, wanted 1 to {_window_count(self)}, which the range has"
@@ -159,72 +176,66 @@ class EvaluationBatches:
         return self.windows or _window_count(self)
 
     def real_tokens(self, number: int) -> int:
-        """How many tokens of the full batch (all ranks) are not padding: the weight of its mean loss."""
-        return self.seq_len * min(self.batch_size, self._shown - number * self.batch_size)
+        """How many tokens of the full batch (all ranks) count in the loss: the weight of its mean loss."""
+        rows = min(self.batch_size, self._shown - number * self.batch_size)
+        if self.documents is False:
+            return self.seq_len * rows
+        return int(self.at(number)["mask"].sum())
 
     def at(self, number: int) -> Batch:
         """The full batch `number`; ValueError when there is no such batch."""
-        return self._rows_at(number, ((0, self.batch_size),))
+        return self.rows_at(number, ((0, self.batch_size),))
 
     def layout(self, mesh: Mesh, strategy: DataParallel | None = None) -> Layout:
         """The layout of tokens, labels and mask: `strategy.batch_layout`; None: rows over dp and fsdp."""
-        return _layout(self, mesh, strategy, 1)
+        return layout_of(self, mesh, strategy, 1)
 
-    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> "RankBatches":
+    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> RankBatches:
         """What one rank gets: `.at(number)` is its part of batch `number` (see `Batches.for_rank`)."""
         return RankBatches(self, layout, rank, device)
 
-    def _rows_at(self, number: int, ranges: _Ranges) -> Batch:
+    def rows_at(self, number: int, ranges: Ranges) -> Batch:
+        """Some rows of batch `number`: ranges (start, stop) of its rows."""
         if not 0 <= number < len(self):
             raise ValueError(f"EvaluationBatches.at: got batch {number}, wanted 0 to {len(self) - 1}")
-        rows = number * self.batch_size + _rows(ranges)
+        rows = number * self.batch_size + numbers_in(ranges)
         real = rows < self._shown
         batch = _cut(self, np.where(real, rows, 0) * _window_count(self) // self._shown)
         if self._shown % self.batch_size:
-            batch["mask"] = torch.from_numpy(real)[:, None].repeat(1, self.seq_len)
-        return batch
+            batch["mask"] = np.broadcast_to(real[:, None], batch["tokens"].shape) & batch.get("mask", True)
+        return arranged(batch, self.zigzag)
 
 
-@dataclass(frozen=True, eq=False)
-class RankBatches:
-    """The part of every batch that one rank holds under a layout of the batch, [B, S].
-
-    ValueError for a layout of another shape, or under which ranks hold unequal parts.
-    """
-
-    batches: Batches | EvaluationBatches
-    layout: Layout
-    rank: int
-    device: torch.device | str | None = None
-
-    def __post_init__(self) -> None:
-        wanted = self.batches.batch_size, self.batches.seq_len
-        if not isinstance(self.layout, Layout):
-            raise ValueError(
-                f"for_rank: got {in_words(self.layout)} as the layout, wanted one Layout, of tokens and labels; give "
-                "batches.layout(mesh, strategy, microbatches), or one of those that the step declares"
-            )
-        if self.layout.shape != wanted or not self.layout.is_even or self.layout.flat or self.layout.unreduced:
-            raise ValueError(
-                f"for_rank: got the layout {self.layout}, wanted one of shape {wanted} with equal parts for all ranks; "
-                "give batches.layout(mesh, strategy, microbatches)"
-            )
-        self.layout.mesh.check_rank(self.rank)
-
-    @cached_property
-    def _ranges(self) -> tuple[_Ranges, ...]:
-        """Of rows and of columns."""
-        return tuple(
-            tuple((s.start, s.start + s.length) for s in self.layout.segments(self.rank, dim)) for dim in range(2)
+def _check_plan(of: Batches) -> None:
+    check_sizes(of)
+    plan = "packing" if of.packing is not None else "order"
+    if of.order not in ("own", "megatron") and not isinstance(of.order, Megatron):
+        raise ValueError(f"Batches: order: got {of.order!r:.60}, wanted 'own', 'megatron' or data.Megatron(...)")
+    if of.split is not None or (of.packing is not None and (of.order != "own" or of.documents is not False)):
+        raise ValueError(
+            f"Batches: {plan}: got split, documents or another order beside it, wanted none; a plan is of the documents"
+            " that it was made of, Megatron's order of Megatron(sequences=...)"
+        )
+    if of.packing is None:
+        check_documents(of.documents, of.tokens, "Batches")
+        of.windows  # noqa: B018 the order is made now, and its errors come now
+    elif of.packing.seq_len != of.seq_len or int((of.packing.starts + of.packing.lengths).max()) >= len(of.tokens):
+        raise ValueError(
+            f"Batches: packing: got a plan of rows of {of.packing.seq_len} up to token "
+            f"{int((of.packing.starts + of.packing.lengths).max()):,}, wanted rows of {of.seq_len} of the "
+            f"{len(of.tokens):,} tokens; make one: data.pack(tokens.document_starts(), seq_len)"
         )
 
-    def at(self, step: int) -> Batch:
-        """This rank's part of a batch."""
-        rows, columns = self._ranges
-        batch = self.batches._rows_at(step, rows)
-        if columns != ((0, self.batches.seq_len),):
-            batch = {name: torch.cat([x[:, a:b] for a, b in columns], 1) for name, x in batch.items()}
-        return batch if self.device is None else {name: x.to(self.device) for name, x in batch.items()}
+
+def _megatrons(order: MegatronOrder, samples: np.ndarray, documents: bool | int) -> dict[str, np.ndarray]:
+    ids, ends, real = order.read(samples)
+    batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
+    if documents is not False:
+        batch |= document_entries(ends if documents is True else ids[:, :-1] == documents)
+        batch["mask"] &= real
+    elif not (order.options.extra_token and order.options.drop_last):
+        batch["mask"] = real
+    return batch
 
 
 def _range(of: Batches | EvaluationBatches) -> tuple[int, int]:
@@ -236,12 +247,9 @@ def _window_count(of: Batches | EvaluationBatches) -> int:
     return int((stop - start - 1) // of.seq_len)  # numpy's numbers may come in by the split
 
 
-def _check_sizes(of: Batches | EvaluationBatches) -> None:
+def _check(of: Batches | EvaluationBatches) -> None:
+    check_sizes(of)
     name, (start, stop), size = type(of).__name__, _range(of), len(of.tokens)
-    for field in ("batch_size", "seq_len"):
-        object.__setattr__(of, field, _whole(getattr(of, field), f"{name}: {field}"))
-    if of.batch_size < 1 or of.seq_len < 1:
-        raise ValueError(f"{name}: got batch_size {of.batch_size} and seq_len {of.seq_len}, wanted 1 or more")
     if not 0 <= start <= stop <= size:
         raise ValueError(f"{name}: split: got ({start}, {stop}), wanted a range of the {size:,} tokens")
     if _window_count(of) < 1:
@@ -249,46 +257,19 @@ def _check_sizes(of: Batches | EvaluationBatches) -> None:
             f"{name}: got {stop - start:,} tokens, wanted one window of seq_len + 1 = {of.seq_len + 1:,} or more; "
             "give a longer text, a smaller seq_len or another split"
         )
+    check_documents(of.documents, of.tokens, name)
 
 
-def _whole(value: Any, what: str) -> int:
-    """The value as an int; ValueError for what is no whole number: 4.0 rows would fail later, or read other rows."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ValueError(f"{what}: got {value!r:.40} ({type(value).__name__}), wanted a whole number; pass int(...) of it")
-
-
-def _layout(of: Batches | EvaluationBatches, mesh: Mesh, strategy: DataParallel | None, microbatches: int) -> Layout:
-    strategy = strategy or DataParallel()
-    return strategy.batch_layout((of.batch_size, of.seq_len), torch.int64, mesh, microbatches)
-
-
-def _rows(ranges: _Ranges) -> np.ndarray:
-    return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in ranges])
-
-
-@lru_cache(maxsize=8)  # the current block of several readers: ranks of a test, a run and its read-ahead
-def _order(seed: int, windows: int, batch_size: int, ranges: _Ranges, steps: int, first: int) -> np.ndarray:
-    """Which windows some rows of a batch show in a block of steps that begins with sample `first`: int64 [steps, rows],
-    read-only. One permutation of many positions costs little more than of few. A block may begin before sample 0
-    (`Batches.after`); no rank asks for those rows."""
-    rows = np.arange(first, first + steps * batch_size, batch_size, dtype=np.int64)[:, None]
-    rows = rows + _rows(ranges)
-    epochs, order = rows // windows, np.empty_like(rows)
-    for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
-        here = epochs == epoch
-        order[here] = permuted(rows[here] % windows, windows, fold_in(seed, "epoch", epoch))
-    order.flags.writeable = False
-    return order
-
-
-def _cut(of: Batches | EvaluationBatches, windows: np.ndarray) -> Batch:
-    starts = _range(of)[0] + windows * of.seq_len
-    cut = np.stack([of.tokens[start : start + of.seq_len + 1] for start in starts.tolist()]).astype(np.int64)
-    return {
-        "tokens": torch.from_numpy(np.ascontiguousarray(cut[:, :-1])),
-        "labels": torch.from_numpy(np.ascontiguousarray(cut[:, 1:])),
-    }
+def _cut(of: Batches | EvaluationBatches, windows: np.ndarray) -> dict[str, np.ndarray]:
+    S = of.seq_len
+    if isinstance(of, Batches) and of.packing is not None:
+        return of.packing.read(of.tokens, windows)
+    starts = (_range(of)[0] + windows * S).tolist()
+    tokens, labels = (np.empty((len(starts), S), dtype=np.int64) for _ in range(2))
+    ids = [of.tokens[start : start + S + 1] for start in starts]
+    for row, cut in enumerate(ids):
+        tokens[row], labels[row] = cut[:-1], cut[1:]
+    batch = {"tokens": tokens, "labels": labels}
+    if of.documents is not False:
+        batch |= document_entries(document_ends(of.tokens, starts, np.stack(ids), of.documents))
+    return batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from fmegatron.data.batches import Tokens
+from fmegatron.data.documents import Tokens
 
 _WHOLE = 1 << 20  # tokens that are all looked at
 _PIECES, _PIECE = 1024, 1024  # of more, evenly spaced, the first and the last among them

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,22 +38,28 @@ from fmegatron.checkpoint.reading.view import View
 from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model import Array, Decoder, arrays
-from fmegatron.model.families import Family, family_of
+from fmegatron.model.families import Family, Stored, family_of
 from fmegatron.tree import Tree
 
+_INDEX = "model.safetensors.index.json"
+_FURTHEST = 8  # depths of multi-token prediction that a folder may have
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not taken over
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 class Piece(NamedTuple):
-    """One stored tensor and the region of our leaf that it is: of layer, expert and columns, None for all."""
+    """One stored tensor and the region of our leaf that it is: of layer, expert and columns, None for all.
+
+    of: the columns of the stored tensor that it is, where other pieces are beside it, None for all.
+    """
 
     stored: str
     path: str
     layer: int | None
     expert: int | None
     columns: tuple[int, int] | None
-    transposed: bool
+    form: Stored
+    of: tuple[int, int] | None = None
 
 
 def pieces(decoder: Decoder, family: Family) -> list[Piece]:
@@ -77,8 +84,26 @@ def pieces(decoder: Decoder, family: Family) -> list[Piece]:
                     columns = (at, at + width) if len(stored.names) > 1 else None
                     at += width
                     text = name.format(i=depth, e=expert)
-                    found.append(Piece(text, path, of_layer, expert, columns, stored.transposed))
-    return found
+                    found.append(Piece(text, path, of_layer, expert, columns, stored, (0, width or array.shape[-1])))
+    return _side_by_side(found)
+
+
+def _side_by_side(found: list[Piece]) -> list[Piece]:
+    """The same, with `name#k` resolved: where each piece of a stored tensor is in it; the order of the pieces."""
+    beside: dict[str, dict[int, int]] = {}
+    for one in found:
+        name, _, k = one.stored.partition("#")
+        if k and one.of is not None:
+            beside.setdefault(name, {})[int(k)] = one.of[1]
+    out = []
+    for one in found:
+        name, _, k = one.stored.partition("#")
+        if not k:
+            out.append(one._replace(of=None))
+            continue
+        at = sum(beside[name][j] for j in range(int(k)))
+        out.append(one._replace(stored=name, of=(at, at + beside[name][int(k)])))
+    return out
 
 
 def _experts(array: Array, stacked: bool) -> Sequence[int]:
@@ -87,13 +112,23 @@ def _experts(array: Array, stacked: bool) -> Sequence[int]:
 
 def from_names(decoder: Decoder, family: Family) -> Rule:
     """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros."""
-    unused = tuple(pattern.replace("{layers}", str(decoder.layers)) for pattern in family.unused)
+    behind = "(?:" + "|".join(str(decoder.layers + n) for n in range(_FURTHEST)) + ")"
+    unused = tuple(pattern.replace("{behind}", behind) for pattern in family.unused)
     return Rule(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied))
 
 
 def to_names(decoder: Decoder, family: Family) -> Rule:
     """The inverse: of a restore of one of our checkpoints under Hugging Face's names."""
-    return Rule(_to_names, (tuple(pieces(decoder, family)), decoder.vocab_size))
+    return Rule(_to_names, (tuple(_written(decoder, family)), decoder.vocab_size))
+
+
+def _written(decoder: Decoder, family: Family) -> list[Piece]:
+    """`pieces`, and what is stored again under other names."""
+    found = pieces(decoder, family)
+    whole = {one.path: one for one in found}
+    depths = decoder.stacks["mtp"].depths if decoder.mtp is not None else ()
+    again = [(name.format(i=depth), path) for depth in depths for name, path in family.repeated.items()]
+    return [*found, *(whole[path]._replace(stored=name) for name, path in again if path in whole)]
 
 
 def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], tied: bool) -> Views:
@@ -108,8 +143,12 @@ def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], ti
             )
         view = views[one.stored]
         left.pop(one.stored, None)
-        if one.transposed:
+        if one.form.depthwise:
+            view = views_of.removed(view, 1)
+        if one.form.transposed:
             view = _transposed(view)
+        if one.of is not None:
+            view = views_of.cut(view, len(view.shape) - 1, *one.of)
         tree_of.setdefault(one.path, {}).setdefault(one.layer, {}).setdefault(one.expert, []).append(view)
     for path, layers in tree_of.items():
         out[path] = _joined([_joined([_columns(cols) for cols in e.values()], None in e) for e in layers.values()],
@@ -137,7 +176,8 @@ def _joined(views: list[View], alone: bool) -> View:
 
 
 def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
-    out: Views = {}
+    found: dict[str, dict[int, View]] = {}
+    forms = {one.stored: one.form for one in wanted}
     for one in wanted:
         view = views[one.path]
         for index in (one.layer, one.expert):
@@ -147,9 +187,13 @@ def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
             view = views_of.cut(view, len(view.shape) - 1, *one.columns)
         if one.path in ("embed/table", "head/w"):
             view = views_of.cut(view, 0 if one.path == "embed/table" else 1, 0, vocab_size)
-        if one.transposed:
+        found.setdefault(one.stored, {})[0 if one.of is None else one.of[0]] = view
+    out: Views = {}
+    for name, beside in found.items():
+        view = _columns([beside[at] for at in sorted(beside)])
+        if forms[name].transposed:
             view = _transposed(view)
-        out[one.stored] = view
+        out[name] = views_of.inserted(view, 1) if forms[name].depthwise else view
     return out
 
 
@@ -159,9 +203,14 @@ def config_of(folder: str | os.PathLike) -> dict[str, Any]:
     path = os.path.join(folder, "config.json")
     try:
         with open(path, encoding="utf-8") as text:
-            return json.load(text)
+            return json.load(text, object_hook=_float_of)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; give a folder of Hugging Face") from None
+
+
+def _float_of(value: dict) -> Any:
+    """How transformers stores floats that JSON lacks: {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if set(value) == {"__float__"} else value
 
 
 def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: Any) -> Decoder:
@@ -170,9 +219,24 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
     family: one of your own; None: that of `model_type`.
 
     Raises ValueError, naming the key, for a configuration that is not understood; CheckpointError where there is none.
+    Warns where the configuration has multi-token prediction whose weights the folder lacks (transformers writes none):
+    then the model has none either.
     """
     config = config_of(folder)
-    return (family or family_of(config)).decoder(config, **changes)
+    family = family or family_of(config)
+    found = family.decoder(config, **changes)
+    if found.mtp is None:
+        return found
+    stored = {one.stored for one in pieces(found, family) if one.path.startswith("mtp/")}
+    if is_there(os.path.join(folder, "model.safetensors")) or is_there(os.path.join(folder, _INDEX)):
+        if not stored & set(safetensors_files.places(os.fspath(folder))):
+            warnings.warn(
+                f"{os.fspath(folder)}: got no weights of multi-token prediction, wanted those of "
+                f"{found.mtp.depths} depths, as config.json says; the model goes on without it (mtp=None says so)",
+                stacklevel=2,
+            )
+            return replace(found, mtp=None)
+    return found
 
 
 def load(
@@ -277,9 +341,12 @@ def _entries(decoder: Decoder, family: Family, layouts: Tree) -> list[Entry]:
     """Stored names with their dtypes and shapes, in the order of our leaves."""
     arrays_of = dict(zip(tree.paths(layouts), tree.leaves(layouts), strict=True))
     views = {path: views_of.whole(path, layout.shape) for path, layout in arrays_of.items()}
-    wanted = pieces(decoder, family)
+    wanted = _written(decoder, family)
     stored = _to_names(views, wanted, decoder.vocab_size)
-    return [Entry(one.stored, arrays_of[one.path].dtype, stored[one.stored].shape) for one in wanted]
+    return [
+        Entry(one.stored, arrays_of[one.path].dtype, stored[one.stored].shape)
+        for one in {one.stored: one for one in wanted}.values()
+    ]
 
 
 def _elements(params: str, entries: Sequence[Entry], decoder: Decoder, family: Family) -> Iterator[np.ndarray]:

@@ -10,6 +10,7 @@ from fmegatron.layout.mesh import STANDARD_AXES, Mesh
 from fmegatron.layout.plan import Plan, Transfer, plan_reshard
 from fmegatron.layout.rules import Rules
 from fmegatron.layout.split import Split, chunk
+from fmegatron.layout.zigzag import zigzag
 
 __all__ = [
     "Box",
@@ -32,4 +33,5 @@ __all__ = [
     "folded",
     "plan_reshard",
     "row_major_strides",
+    "zigzag",
 ]

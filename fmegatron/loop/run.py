@@ -20,7 +20,7 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.collectives import World
-from fmegatron.data import Batches, RankBatches
+from fmegatron.data import RankBatches, StepBatches
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
 from fmegatron.loop.resume import Settings
@@ -112,7 +112,7 @@ class Run:
         at = "not begun" if self.state is None else f"begun at step {self.start}{', stopped' * self.stopped}"
         return f"Run({str(self.directory)!r}, rank {self.world.rank} of {self.mesh}): {at}; {self.manager!r}"
 
-    def __call__(self, batches: Batches | RankBatches | Callable[[int], Any], steps: int) -> Iterator[StepInfo]:
+    def __call__(self, batches: StepBatches | RankBatches | Callable[[int], Any], steps: int) -> Iterator[StepInfo]:
         """Train until `steps` updates are done, yielding a StepInfo after each.
 
         What is yielded has been logged, saved and evaluated where it was due. A loop that is left early ends the run:
@@ -209,7 +209,7 @@ def _declared(step: Any) -> Declared | None:
 
 def _rows_of(batches: Any, step: Any, mesh: Any, world: World) -> RankBatches | Callable[[int], Any]:
     """One rank's part of the batches, by the layout that the step declares for its batch."""
-    if isinstance(batches, Batches):
+    if isinstance(batches, StepBatches):
         declared = _declared(step)
         if declared is not None and isinstance(declared.batch, DataParallel):
             layout = batches.layout(mesh, declared.batch, declared.microbatches)
@@ -232,7 +232,7 @@ def _from(
     batches: Any, samples: int | None, step: int
 ) -> tuple[Callable[[int], Any], Callable[[int], int | None], int]:
     """(position -> batch, updates -> samples seen, tokens per step) of data that goes on behind these samples."""
-    if not isinstance(batches, RankBatches) or not isinstance(batches.batches, Batches):
+    if not isinstance(batches, RankBatches) or not isinstance(batches.batches, StepBatches):
         at = batches.at if isinstance(batches, RankBatches) else batches
         return at, lambda step: None, 0
     of = batches.batches.after(samples, step)

@@ -13,13 +13,13 @@ import numbers
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fmegatron import tree
-from fmegatron.data import Batches, RankBatches
+from fmegatron.data import RankBatches, StepBatches, ahead
 from fmegatron.layout import Layout
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import CHOICES, broken, judge, look
@@ -37,6 +37,8 @@ class StepInfo:
     log point before, without the caller's own time; 0.0 between log points.
     state: valid until the next step when the step donates its state, so save or copy it now.
     tensors: the metrics of every step, as the step returned them, still on the device.
+    waited: seconds per step that it waited for its batch, in the mean since the log point before; None where batches
+    are not read ahead.
     """
 
     step: int
@@ -47,11 +49,13 @@ class StepInfo:
     last: bool = False
     stopping: bool = False
     tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    waited: float | None = None
 
     def record(self) -> dict[str, float]:
         """Metrics and speed in one flat dict, as loggers want it."""
         speed = {"tokens_per_second": self.tokens_per_second} if self.tokens_per_second else {}
-        return {**self.metrics, "seconds": self.seconds, **speed}
+        data = {} if self.waited is None else {"data_seconds": self.waited}
+        return {**self.metrics, "seconds": self.seconds, **data, **speed}
 
     def finite(self) -> bool:
         """Whether loss and grad_norm of this very step were finite (all metrics, where neither is there), and the state
@@ -84,7 +88,7 @@ def train(
         step: the compiled step.
         state: after `start` updates.
         batch_at: position -> batch; update n reads position n - 1, so a resumed run reads what the first would have
-            read.
+            read. `.at` of batches of `data` is read ahead (`data.ahead`); a function of one's own is called as it is.
         steps: the last update.
         start: updates that `state` has seen.
         log_every: steps between log points, the only places where the host waits for the device. The first update (it
@@ -113,21 +117,34 @@ def train(
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     _require_layout(step, batch_at)
-    return _updates(
-        step, state, batch_at, steps, start, log_every, tokens_per_step, stop or Stop(), world, on_nonfinite
-    )
+    given = steps, start, log_every, tokens_per_step, stop or Stop(), world, on_nonfinite
+    return _read_ahead(step, state, batch_at, *given)
 
 
 def _require_layout(step, batch_at) -> None:
     """ValueError where both the step and the batches state how rows are split over ranks, and differ."""
     declared, batches = getattr(step, "declared", None), getattr(batch_at, "__self__", None)
-    if not isinstance(declared, Declared) or not isinstance(batches, (Batches, RankBatches)):
+    if not isinstance(declared, Declared) or not isinstance(batches, (StepBatches, RankBatches)):
         return
     if isinstance(batches, RankBatches):
         layout = batches.layout
     else:  # the full batch on every rank
         layout = Layout((batches.batch_size, batches.seq_len), torch.int64, tree.leaves(declared.state)[0].mesh)
     declared.require_batch(layout, "train: batch_at")
+
+
+def _read_ahead(step, state, batch_at, *given):
+    """`_updates`, whose batches, where they are pure functions of the position, are made while the step before runs."""
+    if not isinstance(getattr(batch_at, "__self__", None), (StepBatches, RankBatches)):
+        yield from _updates(step, state, batch_at, *given)
+        return
+    with ahead(batch_at) as reader:
+        at, before = given[1], 0.0
+        for info in _updates(step, state, reader, *given):
+            if info.metrics:
+                info = replace(info, waited=(reader.waited - before) / (info.step - at))
+                at, before = info.step, reader.waited
+            yield info
 
 
 def _updates(step, state, batch_at, steps, start, log_every, tokens_per_step, stop, world, on_nonfinite):

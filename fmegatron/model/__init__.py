@@ -5,13 +5,15 @@ from fmegatron.model.arrays import Array, At, Mixer
 from fmegatron.model.attention import Attention
 from fmegatron.model.choose import Choice
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
-from fmegatron.model.decoder import Decoder, Part
-from fmegatron.model.json_form import described, description
+from fmegatron.model.decoder import MTP, Decoder, Part
 from fmegatron.model.families import llama
 from fmegatron.model.forward import block, hidden, logits, loss, read_out
+from fmegatron.model.json_form import described, description
+from fmegatron.model.mamba import Mamba
 from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
+from fmegatron.model.mtp import ahead
 from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
 from fmegatron.model.sample import ENDED, Inference, generate, inference, stream
@@ -26,6 +28,7 @@ __all__ = [
     "GROUPS",
     "MLA",
     "MLP",
+    "MTP",
     "Array",
     "At",
     "Attention",
@@ -33,12 +36,14 @@ __all__ = [
     "Decoder",
     "Inference",
     "LayerNorm",
+    "Mamba",
     "Mixer",
     "MoE",
     "Part",
     "RMSNorm",
     "Rope",
     "Score",
+    "ahead",
     "arrays",
     "block",
     "cache_bytes_per_token",

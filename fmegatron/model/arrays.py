@@ -67,8 +67,9 @@ class Mixer(Protocol):
 
     Also looked for: `rope`, a `Rope` whose angles it is given; `check_mesh(mesh)`, which raises ValueError where tp
     does not divide it; `products(seq_len, causal)`, the multiply-adds times 2 of a token besides those with its arrays.
+    `in_order = True`: a sequence that cp splits must lie in its order, not in that of `nn.zigzag`.
     For `generate`: `per_token = True` where no token looks at another, else `project`, `attend`, `finish` and
-    `cache_width` as `Attention` has them.
+    `cache_width` as `Attention` has them, or `read` and `advance` as `Mamba` has them.
     """
 
     def arrays(self, dim: int) -> Arrays:

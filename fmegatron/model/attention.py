@@ -114,7 +114,9 @@ class Attention:
             )
         if self.rope is not None and at.angles is not None and not isinstance(at.angles, dict):
             q, k = self.rope(q, at.angles), self.rope(k, at.angles)
-        if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
+        copied = self.context == "ulysses" and kv_heads % axes["cp"].size  # a head for several ranks of cp
+        if copied or (kv_heads == 1 and (self.softcap is not None or self.sinks)):
+            # several queries of one head: no trace in sizes
             k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
         return q, k, v
 

@@ -45,12 +45,19 @@ def attend(
         scale: of q·k; None: 1 / sqrt(K).
         softcap: of the scores.
         sinks_H: a logit of each head (`nn.attention`).
+
+    Raises ValueError for "balanced" over cp and tokens whose positions the batch does not have.
     """
     capped = softcap is not None or sinks_H is not None
     if cp is None or cp.size == 1:
         if mask is None and (at.documents is not None or at.positions.dim() > 1 or window is not None):
             mask = nn.visible(at.positions, at.positions, window, at.documents, at.documents)
         return nn.attention(q_BSHK, k_BTGK, v_BTGK, mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
+    if form == "balanced" and at.positions.dim() == 1:
+        raise ValueError(
+            "batch['positions']: got none, wanted int64 [B, S], since context='balanced' has the tokens in zigzag order"
+            f"; give data.Batches(..., zigzag={cp.size}), which adds them, or choose context='ring'"
+        )
     if scale is not None:  # the forms divide by sqrt(K)
         q_BSHK = q_BSHK * (scale * q_BSHK.shape[-1] ** 0.5)
     given = (q_BSHK, k_BTGK, v_BTGK, at.positions, at.documents, cp, window)

@@ -12,7 +12,9 @@ from fmegatron.model.specs import arrays
 
 
 def parameters(decoder: Decoder) -> dict[str, int]:
-    """Number of parameters by part ("embed", the parts of the blocks, "norms", "head") and in "total", with padding.
+    """Number of parameters by part ("embed", the parts of the blocks, "norms", "mtp", "head") and in "total".
+
+    With padding of the vocabulary; "mtp" is all of the blocks that predict more tokens.
 
     >>> from fmegatron.model.families import llama
     >>> parameters(llama(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=4))
@@ -20,10 +22,10 @@ def parameters(decoder: Decoder) -> dict[str, int]:
     """
     whole = arrays(decoder)
     names = dict.fromkeys(part.name for parts in decoder.blocks for part in parts)
-    size = dict.fromkeys(("embed", *names, "norms", "head"), 0)
+    size = dict.fromkeys(("embed", *names, "norms", "mtp", "head"), 0)
     for path, array in zip(tree.paths(whole), tree.leaves(whole), strict=True):
         first, *rest = path.split("/")
-        name = rest[0] if first in decoder.stacks else first
+        name = rest[0] if first in decoder.stacks and first != "mtp" else first
         size[name if name in size else "norms"] += math.prod(array.shape)
     return {**{name: n for name, n in size.items() if n or name in ("norms", "head")}, "total": sum(size.values())}
 
@@ -35,7 +37,8 @@ def flops_per_token(
 
     seq_len: default max_seq. training: forward and backward (3 times the forward; recomputation is not counted, as in
     model FLOPs utilisation). causal: a token looks at (S + 1) / 2 keys on average; False counts all S, as PaLM's
-    formula does. The embedding lookup is no arithmetic; norms, RoPE and softmax are left out (below 1 %).
+    formula does. Multi-token prediction is counted in training. The embedding lookup is no arithmetic; norms, RoPE and
+    softmax are left out (below 1 %).
     Source: PaLM, arXiv 2204.02311, appendix B.
 
     >>> from fmegatron.model.families import llama
@@ -46,15 +49,18 @@ def flops_per_token(
     S = decoder.max_seq if seq_len is None else seq_len
     times = 3 if training else 1
     weights, products = 0.0, 0.0
-    for part, n in Counter(part for parts in decoder.blocks for part in parts).items():
+    depths = decoder.mtp.depths if decoder.mtp is not None and training else 0
+    behind = [decoder.mtp.block] * depths if decoder.mtp is not None else []
+    for part, n in Counter(part for parts in (*decoder.blocks, *behind) for part in parts).items():
         of_part: list[Array] = tree.leaves(part.mixer.arrays(decoder.dim))
         weights += n * sum(math.prod(array.shape) * array.used for array in of_part if len(array.shape) > 1)
         own = getattr(part.mixer, "products", None)
         products += n * own(S, causal) if own else 0
+    weights += depths * 2 * decoder.dim**2  # what joins hidden state and embedding
     parts = {
         "matmul": round(times * 2 * weights),
         "attention": round(times * products),  # q·k, then p·v
-        "head": times * 2 * decoder.dim * decoder.padded_vocab,
+        "head": times * 2 * decoder.dim * decoder.padded_vocab * (1 + depths),
     }
     return {**parts, "total": sum(parts.values())}
 

@@ -15,7 +15,7 @@ import torch
 from fmegatron import nn
 from fmegatron.collectives import Precision
 from fmegatron.layout import Mesh
-from fmegatron.model.arrays import Arrays, At, Mixer
+from fmegatron.model.arrays import Array, Arrays, At, Mixer
 from fmegatron.model.norm import Norm, RMSNorm
 from fmegatron.model.rope import Rope
 
@@ -39,6 +39,31 @@ class Part:
 Block: TypeAlias = tuple[Part, ...]
 
 
+@dataclass(frozen=True)
+class MTP:
+    """Multi-token prediction: `depths` blocks behind the trunk, each predicts one token further (`mtp.predict`).
+
+    block: of each depth. depths: how many. weight: of the mean of their losses in the loss. norm: of the embeddings,
+    of what comes in, and before the head, each with weights of its own. ValueError for numbers that cannot be meant.
+    Source: arXiv 2412.19437, section 2.2.
+    """
+
+    block: Block
+    depths: int = 1
+    weight: float = 0.1
+    norm: Norm = RMSNorm()
+
+    def __post_init__(self):
+        if not isinstance(self.depths, int) or isinstance(self.depths, bool) or self.depths < 1:
+            raise ValueError(f"MTP.depths: got {self.depths!r}, wanted a whole number of at least 1; or no MTP")
+
+    def arrays(self, dim: int) -> dict[str, Arrays]:
+        """Of one depth: {"embed_norm", "hidden_norm", "proj": [2D, D], "out_norm"}, and those of the block."""
+        norm = self.norm.arrays(dim)
+        own: dict[str, Arrays] = {"embed_norm": norm, "hidden_norm": norm, "proj": Array((2 * dim, dim), ("fsdp",))}
+        return {**own, **{k: array for part in self.block for k, array in part.arrays(dim).items()}, "out_norm": norm}
+
+
 class Stack(NamedTuple):
     """Blocks with equal arrays: the tree of the arrays of one, and the depths of all in the decoder."""
 
@@ -59,7 +84,7 @@ class Decoder:
     wider). precision: the whole policy of dtypes; where it is given it decides param_dtype and compute_dtype.
     sequence_parallel: between the matrix products of a block, activations are split over tp on the sequence.
     vocab_multiple: the vocabulary is padded to a multiple of this, whatever the mesh; padded columns get no probability
-    and no gradient.
+    and no gradient. mtp: blocks that predict more tokens, in training only; they share embedding and head.
     """
 
     vocab_size: int
@@ -78,6 +103,7 @@ class Decoder:
     sequence_parallel: bool = False
     vocab_multiple: int = 64
     precision: Precision | None = None
+    mtp: MTP | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "layers", "max_seq", "vocab_multiple", "loss_chunks"):
@@ -109,7 +135,8 @@ class Decoder:
 
     @functools.cached_property
     def stacks(self) -> dict[str, Stack]:
-        """By name the stacks of the blocks, in the order of their first blocks: "blocks", "blocks2", "blocks3", ..."""
+        """By name the stacks of the blocks, in the order of their first blocks: "blocks", "blocks2", "blocks3", ...,
+        and "mtp": of the depths of `mtp`, which are counted on from the blocks."""
         found: list[Stack] = []
         for depth, parts in enumerate(self.blocks):
             arrays = {name: array for part in parts for name, array in part.arrays(self.dim).items()}
@@ -118,13 +145,29 @@ class Decoder:
                 found[same[0]] = Stack(arrays, (*found[same[0]].depths, depth))
             else:
                 found.append(Stack(arrays, (depth,)))
-        return {f"blocks{i + 1 if i else ''}": stack for i, stack in enumerate(found)}
+        stacks = {f"blocks{i + 1 if i else ''}": stack for i, stack in enumerate(found)}
+        if self.mtp is not None:
+            depths = tuple(range(self.layers, self.layers + self.mtp.depths))
+            stacks["mtp"] = Stack(self.mtp.arrays(self.dim), depths)
+        return stacks
 
-    def at(self, positions: torch.Tensor, documents: torch.Tensor | None = None) -> list[At]:
-        """For each block what it is given beside x and weights; the angles of equal ropes are computed once."""
+    def block(self, depth: int) -> Block:
+        """The block at a depth of `stacks`: of the trunk, or behind it that of `mtp`."""
+        return self.blocks[depth] if self.mtp is None or depth < self.layers else self.mtp.block
+
+    def at(
+        self, positions: torch.Tensor, documents: torch.Tensor | None = None, blocks: tuple[Block, ...] | None = None
+    ) -> list[At]:
+        """For each block what it is given beside x and weights; the angles of equal ropes are computed once.
+
+        Args:
+            positions: of the tokens.
+            documents: of the tokens.
+            blocks: None: those of the model.
+        """
         tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
         out = []
-        for parts in self.blocks:
+        for parts in self.blocks if blocks is None else blocks:
             angles = {}
             for part in parts:
                 rope = getattr(part.mixer, "rope", None)
@@ -141,10 +184,18 @@ class Decoder:
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ValueError if this model cannot be split over the mesh's tp axis, naming the number and a fix."""
-        for mixer in dict.fromkeys(part.mixer for parts in self.blocks for part in parts):
+        more = () if self.mtp is None else (self.mtp.block,)
+        mixers = list(dict.fromkeys(part.mixer for parts in (*self.blocks, *more) for part in parts))
+        for mixer in mixers:
             check = getattr(mixer, "check_mesh", None)
             if check is not None:
                 check(mesh)
+        dealt = any(getattr(mixer, "context", None) == "balanced" for mixer in mixers)
+        if mesh["cp"] > 1 and dealt and any(getattr(mixer, "in_order", False) for mixer in mixers):
+            raise ValueError(
+                "Decoder.blocks: got attention over sequences in the order of nn.zigzag beside a mixer with a state, "
+                "wanted sequences in order; choose context='ring', 'gathered' or 'ulysses'"
+            )
         tp = mesh["tp"]
         if self.padded_vocab % tp:
             raise ValueError(

@@ -5,7 +5,8 @@ Legend: B batch, S sequence, D width, V padded vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from fmegatron import nn, step
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
-from fmegatron.model.decoder import Block, Decoder
+from fmegatron.model.decoder import MTP, Block, Decoder
+from fmegatron.model.mtp import predict, with_ahead
 from fmegatron.model.settled import loads
 from fmegatron.model.weights import Outer, each_layer, embedded, prepared
 
@@ -64,9 +66,8 @@ def logits(
     The arguments are those of `hidden`, of a batch of tokens alone.
     """
     batch = {"tokens": tokens_BS}
-    return read_out(
-        *hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)[:3], decoder, axes
-    )
+    found = hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
+    return read_out(*found[:3], decoder, axes)
 
 
 def hidden(
@@ -99,38 +100,82 @@ def hidden(
             tied table all but "head": it is used at both ends, and freeing it in between costs one more gather and
             reduce-scatter.
     """
-    tokens_BS = batch["tokens"]
-    length = tokens_BS.shape[1] * axes["cp"].size
-    if length > decoder.max_seq:
-        raise ValueError(
-            f"tokens: got sequences of {length}, wanted at most Decoder.max_seq={decoder.max_seq}; raise "
-            "max_seq (RoPE needs no new parameters) or cut the batch"
-        )
-    tp = axes["tp"]
-    if decoder.sequence_parallel and tokens_BS.shape[1] % tp.size:
-        raise ValueError(
-            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence parallelism); "
-            "change the length, or set Decoder.sequence_parallel=False"
-        )
-    params = prepared(params, layouts, decoder, axes)
-    outer = Outer(params, layouts, decoder, axes, reshard_after_forward)
-    positions = batch.get("positions")
-    if positions is None:
-        positions = positions_of(tokens_BS, axes["cp"])
-    at, statistics = decoder.at(positions, batch.get("documents")), []
-    x_BSD = embedded(tokens_BS, outer["embed"]["embed"], positions, decoder, axes, decoder.sequence_parallel)
-    freed = "blocks" in outer.freed
-    layers = each_layer(block, params, layouts, decoder, axes, save, offload, freed)
-    for (run, weights), at_layer in zip(layers, at, strict=True):
-        x_BSD = run(x_BSD, weights, at_layer)
-        x_BSD, found = x_BSD if isinstance(x_BSD, tuple) else (x_BSD, {})
-        statistics.append(found)
-    return x_BSD, outer["head"], at[0], statistics
+    inside = _Inside(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
+    x_BSD, statistics = inside.trunk()
+    return x_BSD, inside.outer["head"], inside.at[0], statistics
+
+
+class _Inside:
+    """What a forward pass over a batch has at hand: weights, tokens, embeddings."""
+
+    def __init__(
+        self,
+        params: dict,
+        batch: dict,
+        decoder: Decoder,
+        layouts: dict,
+        axes: Axes,
+        save: step.Policy | None,
+        offload: int | None,
+        freed: tuple[str, ...] | None,
+        next_ids: Sequence[Tensor] = (),
+    ):
+        tokens_BS, tp = batch["tokens"], axes["tp"]
+        length = tokens_BS.shape[1] * axes["cp"].size
+        if length > decoder.max_seq:
+            raise ValueError(
+                f"tokens: got sequences of {length}, wanted at most Decoder.max_seq={decoder.max_seq}; raise "
+                "max_seq (RoPE needs no new parameters) or cut the batch"
+            )
+        if decoder.sequence_parallel and tokens_BS.shape[1] % tp.size:
+            raise ValueError(
+                f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence "
+                "parallelism); change the length, or set Decoder.sequence_parallel=False"
+            )
+        self.decoder, self.axes = decoder, axes
+        params = prepared(params, layouts, decoder, axes)
+        self.outer = Outer(params, layouts, decoder, axes, freed)
+        self.how = (params, layouts, decoder, axes, save, offload, "blocks" in self.outer.freed)
+        positions = batch.get("positions")
+        if positions is None:
+            positions = positions_of(tokens_BS, axes["cp"])
+        behind = () if decoder.mtp is None else (decoder.mtp.block,)
+        self.at = decoder.at(positions, batch.get("documents"), (*decoder.blocks, *behind))
+        w = self.outer["embed"]["embed"]
+        of = (positions, decoder, axes, decoder.sequence_parallel)
+        self.x_BSD, *self.embeddings = (embedded(ids, w, *of) for ids in (tokens_BS, *next_ids))
+
+    def trunk(self) -> tuple[Tensor, list[dict]]:
+        """(what comes from the last block, for each block that has them the statistics of its parts)."""
+        run_of = {p: functools.partial(block, parts=p, axes=self.axes) for p in self.decoder.blocks}
+        functions = [(depth, run_of[parts]) for depth, parts in enumerate(self.decoder.blocks)]
+        x_BSD, statistics = self.x_BSD, []
+        for (run, weights), at in zip(each_layer(functions, *self.how), self.at, strict=False):
+            x_BSD = run(x_BSD, weights, at)
+            x_BSD, found = x_BSD if isinstance(x_BSD, tuple) else (x_BSD, {})
+            statistics.append(found)
+        return x_BSD, statistics
+
+    def further(self, x_BSD: Tensor, mtp: MTP) -> tuple[list[Tensor], list[dict]]:
+        """(for each depth what its head reads, statistics) behind x, which has been through the final norm."""
+        run = functools.partial(predict, block=block, mtp=mtp, axes=self.axes)
+        functions = [(self.decoder.layers + n, run) for n in range(mtp.depths)]
+        out, statistics = [], []
+        for (run_n, weights), e_BSD in zip(each_layer(functions, *self.how), self.embeddings, strict=True):
+            found = run_n(torch.cat((e_BSD, x_BSD), -1), weights, self.at[-1])
+            x_BSD, one = found if isinstance(found, tuple) else (found, {})
+            out.append(x_BSD)
+            statistics.append(one)
+        return out, statistics
 
 
 def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
     """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
-    x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
+    return _scores(decoder.norm(x_BSD, w["final_norm"], at, axes), w, at, decoder, axes)
+
+
+def _scores(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
+    """The head, of what has been through its norm."""
     return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), axes["tp"], at.splits(x_BSD)))
 
 
@@ -139,12 +184,10 @@ def _head(w: dict, decoder: Decoder) -> Tensor:
 
 
 def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder, axes: Axes):
-    """(nll[B, S], lse[B, S]) of what comes from the last block."""
-    tp = axes["tp"]
+    """(nll[B, S], lse[B, S]) of what has been through the norm of the head."""
+    tp, split = axes["tp"], at.splits(x_BSD)
     if decoder.loss_chunks == 1:
-        return nn.cross_entropy(read_out(x_BSD, w, at, decoder, axes), labels_BS, tp, decoder.vocab_size)
-    split = at.splits(x_BSD)
-    x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
+        return nn.cross_entropy(_scores(x_BSD, w, at, decoder, axes), labels_BS, tp, decoder.vocab_size)
     x_BSD = all_gather(x_BSD, tp, 1) if split else enter(x_BSD, tp)
     how = {"chunks": decoder.loss_chunks, "softcap": decoder.logit_softcap}
     return nn.chunked_cross_entropy(x_BSD, _head(w, decoder), labels_BS, tp, decoder.vocab_size, **how)
@@ -164,12 +207,15 @@ def loss(
 
     The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
     has the same part. The metrics are 0-d and equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if
-    configured), "tokens" (int64). Beside them, with a `MoE.bias_rate`, "load": a tree for `settled`.
+    configured), "tokens" (int64). With `Decoder.mtp` also "mtp_loss", its share, and "mtp_1", "mtp_2", ..., the mean
+    over the tokens that count of each depth.
 
     Args:
         params: this rank's shards.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
-            [S] or [B, S], "documents" int64 [B, S]: `At`}, B and S split over `axes.data`.
+            [S] or [B, S], "documents" int64 [B, S]: `At`; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`:
+            `ahead`, which is called where they are not given; without a mask those below 0 do not count}, B and S split
+            over `axes.data`.
         decoder: the model.
         layouts: of the parameters.
         axes: Axes(mesh).
@@ -183,8 +229,13 @@ def loss(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-    x_BSD, w, at, statistics = hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
-    data = axes[axes.data]
+    mtp, data = decoder.mtp, axes[axes.data]
+    batch = with_ahead(batch, mtp, axes)
+    next_ids = () if mtp is None else (batch["labels"], *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
+    inside = _Inside(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward, next_ids)
+    x_BSD, statistics = inside.trunk()
+    w, at = inside.outer["head"], inside.at[0]
+    x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
     nll_BS, lse_BS = _token_losses(x_BSD, w, at, batch["labels"], decoder, axes)
     z_BS = decoder.z_loss * lse_BS.square()
     if "mask" in batch:
@@ -195,19 +246,30 @@ def loss(
     else:
         count = nll_BS.numel() * data.size
         tokens = torch.full((), count, dtype=torch.int64, device=nll_BS.device)
+    parts, depths = {"loss": nll_BS.sum() / count}, {}
+    if mtp is not None:
+        behind, found = inside.further(x_BSD, mtp)
+        statistics += found
+        ahead_BSN, masks = batch["ahead"], batch.get("ahead_mask")
+        for n, x_n in enumerate(behind):
+            nll_n = _token_losses(x_n, w, at, ahead_BSN[..., n].clamp(min=0), decoder, axes)[0]
+            mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
+            depths[f"mtp_{n + 1}"] = (nll_n * mask_n).sum() / psum(mask_n.sum(), data).clamp(min=1.0)
     metrics = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
     if by_stack := loads(statistics, decoder):
         metrics["load"] = by_stack
-    parts = {"loss": nll_BS.sum() / count}
     if decoder.z_loss:
         parts["z_loss"] = z_BS.sum() / count
     if added := [one["loss"] for block in statistics for one in block.values() if "loss" in one]:
         parts["router_loss"] = torch.stack(added).sum().to(nll_BS.dtype)
+    if mtp is not None:
+        parts["mtp_loss"] = mtp.weight * torch.stack(list(depths.values())).mean()
     parts["loss"] = sum(list(parts.values())[1:], parts["loss"])
     if len(parts) == 1:
         return parts["loss"], {"loss": psum(parts["loss"].detach(), data), **metrics}
-    totals = psum(torch.stack([part.detach() for part in parts.values()]), data).unbind(0)
-    return parts["loss"], {**dict(zip(parts, totals, strict=True)), **metrics}
+    shown = {**parts, **depths}
+    totals = psum(torch.stack([part.detach() for part in shown.values()]), data).unbind(0)
+    return parts["loss"], {**dict(zip(shown, totals, strict=True)), **metrics}
 
 
 def _counted(statistics: list[dict]) -> dict[str, Tensor]:

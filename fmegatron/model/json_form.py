@@ -3,8 +3,9 @@
     manager.save(step, state, specs, metadata={"model": model.description(decoder)})
     decoder = model.described(checkpoint.metadata(path)["model"])
 
-A dataclass is {"is": its name, its fields that are not at their defaults}; a tuple a list; a dtype {"dtype": "bfloat16"};
-a number that JSON lacks {"float": "inf"}. Names are looked up in a closed list, so that a file can make nothing else.
+A dataclass is {"is": its name, its fields that are not at their defaults}; a tuple a list; a dtype {"dtype":
+"bfloat16"}; a number that JSON lacks {"float": "inf"}. Names are looked up in a closed list, so that a file can make
+nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from fmegatron import nn
 from fmegatron.collectives import Precision
 from fmegatron.model.attention import Attention
-from fmegatron.model.decoder import Decoder, Part
+from fmegatron.model.decoder import MTP, Decoder, Part
+from fmegatron.model.mamba import Mamba
 from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
@@ -27,7 +29,7 @@ from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
 
 _KNOWN = (
-    *(Attention, Decoder, LayerNorm, MLA, MLP, MoE, Part, Precision, RMSNorm, Rope),
+    *(Attention, Decoder, LayerNorm, MLA, MLP, MTP, Mamba, MoE, Part, Precision, RMSNorm, Rope),
     *(nn.Linear, nn.Llama3, nn.Router, nn.Yarn),
 )
 
@@ -75,8 +77,8 @@ def _plain(value: Any, path: str) -> Any:
                 out[field.name] = _plain(now, f"{path}.{field.name}")
         return out
     raise ValueError(
-        f"{path}: got {value!r:.80}, wanted a dataclass, a number, a text, a dtype or a tuple of them; the model cannot "
-        "be described, so give a checkpoint no description of it"
+        f"{path}: got {value!r:.80}, wanted a dataclass, a number, a text, a dtype or a tuple of them; the model "
+        "cannot be described, so give a checkpoint no description of it"
     )
 
 

@@ -334,6 +334,7 @@ def _stream(
             uniform_BN = nn.uniform(torch.empty(B, count, dtype=torch.float64, device=device), key=key, count=numbers_B)
         seen_BV = seen_in(texts, V, device) if how.repetition_penalty != 1 else None
         cache, logits_BV, padding_B, slot, write = _read(of, texts, count, device)
+    token_B = padding_B
     for i in range(count):
         with torch.no_grad():  # a generator keeps no mode across its yields
             if i:
@@ -379,11 +380,11 @@ def _read(of: Inference, texts: list[Tensor], count: int, device: torch.device) 
 def texts_of(prompts: Tensor | Sequence[Sequence[int] | Tensor]) -> list[Tensor]:
     """int64 [P] of each row. ValueError for none, and for ids of another kind."""
     texts = [torch.as_tensor(row) for row in prompts]
-    wrong = [text for text in texts if text.dim() != 1 or text.is_floating_point() or text.is_complex()]
+    wrong = [text for text in texts if text.dim() != 1 or text.is_floating_point()]
     if wrong and wrong[0].numel() or not texts:
         raise ValueError(
-            f"prompts: got {tree.in_words(wrong[0]) if wrong else 'no row'}, wanted a row of ids for each text; for one "
-            "text pass [ids]"
+            f"prompts: got {tree.in_words(wrong[0]) if wrong else 'no row'}, wanted a row of ids for each text; for "
+            "one text pass [ids]"
         )
     return [text.to("cpu", torch.int64) for text in texts]
 

@@ -18,8 +18,8 @@ def _moved(decoder: Decoder) -> dict[str, dict[str, float]]:
     """{stack: {part: rate}} of the biases that a step moves."""
     found: dict[str, dict[str, float]] = {}
     for name, stack in decoder.stacks.items():
-        for part in decoder.blocks[stack.depths[0]]:
-            rates = {_rate(p.mixer) for d in stack.depths for p in decoder.blocks[d] if p.name == part.name}
+        for part in decoder.block(stack.depths[0]):
+            rates = {_rate(p.mixer) for d in stack.depths for p in decoder.block(d) if p.name == part.name}
             if len(rates) > 1:
                 raise ValueError(
                     f"MoE.bias_rate: got {sorted(rates)} in the blocks of one stack ({name!r}), wanted one rate; give "

@@ -27,7 +27,8 @@ class Tokenizer(Protocol):
 
 class Spoken(NamedTuple):
     """What has been heard of a text. ids: since the last but one complete point. complete: how many of them were there
-    at the last. shown: characters of their text that are in `text`. text: all that is complete. new: of the last token."""
+    at the last. shown: characters of their text that are in `text`. text: all that is complete. new: its part of the
+    last token."""
 
     ids: tuple[int, ...] = ()
     complete: int = 0

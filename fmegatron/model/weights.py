@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -80,7 +80,7 @@ class Outer:
 
 
 def each_layer(
-    block: Callable,
+    functions: Sequence[tuple[int, Callable]],
     params: dict,
     layouts: dict,
     decoder: Decoder,
@@ -89,10 +89,10 @@ def each_layer(
     offload: int | None,
     reshard_after_forward: bool,
 ) -> Iterator[tuple[Callable, dict]]:
-    """For each block in order (run, weights): `run(x, weights, at)` applies it. Equal blocks share one compiled pair.
+    """For each function (run, weights): `run(x, weights, at)` applies it. Equal functions share one compiled pair.
 
     Args:
-        block: block(x, weights, at, parts=, axes=) -> x.
+        functions: (depth, f(x, weights, at) -> x), of blocks or of what lies behind them, in the order of their use.
         params: this rank's shards.
         layouts: of the parameters.
         decoder: of the model.
@@ -101,21 +101,23 @@ def each_layer(
         offload: what of it waits in host memory.
         reshard_after_forward: whether gathered weights of a block are freed after it.
     """
-    shards, gathers = {}, {}
+    shards, gathers, wanted = {}, {}, {depth for depth, _ in functions}
     for name, stack in decoder.stacks.items():
+        if not wanted & set(stack.depths):
+            continue
         of_one = tree.map(step.layer_layout, layouts[name])
         gather = functools.partial(block_weights, arrays=stack.arrays, layouts=of_one, decoder=decoder, axes=axes)
         for depth, layer in zip(stack.depths, step.unstack(params[name]), strict=True):
             shards[depth], gathers[depth] = layer, (name, gather)
     compiled: dict[tuple, Callable] = {}
-    for depth, parts in enumerate(decoder.blocks):
+    for depth, run in functions:
         name, gather = gathers[depth]
-        run = functools.partial(block, parts=parts, axes=axes)
         if save is not None:
-            if (name, parts) not in compiled:
+            key = name, run
+            if key not in compiled:
                 prepare = gather if reshard_after_forward else None
-                compiled[name, parts] = step.compiled_layer(save, offload=offload)(run, prepare)
-            run = compiled[name, parts]
+                compiled[key] = step.compiled_layer(save, offload=offload)(run, prepare)
+            run = compiled[key]
         inside = save is not None and reshard_after_forward  # a compiled layer gathers, again for its backward
         yield run, shards[depth] if inside else gather(shards[depth])
 

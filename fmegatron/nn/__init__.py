@@ -32,6 +32,7 @@ from fmegatron.nn.router import (
     sequence_balance_loss,
 )
 from fmegatron.nn.scaled import Scaled, with_scales
+from fmegatron.nn.state_space import causal_conv, from_before, gated_rms_norm, segments, ssd, ssd_step
 
 __all__ = [
     "ACTIVATIONS",
@@ -48,6 +49,7 @@ __all__ = [
     "balance_loss",
     "best",
     "balanced_bias",
+    "causal_conv",
     "chunked_cross_entropy",
     "column_parallel",
     "cross_entropy",
@@ -56,7 +58,9 @@ __all__ = [
     "embed",
     "expert_load",
     "expert_weights",
+    "from_before",
     "gated_mlp",
+    "gated_rms_norm",
     "gather_tree",
     "gathered_attention",
     "grouped_mm",
@@ -72,8 +76,11 @@ __all__ = [
     "router_entropy",
     "router_z_loss",
     "row_parallel",
+    "segments",
     "sequence_balance_loss",
     "soft_cap",
+    "ssd",
+    "ssd_step",
     "two_level_attention",
     "ulysses_attention",
     "uniform",

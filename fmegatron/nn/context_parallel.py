@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fmegatron import layout
 from fmegatron.collectives import Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
 from fmegatron.nn.attention import attention, visible
 from fmegatron.nn.attention_blocks import block, block_backward, merged
@@ -151,13 +152,7 @@ def zigzag(length: int, n: int) -> Tensor:
     `x[:, order]` deals a batch so: tokens, labels, positions and documents alike.
     Raises ValueError for a length that 2n does not divide.
     """
-    if length % (2 * n):
-        raise ValueError(
-            f"zigzag: got {length} positions for {n} ranks, wanted a multiple of {2 * n}, two chunks for each; pad the "
-            "sequence, or choose another number of ranks"
-        )
-    chunks = torch.arange(length).chunk(2 * n)
-    return torch.cat([chunk for r in range(n) for chunk in (chunks[r], chunks[2 * n - 1 - r])])
+    return torch.cat([torch.arange(start, stop) for start, stop in layout.zigzag(length, n)])
 
 
 def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window) -> Tensor:

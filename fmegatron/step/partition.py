@@ -10,7 +10,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.step.graph.nodes import items_of
+from fmegatron.step.graph.nodes import declared_in, items_of
 from fmegatron.step.purity import require_pure
 from fmegatron.step.torch_private import (
     UNSAFE_VIEW,
@@ -226,8 +226,11 @@ def _is_view(node) -> bool:
 
 def _base(node):
     """What a view looks at. Views are never saved: outputs of an opaque node alias neither inputs nor each other."""
-    while node.op == "call_function" and _is_view(node):
-        node = node.args[0]
+    while node.op == "call_function":
+        stated = declared_in(node)
+        if stated is None and not _is_view(node):
+            break
+        node = node.args[0] if stated is None else stated
     return node
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
+from fmegatron.step.check import declared_by
 from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.blame import Finding, blame
@@ -119,7 +120,9 @@ def parity(
         now = [arg(i) if callable(arg) else arg for arg in args]
         for m, (ins, outs) in placed.items():
             if i == 0:
-                sims[m] = simulate(make_step(m), m, *now, layouts=ins, out_layouts=outs, fp64=fp64)
+                step = make_step(m)
+                ins, outs = (ins, outs) if m is mesh else (_stated(step, ins), _stated(step, outs))
+                sims[m] = simulate(step, m, *now, layouts=ins, out_layouts=outs, fp64=fp64)
             elif not isinstance(sims[m].outputs[0], tuple | list):
                 raise ValueError(
                     f"parity: got steps={steps} and {tree.in_words(sims[m].outputs[0])} as the step's result, wanted "
@@ -146,6 +149,14 @@ def assert_parity(make_step: Callable[[Mesh], Callable], mesh: Mesh, *args: Any,
 def _move(layouts, mesh):
     """The same layouts on another mesh with the same axis names."""
     return tree.map(lambda layout: getattr(layout, "layout", layout).replace(mesh=mesh), layouts)
+
+
+def _stated(step: Callable, layouts: Any) -> Any:
+    """Layouts whose first are those that a step declares for its state: one rank flattens no leaf for a strategy."""
+    declared = declared_by(step)
+    if declared is None or not isinstance(layouts, tuple | list) or not layouts:
+        return layouts
+    return (declared.state, *layouts[1:]) if tree.paths(layouts[0]) == tree.paths(declared.state) else layouts
 
 
 def _compare(sharded: Simulation, single: Simulation, floor):

@@ -14,7 +14,7 @@ from fmegatron.data import (
     train_and_held_out,
     write_tokens,
 )
-from fmegatron.data import batches as data_batches
+from fmegatron.data import order as data_order
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.testing import split
 
@@ -144,8 +144,8 @@ def test_the_order_is_fixed_for_ever(length, batch_size, seed, part, wanted):
 def test_the_order_of_many_steps_is_computed_at_once(monkeypatch, count):
     """The shuffle is 0.9 of the time of a batch when it is made batch by batch."""
     calls = []
-    permuted = data_batches.permuted
-    monkeypatch.setattr(data_batches, "permuted", lambda *args: calls.append(args) or permuted(*args))
+    permuted = data_order.permuted
+    monkeypatch.setattr(data_order, "permuted", lambda *args: calls.append(args) or permuted(*args))
     batches = Batches(COUNTING, 16, 4, seed=19)
     steps, last = int(batches.steps_per_epoch), part_of(batches, count - 1, count)
     for step in range(steps):

@@ -59,8 +59,8 @@ def test_equal_to_transformers(ours, theirs):
 def test_all_in_the_order_of_transformers():
     how = Choice(temperature=0.7, top_k=12, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
     steps = [
-        RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.7), TopKLogitsWarper(12), TopPLogitsWarper(0.9),
-        MinPLogitsWarper(0.05),
+        RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.7), TopKLogitsWarper(12),
+        TopPLogitsWarper(0.9), MinPLogitsWarper(0.05),
     ]  # fmt: skip
     for seed in range(5):
         wanted = logits(seed=seed)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fmegatron import model, nn, optim, step, tree
+from fmegatron import data, model, nn, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.testing import assert_parity
+from fmegatron.testing import assert_parity, split
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.model.test_sharded import batch_layouts, make_step, raw_layouts, small
 from tests.pairs import mixed, turns
@@ -111,3 +111,24 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match=r"sequence: got 15 positions, which 2 ranks of cp .* pad it to 16"):
         DataParallel().batch_layout((4, 15), torch.int64, Mesh(cp=2))
     assert DataParallel().batch_layout((4,), torch.int64, Mesh(cp=2)) == Layout((4,), torch.int64, Mesh(cp=2))
+
+
+def test_batches_bring_the_order_of_a_balanced_ring():
+    """A user arranges nothing by hand: the loader's order on a mesh has the loss of the text in order on one rank."""
+    mesh, config = Mesh(fsdp=2, cp=2), small(context="balanced", max_seq=16)
+    ids = torch.randint(config.vocab_size, (200,), generator=torch.Generator().manual_seed(5)).numpy()
+    batches, in_order = (data.Batches(ids, 4, 16, seed=0, zigzag=n) for n in (2, 1))
+    batch, layout = batches.at(3), batches.layout(mesh)
+    parts = split(batch, dict.fromkeys(batch, layout))
+    for rank in range(mesh.size):
+        got = batches.for_rank(layout, rank).at(3)
+        assert got.keys() == {"tokens", "labels", "positions"}
+        assert all(torch.equal(got[name], parts[rank][name]) for name in batch)
+    found = check(config, mesh, batch)
+    loss = check(config, Mesh(dp=1), in_order.at(3)).single.gather("1")
+    torch.testing.assert_close(found.sharded.gather("1"), loss, rtol=1e-12, atol=0)
+
+
+def test_tokens_in_order_are_no_balanced_ring():
+    with pytest.raises(ValueError, match=r"batch\['positions'\]: got none, .*give data.Batches\(..., zigzag=2\)"):
+        check(small(context="balanced", max_seq=16), Mesh(cp=2), batch_of(small(), "in order"))

@@ -8,6 +8,7 @@ simulated ranks find it. finds: "check" for a finding, "unproven" for none and n
 from tests.step.mutants.mutate import Mutant as M
 
 FOLDED, FSDP, TP, DP, CAPACITY, OVER = "folded over cp and tp", "fsdp2 ep2", "ep2 tp2", "dp2 ep2", "capacity", "too few"
+TP7 = "ep2 tp7"
 
 # ---- tests/nn/moe_step.py --------------------------------------------------------------------------------------------
 MIX = 'for name in ("mix", "router")}'
@@ -58,8 +59,9 @@ SUMS_OF_STEP = (
       "y_BSD = psum(psum(y_BSD, tp), tp)", of=TP),
     M("hidden_over_ep", "Results of different tokens are added up.", Y, "y_BSD = psum(y_BSD, ep)", of=TP),
     M("tokens_not_entered", "The gradient of the tokens is that of this rank's hidden units.", "enter(h_BSD, tp)",
-      "h_BSD",
-      "unproven, simulate", of=TP),
+      "h_BSD", of=TP7),
+    M("tokens_not_entered_of_tp2", "The same, where the division by the tokens may have been one by tp.",
+      "enter(h_BSD, tp)", "h_BSD", "unproven, simulate", of=TP),
     M("tokens_entered_twice", "The gradient of the tokens is summed twice over tp.", "enter(h_BSD, tp)",
       "enter(enter(h_BSD, tp), tp)", of=TP),
     M("gates_not_entered", "The gradient of the gates is that of this rank's hidden units.",
@@ -73,8 +75,9 @@ SUMS_OF_STEP = (
     M("down_gathered_by_cut", "The gradient of the other matrix is cut, not summed.",
       'all_gather(w["down"], gathered, 2)', 'wrong.gather_cut(w["down"], gathered, 2)', of=FSDP),
     M("y_transposed_by_psum", "The gradient of the results is summed over tp.",
-      Y, "y_BSD = wrong.psum_summed(y_BSD, tp)",
-      "unproven, simulate", of=TP),
+      Y, "y_BSD = wrong.psum_summed(y_BSD, tp)", of=TP7),
+    M("y_transposed_by_psum_of_tp2", "The same, where the division by the tokens may have been one by tp.",
+      Y, "y_BSD = wrong.psum_summed(y_BSD, tp)", "unproven, simulate", of=TP),
 )  # fmt: skip
 OF_STEP = (
     M("weights_without_ep", "Experts are declared to be pending over their own axis.", WEIGHTS,

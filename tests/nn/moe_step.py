@@ -16,7 +16,7 @@ from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.nn import Router, grouped_mm, moe, router
 from fmegatron.step import remat, value_and_grad
 
-B, S, D, FF, E = 8, 8, 6, 10, 8
+B, S, D, FF, E = 8, 8, 6, 14, 8
 DATA = ("dp", "fsdp", "ep")
 
 
@@ -40,6 +40,7 @@ SETTINGS = {
     "ep4": Setting(Mesh(ep=4), router=Router(E, 2, normalised=True)),
     "dp2 ep2": Setting(Mesh(dp=2, ep=2), router=V3),
     "ep2 tp2": Setting(Mesh(ep=2, tp=2), router=V3),
+    "ep2 tp7": Setting(Mesh(ep=2, tp=7), router=V3),  # no number that anything is divided by is a multiple of 7
     "fsdp2 ep2": Setting(Mesh(fsdp=2, ep=2)),
     "experts over fsdp": Setting(Mesh(dp=2, fsdp=2), ep=("fsdp",)),
     "folded over fsdp and ep": Setting(Mesh(fsdp=2, ep=2), ep=("fsdp", "ep"), router=V3),

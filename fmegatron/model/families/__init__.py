@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from fmegatron.model.families.bamba import BAMBA, bamba
 from fmegatron.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, deepseek
 from fmegatron.model.families.family import Family, Stored
 from fmegatron.model.families.gemma import GEMMA2, GEMMA3, gemma
@@ -14,9 +15,23 @@ from fmegatron.model.families.mistral import MISTRAL
 from fmegatron.model.families.moe import MIXTRAL, QWEN3_MOE
 from fmegatron.model.families.qwen import QWEN2, QWEN3
 
-__all__ = ["FAMILIES", "Family", "Stored", "deepseek", "family_of", "gemma", "gpt2", "llama"]
+__all__ = ["FAMILIES", "Family", "Stored", "bamba", "deepseek", "family_of", "gemma", "gpt2", "llama"]
 
-_ALL = (DEEPSEEK_V2, DEEPSEEK_V3, GEMMA2, GEMMA3, GPT2, GPT_OSS, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+_ALL = (
+    BAMBA,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_OSS,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
 FAMILIES = MappingProxyType({family.name: family for family in _ALL})
 
 

@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V3: latent attention, experts in groups beside shared ones, dense layers first. Not its MTP module.
+"""DeepSeek V2 and V3: latent attention, experts in groups beside shared ones, dense layers first; MTP.
 
-Sources: arXiv 2405.04434, section 2; arXiv 2412.19437, section 2.1.
+Sources: arXiv 2405.04434, section 2; arXiv 2412.19437, sections 2.1 and 2.2.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from fmegatron import nn
 from fmegatron.model.arrays import Mixer
-from fmegatron.model.decoder import Block, Decoder, Part
+from fmegatron.model.decoder import MTP, Block, Decoder, Part
 from fmegatron.model.families.family import Family, linear, plain
 from fmegatron.model.families.keys import Keys, yarn_scale
 from fmegatron.model.families.llama import LAYER, UNUSED
@@ -33,6 +33,8 @@ def deepseek(
     *,
     dense_layers: int = 1,
     norm_eps: float = 1e-6,
+    mtp_depths: int = 0,
+    mtp_weight: float = 0.1,
     **of_decoder: Any,
 ) -> Decoder:
     """DeepSeek V2 or V3, of its three mixers.
@@ -47,9 +49,14 @@ def deepseek(
         moe: of the others (`MoE`).
         dense_layers: how many have no experts.
         norm_eps: of all norms.
+        mtp_depths: how many more tokens are predicted in training, each by a block with experts; 0: none.
+        mtp_weight: of their mean loss (`MTP`).
         of_decoder: dtypes and the like.
     """
     norm = RMSNorm(norm_eps)
+    if mtp_depths:
+        further = (Part("attention", attention, norm), Part("mlp", moe, norm))
+        of_decoder = {"mtp": MTP(further, mtp_depths, mtp_weight, norm), **of_decoder}
 
     def block(i: int) -> Block:
         return Part("attention", attention, norm), Part("mlp", mlp if i < dense_layers else moe, norm)
@@ -71,6 +78,11 @@ _NAMES = MappingProxyType(
         "mlp/choice_bias": plain(LAYER + "mlp.gate.e_score_correction_bias"),
         "mlp/shared/w_gate_up": linear(*(f"{LAYER}mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up"))),
         "mlp/shared/w_down": linear(LAYER + "mlp.shared_experts.down_proj.weight"),
+        # of multi-token prediction, whose block has the names of any other
+        "embed_norm": plain(LAYER + "enorm.weight"),
+        "hidden_norm": plain(LAYER + "hnorm.weight"),
+        "proj": linear(LAYER + "eh_proj.weight"),
+        "out_norm": plain(LAYER + "shared_head.norm.weight"),
     }
 )
 
@@ -81,7 +93,8 @@ def _read(keys: Keys, router: nn.Router, choice_bias: bool, interleaved: bool, *
     keys.only("mlp_bias", False)
     keys.only("attention_dropout", 0.0, 0)
     keys.only("moe_layer_freq", 1)
-    keys.ignore("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "aux_loss_alpha", "seq_aux", "head_dim")
+    depths = keys.take("num_nextn_predict_layers", keys.take("num_mtp_layers", 0))
+    keys.ignore("ep_size", "aux_loss_alpha", "seq_aux", "head_dim")
     keys.ignore("num_key_value_heads", "output_router_logits", "qk_head_dim", "router_aux_loss_coef")
     nope, rotated, (theta, scaling) = keys.take("qk_nope_head_dim"), keys.take("qk_rope_head_dim"), keys.rope()
     given = {**keys.take("rope_scaling", {}), **keys.take("rope_parameters", {})}
@@ -108,6 +121,7 @@ def _read(keys: Keys, router: nn.Router, choice_bias: bool, interleaved: bool, *
         "dense_layers": keys.take("first_k_dense_replace", 0),
         "norm_eps": eps,
         "tied": keys.take("tie_word_embeddings", False),
+        "mtp_depths": depths,
     }
     return deepseek(**{**of, **changes})
 
@@ -141,5 +155,8 @@ def _choice(keys: Keys) -> tuple[int, int, float]:
     return keys.take("n_routed_experts"), keys.take("num_experts_per_tok"), scale
 
 
+_REPEATED = MappingProxyType(
+    {LAYER + "embed_tokens.weight": "embed/table", LAYER + "shared_head.head.weight": "head/w"}
+)
 DEEPSEEK_V2 = Family("deepseek_v2", _read_v2, _NAMES, UNUSED)
-DEEPSEEK_V3 = Family("deepseek_v3", _read_v3, _NAMES, (*UNUSED, r"model\.layers\.{layers}\..*"))
+DEEPSEEK_V3 = Family("deepseek_v3", _read_v3, _NAMES, (*UNUSED, r"model\.layers\.{behind}\..*"), _REPEATED)

@@ -73,24 +73,28 @@ class Keys:
             raise ValueError(f"config.json: {key}: got {value!r}, wanted one of {', '.join(ACTIVATIONS)}; add it there")
         return ACTIVATIONS[value]
 
-    def rope(self, theta: float = 10000.0, of: str | None = None) -> tuple[float, nn.Scaling | None]:
+    def rope(self, theta: float = 10000.0, of: str | None = None, part: float = 1.0) -> tuple[float, nn.Scaling | None]:
         """(base of the angles, scaling) of `rope_parameters`, or of `rope_theta` and `rope_scaling`.
 
-        theta: the default base. of: the kind of layers where they differ ("full_attention").
+        theta: the default base. of: the kind of layers where they differ ("full_attention"). part: of a head that the
+        family rotates.
         """
         given = dict(self.take("rope_parameters", {}))
         given = dict(given[of]) if of in given else given
         old = self.take("rope_scaling", {})
         base = float(given.pop("rope_theta", None) or self.take("rope_theta", theta))
         self.ignore("rope_theta")
-        return base, self._scaling({**old, **given}, int(self.take("max_position_embeddings", 0)))
+        return base, self._scaling({**old, **given}, int(self.take("max_position_embeddings", 0)), part)
 
-    def _scaling(self, given: dict, longest: int) -> nn.Scaling | None:
+    def _scaling(self, given: dict, longest: int, part: float) -> nn.Scaling | None:
         kind = given.pop("rope_type", given.pop("type", "default"))
         for name in ("type", "rope_theta"):
             given.pop(name, None)
-        if given.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise ValueError(f"config.json: partial_rotary_factor: got a part of a head, wanted 1.0 for {self.family}")
+        if (got := given.pop("partial_rotary_factor", None)) not in (None, part):
+            raise ValueError(
+                f"config.json: partial_rotary_factor: got {got}, wanted {part}, the part of a head that {self.family} "
+                "rotates; write a family of your own (BUILD.md)"
+            )
         found: nn.Scaling | None = None
         if kind == "linear":
             found = nn.Linear(given.pop("factor"))

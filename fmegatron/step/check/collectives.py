@@ -226,6 +226,7 @@ def _dim_gathered(
     constant = constant_along(atoms)
     marks: dict[str, Mark | None] = {}
     terms: dict[str, Fold] = {}
+    vague = False
     for axis in axes:
         mark = x.marks.get(axis)
         marks[axis] = left_of(mark)
@@ -234,6 +235,11 @@ def _dim_gathered(
         if isinstance(mark, Varying) or (isinstance(mark, Somewhere) and mark.or_sum):
             fix = 'declare(x, axis, forward=("sharded", dim)) says that its parts are shards'
             marks[axis] = scope.unknown(node, "all_gather of a value that depends on the rank's index", fix)
+        elif isinstance(mark, Somewhere):  # on one of its dims, of which a shard of one element leaves no trace
+            vague = True
+            if mark.dims is not None and dim not in mark.dims:
+                text = f"all_gather of {what} of a value that is sharded on one of the dims {mark.dims}"
+                marks[axis] = Wrong(node, text, "gather the dim that the axis shards")
         elif loose and isinstance(mark, Pending) and mark.kind in ("sum", "max", "min"):
             terms[axis] = Fold(mark.kind, axis, node)
         elif loose and mark is None and not x.shards(axis):
@@ -243,7 +249,7 @@ def _dim_gathered(
         elif mark is None or isinstance(mark, Pending):
             text, birth = f"all_gather of {what} of a value that is {x.state(axis)}", mark.birth if mark else None
             marks[axis] = Wrong(node, text, "remove it, or gather the axis that shards it, on its dim", birth)
-    known = not (any(marks.values()) or terms or constant)
+    known = not (any(marks.values()) or terms or constant or vague)
     if known and not minor and (first.plain and set(axes) <= set(own) or not loose):
         wrong = Wrong(node, f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
                    "gather the minor axes first, or all in their order")  # fmt: skip
@@ -259,6 +265,8 @@ def _dim_gathered(
         after = (Atom(size_of(atoms) * n, UNIFORM),)
     elif any(marks.values()) and not loose:
         after = plain(size_of(atoms) * n)
+    elif vague:  # rank by rank
+        after = (Atom(n, ()), *stripped(atoms, axes))
     elif first.inner and not left:
         after = first.inner
     elif minor and (first.inner or (first.cuts and not loose)):

@@ -182,7 +182,8 @@ def divided(atom: Atom, major: int) -> tuple[Atom, Atom] | None:
 def cut(dim: Dim, axes: tuple[str, ...], n: int) -> Dim:
     """What is left of a dim on each of n ranks along `axes`, which take its parts in order."""
     first = dim[0] if dim else Atom(1, ())
-    if first.plain and not first.cuts and first.axes is not UNIFORM and first.size % n == 0:
+    alone = first.size == n and over(dim[1:])  # one element of it is left, which would be taken for the next atom's
+    if first.plain and not first.cuts and first.axes is not UNIFORM and first.size % n == 0 and not alone:
         return canonical((Atom(first.size // n, (*(first.axes or ()), *axes)), *dim[1:]))
     return (Atom(size_of(dim) // n, axes, frozenset(), dim),)
 
@@ -270,6 +271,11 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> Viewed | None:
             behind = _behind(shape, at)
             lost[flat[0].axes] = None if behind is None else (at, behind)
             flat[0] = Atom(flat[0].size, ())
+        elif wanted == 1 and flat and flat[0].plain and flat[0].cuts and len(flat[0].axes or ()) > 1:
+            # Interleaved parts have more than one element: those of the minor axis stay, the major ones may go.
+            behind, own = _behind(shape, at), flat[0].axes or ()
+            lost[own[:-1]] = None if behind is None else (at, behind)
+            flat[0] = flat[0]._replace(axes=own[-1:])
         while wanted > 1:
             if not flat:
                 return None

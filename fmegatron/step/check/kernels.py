@@ -14,7 +14,7 @@ from fmegatron.step.check.context import Rule, Rules, Scope, op_name, shape_of
 from fmegatron.step.check.dims import UNIFORM, Atom, over, plain, size_of
 from fmegatron.step.check.marks import raised
 from fmegatron.step.check.reductions import along, reduction
-from fmegatron.step.check.values import Pending, Suspect, Value, counted, filled
+from fmegatron.step.check.values import Mark, Pending, Somewhere, Suspect, Value, counted, filled
 
 Node = torch.fx.Node
 _ATTENTION = tuple(
@@ -73,9 +73,14 @@ def attention_backward(scope: Scope, node: Node, given: dict) -> list[Value | No
     out = elementwise(scope, node, "product", [_heads(g, q), rest])
     count = len(node.meta["val"])
     rows = over(q.dims[2]) - over(k.dims[2])  # each rank has queries of its own, and all keys
-    grads = [replace(out, dims=t.dims).marked(out.marks) for t in (q, k, v)]
+    grads = [replace(out, dims=t.dims).marked({**_vague(t), **out.marks}) for t in (q, k, v)]
     pending = {axis: Pending("sum", node) for axis in rows if axis not in out.marks}
     return [grads[0], *(g.marked(pending) for g in grads[1:])] + [None] * (count - 3)
+
+
+def _vague(t: Value) -> dict[str, Mark]:
+    """Of axes whose dim is not known: the gradient lies as the value does, whatever the other operands show."""
+    return {axis: mark for axis, mark in t.marks.items() if isinstance(mark, Somewhere)}
 
 
 def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:

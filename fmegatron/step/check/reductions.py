@@ -47,8 +47,8 @@ _SCALES = MappingProxyType(
     dict.fromkeys("sum mean max min root std".split(), "same") | {"var": "square", "order": "sign"}
 )
 _MEANING = "all_gather it, or work with pmax and psum as in vocabulary-parallel cross-entropy"
-_LINEAR = frozenset("cumsum flip roll".split())
-_ORDER = frozenset("sort topk argsort kthvalue flip roll".split())
+_LINEAR = frozenset("cumsum flip rev roll".split())  # rev: what a flip is after decomposition
+_ORDER = frozenset("sort topk argsort kthvalue flip rev roll".split())
 _ORDER_VALUES = frozenset("sort topk kthvalue median nanmedian mode".split())
 
 
@@ -212,8 +212,8 @@ def _norm(scope: Scope, node: Node, x: Value, order: Any) -> tuple[Value, str]:
 
 def ordered(scope: Scope, node: Node, given: dict) -> Any:
     """softmax, sort, topk, cumsum, ...: one dim of which all must be there, and every row on its own."""
-    name = op_name(node)
-    out = elementwise(scope, node, "same" if name in _LINEAR else "function", [given["self"]])
+    name, x = op_name(node), given["self"] if "self" in given else given["a"]  # prims call it a
+    out = elementwise(scope, node, "same" if name in _LINEAR else "function", [x])
     out = replace(out, constant=None, ramp=False)
     return _results(node, _all_of(scope, node, out, given), given)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 import torch
 from torch import fx
 
-from fmegatron.step.graph.nodes import is_light, is_start, is_view, is_wait, written_by
+from fmegatron.step.graph.nodes import declared_in, is_light, is_start, is_view, is_wait, written_by
 from fmegatron.step.torch_private import opname
 
 __all__ = ["materialized", "memory_of", "memory_written", "most_alive", "peak_bytes"]
@@ -32,12 +32,12 @@ def memory_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Hashable]:
 
 def _memory(node: fx.Node, known: Mapping[fx.Node, Hashable]) -> Hashable:
     while node.op == "call_function" and node.all_input_nodes:
-        source = node.all_input_nodes[0]
-        if node.target is operator.getitem and not is_view(source):
+        source, stated = node.all_input_nodes[0], declared_in(node)
+        if stated is None and node.target is operator.getitem and not is_view(source):
             return source, node.args[1]
         if not (node.target is operator.getitem or is_view(node) or is_wait(node)):
             break
-        node = source
+        node = source if stated is None else stated
         if node in known:
             return known[node]
     return node

@@ -139,6 +139,14 @@ def symbolic_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if collectives.collective_of(n.target)]
 
 
+def declared_in(node: fx.Node) -> fx.Node | None:
+    """The tensor about which a node states something (`collectives.declare`): it is the same memory; None for others."""
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or collectives.collective_of(source.target) is not collectives.DECLARE:
+        return None
+    return items_of(source.args[0])[int_of(node.args[1])]
+
+
 def user_line(at: str) -> str:
     """The user's part of a node's line "exp.py:21 (in fmegatron/nn/norm.py:19) (backward)"."""
     return at.partition(" (")[0]

@@ -44,6 +44,13 @@ _MLA = {
 _YARN_MLA = {
     "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_BAMBA = {
+    **_llama(128256, 4096, 14336, 32, 32, 8, 4096), "architectures": ["BambaForCausalLM"], "model_type": "bamba",
+    "attention_bias": False, "attention_dropout": 0.0, "attn_layer_indices": [9, 18, 27], "attn_rotary_emb": 64,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False, "mlp_bias": False,
+    "num_logits_to_keep": 1, "use_mamba_kernels": True,
+}  # fmt: skip
 READ = {
     "Llama-2-7b": (_llama(32000, 4096, 11008, 32, 32, 32, 4096), 6_738_415_616),
     "CodeLlama-7b": (_llama(32016, 4096, 11008, 32, 32, 32, 16384, 1e6), 6_738_546_688),
@@ -124,6 +131,7 @@ READ = {
          "rope_scaling": {**_YARN_MLA, "mscale": 1.0, "mscale_all_dim": 1.0}},
         671_026_419_200,
     ),
+    "Bamba-9B": (_BAMBA, 9_780_235_392),
     "gpt-oss-20b": (
         {**_llama(201088, 2880, 2880, 24, 64, 8, 131072, 150000), "model_type": "gpt_oss", "head_dim": 64,
          "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "initial_context_length": 4096,
@@ -157,6 +165,8 @@ REFUSED = {
     "biases of the MLP": (_llama(*_SMALL, mlp_bias=True), "mlp_bias: got True"),
     "another activation": (_llama(*_SMALL, hidden_act="gelu"), "hidden_act: got 'gelu'"),
     "interleaved": (_llama(*_SMALL, rope_interleaved=True), "rope_interleaved: got True"),
+    "biases of a Mamba projection": ({**_BAMBA, "mamba_proj_bias": True}, "mamba_proj_bias: got True"),
+    "another rotated part": ({**_BAMBA, "attn_rotary_emb": 128}, "attn_rotary_emb: got 128, wanted 64"),
     "Granite": ({**_llama(*_SMALL), "model_type": "granite"}, "model_type: got 'granite'"),
     "multipliers of Granite": (_llama(*_SMALL, residual_multiplier=0.22), "residual_multiplier: got 0.22"),
     "Qwen2.5-7B-1M": (

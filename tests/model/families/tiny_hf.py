@@ -28,6 +28,9 @@ MLA = {
     "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 4, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 SHARPER = {"mscale": 0.7, "mscale_all_dim": 1.0}
+MAMBA = {
+    "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 12, "mamba_d_state": 10, "mamba_chunk_size": 8,
+}  # fmt: skip
 # name -> (prefix of the classes of transformers, fields of its configuration)
 MODELS = {
     "llama2": ("Llama", {}),
@@ -52,7 +55,20 @@ MODELS = {
     ),
     "deepseek-v3": (
         "DeepseekV3",
-        {**MOE, **MLA, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "rope_parameters": {**YARN, **SHARPER}},
+        {
+            **MOE,
+            **MLA,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "rope_parameters": {**YARN, **SHARPER},
+            "num_mtp_layers": 0,
+        },
+    ),
+    "bamba": ("Bamba", {**MAMBA, "attention_bias": True}),
+    "bamba-groups": (
+        "Bamba",
+        {**MAMBA, "mamba_n_groups": 4, "mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_limit": (0.01, 0.5)},
     ),
     "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "head_dim": 16}),
 }

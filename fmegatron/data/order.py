@@ -1,0 +1,52 @@
+"""The order of samples: which of `size` items sample n shows, each once an epoch; computed for many samples at once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from fmegatron.data.permutation import permuted
+from fmegatron.data.steps import Ranges, numbers_in
+from fmegatron.tree import fold_in
+
+# Rows whose places in the order are computed at once, and at most one epoch. The cost of `permuted` is its number of
+# calls of numpy: 0.6 ms for 32 positions, 1.2 ms for 1,024 of them.
+_TOGETHER = 1024
+
+
+def shuffled(seed: int, size: int, samples: np.ndarray) -> np.ndarray:
+    """Which of `size` the samples of these numbers (int64 [n]) show: int64 [n]."""
+    found = np.empty(len(samples), dtype=np.int64)
+    blocks = samples // _TOGETHER
+    for block in np.unique(blocks).tolist():
+        here = blocks == block
+        order = _order(seed, size, _TOGETHER, ((0, _TOGETHER),), 1, block * _TOGETHER)[0]
+        found[here] = order[samples[here] - block * _TOGETHER]
+    return found
+
+
+def shuffled_rows(seed: int, size: int, batch_size: int, rows: Ranges, step: int, offset: int) -> np.ndarray:
+    """Which of `size` some rows of the batch of `step` show, int64 [rows]; the order of many steps is computed at once.
+
+    offset: samples before step 0.
+    """
+    part = sum(stop - start for start, stop in rows)
+    steps = max(1, min(_TOGETHER // part, size // batch_size))
+    block, at = divmod(step, steps)
+    return _order(seed, size, batch_size, rows, steps, offset + block * steps * batch_size)[at]
+
+
+@lru_cache(maxsize=32)  # the current block of several readers: ranks of a test, a run, its read-ahead, parts of a blend
+def _order(seed: int, windows: int, batch_size: int, ranges: Ranges, steps: int, first: int) -> np.ndarray:
+    """Which windows some rows of a batch show in a block of steps that begins with sample `first`: int64 [steps, rows],
+    read-only. One permutation of many positions costs little more than of few. A block may begin before sample 0
+    (`Batches.after`); no rank asks for those rows."""
+    rows = np.arange(first, first + steps * batch_size, batch_size, dtype=np.int64)[:, None]
+    rows = rows + numbers_in(ranges)
+    epochs, order = rows // windows, np.empty_like(rows)
+    for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+        here = epochs == epoch
+        order[here] = permuted(rows[here] % windows, windows, fold_in(seed, "epoch", epoch))
+    order.flags.writeable = False
+    return order

@@ -1,0 +1,209 @@
+"""prepare: texts in files -> PREFIX.bin and PREFIX.idx, in several processes; a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fmegatron.data.fingerprint import fingerprint
+from fmegatron.data.indexed import IndexedTokens, bare
+from fmegatron.data.stored import digest_of
+from fmegatron.data.texts import Part, parts_of, texts_of
+from fmegatron.data.tokenizers import ByteTokenizer, load_tokenizer
+from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, move_indexed, token_dtype
+
+_TOGETHER = 1 << 20  # tokens that are written at once
+
+
+def prepare(
+    inputs: Sequence[str | os.PathLike],
+    prefix: str | os.PathLike,
+    tokenizer: str = "byte",
+    *,
+    key: str = "text",
+    eod: int | None = None,
+    workers: int = 1,
+    part_bytes: int = 64 << 20,
+    split: str | None = None,
+    fresh: bool = False,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Tokenize the texts of files, in their order, to a corpus; returns what PREFIX.json states of it.
+
+    The order of documents depends on inputs and arguments only, not on workers. Parts that are done stay in
+    PREFIX.parts until all are; the same call goes on with those.
+
+    Args:
+        inputs: files (`texts.kind_of`).
+        prefix: of the corpus.
+        tokenizer: "byte", or a file that `load_tokenizer` reads.
+        key: field of the text.
+        eod: id that is put behind each document; None: none.
+        workers: processes; 1: this one.
+        part_bytes: of a part, the work of a process at a time.
+        split: shares such as "969,30,1": their ranges of tokens, at bounds of documents, are in PREFIX.json.
+        fresh: begin anew where parts of another call are there.
+        progress: called with (parts done, parts, tokens so far).
+
+    Raises ValueError for inputs that cannot be read, with file and byte, and for parts of another call; RuntimeError
+    where a worker died.
+    """
+    prefix, tool = bare(prefix), _tokenizer(tokenizer)
+    if workers < 1 or part_bytes < 1:
+        raise ValueError(f"prepare: got workers={workers}, part_bytes={part_bytes}, wanted 1 or more")
+    if eod is not None and eod < 0:
+        raise ValueError(f"prepare: eod: got {eod}, wanted an id of 0 or more")
+    dtype = token_dtype(max(tool.vocab_size, 0 if eod is None else eod + 1))
+    parts = [part for path in inputs for part in parts_of(path, part_bytes)]
+    if not parts:
+        raise ValueError("prepare: got no inputs, wanted one file or more")
+    files = [[os.fspath(path), *_stamp(path)] for path in inputs]
+    arguments = {"inputs": files, "tokenizer": tool.describe(), "key": key, "eod": eod, "part_bytes": part_bytes}
+    folder = Path(f"{prefix}.parts")
+    _begin(folder, arguments, fresh)
+    began, found = time.perf_counter(), {}
+    for number in range(len(parts)):
+        if (done := folder / f"{number:06d}.json").exists():
+            found[number] = json.loads(done.read_text())
+    for number, stats in _made(parts, folder, tokenizer, dtype.name, key, eod, workers, set(found)):
+        found[number] = stats
+        if progress is not None:
+            progress(len(found), len(parts), sum(one["tokens"] for one in found.values()))
+    if len(parts) == 1:
+        move_indexed(folder / "000000", prefix)
+    else:
+        merge_indexed(prefix, [folder / f"{number:06d}" for number in range(len(parts))])
+    tokens = IndexedTokens(prefix)
+    lengths = np.diff(tokens.document_starts())
+    text = sum(one["bytes"] for one in found.values())
+    facts = {
+        "documents": tokens.documents,
+        "tokens": len(tokens),
+        "dtype": tokens.dtype.name,
+        "text_bytes": text,
+        "bytes_per_token": round(text / max(1, len(tokens)), 3),
+        "document_tokens": {"min": int(lengths.min(initial=0)) if len(lengths) else 0,
+                            "mean": round(float(lengths.mean()), 1) if len(lengths) else 0.0,
+                            "max": int(lengths.max(initial=0)), "empty": int((lengths == 0).sum())},
+        "digest": fingerprint(tokens),
+        "eod": eod,
+        "tokenizer": tool.describe(),
+        "tokenizer_digest": digest_of(tool.describe()),
+        "split": None if split is None else _split(tokens, split),
+        "inputs": files,
+    }  # fmt: skip
+    beside = Path(f"{prefix}.json.{os.getpid()}.partial")
+    beside.write_text(json.dumps(facts, indent=2) + "\n")
+    os.replace(beside, f"{prefix}.json")
+    shutil.rmtree(folder)
+    return {**facts, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def facts_of(prefix: str | os.PathLike) -> dict[str, Any] | None:
+    """What PREFIX.json states of a corpus; None where there is no such file."""
+    try:
+        return json.loads(Path(f"{bare(prefix)}.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
+    """The folder of parts, new or of the same call; ValueError for one of another."""
+    plan = folder / "plan.json"
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if plan.exists():
+        before = json.loads(plan.read_text())
+        arguments = json.loads(json.dumps(arguments))
+        differ = [name for name in arguments if arguments[name] != before.get(name)]
+        if differ:
+            raise ValueError(
+                f"{folder}: got parts of another call ({', '.join(differ)} differ), wanted those of this one; give the "
+                "old arguments, or --fresh"
+            )
+    else:
+        beside = folder / "plan.partial"
+        beside.write_text(json.dumps(arguments))
+        os.replace(beside, plan)
+
+
+def _made(parts: list[Part], folder: Path, tokenizer: str, dtype: str, key: str, eod, workers: int, done: set[int]):
+    """(number, statistics) of each part that was not done, as they are finished."""
+    todo = [(n, part, str(folder / f"{n:06d}"), tokenizer, dtype, key, eod) for n, part in enumerate(parts)
+            if n not in done]  # fmt: skip
+    if workers == 1 or len(todo) < 2:
+        yield from (tokenize_part(*one) for one in todo)
+        return
+    # No fork: the threads of numpy and tensorstore would not be in the child, and their locks would.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
+        running: set[Future] = set()
+        try:
+            while todo or running:
+                while todo and len(running) < 2 * workers:
+                    running.add(pool.submit(tokenize_part, *todo.pop(0)))
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    yield future.result()
+        except BrokenProcessPool:
+            raise RuntimeError(
+                f"{folder}: a worker has died (out of memory?); the same command goes on with what is done, with fewer "
+                "--workers if memory was short"
+            ) from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def tokenize_part(
+    number: int, part: Part, prefix: str, tokenizer: str, dtype: str, key: str, eod: int | None
+) -> tuple[int, dict[str, int]]:
+    """Write one part as a corpus, and its statistics beside it when it is complete."""
+    tool = _tokenizer(tokenizer)
+    end = np.array([] if eod is None else [eod], dtype=dtype)
+    bytes_, documents, waiting = 0, [], 0
+    with IndexedWriter(prefix, dtype) as writer:
+        for text in texts_of(part, key):
+            ids = np.asarray(tool.encode(text))
+            documents.append(ids if eod is None else np.concatenate([ids, end]))
+            bytes_ += len(text) if text.isascii() else len(text.encode("utf-8"))
+            waiting += len(ids)
+            if waiting >= _TOGETHER:
+                writer.add_documents(documents)
+                documents, waiting = [], 0
+        writer.add_documents(documents)
+        stats = {"tokens": writer.tokens, "documents": writer.documents, "bytes": bytes_}
+    Path(f"{prefix}.partial").write_text(json.dumps(stats))
+    os.replace(f"{prefix}.partial", f"{prefix}.json")
+    return number, stats
+
+
+def _split(tokens: IndexedTokens, split: str) -> dict[str, list[int]]:
+    """Ranges of tokens for training, validation and test that begin with a document, nearest to the shares."""
+    shares = [float(x) for x in split.split(",")]
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        raise ValueError(f"split: got {split!r}, wanted two or three shares, such as 969,30,1")
+    ends = np.cumsum(shares) / sum(shares) * tokens.documents
+    starts = tokens.document_starts()
+    cuts = [0, *(int(starts[round(end)]) for end in ends)]
+    return {name: [a, b] for name, a, b in zip(("train", "valid", "test"), cuts, cuts[1:], strict=False)}
+
+
+def _tokenizer(name: str) -> Any:
+    return ByteTokenizer() if name == "byte" else load_tokenizer(name)
+
+
+def _stamp(path: str | os.PathLike) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns

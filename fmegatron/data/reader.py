@@ -1,0 +1,132 @@
+"""Read-ahead: the batches that a loop will ask for next are made in a thread while a step runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Condition, Thread
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.data.steps import RankBatches
+
+_LOOK_S = 1.0  # how often one who waits looks whether the thread is alive
+
+
+class Reader:
+    """`reader(n)` is `batch_at(n)`, made before it was asked for; see `ahead`.
+
+    waited: seconds that callers waited for batches so far.
+    """
+
+    def __init__(self, batch_at: Callable[[int], tree.Tree], depth: int, device: torch.device | None) -> None:
+        self.waited = 0.0
+        self._batch_at, self._depth, self._device = batch_at, depth, device
+        self._ready: dict[int, tuple[Any, Exception | None, Any]] = {}  # number -> batch, error, event
+        self._wanted = range(0)
+        self._closed, self._changed = False, Condition()
+        self._thread = Thread(target=self._make, name="fmegatron-data-ahead", daemon=True)
+        self._stream = None
+        self._thread.start()
+
+    def __call__(self, number: int) -> tree.Tree:
+        """The batch of a number: at once where it follows the one before, else as long as it takes to make it.
+
+        Raises what `batch_at(number)` raised; RuntimeError where the thread has ended, or `close` was called.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            self._want(range(number, number + self._depth + 1))
+            while number not in self._ready:
+                if self._closed:
+                    raise RuntimeError(f"data.ahead: batch {number} was asked for after close(); make another reader")
+                if not self._thread.is_alive():
+                    raise RuntimeError(
+                        f"data.ahead: the thread that reads has ended before batch {number} was made; see its output, "
+                        "and start the run again"
+                    )
+                self._changed.wait(_LOOK_S)
+            batch, error, event = self._ready[number]
+            self._want(range(number + 1, number + self._depth + 1))
+        self.waited += time.perf_counter() - began
+        if error is not None:
+            raise error
+        if event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            tree.map(lambda x: x.record_stream(stream), batch)
+        return batch
+
+    def close(self) -> None:
+        """Make no more batches. A batch in the making is finished by the thread, which ends then."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def _want(self, numbers: range) -> None:
+        self._wanted = numbers
+        self._ready = {n: x for n, x in self._ready.items() if n in numbers}
+        self._changed.notify_all()
+
+    def _make(self) -> None:
+        """What the thread does: the first batch that is wanted and not there, until it is closed."""
+        while True:
+            with self._changed:
+                while not self._closed and all(n in self._ready for n in self._wanted):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                number = next(n for n in self._wanted if n not in self._ready)
+            try:
+                result = self._moved(self._batch_at(number))
+            except Exception as error:  # it belongs to the step that needs the batch
+                result = None, error, None
+            with self._changed:
+                if not self._closed and number in self._wanted:
+                    self._ready[number] = result
+                self._changed.notify_all()
+
+    def _moved(self, batch: Any) -> tuple[Any, Exception | None, Any]:
+        """The batch on the device: through pinned memory, on a stream of its own."""
+        if self._device is None:
+            return batch, None, None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            batch = tree.map(lambda x: x.pin_memory().to(self._device, non_blocking=True), batch)
+            event = torch.cuda.Event()
+            event.record()
+        return batch, None, event
+
+
+@contextmanager
+def ahead(batch_at: Callable[[int], tree.Tree], depth: int = 2) -> Iterator[Reader]:
+    """`batch_at`, a pure function of the number, with batches n + 1 … n + depth made in a thread while n is used.
+
+        with data.ahead(batches.at) as batch_at:
+            for n in range(steps):
+                state, metrics = step(state, batch_at(n))
+
+    Batches and their order are those of `batch_at`; what it raises is raised by the call that asks for that batch. For
+    `RankBatches` on a CUDA device the copy goes through pinned memory and does not wait. Seconds that the caller waited
+    are in `.waited`. Raises ValueError for a depth below 1.
+    """
+    if not callable(batch_at):
+        raise ValueError(f"ahead: batch_at: got {tree.in_words(batch_at)}, wanted a function such as batches.at")
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"ahead: depth: got {depth!r}, wanted a number of batches of 1 or more")
+    batches, device = getattr(batch_at, "__self__", None), None
+    if isinstance(batches, RankBatches) and batches.device is not None:
+        there = torch.device(batches.device)
+        if there.type == "cuda":
+            batch_at, device = replace(batches, device=None).at, there
+    reader = Reader(batch_at, depth, device)
+    try:
+        yield reader
+    finally:
+        reader.close()

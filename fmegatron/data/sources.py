@@ -1,0 +1,219 @@
+"""Other people's data: sources with `len` and `[i]`, maps of samples, and iterators that know their state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from fmegatron.data.order import shuffled
+from fmegatron.data.steps import StepBatches, check_sizes, require_from_start, whole
+from fmegatron.data.stored import digest_of
+from fmegatron.tree import Tree, in_words
+
+Row = dict[str, np.ndarray]
+_LOOKED_AT = 16  # items of a source that its description looks at
+
+
+class Source(Protocol):
+    """A grain.MapDataset, a datasets.Dataset, a list: what has a length and items by number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Stateful(Protocol):
+    """An iterable that knows where it is."""
+
+    def __iter__(self) -> Iterator: ...
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class SourceBatches(StepBatches):
+    """Training batches of a random-access source: each item a row, each once an epoch, in an order that (seed, epoch)
+    fixes.
+
+    An item is an array of ids [n], n up to seq_len + 1, or a mapping of arrays [n] with "tokens", n up to seq_len, and
+    perhaps "labels" (else the tokens that follow), "mask", "positions", "documents", and other integers. Rows are
+    padded with zeros, and "mask" is False there and where there is no label. Other fields of an item (texts) are left
+    out. shuffle: False for the order of the source. Raises ValueError for an empty source, and, when they are read, for
+    items that are longer, or of another form.
+
+    >>> batches = SourceBatches([[1, 2, 3], [4, 5, 6, 7]], batch_size=2, seq_len=4, seed=0, shuffle=False)
+    >>> batches.at(0)["tokens"].tolist(), batches.at(0)["mask"].tolist()
+    ([[1, 2, 0, 0], [4, 5, 6, 0]], [[True, True, False, False], [True, True, True, False]])
+    """
+
+    source: Source
+    batch_size: int
+    seq_len: int
+    seed: int
+    shuffle: bool = True
+    offset: int = 0
+    zigzag: int = 1
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if not hasattr(self.source, "__getitem__") or not hasattr(self.source, "__len__") or not len(self.source):
+            raise ValueError(
+                f"SourceBatches: source: got {in_words(self.source)}, wanted items by number, source[i], and a length "
+                "above 0; give an iterable to data.Stream"
+            )
+
+    @property
+    def windows(self) -> int:
+        """Number of rows in an epoch."""
+        return len(self.source)
+
+    def read(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays [n, S] of the samples of these numbers, int64 [n]."""
+        size = len(self.source)
+        numbers = shuffled(self.seed, size, samples) if self.shuffle else samples % size
+        rows = [row_of(self.source[number], self.seq_len, f"item {number}") for number in numbers.tolist()]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint states of this data, as JSON."""
+        size = len(self.source)
+        places = sorted({i * (size - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)})
+        rows = [row_of(self.source[i], self.seq_len, f"item {i}") for i in places]
+        return {"kind": "source", "items": size, "digest": digest_of(*(x for row in rows for x in row.values())),
+                "seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped(StepBatches):
+    """Batches whose rows went through a pure function: row n is `function(row, n)`.
+
+    function: (row of arrays [S], number of the sample) -> such a row; what is random in it must be a function of the
+    number (`FillInTheMiddle` is). It gets copies.
+    """
+
+    batches: StepBatches
+    function: Callable[[Row, int], Row]
+    offset: int = 0  # see `after`
+    batch_size: int = field(init=False)
+    seq_len: int = field(init=False)
+    zigzag: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batches, StepBatches) or not callable(self.function):
+            raise ValueError(f"Mapped: got {in_words(self.batches)}, wanted Batches, and a function of (row, number)")
+        require_from_start(self.batches, "Mapped: batches")
+        for name in ("batch_size", "seq_len", "zigzag"):
+            object.__setattr__(self, name, getattr(self.batches, name))
+
+    def read(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays [n, S] of the samples of these numbers, int64 [n]."""
+        given = self.batches.read(samples)
+        rows = [
+            self.function({name: x[row].copy() for name, x in given.items()}, number)
+            for row, number in enumerate(samples.tolist())
+        ]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint states of this data, as JSON: the function by its text."""
+        named = getattr(self.function, "__qualname__", None) or repr(self.function)
+        return {"kind": "mapped", "function": named, "of": self.batches.describe()}
+
+
+class Stream:
+    """An iterable with a state, such as torchdata's StatefulDataLoader or a streaming `datasets`, as batches by step.
+
+        stream = data.Stream(loader)                       # or Stream(loader, step, state) after a restore
+        for info in loop.train(step, state, stream.at, steps=1000, ...):
+            ... checkpoint.rank_state.pack(stream.state(info.step)) is a leaf of the checkpoint
+
+    `.at(n)` gives the batches in order, each once; `.state(n)`, a JSON value, is what goes on with batch n, and is
+    known for the newest `keep` batches. Items are what the iterable gives. Each rank has its own iterable and state.
+    Raises ValueError for an iterable without `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, iterable: Stateful, step: int = 0, state: Tree | None = None, keep: int = 16) -> None:
+        for name in ("state_dict", "load_state_dict", "__iter__"):
+            if not hasattr(iterable, name):
+                raise ValueError(
+                    f"Stream: got {in_words(iterable)} without {name}, wanted an iterable with state_dict and "
+                    "load_state_dict (torchdata.stateful_dataloader, datasets.IterableDataset)"
+                )
+        if state is not None:
+            iterable.load_state_dict(state)
+        self._iterable, self._next, self._keep = iterable, step, keep
+        self._iterator: Iterator | None = None
+        self._states: OrderedDict[int, Any] = OrderedDict([(step, iterable.state_dict())])
+
+    def at(self, step: int) -> Tree:
+        """The next batch, which must be that of `step`; a new epoch where the iterable ends.
+
+        Raises ValueError for another step: an iterable cannot go back; RuntimeError for an iterable that is empty.
+        """
+        if whole(step, "Stream.at: step") != self._next:
+            raise ValueError(f"Stream.at: got step {step}, wanted {self._next}, as an iterable only goes on; make "
+                             "another Stream(iterable, step, state) with the state of that step")  # fmt: skip
+        for _ in range(2):
+            self._iterator = iter(self._iterable) if self._iterator is None else self._iterator
+            try:
+                item = next(self._iterator)
+                break
+            except StopIteration:
+                self._iterator = None
+        else:
+            raise RuntimeError("Stream.at: the iterable has no item in a new epoch; give one that is not used up")
+        self._next += 1
+        self._states[self._next] = self._iterable.state_dict()
+        while len(self._states) > self._keep:
+            self._states.popitem(last=False)
+        return item
+
+    def state(self, step: int) -> Tree:
+        """The state that goes on with the batch of `step`; ValueError for one that is not remembered."""
+        if step not in self._states:
+            raise ValueError(f"Stream.state: got step {step}, wanted one of {list(self._states)}; keep more")
+        return self._states[step]
+
+
+def row_of(item: Any, length: int, where: str) -> Row:
+    """An item of a source as a row of arrays [S] (see `SourceBatches`)."""
+    arrays = _arrays(item, where)
+    n = len(arrays["tokens"])
+    if n > length or any(len(x) != n for x in arrays.values()):
+        raise ValueError(
+            f"{where}: got {', '.join(f'{len(x)} of {name!r}' for name, x in arrays.items())}, wanted arrays of one "
+            f"length, at most seq_len={length}; cut it in the source"
+        )
+    labelled = n
+    if "labels" not in arrays:
+        arrays["labels"] = np.append(arrays["tokens"][1:], np.int64(0))[:n]
+        labelled = max(0, n - 1)
+    mask = np.arange(n) < labelled
+    arrays["mask"] = mask & arrays["mask"].astype(bool) if "mask" in arrays else mask
+    return {
+        name: np.concatenate([x, np.zeros(length - n, dtype=x.dtype)]) if n < length else x
+        for name, x in arrays.items()
+    }
+
+
+def _arrays(item: Any, where: str) -> Row:
+    if isinstance(item, Mapping):
+        if "tokens" not in item:
+            raise ValueError(f"{where}: got the fields {', '.join(map(str, item))}, wanted 'tokens' among them; map "
+                             "the source to items with it")  # fmt: skip
+        found = {}
+        for name, value in item.items():
+            x = np.asarray(value) if hasattr(value, "__len__") and not isinstance(value, str) else np.zeros(0, "U1")
+            if x.ndim == 1 and (x.dtype.kind in "iub" or not x.size):
+                found[name] = x.astype(bool if x.dtype.kind == "b" else np.int64)
+        if "tokens" not in found or found["tokens"].dtype != np.int64:
+            raise ValueError(f"{where}: got 'tokens' as {in_words(item['tokens'])}, wanted integers [n]")
+        return {name: x for name, x in found.items() if x.size or name in ("tokens", "labels", "mask")}
+    ids = np.asarray(item)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"{where}: got {in_words(item)}, wanted ids [n], or a mapping with 'tokens'")
+    ids = ids.astype(np.int64)
+    return {"tokens": ids[:-1], "labels": ids[1:]} if len(ids) > 1 else {"tokens": ids, "labels": ids * 0}

@@ -1,0 +1,86 @@
+"""Multi-token prediction: blocks behind the trunk that predict tokens further ahead, with its embedding and head.
+
+Legend: B batch, S sequence, D width, N depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmegatron.collectives import Axes, enter
+from fmegatron.model.arrays import At
+
+if TYPE_CHECKING:
+    from fmegatron.model.decoder import MTP
+
+
+def predict(
+    both_BSX: Tensor, w: dict, at: At, *, block: Callable, mtp: MTP, axes: Axes
+) -> Tensor | tuple[Tensor, dict]:
+    """One depth: `norm(block(proj [norm(e); norm(h)]))`: `both[B, S, 2D]@R(tp) -> h[B, S, D]@R(tp)`, S_tp at both ends
+    with sequence parallelism. Where the block gives statistics (h, {part: statistics}).
+
+    Source: DeepSeek V3, arXiv 2412.19437, equations 21 to 23; the embedding is first in `proj`, and h has been through
+    the norm of its head, as in its released weights.
+
+    Args:
+        both_BSX: beside each other the embeddings e of the next tokens, and h of the depth before.
+        w: of this depth, gathered over the data axes.
+        at: of the tokens.
+        block: `model.block`.
+        mtp: what it is.
+        axes: Axes(mesh).
+    """
+    e_BSD, h_BSD = both_BSX.chunk(2, -1)
+    proj = enter(w["proj"], axes["tp"]) if at.splits(both_BSX) else w["proj"]  # else all ranks do the same work
+    normed = (mtp.norm(e_BSD, w["embed_norm"], at, axes), mtp.norm(h_BSD, w["hidden_norm"], at, axes))
+    found = block(torch.cat(normed, -1) @ proj, w, at, parts=mtp.block, axes=axes)
+    x_BSD, statistics = found if isinstance(found, tuple) else (found, {})
+    x_BSD = mtp.norm(x_BSD, w["out_norm"], at, axes)
+    return (x_BSD, statistics) if statistics else x_BSD
+
+
+def ahead(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
+    """The batch with "ahead" [B, S, N] int64, for depth n the label n tokens after the label, and "ahead_mask"
+    [B, S, N], the weight of each: 0 where the row, or the token's document, has ended, else that of the label there
+    ("mask", or 1; of a label below 0: 0).
+
+    Of whole rows: before they are dealt over cp. A loader that knows the tokens behind a row may give both itself.
+    """
+    labels_BS, documents_BS = batch["labels"], batch.get("documents")
+    mask_BS = batch.get("mask", labels_BS >= 0)
+    mask_BS = mask_BS if mask_BS.is_floating_point() else mask_BS.to(torch.float32)
+    found, masks = [], []
+    for n in range(1, depths + 1):
+        found.append(F.pad(labels_BS, (0, n))[:, n:])
+        weight_BS = F.pad(mask_BS, (0, n))[:, n:]
+        if documents_BS is not None:
+            weight_BS = weight_BS * (F.pad(documents_BS, (0, n))[:, n:] == documents_BS)
+        masks.append(weight_BS)
+    return {**batch, "ahead": torch.stack(found, -1), "ahead_mask": torch.stack(masks, -1)}
+
+
+def with_ahead(batch: dict, mtp: MTP | None, axes: Axes) -> dict:
+    """The batch with what its multi-token prediction needs. ValueError where it cannot be made of this rank's part."""
+    if mtp is None:
+        return batch
+    if "ahead" not in batch:
+        if axes["cp"].size > 1:
+            raise ValueError(
+                f"batch: got no 'ahead' on the mesh {axes.mesh}, which splits sequences, wanted the labels that follow "
+                f"each label; give model.ahead(batch, {mtp.depths}) of whole rows before they are dealt"
+            )
+        return ahead(batch, mtp.depths)
+    wanted = (*batch["tokens"].shape, mtp.depths)
+    for name in ("ahead", "ahead_mask"):
+        if name in batch and batch[name].shape != wanted:
+            raise ValueError(
+                f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted {wanted}, an entry for each token and "
+                f"depth; give model.ahead(batch, {mtp.depths})"
+            )
+    return batch

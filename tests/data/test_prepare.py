@@ -1,0 +1,176 @@
+"""prepare: the same corpus from every kind of file, part size and number of processes; stopped runs go on."""
+
+import gzip
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from fmegatron.data import Batches, IndexedTokens, load_packing, prepare
+from fmegatron.data.__main__ import main
+from fmegatron.data.texts import Part, parts_of, texts_of
+
+TEXTS = [f"Text {i}: " + "naïve — 漢字 " * (i % 7) for i in range(60)] + ["", "last"]
+module = importlib.import_module("fmegatron.data.prepare")
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": t, "id": i}, ensure_ascii=i % 2 > 0) + "\n" * (1 + i % 3)
+                            for i, t in enumerate(TEXTS)))  # fmt: skip
+    return path
+
+
+def wanted(eod=None):
+    end = [] if eod is None else [eod]
+    return [list(t.encode()) + end for t in TEXTS]
+
+
+def documents(tokens):
+    return [tokens[slice(*tokens.document(i))].tolist() for i in range(tokens.documents)]
+
+
+def test_lines_are_cut_anywhere(lines, tmp_path):
+    """Each line is read once, however the file is cut."""
+    for size in (1, 7, 100, 1000, 10**6):
+        parts = parts_of(lines, size)
+        assert [t for part in parts for t in texts_of(part, "text")] == TEXTS
+    (tmp_path / "empty.jsonl").write_text("")
+    assert [list(texts_of(part, "text")) for part in parts_of(tmp_path / "empty.jsonl", 9)] == [[]]
+
+
+@pytest.mark.parametrize("part_bytes", [300, 1 << 20])
+def test_a_corpus(lines, tmp_path, part_bytes):
+    seen = []
+    facts = prepare([lines], tmp_path / "out" / "c", eod=256, part_bytes=part_bytes, split="8,1,1",
+                    progress=lambda *now: seen.append(now))  # fmt: skip
+    tokens = IndexedTokens(tmp_path / "out" / "c", verify=True)
+    assert documents(tokens) == wanted(256) and tokens.dtype == np.uint16
+    assert (facts["tokens"], facts["documents"]) == (len(tokens), 62) and seen[-1] == (seen[-1][1],) * 2 + (
+        len(tokens),
+    )
+    assert facts["text_bytes"] == sum(len(t.encode()) for t in TEXTS) and facts["document_tokens"]["empty"] == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["c.bin", "c.idx", "c.json"]
+    split = module.facts_of(tmp_path / "out" / "c")["split"]
+    assert split["train"][0] == 0 and split["test"][1] == len(tokens) and split["valid"][0] == split["train"][1]
+    starts = set(tokens.document_starts().tolist())
+    assert {x for pair in split.values() for x in pair} <= starts and abs(split["train"][1] / len(tokens) - 0.8) < 0.1
+    assert Batches(tokens, 2, 32, 0, split=tuple(split["train"]), documents=True).at(0)["mask"].shape == (2, 32)
+
+
+def test_other_kinds(tmp_path, lines):
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"body": t}) + "\n" for t in TEXTS)
+    (tmp_path / "c.txt").write_text("one text\nof two lines")
+    prepare([tmp_path / "b.jsonl.gz"], tmp_path / "b", key="body")
+    assert documents(IndexedTokens(tmp_path / "b")) == wanted()
+    prepare([tmp_path / "c.txt", lines], tmp_path / "c")
+    assert documents(IndexedTokens(tmp_path / "c")) == [list(b"one text\nof two lines"), *wanted()]
+
+
+def test_a_stopped_run_goes_on(lines, tmp_path, monkeypatch):
+    calls, real = [], module.tokenize_part
+
+    def stops(number, *more):
+        calls.append(number)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(number, *more)
+
+    monkeypatch.setattr(module, "tokenize_part", stops)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([lines], tmp_path / "c", part_bytes=400)
+    assert not (tmp_path / "c.idx").exists()
+    with pytest.raises(ValueError, match=r"c.parts: got parts of another call \(eod differ\), .* or --fresh"):
+        prepare([lines], tmp_path / "c", part_bytes=400, eod=3)
+    prepare([lines], tmp_path / "c", part_bytes=400)
+    assert documents(IndexedTokens(tmp_path / "c")) == wanted() and calls[:4] == [0, 1, 2, 3]
+    assert sorted(calls[4:]) == list(range(3, max(calls) + 1))
+    with pytest.raises(KeyboardInterrupt):
+        calls.clear()
+        prepare([lines], tmp_path / "c", part_bytes=400)
+    prepare([lines], tmp_path / "c", part_bytes=400, eod=3, fresh=True)
+    assert documents(IndexedTokens(tmp_path / "c")) == wanted(3) and not (tmp_path / "c.parts").exists()
+
+
+@pytest.mark.slow
+def test_processes(lines, tmp_path):
+    one = prepare([lines], tmp_path / "one", part_bytes=300)
+    two = prepare([lines], tmp_path / "two", part_bytes=300, workers=2)
+    assert one["digest"] == two["digest"]
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_an_error(lines, tmp_path, monkeypatch):
+    """Its input is a pipe that nobody writes: it reads until it is killed."""
+    os.mkfifo(tmp_path / "hangs.txt")
+    ended = []
+
+    real = module.wait
+
+    def killing(running, **how):
+        for process in list(pools[0]._processes.values()):
+            os.kill(process.pid, signal.SIGKILL)
+            ended.append(process.pid)
+        return real(running, **how)
+
+    pools, pool = [], module.ProcessPoolExecutor
+    monkeypatch.setattr(module, "ProcessPoolExecutor", lambda *a, **k: pools.append(pool(*a, **k)) or pools[0])
+    monkeypatch.setattr(module, "wait", killing)
+    with pytest.raises(RuntimeError, match="a worker has died .* the same command goes on with what is done"):
+        prepare([tmp_path / "hangs.txt", lines], tmp_path / "c", workers=2)
+    assert ended
+
+
+def test_commands(lines, tmp_path, capsys):
+    out = str(tmp_path / "c")
+    assert main(["prepare", str(lines), "--output", out, "--eod", "256", "--pack", "64", "--split", "9,1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["documents"] == 62 and facts["pack"]["rows"] == len(load_packing(out + ".pack-64"))
+    assert main(["merge", str(tmp_path / "twice"), out, out]) == 0
+    assert main(["inspect", str(tmp_path / "twice"), "--documents", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "124 documents" in shown and "document 0: 9 tokens: 84, 101" in shown
+    assert main(["inspect", str(tmp_path / "none")]) == 2 and "none.idx" in capsys.readouterr().err
+
+
+def bad(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl: got a line at byte 14 that is no JSON"),
+        ("a.jsonl", b'{"txt": "a"}\n', "a.jsonl, byte 0: got the fields txt, wanted a text in 'text'; .* --key"),
+        ("a.jsonl", b"[1]\n", "wanted a text in 'text'"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "no UTF-8 at byte 10"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "a damaged gzip file"),
+        ("a.csv", b"a", "got a file of an unknown kind"),
+    ],
+)
+def test_bad_inputs_name_file_and_place(tmp_path, capsys, name, content, message):
+    out = str(tmp_path / "c")
+    assert main(["prepare", bad(tmp_path, name, content), "--output", out]) == 2
+    assert re.search(message, capsys.readouterr().err) and not os.path.exists(out + ".idx")
+
+
+@pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a", "datasets")])
+def test_optional_packages_are_named(tmp_path, monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.parquet", None)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "state.json").write_text("{}")
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        prepare([tmp_path / name], tmp_path / "c")
+    assert list(texts_of(Part(str(tmp_path / "a.jsonl.zst"), "lines", 0, 0), "text")) == []

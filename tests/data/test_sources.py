@@ -1,0 +1,210 @@
+"""Other people's data: sources and iterators as batches, chats by a template, fill-in-the-middle, descriptions."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmegatron import data, loop
+from fmegatron.checkpoint import rank_state
+from fmegatron.data import Batches, Blend, Chats, FillInTheMiddle, Mapped, SourceBatches, Stream, chat_row
+from fmegatron.layout import Mesh
+from tests.data.test_batches import COUNTING
+
+ROWS = [np.arange(i, i + 2 + i % 5) for i in range(0, 230, 10)]
+
+
+def test_each_item_once_an_epoch_on_any_mesh():
+    batches = SourceBatches(ROWS, 6, 8, seed=4)
+    first = torch.cat([batches.at(step)["tokens"][:, 0] for step in range(8)])
+    for epoch in range(2):
+        assert first[epoch * 23 : epoch * 23 + 23].sort().values.tolist() == [int(row[0]) for row in ROWS]
+    batch, layout = batches.at(3), batches.layout(Mesh(dp=3))
+    parts = [batches.for_rank(layout, rank).at(3) for rank in range(3)]
+    assert all(torch.equal(torch.cat([part[n] for part in parts]), batch[n]) for n in batch)
+    assert torch.equal(batch["labels"][batch["mask"]], batch["tokens"][batch["mask"]] + 1)
+    assert batch["mask"].sum(1).tolist() == [len(ROWS[int(t) // 10]) - 1 for t in batch["tokens"][:, 0]]
+    blend = Blend([(1, SourceBatches(ROWS, 4, 8, 0)), (1, Batches(COUNTING, 4, 8, 0))])
+    assert blend.at(5)["mask"].shape == (4, 8)
+
+
+def test_items_may_be_mappings():
+    items = [{"tokens": [1, 2, 3], "mask": [False, True, True], "text": "abc"}] * 2
+    batch = SourceBatches(items, 1, 5, 0).at(0)
+    assert batch.keys() == {"tokens", "labels", "mask"}
+    assert batch["tokens"].tolist() == [[1, 2, 3, 0, 0]] and batch["labels"].tolist() == [[2, 3, 0, 0, 0]]
+    assert batch["mask"].tolist() == [[False, True, False, False, False]]
+    items = [{"tokens": np.array([7, 8]), "labels": [8, 9], "positions": [4, 5]}]
+    batch = SourceBatches(items, 1, 2, 0, zigzag=1).at(0)
+    assert batch["labels"].tolist() == [[8, 9]] and batch["positions"].tolist() == [[4, 5]] and batch["mask"].all()
+
+
+class Loader:
+    """As torchdata's: iterates, and knows where it is."""
+
+    def __init__(self, count):
+        self.count, self.at = count, 0
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.at += 1
+            yield {"tokens": torch.tensor([self.at])}
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_a_stream_goes_on_from_its_state_even_if_it_was_read_ahead():
+    stream = Stream(Loader(5))
+    got = [int(stream.at(n)["tokens"]) for n in range(12)]
+    assert got == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
+    leaf = rank_state.pack(stream.state(8))  # a leaf of a checkpoint
+    again = Stream(Loader(5), 8, rank_state.unpack(leaf))
+    assert [int(again.at(n)["tokens"]) for n in (8, 9, 10)] == got[8:11]
+    with data.ahead(Stream(Loader(5)).at) as batch_at:
+        assert [int(batch_at(n)["tokens"]) for n in range(6)] == got[:6]
+    with pytest.raises(ValueError, match="got step 3, wanted 12, as an iterable only goes on"):
+        stream.at(3)
+    with pytest.raises(ValueError, match="state: got step 99"):
+        stream.state(99)
+    with pytest.raises(ValueError, match="got a list.* without state_dict, wanted an iterable with state_dict"):
+        Stream([1, 2])
+    with pytest.raises(RuntimeError, match="no item in a new epoch"):
+        Stream(Loader(0)).at(0)
+
+
+class Template:
+    """<0> role characters <1>, and an answer's header before one."""
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert tokenize
+        out = []
+        for m in messages:
+            out += [0, ord(m["role"][0]), *map(ord, m["content"]), 1]
+        return {"input_ids": out + [0, ord("a")] * add_generation_prompt}
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "!"}]  # fmt: skip
+
+
+def test_only_answers_are_learned():
+    row = chat_row(Template(), CHAT)
+    assert [chr(t) for t in row["labels"][row["mask"]]] == ["y", "o", "\1", "!", "\1"]
+    assert row["tokens"].tolist() == Template().apply_chat_template(CHAT, True, False)["input_ids"][:-1]
+    asked = chat_row(Template(), CHAT, roles=("user",))
+    assert [chr(t) for t in asked["labels"][asked["mask"]]] == ["u", "h", "i", "\1", "\0", "u", "?", "\1"]
+    chats = Chats([{"messages": CHAT}, {"messages": CHAT[:2]}], Template(), 12)
+    batch = SourceBatches(chats, 2, 12, 0, shuffle=False).at(0)
+    assert batch["tokens"].shape == (2, 12) and batch["mask"].sum(1).tolist() == [3, 3]
+
+    class Looks(Template):
+        def apply_chat_template(self, messages, **options):
+            return {"input_ids": [len(messages), *super().apply_chat_template(messages, **options)["input_ids"]]}
+
+    with pytest.raises(ValueError, match="message 1: got a template whose text of the first 2 messages is no"):
+        chat_row(Looks(), CHAT)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**40), sample=st.integers(0, 10**9), spm=st.sampled_from([0.0, 0.5, 1.0]))
+def test_fill_in_the_middle_moves_tokens_and_loses_only_the_end(seed, sample, spm):
+    ids = COUNTING[100:141].copy()
+    ids[[12, 30]] = 50
+    fim = FillInTheMiddle(prefix=1, suffix=2, middle=3, seed=seed, rate=1.0, spm=spm, eod=50)
+    row = {"tokens": ids[:-1], "labels": ids[1:]}
+    new, again = fim(row, sample), fim(row, sample)
+    assert all(np.array_equal(new[name], again[name]) for name in new)
+    out = np.append(new["tokens"], new["labels"][-1])
+    assert len(out) == 41 and np.array_equal(out[1:], new["labels"])
+    document = out[: out.tolist().index(50)].tolist()
+    cut = [document.index(i) for i in (1, 2, 3)]
+    if cut[1] == cut[0] + 1 and document[0] == 1 and spm == 1.0:
+        last, first = document[2 : cut[2]], document[cut[2] + 1 :]
+        assert first + last == list(range(100, 112))
+    if spm == 0.0:
+        first, last, middle = document[1 : cut[1]], document[cut[1] + 1 : cut[2]], document[cut[2] + 1 :]
+        assert first + middle + last == list(range(100, 112))
+    plain = FillInTheMiddle(1, 2, 3, seed, rate=0.0, eod=50)(row, sample)
+    assert np.array_equal(plain["tokens"], row["tokens"])
+
+
+def test_mapped_batches():
+    fim = FillInTheMiddle(1, 2, 3, seed=9, eod=7, rate=1.0)
+    plain = Batches(COUNTING % 97, 4, 24, seed=1)
+    batches = Mapped(plain, fim)
+    batch = batches.at(2)
+    rank = [batches.for_rank(batches.layout(Mesh(dp=2)), r).at(2)["tokens"] for r in range(2)]
+    assert torch.equal(torch.cat(rank), batch["tokens"]) and not torch.equal(batch["tokens"], plain.at(2)["tokens"])
+    one = fim({name: x[1].numpy() for name, x in plain.at(2).items()}, 9)
+    assert np.array_equal(batch["tokens"][1], one["tokens"])
+    half, row = FillInTheMiddle(200, 201, 202, seed=9), {name: x[0].numpy() for name, x in plain.at(2).items()}
+    assert 150 < sum(200 in half(row, n)["tokens"] for n in range(400)) < 250
+    later = Mapped(Batches(COUNTING % 97, 6, 24, seed=1), fim).after(8, 2)
+    assert torch.equal(later.at(2)["tokens"][:4], batch["tokens"])
+    with pytest.raises(ValueError, match="got rows of tokens, labels, documents, positions, mask, wanted"):
+        Mapped(Batches(COUNTING % 97, 4, 24, seed=1, documents=7), fim).at(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Of a run without settings."""
+
+
+def changes(before, now):
+    was, is_ = (loop.Settings(Config(), data=batches.describe()) for batches in (before, now))
+    return is_.changes(json.loads(json.dumps(was.metadata(0)))).refused
+
+
+def test_a_resume_on_other_data_names_what_differs(tmp_path):
+    ids = [np.arange(9) + i for i in range(50)]
+    tokens = data.write_indexed(tmp_path / "a", ids, "uint16")
+    other = data.write_indexed(tmp_path / "b", [*ids[:-1], ids[-1] + 1], "uint16")
+    base = Batches(tokens, 4, 8, 1)
+    assert changes(base, Batches(data.IndexedTokens(tmp_path / "a"), 8, 8, 1)) == ()
+    named = {
+        "tokens": Batches(other, 4, 8, 1),
+        "seed": Batches(tokens, 4, 8, 2),
+        "order": Batches(tokens, 4, 8, 1, order=data.Megatron(keep=False)),
+        "documents": Batches(tokens, 4, 8, 1, documents=True),
+        "packing": Batches(tokens, 4, 8, 1, packing=data.pack(tokens.document_starts(), 8)),
+        "parts": Blend([(1, base)]),
+        "function": Mapped(base, FillInTheMiddle(1, 2, 3, 4)),
+        "items": SourceBatches(ids, 4, 10, 1),
+    }
+    for name, batches in named.items():
+        (found,) = changes(base, batches)
+        assert f'"{name}"' in found, (name, found)
+    before = base.describe()
+    (tmp_path / "a.json").write_text(json.dumps({"tokenizer": {"kind": "byte"}}))
+    assert {n for n, x in base.describe().items() if x != before[n]} == {"tokenizer"}
+    (found,) = changes(Blend([(1, base), (2, base)]), Blend([(1, base), (3, base)]))
+    assert '"weight": 2' in found and '"weight": 3' in found
+    (found,) = changes(named["items"], SourceBatches([*ids[:-1], ids[0]], 4, 10, 1))
+    assert "digest" in found
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SourceBatches([], 2, 8, 0), "wanted items by number, source.i., and a length above 0"),
+        (lambda: SourceBatches(iter(ROWS), 2, 8, 0), "give an iterable to data.Stream"),
+        (lambda: SourceBatches([np.arange(12)], 1, 8, 0).at(0), "item 0: got 11 of 'tokens', 11 of 'labels'"),
+        (lambda: SourceBatches([{"text": "a"}], 1, 8, 0).at(0), "got the fields text, wanted 'tokens'"),
+        (lambda: SourceBatches([np.zeros(3)], 1, 8, 0).at(0), "item 0: got .*, wanted ids"),
+        (lambda: Mapped(COUNTING, len), "wanted Batches"),
+        (lambda: Mapped(Batches(COUNTING, 4, 8, 0).after(9, 2), len), r"got batches with after\(...\), wanted"),
+        (lambda: FillInTheMiddle(1, 2, 3, 4, rate=2), "got rate=2"),
+    ],
+)
+def test_errors_for_people(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
