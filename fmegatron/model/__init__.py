@@ -20,6 +20,7 @@ from fmegatron.model.sample import ENDED, Inference, generate, inference, stream
 from fmegatron.model.scoring import Score, perplexity, score
 from fmegatron.model.settled import settled
 from fmegatron.model.specs import arrays, init, layouts, rules, specs
+from fmegatron.model.stored import Opened, kept, opened
 from fmegatron.model.text import pieces
 from fmegatron.model.weights import GROUPS, gather_weights
 
@@ -39,6 +40,7 @@ __all__ = [
     "Mamba",
     "Mixer",
     "MoE",
+    "Opened",
     "Part",
     "RMSNorm",
     "Rope",
@@ -56,10 +58,12 @@ __all__ = [
     "generate",
     "inference",
     "init",
+    "kept",
     "layouts",
     "llama",
     "logits",
     "loss",
+    "opened",
     "parameters",
     "perplexity",
     "pieces",
