@@ -158,7 +158,7 @@ def ssd(
     if cp is not None and cp.size > 1:
         final_BHX = (between_BHKK[:, :, -1:, 1:] @ added_BKHPN.transpose(1, 2).flatten(3)).squeeze(2)
         began_B = torch.zeros_like(whole_BKH[:, 0, 0]) if segments_BS is None else segments_BS[:, -1].to(wide)
-        entering_BHX = _entering(final_BHX, upto_BKH[:, -1], began_B, cp)
+        entering_BHX = _entering(final_BHX, upto_BKH[:, -1], began_B, cp, tp)
         first = first + entering_BHX.unflatten(2, (P, N))[:, None]
     states_BHKX = torch.cat((first, added_BKHPN), 1).transpose(1, 2).flatten(3)
     states_BHKX = between_BHKK @ states_BHKX
@@ -173,7 +173,7 @@ def ssd(
     return y_BSHP.to(x_BSHP.dtype), states_BKHPN[:, -1]
 
 
-def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis) -> Tensor:
+def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis, tp: Axis) -> Tensor:
     """What enters each rank: of the ranks before it their states[B, H, X], as far as decays and documents let them.
 
     left_BH: logarithm of what a rank leaves of a state. began_B: how many documents begin in it, in the dtype of both.
@@ -191,7 +191,8 @@ def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis) -> 
     between_RRBH = (upto_RBH[:-1, None] - upto_RBH[None, 1:]).masked_fill(~alive_RRB[..., None], -torch.inf).exp()
     entering_RBHX = (between_RRBH.permute(2, 3, 0, 1) @ final_RBHX.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
     own = entering_RBHX.index_select(0, axis_index(cp, like=entering_RBHX).view(1))
-    return declare(declare(own, cp, ("sharded", 0), ("sharded", 0)), cp, "own", 0).squeeze(0)
+    of_rank_BHX = declare(declare(own, cp, ("sharded", 0), ("sharded", 0)), cp, "own", 0).squeeze(0)
+    return declare(of_rank_BHX, tp, ("sharded", 1), ("sharded", 1))  # heads, of which one group leaves no trace behind
 
 
 def ssd_step(

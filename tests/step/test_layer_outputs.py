@@ -178,3 +178,21 @@ def test_steps_that_donate_have_the_same_losses():
 def test_a_block_that_returns_neither():
     with pytest.raises(ValueError, match=r"block <lambda> \(test_layer_outputs.py:\d+\) returned a list of 1: got no"):
         layers(lambda x, w: [x], tiny.mlp_params(), layouts_on(Mesh()), Axes(Mesh()))(tiny.mlp_batch()["x"])
+
+
+def cut_and_declared(x_BD, w, axis):
+    """A part of a product, with gaps between its rows, about which something is stated; its square needs it again."""
+    part_BF = declare((x_BD @ w["a"])[:, :2], axis, backward="partial")
+    return (part_BF * torch.tanh(part_BF)) @ w["b"][:2]
+
+
+def test_a_declared_part_is_saved_as_what_it_is_a_part_of():
+    axis, seen = Axes(Mesh(tp=2))["tp"], []
+    layer = compiled_layer("mincut")(functools.partial(cut_and_declared, axis=axis))
+    w = {"a": torch.ones(4, 6), "b": torch.ones(6, 4)}
+    graph = trace(value_and_grad(lambda w: layer(torch.ones(3, 4), w).sum()), (w,)).graph_module.graph
+    for entry in filter(None, map(entry_of, graph.nodes)):
+        given = [n.meta["val"] for n in entry.graph_module.graph.find_nodes(op="placeholder")]
+        seen += [x for x in given if tuple(x.shape) == (3, 2)]
+        assert all(x.stride() == torch.empty_like(x).stride() for x in given)
+    assert not seen

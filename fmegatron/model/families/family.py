@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from fmegatron.model.decoder import Decoder
@@ -53,7 +54,7 @@ class Family:
     read: Callable[..., Decoder]
     names: Mapping[str, Stored]
     unused: tuple[str, ...] = ()
-    repeated: Mapping[str, str] = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def decoder(self, config: Mapping[str, Any], **changes: Any) -> Decoder:
         """The model of a configuration; changes: fields of `Decoder` (dtypes, max_seq, sequence_parallel, ...).

@@ -140,7 +140,7 @@ def symbolic_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def declared_in(node: fx.Node) -> fx.Node | None:
-    """The tensor about which a node states something (`collectives.declare`): it is the same memory; None for others."""
+    """The tensor about which a node states something (`collectives.declare`), in whose memory it is; else None."""
     source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
     if not isinstance(source, fx.Node) or collectives.collective_of(source.target) is not collectives.DECLARE:
         return None
