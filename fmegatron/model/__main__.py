@@ -53,13 +53,11 @@ def main(argv: Sequence[str] | None = None, lines: TextIO | None = None, out: Te
     """Run a command; returns the exit status. lines, out: standard input and output."""
     given, out = parser().parse_args(argv), out or sys.stdout
     try:
-        decoder, params, layouts, tokenizer = opened(
-            given.checkpoint, tokenizer=given.tokenizer, device=given.device
-        )
+        decoder, params, layouts, tokenizer = opened(given.checkpoint, tokenizer=given.tokenizer, device=given.device)
         if tokenizer is None:
             raise ValueError(
-                f"{given.checkpoint}: got a checkpoint without its tokenizer, wanted one; pass --tokenizer, a file that "
-                "tokenizer.save wrote"
+                f"{given.checkpoint}: got a checkpoint without its tokenizer, wanted one; pass --tokenizer, a file "
+                "that tokenizer.save wrote"
             )
         compile = functools.partial(step.jit) if given.compile else None
         of = inference(params, decoder, layouts, Axes(Mesh()), compile=compile)

@@ -1,7 +1,7 @@
 """A model and its tokenizer from a checkpoint alone: what a run writes beside its weights, and how it is read.
 
-    loop.Settings(config, kept=model.kept(decoder, tokenizer), ...)   # what saves put into a checkpoint's metadata
-    decoder, params, tokenizer = model.opened("runs/shakespeare")
+loop.Settings(config, kept=model.kept(decoder, tokenizer), ...)   # what saves put into a checkpoint's metadata
+decoder, params, tokenizer = model.opened("runs/shakespeare")
 """
 
 from __future__ import annotations
