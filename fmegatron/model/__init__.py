@@ -8,6 +8,7 @@ from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, param
 from fmegatron.model.decoder import MTP, Decoder, Part
 from fmegatron.model.families import llama
 from fmegatron.model.forward import block, hidden, logits, loss, read_out
+from fmegatron.model.harness import harness
 from fmegatron.model.json_form import described, description
 from fmegatron.model.mamba import Mamba
 from fmegatron.model.mla import MLA
@@ -53,6 +54,7 @@ __all__ = [
     "description",
     "families",
     "flops_per_token",
+    "harness",
     "hidden",
     "gather_weights",
     "generate",
