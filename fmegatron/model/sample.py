@@ -207,7 +207,10 @@ def extend(
         keys, values = (old.index_copy(1, slots_S, new) for old, new in zip(next(before), (k, v), strict=True))
         out["k"].append(keys)
         out["v"].append(values)
-        return mixer.attend(q, keys, values, w, at, visible(mixer, keys.shape[1]))
+        o = mixer.attend(q, keys, values, w, at, visible(mixer, keys.shape[1]))
+        # Of one token the dim S is left with the stride of heads, which matmul takes for a batch of products (bmm with
+        # a copy of the weights for each row); squeezed and put back it has its own.
+        return o.squeeze(1).unsqueeze(1) if S == 1 else o
 
     at = decoder.at(positions_BS.clamp(min=0), documents_BS)
     x_BSD = _trunk(weights, tokens_BS, at, decoder, axes, _mixing(look, step, axes))
