@@ -7,7 +7,6 @@ The weights, the model and the tokenizer come from the checkpoint alone (`model.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, lines: TextIO | None = None, out: TextIO | None = None) -> int:
     """Run a command; returns the exit status. lines, out: standard input and output."""
-    given, out = parser().parse_args(argv), out or sys.stdout
+    given = parser().parse_args(argv)
+    lines, out = lines or sys.stdin, out or sys.stdout
     try:
         decoder, params, layouts, tokenizer = opened(given.checkpoint, tokenizer=given.tokenizer, device=given.device)
         if tokenizer is None:
@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None, lines: TextIO | None = None, out: Te
                 f"{given.checkpoint}: got a checkpoint without its tokenizer, wanted one; pass --tokenizer, a file "
                 "that tokenizer.save wrote"
             )
-        compile = functools.partial(step.jit) if given.compile else None
+        compile = step.jit if given.compile else None
         of = inference(params, decoder, layouts, Axes(Mesh()), compile=compile)
         if given.command == "score":
             _score(of, tokenizer, given, out)
         else:
-            _chat(of, tokenizer, given, lines or sys.stdin, out)
+            _chat(of, tokenizer, given, lines, out)
     except (ValueError, OSError) as error:
         print(f"{given.command}: {error}", file=sys.stderr)
         return 1

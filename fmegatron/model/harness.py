@@ -18,7 +18,7 @@ from fmegatron.model.text import Tokenizer, pieces
 
 def harness(
     of: Inference, tokenizer: Tokenizer, *, prefix: int | None = None, batch_size: int = 8, count: int = 256
-) -> Any:
+) -> object:
     """An `lm_eval.api.model.LM` of a model: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
 
     Texts that are too long lose their beginning, as the harness has it. All ranks of a mesh run it together.
@@ -36,10 +36,8 @@ def harness(
         from lm_eval.api.model import LM
     except ImportError as error:
         raise ImportError("harness: the package lm_eval is not there; pip install 'fmegatron[eval]'") from error
-    if prefix is None:
-        found = [getattr(tokenizer, name, None) for name in ("bos", "eos")]
-        prefix = next((id for id in found if id is not None), 0)
-    answer = _Answers(of, tokenizer, prefix, batch_size, count)
+    found = [prefix, *(getattr(tokenizer, name, None) for name in ("bos", "eos")), 0]
+    answer = _Answers(of, tokenizer, next(id for id in found if id is not None), batch_size, count)
 
     class Adapter(LM):
         """Each request's arguments in, what the task counts out."""

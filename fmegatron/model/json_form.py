@@ -45,7 +45,7 @@ def description(decoder: Decoder) -> dict[str, Any]:
     return {**out, "order": [distinct.index(block) for block in decoder.blocks]}
 
 
-def described(values: Any, known: Sequence[type] = ()) -> Decoder:
+def described(values: object, known: Sequence[type] = ()) -> Decoder:
     """The decoder of a description. known: dataclasses of your own that it has (mixers, norms).
 
     Raises ValueError, naming the field, for what is no description.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -250,10 +250,7 @@ def new_cache(empty: dict, rows: int, slots: int) -> dict:
 def token_losses(
     weights: dict, tokens_BS: Tensor, labels_BS: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[Tensor, Tensor]:
-    """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool [B, S]), equal on all ranks of tp.
-
-    Tokens behind the end of a text change nothing before it.
-    """
+    """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool [B, S]), equal on all ranks of tp."""
     positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     at = decoder.at(positions_S)
 
@@ -279,7 +276,7 @@ def stream(
     stop_ids: Collection[int] = (),
     stop_texts: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
-    **choice: Any,
+    **choice: object,
 ) -> Iterator[Tensor]:
     """The next token of every row as it is chosen, int64 [B], at most `count` times: what `generate` returns.
 
@@ -300,7 +297,7 @@ def stream(
     Raises ValueError: prompt and count do not fit into decoder.max_seq, stop texts without a tokenizer, or a choice
     that cannot be meant.
     """
-    how, texts = Choice(**choice), texts_of(prompts)
+    how, texts = Choice(**cast("Any", choice)), texts_of(prompts)
     if stop_texts and (tokenizer is None or not all(stop_texts) or isinstance(stop_texts, str)):
         raise ValueError(
             f"stop_texts: got {stop_texts!r}, wanted texts of one character or more, and a tokenizer; pass "
@@ -392,10 +389,12 @@ def texts_of(prompts: Tensor | Sequence[Sequence[int] | Tensor]) -> list[Tensor]
     return [text.to("cpu", torch.int64) for text in texts]
 
 
-def generate(of: Inference, prompts: Tensor | Sequence[Sequence[int] | Tensor], count: int, **options: Any) -> Tensor:
+def generate(
+    of: Inference, prompts: Tensor | Sequence[Sequence[int] | Tensor], count: int, **options: object
+) -> Tensor:
     """`count` tokens after each prompt, int64 [B, N], ENDED (-1) behind the end of a row; N < count if all ended.
 
     The same on all ranks of a mesh, all of which must call it. The arguments and errors are those of `stream`.
     """
-    tokens = list(stream(of, prompts, count, **options))
+    tokens = list(stream(of, prompts, count, **cast("Any", options)))
     return torch.stack(tokens, 1) if tokens else torch.zeros(len(prompts), 0, dtype=torch.int64)

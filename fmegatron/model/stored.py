@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -35,7 +35,7 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def kept(decoder: Decoder, tokenizer: Any = None) -> dict[str, Any]:
+def kept(decoder: Decoder, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """What `opened` needs of a checkpoint's metadata: {"model", "tokenizer"}, JSON values.
 
     tokenizer: one of `fmegatron.data`, with `describe()`. The file of one that has a file is not in it: save it beside
@@ -72,7 +72,7 @@ def opened(
     tokenizer: str | os.PathLike | None = None,
     known: Sequence[type] = (),
     device: str | torch.device | None = None,
-    **changes: Any,
+    **changes: object,
 ) -> Opened:
     """The model of a checkpoint whose metadata has `kept`: parameters only, at "params" of a state or at its top.
 
@@ -96,7 +96,7 @@ def opened(
             "loop.Settings(config, kept=model.kept(decoder, tokenizer)), or metadata=model.kept(decoder, tokenizer)"
         )
     decoder = described(metadata["model"], known)
-    decoder = dataclasses.replace(decoder, **changes) if changes else decoder
+    decoder = dataclasses.replace(decoder, **cast("Any", changes)) if changes else decoder
     of = layouts(decoder, mesh)
     prefix = "params" if "params" in checkpoint.layouts(where) else ""
     params = checkpoint.restore(where, of, world=world, prefix=prefix, strict="subset", cast=True, device=device)

@@ -24,6 +24,10 @@ class Tokenizer(Protocol):
         """The text of ids."""
         ...
 
+    def describe(self) -> dict:
+        """What names it, as plain JSON."""
+        ...
+
 
 class Spoken(NamedTuple):
     """What has been heard of a text. ids: since the last but one complete point. complete: how many of them were there
