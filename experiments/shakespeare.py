@@ -122,7 +122,9 @@ def main(config: Config) -> dict[str, float]:
             step.jit(train_step, donate=0, world=world, backend=config.backend),
             specs,
             world=world,
-            settings=loop.Settings(config, allow=config.allow, data=data.fingerprint(ids)),
+            settings=loop.Settings(
+                config, allow=config.allow, kept=model.kept(of, tokenizer), data=data.fingerprint(ids)
+            ),
             key=config.seed,
             evaluate=evaluate,
             log_every=config.log_every,
@@ -142,8 +144,8 @@ def main(config: Config) -> dict[str, float]:
         axes, prompt = Axes(config.mesh, world if world.size > 1 else None), world.put(torch.stack(prompts))
         params, layouts = run.state.params, tree.layouts(specs.params)
         count = min(config.sample, config.seq_len - prompt.shape[1])
-        how = {"key": config.seed, "temperature": 0.8, "top_p": 0.95}
-        written = model.generate(params, prompt, count, of, layouts, axes, **how)
+        writer = model.inference(params, of, layouts, axes)
+        written = model.generate(writer, prompt, count, key=config.seed, temperature=0.8, top_p=0.95)
         for text, row in zip(config.prompts, written, strict=True):
             print(f"\n{text}{tokenizer.decode(row.tolist())}")
     return run.metrics or evaluate(run.state)

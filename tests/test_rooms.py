@@ -8,7 +8,17 @@ from pathlib import Path
 from tests.house import LEVELS, ROOT, none, rooms, sources, syntax
 
 # Optional packages: a user without them must be able to import the room.
-OPTIONAL = {"matplotlib", "wandb", "IPython", "ipyparallel", "safetensors", "tokenizers", "spmd_types", "zarr"}
+OPTIONAL = {
+    "lm_eval",
+    "matplotlib",
+    "wandb",
+    "IPython",
+    "ipyparallel",
+    "safetensors",
+    "tokenizers",
+    "spmd_types",
+    "zarr",
+}
 OPTIONAL |= {"mlflow", "opentelemetry", "pynvml"}
 OPTIONAL |= {"zstandard", "pyarrow", "datasets"}
 # Peers of benchmarks, which run in an environment of their own.

@@ -62,13 +62,16 @@ class Settings:
 
     config: a dataclass; what a change of its fields means is stated beside them (`loop.field`), and in fields of a
     dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
-    facts whose change is not refused this time.
+    facts whose change is not refused this time. kept: JSON values that a checkpoint has as well, by name, compared with
+    nothing: `model.kept(decoder, tokenizer)`, so that it can be opened without the program.
     Raises UsageError for an allowed name that there is not; ValueError for values whose change could not be seen (a
     lambda, an object without a repr of its own; see `plain`) in what is not declared free, and for arguments of another
     kind.
     """
 
-    def __init__(self, config: Config, *, allow: Sequence[str] = (), **facts: object):
+    def __init__(
+        self, config: Config, *, allow: Sequence[str] = (), kept: Mapping[str, Any] | None = None, **facts: object
+    ):
         if not dataclasses.is_dataclass(config) or isinstance(config, type):
             made = f"make one: {config.__name__}()" if isinstance(config, type) else "write its fields in a dataclass"
             raise ValueError(f"Settings: config: got {config!r:.80}, wanted an instance of a dataclass; {made}")
@@ -78,6 +81,7 @@ class Settings:
             )
         self.config, self.allow = fields(config, type(config).__name__), tuple(allow)
         self.facts = {name: plain(value, name) for name, value in facts.items()}
+        self.kept = dict(kept or {})
         self._classes, self._defaults, self._nested = _declared(config)
         names = {*self._classes, *_names(self.config, self._nested), *self.facts}
         for name in self.allow:
@@ -86,11 +90,12 @@ class Settings:
                 raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
 
     def metadata(self, samples: int | None) -> dict[str, Any]:
-        """What a checkpoint holds about the run: `config`, `facts`, and `samples`, how many its state has seen.
+        """What a checkpoint holds about the run: `config`, `facts`, `samples`, how many its state has seen, and `kept`.
 
         samples: None for data that is not counted in samples.
         """
-        return {"config": self.config, "facts": self.facts, "samples": None if samples is None else int(samples)}
+        own = {"config": self.config, "facts": self.facts, "samples": None if samples is None else int(samples)}
+        return {**self.kept, **own}
 
     def write(self, path: str | os.PathLike) -> None:
         """Write config and facts as a JSON file for people and programs, in place of one that is there."""

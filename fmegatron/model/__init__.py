@@ -3,10 +3,13 @@
 from fmegatron.model import families, sample
 from fmegatron.model.arrays import Array, At, Mixer
 from fmegatron.model.attention import Attention
+from fmegatron.model.choose import Choice
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from fmegatron.model.decoder import MTP, Decoder, Part
 from fmegatron.model.families import llama
 from fmegatron.model.forward import block, hidden, logits, loss, read_out
+from fmegatron.model.harness import harness
+from fmegatron.model.json_form import described, description
 from fmegatron.model.mamba import Mamba
 from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
@@ -14,12 +17,16 @@ from fmegatron.model.moe import MoE
 from fmegatron.model.mtp import ahead
 from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
-from fmegatron.model.sample import generate
+from fmegatron.model.sample import ENDED, Inference, generate, inference, stream
+from fmegatron.model.scoring import Score, perplexity, score
 from fmegatron.model.settled import settled
 from fmegatron.model.specs import arrays, init, layouts, rules, specs
+from fmegatron.model.stored import Opened, kept, opened
+from fmegatron.model.text import pieces
 from fmegatron.model.weights import GROUPS, gather_weights
 
 __all__ = [
+    "ENDED",
     "GROUPS",
     "MLA",
     "MLP",
@@ -27,32 +34,46 @@ __all__ = [
     "Array",
     "At",
     "Attention",
+    "Choice",
     "Decoder",
+    "Inference",
     "LayerNorm",
     "Mamba",
     "Mixer",
     "MoE",
+    "Opened",
     "Part",
     "RMSNorm",
     "Rope",
+    "Score",
     "ahead",
     "arrays",
     "block",
     "cache_bytes_per_token",
+    "described",
+    "description",
     "families",
     "flops_per_token",
+    "harness",
     "hidden",
     "gather_weights",
     "generate",
+    "inference",
     "init",
+    "kept",
     "layouts",
     "llama",
     "logits",
     "loss",
+    "opened",
     "parameters",
+    "perplexity",
+    "pieces",
     "read_out",
     "rules",
     "sample",
+    "score",
     "settled",
     "specs",
+    "stream",
 ]

@@ -100,26 +100,54 @@ class Mamba:
 
         Over tp one reduction forward and its pair backward as attention has them, and with one group psums of its norm.
         """
-        return self.read(u_BSD, w, at, axes)[0]
+        if axes["cp"].size == 1:
+            return self.read(u_BSD, w, at, axes)[0]
+        split = at.splits(u_BSD)
+        return self._over(self._project(u_BSD, w, axes, split), w, at, axes, split)
 
-    def read(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
-        """(y, the state behind the last token): {"conv": [B, W - 1, I + 2GN], "scan": [B, H, P, N]}."""
+    def read(
+        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(y, the state behind the last token): {"conv": [B, W - 1, I + 2GN], "scan": [B, H, P, N], "document": int64
+        [B], that of the last token}.
+
+        Of tokens that cp does not split. state: behind the token before; its part in this one ends with its document.
+        None: there is none.
+        """
         tp, split = axes["tp"], at.splits(u_BSD)
-        given, cp = self._project(u_BSD, w, axes, split), axes["cp"]
-        if cp.size > 1:
-            return self._over(given, w, at, axes, split), {}
-        segments_BS = None if at.documents is None else nn.segments(at.documents)
+        given = self._project(u_BSD, w, axes, split)
+        B, S = u_BSD.shape[0], given.x.shape[1]
+        documents_BS = at.documents
+        if documents_BS is None and state is not None:
+            documents_BS = state["document"][:, None].expand(B, S)
+        before_B, before_BWX = (None, None) if state is None else (state["document"], state["conv"])
+        segments_BS = None if documents_BS is None else nn.segments(documents_BS, before_B)
+        both_BSX = torch.cat((given.x, given.groups), -1)
+        widths = (given.x.shape[-1], given.groups.shape[-1])
+        befores = (None, None) if before_BWX is None else before_BWX.split(widths, -1)
         of_x, of_groups = self._filters(w, axes)
-        x_BSI = F.silu(nn.causal_conv(given.x, *of_x, segments_BS))
-        bc_BSX = F.silu(nn.causal_conv(given.groups, *of_groups, segments_BS))
+        x_BSI = F.silu(nn.causal_conv(given.x, *of_x, segments_BS, befores[0]))
+        bc_BSX = F.silu(nn.causal_conv(given.groups, *of_groups, segments_BS, befores[1]))
         x_BSHP, b_BSGN, c_BSGN = self._heads(x_BSI, bc_BSX)
         dt_BSH, a_H = self._steps(given.dt, w)
         how = {"chunk": self.chunk, "tp": tp, "grouped": self.groups > 1, "segments_BS": segments_BS}
-        y_BSHP, state_BHPN = nn.ssd(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, **how)
-        kept = torch.cat((given.x, given.groups), -1)[:, max(0, u_BSD.shape[1] - self.conv + 1) :]
-        kept = F.pad(kept, (0, 0, self.conv - 1 - kept.shape[1], 0))
+        held = None if state is None else state["scan"]
+        y_BSHP, state_BHPN = nn.ssd(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, **how, state_BHPN=held)
         y_BSD = self._finish(y_BSHP, x_BSHP, given.gate, w, axes, split)
-        return y_BSD, {"conv": kept, "scan": state_BHPN}
+        kept = self._kept(both_BSX, before_BWX, segments_BS)
+        last_B = torch.zeros(B, dtype=torch.int64, device=u_BSD.device) if documents_BS is None else documents_BS[:, -1]
+        return y_BSD, {"conv": kept, "scan": state_BHPN, "document": last_B}
+
+    def _kept(self, x_BSX: Tensor, before_BWX: Tensor | None, segments_BS: Tensor | None) -> Tensor:
+        """What the convolution needs of the last W - 1 tokens: zero for those of another document than the last."""
+        reach = self.conv - 1
+        known = F.pad(x_BSX, (0, 0, reach, 0)) if before_BWX is None else torch.cat((before_BWX, x_BSX), 1)
+        known = known[:, known.shape[1] - reach :]
+        if segments_BS is None:
+            return known
+        seen_BW = F.pad(segments_BS, (reach, 0))
+        seen_BW = seen_BW[:, seen_BW.shape[1] - reach :]
+        return torch.where((seen_BW == segments_BS[:, -1:])[..., None], known, 0.0)
 
     def _over(self, given: _Projected, w: Tree, at: At, axes: Axes, split: bool) -> Tensor:
         """y where cp splits the sequence, in order: the convolution needs the last tokens of the rank before, the scan
@@ -161,7 +189,7 @@ class Mamba:
         one = (x_B1HP[:, 0], dt_B1H[:, 0], a_H, b_B1GN[:, 0], c_B1GN[:, 0])
         y_BHP, scan_BHPN = nn.ssd_step(*one, state["scan"])
         y_B1D = self._finish(y_BHP[:, None], x_B1HP, given.gate, w, axes, False)
-        return y_B1D, {"conv": seen_BWX[:, 1:], "scan": scan_BHPN}
+        return y_B1D, {"conv": seen_BWX[:, 1:], "scan": scan_BHPN, "document": state["document"]}
 
     def _project(self, u_BSD: Tensor, w: Tree, axes: Axes, split: bool) -> _Projected:
         tp, u = axes["tp"], u_BSD

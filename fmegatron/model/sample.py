@@ -1,59 +1,153 @@
-"""Text from a trained decoder: greedy, temperature and top-p, with a cache of keys and values, or of states.
+"""Text from a trained decoder: weights gathered once, functions compiled once, tokens one by one or all at the end.
 
-Legend: B sequences, P prompt tokens, T cache slots, V vocabulary, G key/value heads of this rank, K head width.
-Everything is a pure function: the cache is a value that goes in and comes out, the position is a 0-d tensor, and
-chance is a uniform number made from (key, position, row), so one key gives one text, whatever the mesh.
+Legend: B sequences, S tokens that are read at once, T slots of the cache, V vocabulary, N new tokens, G key/value heads
+of this rank, K head width.
+
+Prompts are aligned at their ends: the last token of every row is in the same slot, shorter rows have padding before
+them, which no token of a text looks at and which has no part in a state. So a prompt is read in pieces of one length
+into a cache of one of a few lengths, and two compiled forms for each length of the cache serve every prompt and count.
+Everything is a pure function: the cache is a value that goes in and comes out, the slot is a 0-d tensor, and chance is
+a function of (key, row, token), so one key gives one text, whatever the mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fmegatron import tree
+from fmegatron import nn, tree
 from fmegatron.collectives import Axes, all_gather
 from fmegatron.model.arrays import At
-from fmegatron.model.decoder import Decoder, Part
+from fmegatron.model.choose import Choice, choose, seen_in
+from fmegatron.model.decoder import Decoder, Part, round_up
 from fmegatron.model.forward import block, read_out
-from fmegatron.model.weights import embedded, gather_weights, prepared
+from fmegatron.model.text import Spoken, Tokenizer, hear
+from fmegatron.model.weights import block_weights, embedded, gather_weights, prepared
 from fmegatron.step import layer_layout, unstack
+
+ENDED = -1  # in the place of a token behind the end of a row
+_SHORTEST = 256  # slots of the shortest cache
+
+
+@dataclass(frozen=True, eq=False)
+class Inference:
+    """A decoder ready to read and write: `inference` makes it, `generate`, `stream` and `score` take it.
+
+    decoder: the model. axes: of the running ranks. weights: as the compiled functions take them. read, write: for each
+    length of the cache the function that reads `chunk` tokens, and one. losses: for each length of texts
+    that of their tokens (`score`).
+    empty: a cache of one row and one slot. chunk: tokens of a prompt that are read at once.
+    """
+
+    decoder: Decoder
+    axes: Axes
+    weights: dict
+    read: Mapping[int, Callable]
+    write: Mapping[int, Callable]
+    losses: Mapping[int, Callable]
+    empty: dict
+    chunk: int
+
+
+def inference(
+    params: dict,
+    decoder: Decoder,
+    layouts: dict,
+    axes: Axes,
+    *,
+    compile: Callable | None = None,
+    chunk: int = 64,
+) -> Inference:
+    """Gather the weights and prepare the functions that read and write; all ranks of a mesh call it.
+
+        writer = model.inference(params, decoder, layouts, axes, compile=functools.partial(step.jit, world=world))
+        model.generate(writer, prompts, 100, temperature=0.8)
+
+    The forms of a cache are of 256, 1024, 4096, ... slots, up to what decoder.max_seq needs; each batch size is another
+    form.
+
+    Args:
+        params: this rank's shards.
+        decoder: the model.
+        layouts: of all parameters.
+        axes: bound to the running ranks (`Axes(mesh, world)`), or of a mesh of size 1.
+        compile: what compiles a function, as `compile(fn)` and `compile(fn, donate=0)`; None: nothing is compiled.
+        chunk: tokens of a prompt that are read at once: more need more memory and less time.
+
+    Raises ValueError for axes that have no processes behind them.
+    """
+    if axes.mesh.size > 1 and axes.world is None:
+        raise ValueError(
+            f"inference: got symbolic axes of the mesh {axes.mesh}, wanted axes with processes behind them; "
+            "pass Axes(mesh, connect(mesh)), or restore the parameters onto a mesh of size 1"
+        )
+    chunk = min(chunk, decoder.max_seq)
+    # jit binds symbolic axes itself
+    inside: dict[str, Any] = {"decoder": decoder, "axes": axes if compile is None else Axes(axes.mesh)}
+    how = (lambda fn, donate=None: fn) if compile is None else compile
+    slots, texts = cache_lengths(decoder.max_seq, chunk), lengths(_SHORTEST // 4, decoder.max_seq)
+    with torch.no_grad():
+        weights = sampling_weights(params, decoder, layouts, axes)
+        read, write = ({n: how(partial(extend, **inside), donate=0) for n in slots} for _ in range(2))
+        losses = {n: how(partial(token_losses, **inside)) for n in texts}
+        return Inference(decoder, axes, weights, read, write, losses, _empty(weights, decoder, axes), chunk)
+
+
+def lengths(first: int, last: int) -> tuple[int, ...]:
+    """Powers of 4 times `first`, and `last` in the place of one above half of it."""
+    out = [first]
+    while out[-1] * 2 <= last:
+        out.append(out[-1] * 4)
+    return (*out[:-1], last)
+
+
+def cache_lengths(max_seq: int, chunk: int) -> tuple[int, ...]:
+    """The slots that a cache may have: 256, 1024, 4096, ..., the last for texts of max_seq behind a rounded prompt."""
+    return lengths(_SHORTEST, round_up(max_seq + chunk - 1, chunk))
 
 
 def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) -> dict:
-    """Parameters as the functions below take them: whole over the data axes, in the compute dtype, one dict per layer.
+    """Parameters as the functions below take them: gathered over the data axes, in the compute dtype, one dict a layer.
 
-    Shards over fsdp (and dp) are gathered here, once, in one collective; every rank then holds its tp part of the
-    model.
+    Shards over fsdp (and dp) are gathered here, once, in one collective (experts that axes of the data hold stay
+    split, in one for each layer); every rank then holds its tp part of the model.
     """
     params = prepared(params, layouts, decoder, axes)
     layers: list = [None] * decoder.layers
     of_layers: list = [None] * decoder.layers
+    arrays: list = [None] * decoder.layers
     for name, stack in decoder.stacks.items():
         if stack.depths[0] >= decoder.layers:  # what only training has
             continue
         layout = tree.map(layer_layout, layouts[name])
         for depth, layer in zip(stack.depths, unstack(params[name]), strict=True):
-            layers[depth], of_layers[depth] = layer, layout
-    outer, of_outer = ({k: v for k, v in whole.items() if k not in decoder.stacks} for whole in (params, layouts))
+            layers[depth], of_layers[depth], arrays[depth] = layer, layout, stack.arrays
+    outer, of_outer = ({k: v for k, v in all_.items() if k not in decoder.stacks} for all_ in (params, layouts))
+    if any(array.kept for array in tree.leaves(arrays)):
+        blocks = [block_weights(*one, decoder, axes) for one in zip(layers, arrays, of_layers, strict=True)]
+        return {**gather_weights(outer, of_outer, decoder, axes), "blocks": blocks}
     return gather_weights({**outer, "blocks": layers}, {**of_outer, "blocks": of_layers}, decoder, axes)
 
 
-def _forward(
-    weights: dict,
-    tokens_BS: Tensor,
-    positions_S: Tensor,
-    decoder: Decoder,
-    axes: Axes,
-    look: Callable,
-    step: Callable,
+def _trunk(
+    weights: dict, tokens_BS: Tensor, at: list[At], decoder: Decoder, axes: Axes, mix: Callable | None
 ) -> Tensor:
-    """Logits [B, V_tp] after the last token; `look(mixer, q, k, v, w, at)` is what the heads of an attention read,
-    `step(mixer, u, w, at)` what a mixer with a state makes of u."""
+    """What comes from the last block: x[B, S, D]."""
+    x_BSD = embedded(tokens_BS, weights["embed"], at[0].positions, decoder, axes, False)
+    for parts, w, at_layer in zip(decoder.blocks, weights["blocks"], at, strict=True):
+        y_BSD = block(x_BSD, w, at_layer, parts=parts, axes=axes, mix=mix)
+        x_BSD = y_BSD[0] if isinstance(y_BSD, tuple) else y_BSD
+    return x_BSD
+
+
+def _mixing(look: Callable, step: Callable, axes: Axes) -> Callable:
+    """`block`'s mix: `look(mixer, q, k, v, w, at)` is what the heads of an attention read, `step(mixer, u, w, at)` what
+    a mixer with a state makes of u."""
 
     def mix(part: Part, u_BSD: Tensor, w: dict, at: At) -> Any:
         mixer: Any = part.mixer
@@ -69,160 +163,238 @@ def _forward(
             )
         return mixer.finish(look(mixer, *mixer.project(u_BSD, w, at, axes), w, at), w, False, axes)
 
-    at = decoder.at(positions_S)
-    x_BSD = embedded(tokens_BS, weights["embed"], positions_S, decoder, axes, False)
-    for parts, w, at_layer in zip(decoder.blocks, weights["blocks"], at, strict=True):
-        y_BSD = block(x_BSD, w, at_layer, parts=parts, axes=axes, mix=mix)
-        x_BSD = y_BSD[0] if isinstance(y_BSD, tuple) else y_BSD
-    last = at[0]._replace(positions=positions_S[-1:])
-    return read_out(x_BSD[:, -1:], weights, last, decoder, axes)[:, 0]
+    return mix
 
 
-def prefill(weights: dict, tokens_BP: Tensor, decoder: Decoder, axes: Axes, slots: int) -> tuple[dict, Tensor]:
-    """Read the prompt: (cache with its keys and values in slots 0 .. P-1, logits[B, V_tp] after its last token).
-
-    The cache is {"k", "v": per attention [B, T, G_tp, K], "state": per mixer that has one its state}, T = `slots`,
-    fixed for the whole generation.
-    """
-    P = tokens_BP.shape[1]
-    if P > slots:
-        raise ValueError(
-            f"prompt: got {P} tokens, wanted at most the {slots} slots of the cache; cut it or raise slots"
-        )
-    cache = {"k": [], "v": [], "state": []}
-
-    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
-        y, state = mixer.read(u, w, at, axes)
-        cache["state"].append(state)
-        return y
-
-    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
-        for name, new in (("k", k), ("v", v)):
-            cache[name].append(F.pad(new, (0, 0, 0, 0, 0, slots - P)))
-        return mixer.attend(q, k, v, w, at)
-
-    positions_P = torch.arange(P, device=tokens_BP.device)
-    logits_BV = _forward(weights, tokens_BP, positions_P, decoder, axes, look, step)
-    return cache, logits_BV
-
-
-def decode(
-    cache: dict, weights: dict, token_B: Tensor, position: Tensor, decoder: Decoder, axes: Axes
+def extend(
+    cache: dict, weights: dict, tokens_BS: Tensor, slot: Tensor, padding_B: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[dict, Tensor]:
-    """One more token at `position` (0-d int64, the slot it takes): (the cache with it, logits[B, V_tp] after it).
+    """Read tokens into a cache: (the cache with them, logits[B, V_tp] after the last of each row).
 
-    Shapes do not depend on the position, so one compiled form serves all tokens; with the cache donated
-    (`jit(decode, donate=0)`) it is updated in place.
+    Shapes do not depend on where the tokens are, so one compiled form serves all of one S and T; with the cache donated
+    (`jit(extend, donate=0)`) it is updated in place.
+
+    Args:
+        cache: {"k", "v": per attention [B, T, G_tp, K], "state": per mixer that has one its state}.
+        weights: `sampling_weights`.
+        tokens_BS: int64.
+        slot: 0-d int64, that of the first token; those before it are filled.
+        padding_B: int64, how many slots each row has before its text.
+        decoder: the model.
+        axes: Axes(mesh).
     """
-    position_1 = position.view(1)
+    S, out = tokens_BS.shape[1], {"k": [], "v": [], "state": []}
+    slots_S = slot + torch.arange(S, device=tokens_BS.device)
+    positions_BS = slots_S - padding_B[:, None]
+    documents_BS = (positions_BS >= 0).to(torch.int64)  # padding is a document of its own
     before, states = iter(zip(cache["k"], cache["v"], strict=True)), iter(cache["state"])
-    out = {"k": [], "v": [], "state": []}
+    masks: dict[Any, Tensor] = {}
+
+    def visible(mixer: Any, T: int) -> Tensor:
+        if (mixer, T) not in masks:
+            slots_T = torch.arange(T, device=slots_S.device)
+            own_BST = documents_BS[:, :, None] == (slots_T >= padding_B[:, None]).to(torch.int64)[:, None]
+            masks[mixer, T] = mixer.visible(slots_S, slots_T) & own_BST
+        return masks[mixer, T]
 
     def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
-        y, state = mixer.advance(u, w, next(states), axes)
+        state = next(states)
+        y, state = mixer.advance(u, w, state, axes) if S == 1 else mixer.read(u, w, at, axes, state)
         out["state"].append(state)
         return y
 
     def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
-        keys, values = next(before)
-        keys, values = keys.index_copy(1, position_1, k), values.index_copy(1, position_1, v)
+        keys, values = (old.index_copy(1, slots_S, new) for old, new in zip(next(before), (k, v), strict=True))
         out["k"].append(keys)
         out["v"].append(values)
-        slots_T = torch.arange(keys.shape[1], device=keys.device)
-        return mixer.attend(q, keys, values, w, at, mixer.visible(position_1, slots_T))
+        o = mixer.attend(q, keys, values, w, at, visible(mixer, keys.shape[1]))
+        # Of one token the dim S is left with the stride of heads, which matmul takes for a batch of products (bmm with
+        # a copy of the weights for each row); squeezed and put back it has its own.
+        return o.squeeze(1).unsqueeze(1) if S == 1 else o
 
-    return out, _forward(weights, token_B[:, None], position_1, decoder, axes, look, step)
+    at = decoder.at(positions_BS.clamp(min=0), documents_BS)
+    x_BSD = _trunk(weights, tokens_BS, at, decoder, axes, _mixing(look, step, axes))
+    last = at[0]._replace(positions=at[0].positions[:, -1:])
+    return out, read_out(x_BSD[:, -1:], weights, last, decoder, axes)[:, 0]
 
 
-def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """A token id a row: the best at temperature 0, else drawn from softmax(logits / temperature) cut to its top-p set.
+def _empty(weights: dict, decoder: Decoder, axes: Axes) -> dict:
+    """A cache of one row and one slot, of zeros: what the mixers make of one token has the shapes."""
+    out: dict[str, list] = {"k": [], "v": [], "state": []}
 
-    The set is the shortest prefix of the tokens, by falling probability (equal ones by id), with mass >= top_p; never
-    empty. The draw inverts the cumulative mass at `uniform` (in [0, 1)), so it is a function of its arguments and
-    nothing else.
-    Source: Holtzman et al. 2019, arXiv 1904.09751, section 3.1.
+    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
+        y, state = mixer.read(u, w, at, axes)
+        out["state"].append(tree.map(torch.zeros_like, state))
+        return y
+
+    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
+        out["k"].append(torch.zeros_like(k))
+        out["v"].append(torch.zeros_like(v))
+        return mixer.attend(q, k, v, w, at)
+
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=weights["embed"]["table"].device)
+    _trunk(weights, token_11, decoder.at(token_11[0]), decoder, axes, _mixing(look, step, axes))
+    return out
+
+
+def new_cache(empty: dict, rows: int, slots: int) -> dict:
+    """A cache of so many rows and slots, nothing read."""
+
+    def of(x: Tensor, *lengths: int) -> Tensor:
+        return x.new_zeros((rows, *lengths, *x.shape[1 + len(lengths) :]))
+
+    out = {name: [of(x, slots) for x in empty[name]] for name in ("k", "v")}
+    return {**out, "state": tree.map(of, empty["state"])}
+
+
+def token_losses(
+    weights: dict, tokens_BS: Tensor, labels_BS: Tensor, decoder: Decoder, axes: Axes
+) -> tuple[Tensor, Tensor]:
+    """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool [B, S]), equal on all ranks of tp."""
+    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    at = decoder.at(positions_S)
+
+    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
+        return mixer.attend(q, k, v, w, at)
+
+    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
+        return mixer.read(u, w, at, axes)[0]
+
+    x_BSD = _trunk(weights, tokens_BS, at, decoder, axes, _mixing(look, step, axes))
+    logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder, axes), axes["tp"]
+    nll_BS, _ = nn.cross_entropy(logits_BSV, labels_BS, tp, decoder.vocab_size)
+    return nll_BS, nn.best(logits_BSV, tp, decoder.vocab_size) == labels_BS
+
+
+def stream(
+    of: Inference,
+    prompts: Tensor | Sequence[Sequence[int] | Tensor],
+    count: int,
+    *,
+    key: int = 0,
+    rows: Sequence[int] | None = None,
+    stop_ids: Collection[int] = (),
+    stop_texts: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
+    **choice: object,
+) -> Iterator[Tensor]:
+    """The next token of every row as it is chosen, int64 [B], at most `count` times: what `generate` returns.
+
+    Behind the end of a row its tokens are ENDED (-1); with the last row the iteration ends. All ranks of a mesh iterate
+    together and get the same tokens. Every row has the text that it has alone.
+
+    Args:
+        of: the model.
+        prompts: int64 [B, P], or a sequence of ids for each row, of any lengths of 1 or more; the same on all ranks.
+        count: the most tokens of a row.
+        key: of the random choices: a function of it, the row's number and the number of the new token.
+        rows: numbers of the rows, for the random choices; None: 0, 1, 2, ...
+        stop_ids: tokens that end a row; they are its last.
+        stop_texts: texts that end a row with the token that completes one of them. A tokenizer is needed.
+        tokenizer: of the model.
+        choice: fields of `Choice`: temperature, top_k, top_p, min_p, repetition_penalty.
+
+    Raises ValueError: prompt and count do not fit into decoder.max_seq, stop texts without a tokenizer, or a choice
+    that cannot be meant.
     """
-    if temperature < 0 or not 0 < top_p <= 1:
+    how, texts = Choice(**cast("Any", choice)), texts_of(prompts)
+    if stop_texts and (tokenizer is None or not all(stop_texts) or isinstance(stop_texts, str)):
         raise ValueError(
-            f"choose: got temperature={temperature}, top_p={top_p}, "
-            "wanted temperature >= 0 (0 is greedy) and 0 < top_p <= 1"
+            f"stop_texts: got {stop_texts!r}, wanted texts of one character or more, and a tokenizer; pass "
+            "stop_texts=('\\n\\n',), tokenizer=tokenizer"
         )
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    p_BV, id_BV = torch.sort((logits_BV.double() / temperature).softmax(-1), dim=-1, descending=True, stable=True)
-    before_BV = p_BV.cumsum(-1) - p_BV  # mass of the better tokens: below top_p until the set is full
-    p_BV = torch.where(before_BV < top_p, p_BV, 0.0)
-    upto_BV = p_BV.cumsum(-1)
-    rank_B1 = (upto_BV <= uniform_B.to(upto_BV)[:, None] * upto_BV[:, -1:]).sum(-1, keepdim=True)
-    last_B1 = (p_BV > 0).sum(-1, keepdim=True) - 1  # rounding must not step over the end of the set
-    return id_BV.gather(-1, rank_B1.minimum(last_B1)).squeeze(-1)
+    longest = max(map(len, texts))
+    if not min(map(len, texts)) or longest + count > of.decoder.max_seq:
+        raise ValueError(
+            f"generate: got prompts of {min(map(len, texts))} to {longest} and {count} new tokens, wanted 1 or more "
+            f"and together at most Decoder.max_seq={of.decoder.max_seq}; cut the prompt (prompt[:, -n:]), or ask for "
+            "fewer tokens"
+        )
+    if rows is not None and len(rows) != len(texts):
+        raise ValueError(f"rows: got {len(rows)} numbers, wanted one for each of the {len(texts)} prompts")
+    return _stream(of, texts, count, how, key, rows, frozenset(stop_ids), tuple(stop_texts), tokenizer)
 
 
-def uniform(key: int, position: int, rows: int) -> Tensor:
-    """One fp64 number in [0, 1) per row, a function of (key, position, row) only."""
-    bits = [tree.fold_in(key, position, row) for row in range(rows)]  # 63 bits each
-    return torch.tensor([(b >> 10) * 2.0**-53 for b in bits], dtype=torch.float64)
+def _stream(
+    of: Inference,
+    texts: list[Tensor],
+    count: int,
+    how: Choice,
+    key: int,
+    rows: Sequence[int] | None,
+    stop_ids: frozenset[int],
+    stop_texts: tuple[str, ...],
+    tokenizer: Tokenizer | None,
+) -> Iterator[Tensor]:
+    device, tp, V, B = of.weights["embed"]["table"].device, of.axes["tp"], of.decoder.vocab_size, len(texts)
+    numbers_B = torch.tensor(range(B) if rows is None else rows, dtype=torch.int64, device=device)
+    uniform_BN, ended, spoken = None, [False] * B, [Spoken()] * B
+    with torch.no_grad():
+        if how.temperature > 0:
+            uniform_BN = nn.uniform(torch.empty(B, count, dtype=torch.float64, device=device), key=key, count=numbers_B)
+        seen_BV = seen_in(texts, V, device) if how.repetition_penalty != 1 else None
+        cache, logits_BV, padding_B, slot, write = _read(of, texts, count, device)
+    token_B = padding_B
+    for i in range(count):
+        with torch.no_grad():  # a generator keeps no mode across its yields
+            if i:
+                cache, logits_BV = write(cache, of.weights, token_B[:, None], slot, padding_B)
+                slot = slot + 1
+            all_BV = all_gather(logits_BV, tp, 1)[:, :V]  # one row per sequence: small
+            token_B = choose(all_BV, None if uniform_BN is None else uniform_BN[:, i], how, seen_BV)
+            seen_BV = None if seen_BV is None else seen_BV.scatter(1, token_B[:, None], True)
+        if not stop_ids and not stop_texts:
+            yield token_B
+            continue
+        ids = token_B.tolist()
+        out = torch.tensor([ENDED if over else id for id, over in zip(ids, ended, strict=True)], device=device)
+        if tokenizer is not None and stop_texts:
+            spoken = [
+                one if over else hear(one, id, tokenizer) for one, id, over in zip(spoken, ids, ended, strict=True)
+            ]
+        ended = [
+            over or id in stop_ids or any(stop in one.recent(stop) for stop in stop_texts)
+            for over, id, one in zip(ended, ids, spoken, strict=True)
+        ]
+        yield out
+        if all(ended):
+            return
+
+
+def _read(of: Inference, texts: list[Tensor], count: int, device: torch.device) -> tuple:
+    """(cache, logits after the prompts, padding[B], the next slot, the function that writes into this cache)."""
+    B, C = len(texts), of.chunk
+    padded = round_up(max(map(len, texts)), C)
+    slots = min(n for n in of.read if n >= padded + count - 1)
+    padding_B = torch.tensor([padded - len(text) for text in texts], device=device)
+    # The prompt itself, again and again: a router spreads it over its experts as it does a text.
+    rows = [text.repeat(-(-padded // len(text)))[-padded:] for text in texts]
+    cache, logits_BV = new_cache(of.empty, B, slots), None
+    for at in range(0, padded, C):
+        slot = torch.full((), at, dtype=torch.int64, device=device)
+        piece_BC = torch.stack([row[at : at + C] for row in rows]).to(device)
+        cache, logits_BV = of.read[slots](cache, of.weights, piece_BC, slot, padding_B)
+    return cache, logits_BV, padding_B, torch.full((), padded, dtype=torch.int64, device=device), of.write[slots]
+
+
+def texts_of(prompts: Tensor | Sequence[Sequence[int] | Tensor]) -> list[Tensor]:
+    """int64 [P] of each row. ValueError for none, and for ids of another kind."""
+    texts = [torch.as_tensor(row) for row in prompts]
+    wrong = [text for text in texts if text.dim() != 1 or text.is_floating_point()]
+    if wrong and wrong[0].numel() or not texts:
+        raise ValueError(
+            f"prompts: got {tree.in_words(wrong[0]) if wrong else 'no row'}, wanted a row of ids for each text; for "
+            "one text pass [ids]"
+        )
+    return [text.to("cpu", torch.int64) for text in texts]
 
 
 def generate(
-    params: dict,
-    prompt_BP: Tensor,
-    count: int,
-    decoder: Decoder,
-    layouts: dict,
-    axes: Axes,
-    *,
-    key: int = 0,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    compile: Callable | None = None,
+    of: Inference, prompts: Tensor | Sequence[Sequence[int] | Tensor], count: int, **options: object
 ) -> Tensor:
-    """`count` tokens after each prompt, int64 [B, count]; the same on all ranks of a mesh, all of which must call it.
+    """`count` tokens after each prompt, int64 [B, N], ENDED (-1) behind the end of a row; N < count if all ended.
 
-    Args:
-        params: this rank's shards.
-        prompt_BP: int64 [B, P], the same on all ranks.
-        count: number of tokens to make.
-        decoder: the model.
-        layouts: of all parameters.
-        axes: bound to the running ranks (`Axes(mesh, world)`), or of a mesh of size 1.
-        key: of the random choices, see `choose`.
-        temperature: divides the logits; 0 is greedy.
-        top_p: the smallest set of tokens with this probability is chosen from.
-        compile: what compiles the two functions that run the model, as `compile(fn)` and `compile(fn, donate=0)`:
-            `partial(step.jit, world=world)`.
-
-    Raises:
-        ValueError: prompt and count do not fit into decoder.max_seq, or the axes have no processes behind them.
+    The same on all ranks of a mesh, all of which must call it. The arguments and errors are those of `stream`.
     """
-    B, P = prompt_BP.shape
-    if not P or P + count > decoder.max_seq:
-        raise ValueError(
-            f"generate: got a prompt of {P} and {count} new tokens, wanted 1 or more and together at most "
-            f"Decoder.max_seq={decoder.max_seq}; cut the prompt (prompt[:, -n:]), or ask for fewer tokens"
-        )
-    if axes.mesh.size > 1 and axes.world is None:
-        raise ValueError(
-            f"generate: got symbolic axes of the mesh {axes.mesh}, wanted axes with processes behind them; "
-            "pass Axes(mesh, connect(mesh)), or restore the parameters onto a mesh of size 1"
-        )
-    tp = axes["tp"]
-    inside = {
-        "decoder": decoder,
-        "axes": axes if compile is None else Axes(axes.mesh),
-    }  # jit binds symbolic axes itself
-    read, step = partial(prefill, **inside, slots=P + count), partial(decode, **inside)
-    if compile is not None:
-        read, step = compile(read), compile(step, donate=0)
-    with torch.no_grad():
-        weights = sampling_weights(params, decoder, layouts, axes)
-        cache, logits_BV = read(weights, prompt_BP)
-        tokens = []
-        for i in range(count):
-            whole_BV = all_gather(logits_BV, tp, 1)[:, : decoder.vocab_size]  # one row per sequence: small
-            u_B = uniform(key, P + i, B).to(whole_BV.device)
-            tokens.append(choose(whole_BV, u_B, temperature, top_p))
-            if i + 1 < count:
-                position = torch.full((), P + i, dtype=torch.int64, device=whole_BV.device)
-                cache, logits_BV = step(cache, weights, tokens[-1], position)
-    return torch.stack(tokens, 1) if tokens else prompt_BP[:, :0]
+    tokens = list(stream(of, prompts, count, **cast("Any", options)))
+    return torch.stack(tokens, 1) if tokens else torch.zeros(len(prompts), 0, dtype=torch.int64)

@@ -25,7 +25,7 @@ def gather_weights(shards, layouts, decoder: Decoder, axes: Axes):
     return nn.gather_tree(shards, layouts, axes[axes.data], decoder.policy.wires(layouts))
 
 
-def _gather_block(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
+def block_weights(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
     """`gather_weights` of one block; what its arrays keep split is another collective."""
     kept = [array.kept for array in tree.leaves(arrays)]
     if not any(kept):
@@ -106,7 +106,7 @@ def each_layer(
         if not wanted & set(stack.depths):
             continue
         of_one = tree.map(step.layer_layout, layouts[name])
-        gather = functools.partial(_gather_block, arrays=stack.arrays, layouts=of_one, decoder=decoder, axes=axes)
+        gather = functools.partial(block_weights, arrays=stack.arrays, layouts=of_one, decoder=decoder, axes=axes)
         for depth, layer in zip(stack.depths, step.unstack(params[name]), strict=True):
             shards[depth], gathers[depth] = layer, (name, gather)
     compiled: dict[tuple, Callable] = {}

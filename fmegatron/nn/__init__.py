@@ -13,7 +13,7 @@ from fmegatron.nn.embed import embed, positions
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.linear import column_parallel, row_parallel
-from fmegatron.nn.loss import chunked_cross_entropy, cross_entropy
+from fmegatron.nn.loss import best, chunked_cross_entropy, cross_entropy
 from fmegatron.nn.mlp import ACTIVATIONS, gated_mlp
 from fmegatron.nn.moe import dropless, expert_weights, most_rows, with_capacity
 from fmegatron.nn.norm import layer_norm, rms_norm
@@ -47,6 +47,7 @@ __all__ = [
     "attention",
     "attention_with_lse",
     "balance_loss",
+    "best",
     "balanced_bias",
     "causal_conv",
     "chunked_cross_entropy",

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fmegatron.collectives import Axis, axis_index, declare, pmax, psum
+from fmegatron.collectives import Axis, all_gather, axis_index, declare, pmax, psum
 from fmegatron.nn.attention import soft_cap
 from fmegatron.nn.embed import local_ids
 
@@ -75,6 +75,20 @@ class _CrossEntropy(torch.autograd.Function):
             columns = torch.arange(logits.shape[-1], device=logits.device)
             grad = grad - torch.where(columns == ids[..., None], dnll[..., None], 0.0)
         return declare(grad.to(logits.dtype), ctx.tp, forward=("sharded", logits.dim() - 1)), None, None, None
+
+
+def best(logits_BSV: Tensor, tp: Axis, vocab_size: int | None = None) -> Tensor:
+    """The token with the largest logit, of equal ones the first: `logits[B, S, V_tp] -> ids[B, S]@R(tp)`, int64.
+
+    One all_gather of two numbers per token and rank of tp. Columns at or beyond `vocab_size` (global count) are masked.
+    """
+    columns, z_BSV = logits_BSV.shape[-1], _wide(logits_BSV, _real_columns(logits_BSV, tp, vocab_size))
+    top_BS, id_BS = z_BSV.max(-1)
+    if tp.size == 1:
+        return id_BS
+    id_BS = id_BS + axis_index(tp, like=id_BS) * columns
+    tops, ids = (all_gather(declare(x[..., None], tp, ("sharded", 2), "own"), tp, 2) for x in (top_BS, id_BS))
+    return ids.gather(-1, tops.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 # ---- without the logits of all tokens --------------------------------------------------------------------------------

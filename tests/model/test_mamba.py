@@ -63,13 +63,19 @@ def test_documents_do_not_see_each_other():
 def test_generation_equals_the_growing_prompt():
     of, mesh = hybrid(4), Mesh()
     params, layouts, axes = model.init(of, mesh, 5), model.layouts(of, mesh), Axes(mesh)
-    for prompt in (torch.tensor([[7]]), torch.tensor([[7, 3, 80, 11, 4, 9]])):  # shorter than the convolution, longer
+    prompts, texts = [torch.tensor([[7]]), torch.tensor([[7, 3, 80, 11, 4, 9]])], []  # shorter than the convolution
+    writers = [model.inference(params, of, layouts, axes, chunk=chunk) for chunk in (1, 4, 64)]
+    for prompt in prompts:
         text = prompt
         for _ in range(6):
             best = model.logits(params, text, of, layouts, axes)[:, -1, :90].argmax(-1, keepdim=True)
             text = torch.cat((text, best), 1)
-        got = model.generate(params, prompt, 6, of, layouts, axes, temperature=0)
-        assert torch.equal(got, text[:, prompt.shape[1] :])
+        texts.append(text[0, prompt.shape[1] :])
+        for writer in writers:
+            assert torch.equal(model.generate(writer, prompt, 6, temperature=0)[0], texts[-1])
+    for writer in writers:  # together, the shorter behind padding
+        got = model.generate(writer, [prompt[0] for prompt in prompts], 6, temperature=0)
+        assert torch.equal(got, torch.stack(texts))
 
 
 # ---- a split sequence ------------------------------------------------------------------------------------------------

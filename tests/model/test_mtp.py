@@ -96,7 +96,7 @@ def test_logits_and_generation_do_without():
     assert torch.equal(
         *(model.logits(p, tokens, d, y, axes) for p, d, y in ((params, of, layouts), (rest, without, of_rest)))
     )
-    assert model.generate(params, tokens[:, :5], 3, of, layouts, axes).shape == (3, 3)
+    assert model.generate(model.inference(params, of, layouts, axes), tokens[:, :5], 3).shape == (3, 3)
     counts = model.parameters(of)
     assert counts["total"] == counts["mtp"] + model.parameters(without)["total"]
     assert model.flops_per_token(of, training=False) == model.flops_per_token(without, training=False)

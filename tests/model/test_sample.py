@@ -1,119 +1,176 @@
-"""Generation: the cache gives what the full forward gives, choices are functions of their arguments, errors help."""
+"""Generation: the cache gives what the full forward gives, ragged batches what rows give alone, errors help."""
+
+import random
 
 import pytest
 import torch
 
-from fmegatron import model
+from fmegatron import data, model
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
-from fmegatron.model.sample import choose, decode, prefill, sampling_weights, uniform
+from fmegatron.model.sample import ENDED, cache_lengths, extend, new_cache
 from fmegatron.step import jit
 from tests.model.test_reference import TINY, leaves_that_differ, make_batch, tiny
 
 MESH = Mesh()
-LAYOUTS = model.layouts(TINY, MESH)
+MODELS = {
+    "llama": TINY,
+    "one_kv_head": tiny(kv_heads=1),
+    "sequence_parallel": tiny(sequence_parallel=True),
+    "tied": tiny(tied=True),
+}
 
 
-def setup():
-    return leaves_that_differ(model.init(TINY, MESH, key=5)), Axes(MESH)
+def setup(decoder=TINY, **options):
+    layouts, axes = model.layouts(decoder, MESH), Axes(MESH)
+    params = leaves_that_differ(model.init(decoder, MESH, key=5))
+    return params, layouts, axes, model.inference(params, decoder, layouts, axes, **options)
 
 
-@pytest.mark.parametrize("variant", [{}, {"tied": True}, {"kv_heads": 1}, {"sequence_parallel": True}])
-@pytest.mark.parametrize("prompt", [1, 5])
-def test_cached_decode_equals_the_full_forward(variant, prompt):
-    config = tiny(**variant)
-    layouts, axes = model.layouts(config, MESH), Axes(MESH)
-    params = leaves_that_differ(model.init(config, MESH, key=5))
-    tokens = make_batch(config)["tokens"]
-    full = model.logits(params, tokens, config, layouts, axes)
-    weights = sampling_weights(params, config, layouts, axes)
-    cache, logits = prefill(weights, tokens[:, :prompt], config, axes, slots=tokens.shape[1])
-    got = [logits]
-    for i in range(prompt, tokens.shape[1]):
-        before = [k.clone() for k in cache["k"]]
-        new, logits = decode(cache, weights, tokens[:, i], torch.tensor(i), config, axes)
-        assert all(torch.equal(a, b) for a, b in zip(before, cache["k"], strict=True)), "decode changed its argument"
+def greedy(params, text, count, decoder, layouts, axes):
+    """By forwards over ever longer texts."""
+    for _ in range(count):
+        scores = model.logits(params, text, decoder, layouts, axes)[:, -1, : decoder.vocab_size]
+        text = torch.cat((text, scores.argmax(-1, keepdim=True)), 1)
+    return text[:, -count:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("chunk", "prompt"), [(1, 1), (3, 5), (12, 5)])
+def test_cached_decode_equals_the_full_forward(name, chunk, prompt):
+    """In pieces of any length, behind padding that has nothing to do with the text."""
+    decoder = MODELS[name]
+    params, layouts, axes, writer = setup(decoder)
+    tokens = make_batch(decoder)["tokens"]
+    full = model.logits(params, tokens, decoder, layouts, axes)
+    padding = -prompt % chunk
+    behind = torch.cat((tokens[:, :padding].flip(1), tokens), 1)
+    cache, padding_B = new_cache(writer.empty, 3, padding + 12), torch.full((3,), padding)
+    got, sizes = [], [chunk] * ((prompt + padding) // chunk) + [1] * (12 - prompt)
+    for size in sizes:
+        before, at = [k.clone() for k in cache["k"]], len(got)
+        done = sum(sizes[:at])
+        given = (behind[:, done : done + size], torch.tensor(done), padding_B, decoder, axes)
+        new, logits = extend(cache, writer.weights, *given)
+        assert all(torch.equal(a, b) for a, b in zip(before, cache["k"], strict=True)), "extend changed its argument"
         cache = new
         got.append(logits)
-    torch.testing.assert_close(torch.stack(got, 1), full[:, prompt - 1 :], rtol=1e-10, atol=1e-12)
+    ends = [sum(sizes[: i + 1]) - padding - 1 for i in range(len(sizes))]
+    for end, logits in zip(ends, got, strict=True):
+        if end >= 0:
+            torch.testing.assert_close(logits, full[:, end], rtol=1e-10, atol=1e-12)
 
 
 def test_greedy_equals_the_argmax_of_growing_prompts():
-    params, axes = setup()
+    params, layouts, axes, writer = setup()
     prompt = make_batch(TINY)["tokens"][:, :4]
-    ours = model.generate(params, prompt, 6, TINY, LAYOUTS, axes, temperature=0)
-    text = prompt
-    for _ in range(6):
-        scores = model.logits(params, text, TINY, LAYOUTS, axes)[:, -1, : TINY.vocab_size]
-        text = torch.cat((text, scores.argmax(-1, keepdim=True)), 1)
-    assert torch.equal(ours, text[:, 4:])
+    ours = model.generate(writer, prompt, 6, temperature=0)
+    assert torch.equal(ours, greedy(params, prompt, 6, TINY, layouts, axes))
 
 
-def test_compiled_decoding_writes_the_same_text_with_one_graph():
-    params, axes = setup()
-    prompt = make_batch(TINY)["tokens"][:, :4]
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize("chunk", [2, 64])
+def test_rows_of_any_lengths_have_the_texts_that_they_have_alone(how, chunk):
+    *_, writer = setup(chunk=chunk)
+    tokens = make_batch(TINY)["tokens"]
+    prompts = [tokens[0, :1], tokens[1, :7], tokens[2, :4].tolist()]
+    together = model.generate(writer, prompts, 5, key=3, **how)
+    for i, prompt in enumerate(prompts):
+        assert torch.equal(model.generate(writer, [prompt], 5, key=3, rows=[i], **how)[0], together[i])
+
+
+def test_compiled_once_for_prompts_and_counts_of_all_lengths():
+    """Four forms for 50 pairs up to 512, and the text of plain functions."""
+    decoder = tiny(max_seq=1024, layers=1)
     made = []
 
     def compile(fn, donate=None):
-        made.append(jit(fn, donate=donate, backend="aot_eager"))
+        made.append(jit(fn, donate=donate, backend="eager"))
         return made[-1]
 
-    plain = model.generate(params, prompt, 6, TINY, LAYOUTS, axes, key=1, temperature=0.8)
-    compiled = model.generate(params, prompt, 6, TINY, LAYOUTS, axes, key=1, temperature=0.8, compile=compile)
-    assert torch.equal(plain, compiled) and [len(fn.cache) for fn in made] == [1, 1]
+    *_, compiled = setup(decoder, compile=compile)
+    *_, plain = setup(decoder)
+    numbers = random.Random(0)
+    tokens = torch.randint(0, decoder.vocab_size, (512,), generator=torch.Generator().manual_seed(0))
+    for i in range(50):
+        length, count = numbers.randint(1, 512), numbers.randint(1, 512)
+        generator = model.stream(compiled, [tokens[:length]], count, key=i, temperature=0.8)
+        text = [next(generator) for _ in range(min(count, 2))]
+        if i < 5:
+            wanted = model.stream(plain, [tokens[:length]], count, key=i, temperature=0.8)
+            assert all(torch.equal(token, next(wanted)) for token in text)
+    assert [len(fn.cache) for fn in made if fn.cache] == [1] * 4
+
+
+def test_lengths_of_a_cache_hold_every_prompt_and_count():
+    for max_seq, chunk in ((12, 12), (512, 64), (1024, 64), (5000, 64), (300, 7)):
+        lengths = cache_lengths(max_seq, chunk)
+        assert list(lengths) == sorted(set(lengths)) and lengths[-1] >= -(-(max_seq - 1) // chunk) * chunk
+        assert all(-(-length // chunk) * chunk + max_seq - length - 1 <= lengths[-1] for length in range(1, max_seq))
 
 
 def test_one_key_gives_one_text():
-    params, axes = setup()
+    *_, writer = setup()
     prompt = make_batch(TINY)["tokens"][:, :4]
 
-    def text(key):
-        return model.generate(params, prompt, 8, TINY, LAYOUTS, axes, key=key, temperature=1.3, top_p=0.9)
+    def text(key, **how):
+        return model.generate(writer, prompt, 8, key=key, temperature=1.3, top_p=0.9, **how)
 
     assert torch.equal(text(1), text(1)) and not torch.equal(text(1), text(2))
     assert int(text(1).max()) < TINY.vocab_size, "a padded id was chosen"
+    same = prompt[:1].expand(3, -1)
+    texts = model.generate(writer, same, 8, key=1, temperature=1.3)
+    assert len({tuple(row) for row in texts.tolist()}) > 1, "rows of one prompt share their chance"
 
 
-@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.75, 1.0])
-def test_top_p_draws_the_shortest_set_with_enough_mass(top_p):
-    torch.manual_seed(0)
-    logits = torch.randn(1, 20, dtype=torch.float64) * 2
-    p, order = logits[0].softmax(-1).sort(descending=True)
-    size = int((p.cumsum(0) < top_p - 1e-12).sum()) + 1 if top_p < 1 else 20
-    u = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    drawn = choose(logits.expand(4000, 20), u, 1.0, top_p)
-    frequency = torch.bincount(drawn, minlength=20) / 4000
-    wanted = torch.zeros(20, dtype=torch.float64)
-    wanted[order[:size]] = p[:size] / p[:size].sum()
-    torch.testing.assert_close(frequency.double(), wanted, rtol=0, atol=1 / 2000)  # an even grid of u: no luck involved
+def test_stop_ids_end_each_row_for_itself():
+    *_, writer = setup()
+    prompt = make_batch(TINY)["tokens"][:, :3]
+    full = model.generate(writer, prompt, 8, key=4, temperature=1.5)
+    stop = {int(full[0, 2]), int(full[1, 5])}
+    got = model.generate(writer, prompt, 8, key=4, temperature=1.5, stop_ids=stop)
+    ends = [next((i for i, id in enumerate(row) if id in stop), 7) for row in full.tolist()]
+    assert got.shape == (3, max(ends) + 1)
+    for row, wanted, end in zip(got.tolist(), full.tolist(), ends, strict=True):
+        assert row[: end + 1] == wanted[: end + 1] and set(row[end + 1 :]) <= {ENDED}
+    assert (
+        got.shape == torch.stack(list(model.stream(writer, prompt, 8, key=4, temperature=1.5, stop_ids=stop)), 1).shape
+    )
 
 
-def test_temperature_sharpens_and_the_ends_of_uniform_are_safe():
-    logits = torch.tensor([[0.0, 1.0, -torch.inf]])
-    assert int(choose(logits, torch.tensor([0.99999]), temperature=0.01)) == 1
-    assert int(choose(logits, torch.tensor([1 - 2.0**-53], dtype=torch.float64))) == 0
-    assert int(choose(logits, torch.tensor([0.0]))) == 1
-
-
-def test_uniform_is_a_function_of_key_position_and_row():
-    u = torch.stack([uniform(3, i, 4) for i in range(500)])
-    assert 0 <= float(u.min()) and float(u.max()) < 1 and abs(float(u.mean()) - 0.5) < 0.03
-    assert torch.equal(u[7], uniform(3, 7, 4)) and len(u.unique()) == u.numel()
+def test_stop_texts_end_a_row_where_they_are_complete():
+    *_, writer = setup()
+    tokenizer = data.CharTokenizer("".join(map(chr, range(32, 82))))
+    prompt = make_batch(TINY)["tokens"][:1, :3]
+    text = tokenizer.decode(model.generate(writer, prompt, 9, key=4, temperature=1.5)[0])
+    stop = text[3:6]
+    how = {"key": 4, "temperature": 1.5, "stop_texts": ["no such", stop], "tokenizer": tokenizer}
+    got = tokenizer.decode(model.generate(writer, prompt, 9, **how)[0])
+    assert got == text[: text.index(stop) + 3]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"count": 99}, "together at most Decoder.max_seq=12"),
-        ({"temperature": -1.0}, "wanted temperature >= 0"),
+        ({"temperature": -1.0}, "wanted >= 0"),
         ({"top_p": 0.0}, "0 < top_p <= 1"),
-        ({"axes": Axes(Mesh(tp=2))}, "got symbolic axes of the mesh tp2"),
+        ({"top_k": 0}, "a whole number of at least 1"),
+        ({"rows": [1, 2]}, "rows: got 2 numbers"),
+        ({"stop_texts": ["x"]}, "and a tokenizer"),
+        ({"prompts": []}, "prompts: got no row"),
+        ({"prompts": [[]]}, "prompts of 0 to 0"),
+        ({"prompts": torch.zeros(4, dtype=torch.int64)}, "for one text pass"),
     ],
 )
 def test_errors(change, message):
-    params, axes = setup()
-    args = {"count": 2, "axes": axes, "temperature": 1.0, "top_p": 1.0} | change
+    *_, writer = setup()
+    args = {"count": 2, "prompts": torch.zeros(1, 4, dtype=torch.int64)} | change
     with pytest.raises(ValueError, match=message):
-        model.generate(
-            params, torch.zeros(1, 4, dtype=torch.int64), args.pop("count"), TINY, LAYOUTS, args.pop("axes"), **args
-        )
+        model.generate(writer, args.pop("prompts"), args.pop("count"), **args)
+
+
+def test_symbolic_axes_are_refused():
+    params, layouts, *_ = setup()
+    with pytest.raises(ValueError, match="got symbolic axes of the mesh tp2"):
+        model.inference(params, TINY, layouts, Axes(Mesh(tp=2)))

@@ -72,4 +72,5 @@ def test_generation_equals_the_growing_prompt(folder):
     for _ in range(6):
         scores = model.logits(params, text, decoder, layouts, axes)[:, -1, : decoder.vocab_size]
         text = torch.cat((text, scores.argmax(-1, keepdim=True)), 1)
-    assert torch.equal(model.generate(params, prompt, 6, decoder, layouts, axes, temperature=0), text[:, 8:])
+    writer = model.inference(params, decoder, layouts, axes)
+    assert torch.equal(model.generate(writer, prompt, 6, temperature=0), text[:, 8:])

@@ -1,0 +1,118 @@
+"""`python -m fmegatron.model chat|score CHECKPOINT`: continue texts on the terminal, and score files.
+
+The weights, the model and the tokenizer come from the checkpoint alone (`model.opened`). Exit status: 0 all went well,
+1 it could not be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from fmegatron import step
+from fmegatron.collectives import Axes
+from fmegatron.layout import Mesh
+from fmegatron.model.sample import Inference, inference, stream
+from fmegatron.model.scoring import perplexity
+from fmegatron.model.stored import opened
+from fmegatron.model.text import Tokenizer, pieces
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of both commands."""
+    top = argparse.ArgumentParser(prog="python -m fmegatron.model", description="Write with a model, or score texts.")
+    commands = top.add_subparsers(dest="command", required=True)
+    chat = commands.add_parser("chat", help="continue every line that is typed; the conversation is the prompt")
+    score = commands.add_parser("score", help="perplexity of text files, as JSON lines")
+    for command in (chat, score):
+        command.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
+        command.add_argument("--tokenizer", help="file of the tokenizer, where the checkpoint does not have it")
+        command.add_argument("--device", help="cpu (default) or cuda")
+        command.add_argument("--compile", action="store_true", help="compile first (some seconds), then be faster")
+    chat.add_argument("--prompt", help="continue this text once, and end")
+    chat.add_argument("--tokens", type=int, default=200, help="most new tokens of an answer")
+    chat.add_argument("--turn", default="{}", help="what a line becomes, such as 'User: {}\\nAssistant:'")
+    chat.add_argument("--stop", action="append", default=[], help="text that ends an answer (several may be given)")
+    chat.add_argument("--key", type=int, default=0, help="of the random choices")
+    for name, kind, default in (
+        ("temperature", float, 0.8), ("top-k", int, None), ("top-p", float, 0.95), ("min-p", float, 0.0),
+        ("repetition-penalty", float, 1.0),
+    ):  # fmt: skip
+        chat.add_argument(f"--{name}", type=kind, default=default)
+    score.add_argument("files", nargs="+", help="texts in UTF-8")
+    score.add_argument("--stride", type=int, help="tokens from window to window; default: the longest sequence")
+    return top
+
+
+def main(argv: Sequence[str] | None = None, lines: TextIO | None = None, out: TextIO | None = None) -> int:
+    """Run a command; returns the exit status. lines, out: standard input and output."""
+    given = parser().parse_args(argv)
+    lines, out = lines or sys.stdin, out or sys.stdout
+    try:
+        decoder, params, layouts, tokenizer = opened(given.checkpoint, tokenizer=given.tokenizer, device=given.device)
+        if tokenizer is None:
+            raise ValueError(
+                f"{given.checkpoint}: got a checkpoint without its tokenizer, wanted one; pass --tokenizer, a file "
+                "that tokenizer.save wrote"
+            )
+        compile = step.jit if given.compile else None
+        of = inference(params, decoder, layouts, Axes(Mesh()), compile=compile)
+        if given.command == "score":
+            _score(of, tokenizer, given, out)
+        else:
+            _chat(of, tokenizer, given, lines, out)
+    except (ValueError, OSError) as error:
+        print(f"{given.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _score(of: Inference, tokenizer: Tokenizer, given: argparse.Namespace, out: TextIO) -> None:
+    for name in given.files:
+        text = Path(name).read_text(encoding="utf-8")
+        found = perplexity(of, tokenizer.encode(text).astype("int64"), stride=given.stride)
+        line = {"file": name, "tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+        print(json.dumps({**line, "bits_per_byte": found.bits_per_byte(len(text.encode()))}), file=out, flush=True)
+
+
+def _chat(of: Inference, tokenizer: Tokenizer, given: argparse.Namespace, lines: TextIO, out: TextIO) -> None:
+    """Answers until the end of the input; the text so far, cut on the left to what fits, is the prompt of the next."""
+    if given.prompt is not None:
+        for piece in _answer(of, tokenizer, given.prompt, given, 0):
+            print(piece, end="", file=out, flush=True)
+        print(file=out)
+        return
+    shown, text = lines.isatty(), ""
+    while True:
+        if shown:
+            print("> ", end="", file=out, flush=True)
+        line = lines.readline()
+        if not line:
+            return
+        text += given.turn.replace("\\n", "\n").replace("{}", line.rstrip("\n"))
+        for piece in _answer(of, tokenizer, text, given, len(text)):
+            print(piece, end="", file=out, flush=True)
+            text += piece
+        text += "\n"
+        print(file=out, flush=True)
+
+
+def _answer(of: Inference, tokenizer: Tokenizer, text: str, given: argparse.Namespace, turn: int) -> Iterator[str]:
+    """The pieces of one answer as they come. turn: another one for each, so that answers to one text differ."""
+    stops, most = [stop.replace("\\n", "\n") for stop in given.stop], of.decoder.max_seq
+    prompt = [int(id) for id in tokenizer.encode(text)]
+    count = min(given.tokens, max(most - len(prompt), most // 2))
+    prompt = prompt[max(0, len(prompt) + count - most) :]
+    eos = getattr(tokenizer, "eos", None)
+    choice = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    ends = frozenset() if eos is None else frozenset({eos})
+    tokens = (int(token[0]) for token in stream(of, [prompt], count, key=given.key + turn, stop_ids=ends, **choice))
+    return pieces((id for id in tokens if id not in ends), tokenizer, stops)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
