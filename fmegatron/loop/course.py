@@ -98,7 +98,8 @@ def course(
     pieces, position, behind = [], step, samples
 
     def begin(position: int, behind: int) -> StepBatches:
-        of = replace(batches, batch_size=size_at(position)).after(behind, position)  # pyright: ignore[reportArgumentType]
+        resized = replace(batches, batch_size=size_at(position))  # pyright: ignore[reportArgumentType]  a dataclass
+        of = resized.after(behind, position)
         pieces.append((position, of))
         return of
 

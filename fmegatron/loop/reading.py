@@ -127,7 +127,7 @@ def rows_of(
                 "of step.build_train_step, or the part of a rank: batches.for_rank(layout, world.rank, world.device)"
             )
         for size in {batches.batch_size, *(size for _, size in sizes)}:  # raises for sizes that ranks cannot share
-            layout_of(dataclasses.replace(batches, batch_size=size))  # pyright: ignore[reportArgumentType]
+            layout_of(dataclasses.replace(batches, batch_size=size))  # pyright: ignore[reportArgumentType]  a dataclass
         return Reading(batches, None, layout_of, world.rank, world.device, sizes, ranges)
     if sizes:
         raise ValueError(f"Run: batch_sizes: got {sizes} and {tree.in_words(batches)}, wanted data.Batches")

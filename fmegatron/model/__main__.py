@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, lines: TextIO | None = None, out: TextIO | None = None) -> int:
     """Run a command; returns the exit status. lines, out: standard input and output."""
     given = parser().parse_args(argv)
-    lines, out = lines or sys.stdin, out or sys.stdout
+    source: TextIO = sys.stdin if lines is None else lines
+    target: TextIO = sys.stdout if out is None else out
     try:
         decoder, params, layouts, tokenizer = opened(given.checkpoint, tokenizer=given.tokenizer, device=given.device)
         if tokenizer is None:
@@ -62,9 +63,9 @@ def main(argv: Sequence[str] | None = None, lines: TextIO | None = None, out: Te
         compile = step.jit if given.compile else None
         of = inference(params, decoder, layouts, Axes(Mesh()), compile=compile)
         if given.command == "score":
-            _score(of, tokenizer, given, out)
+            _score(of, tokenizer, given, target)
         else:
-            _chat(of, tokenizer, given, lines, out)
+            _chat(of, tokenizer, given, source, target)
     except (ValueError, OSError) as error:
         print(f"{given.command}: {error}", file=sys.stderr)
         return 1

@@ -250,7 +250,7 @@ def new_cache(empty: dict, rows: int, slots: int) -> dict:
 def token_losses(
     weights: dict, tokens_BS: Tensor, labels_BS: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[Tensor, Tensor]:
-    """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool [B, S]), equal on all ranks of tp."""
+    """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool[B, S]), equal on all tp ranks."""
     positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     at = decoder.at(positions_S)
 

@@ -16,7 +16,7 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.collectives import World
-from fmegatron.data.tokenizers import load_tokenizer, tokenizer_from
+from fmegatron.data.open_tokenizer import load_tokenizer, tokenizer_from
 from fmegatron.layout import Mesh
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.json_form import described, description

@@ -123,13 +123,24 @@ def exact(
         return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, options)
 
 
-def deep(build: Callable[[int], Described], depth: int, mesh: Mesh, *, few: Sequence[int] = _FEW, **how: Any) -> Exact:
+def deep(
+    build: Callable[[int], Described],
+    depth: int,
+    mesh: Mesh,
+    *,
+    few: Sequence[int] = _FEW,
+    rank: int = 0,
+    overlap: Overlap | None = None,
+    donate: int | Sequence[int] | None = 0,
+    patches: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Exact:
     """`exact` of a model of `depth` equal layers, at the cost of shallow ones: O(1) of depth.
 
     The peaks of each part of the step (`plan.wrapper`) are counted at the depths `few`, whose differences must be the
     same and even (the backward is looked at in halves); what a layer adds there is then added for the layers that are
-    missing. build(n) gives (step, state_specs, batch_layouts) of n layers. how: as for `exact`. A depth that is no more
-    than 3/2 of the largest of `few` is counted itself.
+    missing. build(n) gives (step, state_specs, batch_layouts) of n layers. The other arguments are those of `exact`. A
+    depth that is no more than 3/2 of the largest of `few` is counted itself.
 
     Raises ValueError where the peaks do not grow evenly, so that nothing can be continued: plan all layers by `exact`.
     """
@@ -139,14 +150,13 @@ def deep(build: Callable[[int], Described], depth: int, mesh: Mesh, *, few: Sequ
         raise ValueError(
             f"deep: got few={few}, wanted three depths from 4 on at equal, even distances; give some such as {_FEW}"
         )
-    how = {"overlap": None, "donate": 0, "patches": None, "options": None} | how
-    rank = how.pop("rank", 0)
+    how = (overlap, donate, patches, options)
     began = time.process_time()
     with _world(mesh, rank) as world:
         known: dict[Any, Counted] = {}
         if depth <= few[-1] * 3 // 2:
-            return _exact(world, known, *build(depth), **how)
-        found = [_exact(world, known, *build(n), **how) for n in few]
+            return _exact(world, known, *build(depth), *how)
+        found = [_exact(world, known, *build(n), *how) for n in few]
     state, batch = _bytes(build(depth)[1], rank), found[0].batch
     missing = (depth - few[2]) // (few[2] - few[1])
     phases, changes = {}, {}

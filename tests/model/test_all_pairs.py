@@ -107,7 +107,8 @@ def test_sizes_that_do_not_divide_name_their_fix(name):
         of = of._replace(mesh=mesh, decoder=settings.with_fields(of.decoder, **fields))
         rows = of.strategy.batch_layout(shape, torch.int64, mesh)
         train = settings.train_step(mesh, of)
-        step.check(train, settings.specs_of(of, mesh), {"tokens": rows, "labels": rows}, mesh)
+        batch = {"tokens": rows, "labels": rows} | ({"positions": rows} if fields.get("context") == "balanced" else {})
+        step.check(train, settings.specs_of(of, mesh), batch, mesh)
 
 
 def test_every_case_is_one_that_can_be_run():
