@@ -55,6 +55,7 @@ def describe(value: Any) -> str:
     return repr(value) if isinstance(value, Global | Record) else f"a {type(value).__name__}"
 
 
+_MEMBER = "builtins.getattr"  # of an enum, as Python 3.11.0 to 3.11.3 writes it: by name
 _EMPTY_DICTS = frozenset({"collections.OrderedDict", "builtins.dict"})
 _SEQUENCES = frozenset({"torch.Size", "builtins.tuple"})
 _SCALARS = frozenset({str, int, bool, float, bytes, type(None)})
@@ -272,7 +273,7 @@ class _Machine:
     def _global(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise self.error("a global whose name is no text")
-        if not self.allowed(f"{module}.{name}"):
+        if f"{module}.{name}" != _MEMBER and not self.allowed(f"{module}.{name}"):
             raise self.error(f"the global {module[:80]}.{name[:80]}, which is not on the list of plain data")
         self.stack.append(Global(f"{module}.{name}"))
 
@@ -281,8 +282,12 @@ class _Machine:
         name = self.top(Global).name
         if type(args) is not tuple:
             raise self.error("arguments that are no tuple")
-        if name in _EMPTY_DICTS and not args:
-            value: Any = {}
+        if name == _MEMBER:
+            if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str or args[0].name == _MEMBER:
+                raise self.error(f"{_MEMBER} of something else than a class of the list and the name of a member")
+            value: Any = Record(args[0].name, (args[1],))
+        elif name in _EMPTY_DICTS and not args:
+            value = {}
         elif name in _SEQUENCES and len(args) == 1 and type(args[0]) in (tuple, list):
             value = tuple(args[0])
         else:

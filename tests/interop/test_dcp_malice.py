@@ -36,7 +36,7 @@ def attacks(sentinel):
     yield "posix.system", pickle.dumps(Runs(text))
     yield "builtins.eval", pickle.dumps(Runs(text, eval, f"open({text!r}, 'w')"))
     yield "builtins.exec", pickle.dumps({"state_dict_metadata": [Runs(text, exec, f"open({text!r}, 'w')")]}, 4)
-    yield "builtins.getattr", b"cbuiltins\ngetattr\n(cos\nsystem\nS'x'\ntR."
+    yield "os.system", b"cbuiltins\ngetattr\n(cos\nsystem\nS'x'\ntR."
     yield "posix.system", b"cposix\nsystem\n(X%c\0\0\0touch %stR." % (len(text) + 6, text.encode())
     yield "instruction b'i'", b"(X%c\0\0\0touch %siposix\nsystem\n." % (len(text) + 6, text.encode())
     yield "instruction b'o'", b"()o."
@@ -349,3 +349,18 @@ def test_reads_what_python_reads():
             assert isinstance(got["more"][5], Record)
             got["more"] = (*got["more"][:5], b"\0" * 300, *got["more"][6:])
         assert got == value and got["nested"]["a"]["b"][2] is got["nested"]["a"]["b"][3]
+
+
+def test_a_member_of_an_enum_by_its_name():
+    """As Python 3.11.0 to 3.11.3 writes it; `getattr` of anything else is refused, and nothing is looked up."""
+
+    def of(what, name="X"):
+        return (
+            b"\x80\x02cbuiltins\ngetattr\n" + what + b"X" + len(name).to_bytes(4, "little") + name.encode() + b"\x86R."
+        )
+
+    found = load(of(b"ctorch\nlayout\n"), {"torch.layout"}, "here")
+    assert (found.name, found.args) == ("torch.layout", ("X",))
+    for bad in (b"cos\nsystem\n", b"cbuiltins\ngetattr\n", b"N", b"]"):
+        with pytest.raises(UnsafePickle, match="refused, nothing was executed"):
+            load(of(bad), {"torch.layout"}, "here")
