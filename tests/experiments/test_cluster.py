@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.house import ROOT
@@ -26,6 +27,7 @@ with connect(Mesh(dp=2, tp=2), device="cpu") as world:
 """
 
 
+@pytest.mark.slow  # two agents start four processes
 def test_two_agents_on_two_addresses_are_one_job(tmp_path):
     """What two nodes are to torchrun: two agents, each with its own address, that meet at the first one's."""
     (tmp_path / "program.py").write_text(PROGRAM)

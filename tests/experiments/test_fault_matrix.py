@@ -69,7 +69,7 @@ def clean(python, tmp_path_factory):
     return end_of(out)[0]
 
 
-@pytest.mark.parametrize("kind, rank, place", pairs.turns(2, CASES, ids=["-".join(case) for case in CASES]))
+@pytest.mark.parametrize("kind, rank, place", pairs.turns(1, CASES, ids=["-".join(case) for case in CASES]))
 def test_every_fault_everywhere(python, tmp_path, clean, kind, rank, place):
     seconds = {"diskfull": ",seconds=3", "slow": ",seconds=0.05", "hang": "", "stop": ""}.get(kind, "")
     fault = f"{kind}:rank={rank},step=4,at={place}{seconds}"
