@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fmegatron.checkpoint.files.look import is_directory, is_there
 from fmegatron.loop.events import read_events
 
 # Of a record: where it stands, not what was measured.
@@ -73,14 +74,15 @@ class Recorded:
 def read_run(path: str | Path) -> Recorded:
     """A run's folder, or its metrics file. Raises ValueError for a path that is not there."""
     path = Path(path)
-    if not path.exists():
+    if not is_there(str(path)):
         raise ValueError(f"{path}: got nothing there, wanted the folder of a run (with metrics.jsonl in it)")
-    folder, file = (path, path / "metrics.jsonl") if path.is_dir() else (path.parent, path)
+    whole = is_directory(str(path))
+    folder, file = (path, path / "metrics.jsonl") if whole else (path.parent, path)
     notes: list[str] = []
     records = tuple(_records(file, notes))
-    events = tuple(_clean_events(folder / "events.jsonl", notes)) if path.is_dir() else ()
-    config = _config(folder / "config.json", notes) if path.is_dir() else None
-    name = path.resolve().name if path.is_dir() else path.name
+    events = tuple(_clean_events(folder / "events.jsonl", notes)) if whole else ()
+    config = _config(folder / "config.json", notes) if whole else None
+    name = path.resolve().name if whole else path.name
     return Recorded(name or str(path), str(path), records, events, config, tuple(notes))
 
 
@@ -111,7 +113,7 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    if not file.exists():
+    if not is_there(str(file)):
         notes.append(f"{file.name} is not there")
         return
     for event in read_events(file):
