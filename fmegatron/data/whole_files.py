@@ -28,13 +28,13 @@ def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def sync_file(file: BinaryIO) -> None:
-    """What was written lies on the disk when this returns."""
+    """What was written is durable when this returns."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(path: str | os.PathLike) -> None:
-    """The names in a directory lie on the disk when this returns."""
+    """The names in a directory are durable when this returns."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
