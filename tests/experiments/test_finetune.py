@@ -24,6 +24,7 @@ def finetuned(rank, config):
     return finetune.main(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama3.1", "gemma2", "gpt2"])
 def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     theirs = folder(name, tmp_path / "model")
@@ -40,6 +41,7 @@ def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     assert config_of(name)[1].model_type == tuned.config.model_type
 
 
+@pytest.mark.long
 def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks):
     folder("llama3.1", tmp_path / "model")
     tuned = []
