@@ -51,6 +51,14 @@ def test_other_forms_of_parallel(benchmark, capsys, ranks):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_a_step_of_16384_ranks_is_proven(benchmark, name):
+    """In bf16, with one layer: the benchmark has 64, of which equal calls are looked at once."""
+    found = benchmark("plan").checked(name, 1)
+    assert found.ok and not found.unproven, str(found)
+
+
 def of_gpu_without_a_gpu(benchmark, capsys, ranks):
     gpu = benchmark("gpu")
     assert gpu.main(["--here", "--backend=aot_eager"]) == 0
