@@ -138,7 +138,7 @@ def by_transformers(sizes: Sizes, form: str, given: list[torch.Tensor]):
     return run
 
 
-FORMS = ("eager", "grouped_mm", "batched_mm")  # of transformers: a loop, grouped products, a copy of weights per row
+FORMS = ("eager", "grouped_mm")  # of transformers: a loop, grouped products; "batched_mm" copies a matrix for each row
 
 
 def race(rank: int, numbers: tuple[int, int, int, int, int], rows: int | None, rounds: int, backend: str) -> dict:
