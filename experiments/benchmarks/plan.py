@@ -1,12 +1,13 @@
 """How far is a plan from a real run? Memory by schedule and by formula against the heap, and meshes in order of time.
 
     make bench-plan
-    python experiments/benchmarks/plan.py [--only=memory,seconds,order] [--cases=NAME,...]
+    python experiments/benchmarks/plan.py [--only=memory,seconds,check,order] [--cases=NAME,...]
 
 Memory: each case of CASES runs on 1, 2 or 4 gloo ranks with the whole heap counted (heap.py), the peak of the rank
 where it is highest, above the state; shapes "wide" and "long" were not used while the formulas were written. Seconds:
 of the processor, of plans of 405B on 16,384 ranks, of a search of 1,000 meshes, of exact plans against a cold compile,
-and of 126 layers against 12. Order: the Spearman correlation of the steps' times on 4 ranks with those that
+and of 126 layers against 12. Check: of 64 layers on 16,384 ranks, by a ring beside tp, fsdp and dp, dense and with
+experts over an axis of their own. Order: the Spearman correlation of the steps' times on 4 ranks with those that
 `plan.quick` predicts from rates measured on the same ranks in the same run. JSON lines on stdout, a table on stderr.
 Expected: exact within 2% of state + transients, quick within 15%; the order at 0.8 or more where the machine is quiet.
 """
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import torch
 from heap import counted_in_children, peak_bytes
 
-from fmegatron import model, optim, plan, step, tree
+from fmegatron import model, nn, optim, plan, step, tree
 from fmegatron.collectives import Axes, Precision, connect
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.testing import RankPool, report
@@ -246,6 +247,42 @@ def seconds() -> None:
     report("plan_126_layers_over_12", [deep_s / twelve_s], unit="ratio", bar="<= 1.5", where=where, note=note)
 
 
+# ---- the check -------------------------------------------------------------------------------------------------------
+CHECKED = {"dense": Mesh(dp=16, fsdp=32, cp=4, tp=8), "experts": Mesh(dp=8, fsdp=8, ep=8, cp=4, tp=8)}
+
+
+def checked(name: str, layers: int = 64) -> step.Report:
+    """The check of a train step of 16,384 ranks: bf16, HSDP, sequence parallelism, a ring over cp; experts over ep."""
+    mesh, strategy = CHECKED[name], DataParallel(("dp", "fsdp", "ep"), *[("fsdp",)] * 3)
+    mixture = model.MoE(nn.Router(64, 4, normalised=True), 4096, balance=0.01, z_loss=1e-3)
+    config = model.llama(
+        128256, 4096, layers, 32, 16, 14336, 8192, mlp=mixture if name == "experts" else None, context="ring",
+        sequence_parallel=True, compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh, data=strategy.tokens)
+    layouts, optimizer = tree.layouts(specs), optim.adamw(3e-4)
+    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save="mincut")
+    update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
+    rows = strategy.batch_layout((2 * mesh.extent(mesh.axes(strategy.axes)), config.max_seq), torch.int64, mesh)
+    batch = {"tokens": rows, "labels": rows}
+    return step.check(update, step.state_specs(specs, optimizer, strategy), batch, mesh)
+
+
+def check(repetitions: int = 3) -> None:
+    for name, mesh in CHECKED.items():
+        where = f"64 layers, {mesh}, {mesh.size} ranks, one thread, torch {torch.__version__}"
+        reports, wall, processor = [], [], []
+        for _ in range(repetitions):
+            start = time.perf_counter(), time.process_time()
+            reports.append(checked(name))
+            wall.append(time.perf_counter() - start[0])
+            processor.append(time.process_time() - start[1])
+        wrong = max(len(found.findings) + len(found.unproven) for found in reports)
+        report(f"check_{name}_findings", [wrong], unit="findings and unproven", bar="<= 0", where=where)
+        report(f"check_{name}_wall", wall, unit="s", bar="< 10", where=where)
+        report(f"check_{name}_processor", processor, unit="s", bar="< 10", where=where)
+
+
 # ---- order -----------------------------------------------------------------------------------------------------------
 ORDER = [
     Case("base", DP4),
@@ -308,7 +345,7 @@ def order(rounds: int = 7) -> None:
 
 def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="memory,seconds,order")
+    parser.add_argument("--only", default="memory,seconds,check,order")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--child", default=None)
     flags = parser.parse_args(arguments)
@@ -318,6 +355,8 @@ def main(arguments=None) -> None:
     only = flags.only.split(",")
     if "seconds" in only:
         seconds()
+    if "check" in only:
+        check()
     if "memory" in only:
         memory(flags.cases.split(","))
     if "order" in only:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fmegatron.nn.attention import over_heads
 from fmegatron.nn.torch_private import flash_on_cpu, flash_on_cpu_backward
 
-__all__ = ["attention_with_lse", "block", "block_backward", "merged"]
+__all__ = ["attention_with_lse", "block", "block_backward", "merged", "skips_hidden"]
 
 
 def block(
@@ -119,6 +119,11 @@ class _WithLse(torch.autograd.Function):
             of_q = (by * mean_of_keys).to(q.dtype)
             dq, dk = (of_q, more) if dq is None or dk is None else (dq + of_q, dk + more)
         return dq, dk, dv, None
+
+
+def skips_hidden(q_BHSK: Tensor, v_BGTK: Tensor) -> bool:
+    """Whether a causal `block` of these computes only what its mask lets through, half of the block."""
+    return _has_kernel(q_BHSK, v_BGTK)
 
 
 # ---- details ---------------------------------------------------------------------------------------------------------

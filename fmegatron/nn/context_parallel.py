@@ -20,7 +20,7 @@ from torch import Tensor
 from fmegatron import layout
 from fmegatron.collectives import Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
 from fmegatron.nn.attention import attention, visible
-from fmegatron.nn.attention_blocks import block, block_backward, merged
+from fmegatron.nn.attention_blocks import block, block_backward, merged, skips_hidden
 
 __all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
 
@@ -66,7 +66,8 @@ def ring_attention(
             f"ring over {cp}: got {q_BSHK.shape[1]} positions on each rank, wanted an even number, since a balanced "
             f"ring gives each rank two parts of the sequence; pad it to a multiple of {2 * cp.size}"
         )
-    how = _Ring(cp, window, balanced, not balanced or documents is not None or window is not None)
+    masked = not balanced or documents is not None or window is not None
+    how = _Ring(cp, window, balanced, masked, not masked and skips_hidden(q_BSHK, v_BSGK))
     at = _stacked(positions, documents)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     return declare(_RingAttention.apply(q, k, v, at, how), cp, ("sharded", 2)).transpose(1, 2)
@@ -172,12 +173,14 @@ def _stacked(positions: Tensor, documents: Tensor | None) -> Tensor:
 # ---- the ring --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Ring:
-    """masked: whether masks are made of positions and documents, or none is needed but the diagonal's."""
+    """masked: whether masks are made of positions and documents, or none is needed but the diagonal's. whole: whether
+    both chunks of a rank's own keys are one causal block, as good as the three of four parts that it sees."""
 
     cp: Axis
     window: int | None
     balanced: bool
     masked: bool
+    whole: bool = False
 
     def seen(self, at_q: Tensor, at_k: Tensor, diagonal: bool = False) -> tuple[Tensor | None, bool]:
         """(mask, causal) of a block."""
@@ -262,6 +265,8 @@ def _earlier(how: _Ring, hop: int, like: Tensor) -> Tensor:
 
 def _balanced(how, hop, found, rows, keys):
     """[(o, lse) of the first chunk of queries, of the second] with the block of one hop more."""
+    if how.whole and hop == 0:
+        return list(zip(*map(_halves, block(rows[0], *keys[:2], causal=True)), strict=True))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (k0, k1), (v0, v1), (b0, b1) = pairs
 
@@ -280,6 +285,9 @@ def _balanced(how, hop, found, rows, keys):
 
 
 def _balanced_backward(how, hop, rows, keys):
+    if how.whole and hop == 0:
+        q, _, do, o, lse = rows
+        return list(map(_wide, block_backward(do, q, *keys[:2], o, lse, causal=True)))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (do0, do1), (o0, o1), (l0, l1), (k0, k1), (v0, v1), (b0, b1) = pairs
     dq1, dk0, dv0 = map(_wide, block_backward(do1, q1, k0, v0, o1, l1, *how.seen(a1, b0)))

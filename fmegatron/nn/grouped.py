@@ -72,9 +72,10 @@ def _one_by_one(self, mat2, offs):
     ends = offs.tolist()
     groups = list(zip([0, *ends], ends, strict=False))
     if mat2.dim() == 3:
-        out = self.new_zeros(self.shape[0], mat2.shape[2])
+        out = self.new_empty(self.shape[0], mat2.shape[2])
         for (start, end), w in zip(groups, mat2, strict=True):
             torch.mm(self[start:end], w, out=out[start:end])
+        out[ends[-1] :].zero_()
         return out
     out = self.new_empty(len(ends), self.shape[0], mat2.shape[1])
     for (start, end), y in zip(groups, out, strict=True):

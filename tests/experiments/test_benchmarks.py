@@ -51,6 +51,31 @@ def test_other_forms_of_parallel(benchmark, capsys, ranks):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_a_step_of_16384_ranks_is_proven(benchmark, name):
+    """In bf16, with one layer: the benchmark has 64, of which equal calls are looked at once."""
+    found = benchmark("plan").checked(name, 1)
+    assert found.ok and not found.unproven, str(found)
+
+
+def of_context(benchmark, capsys, ranks):
+    """Bytes as the formula: n - 1 blocks of k and v forward, again backward, and n of their gradients."""
+    benchmark("context").main(["--quick", "--backend=aot_eager"], pool=ranks)
+    lines = lines_of(capsys)
+    for form in ("ring", "balanced", "gathered"):
+        assert lines[f"cp_{form}_bytes"]["value"] == 1.0 and lines[f"cp_{form}_difference"]["holds"]
+
+
+def of_moe(benchmark, capsys, ranks):
+    """Rows that travel: those that were routed, each token once to a rank."""
+    benchmark("moe").main(["--quick", "--backend=aot_eager"], pool=ranks)
+    lines = lines_of(capsys)
+    assert lines["moe_worst_case_rows"]["value"] == lines["moe_balanced_rows"]["value"] == 1.0
+    assert all(line["holds"] for metric, line in lines.items() if metric.endswith("_difference"))
+    assert lines["moe_transformers_eager_time"]["value"] > 0 < lines["moe_worst_case_peak"]["value"]
+
+
 def of_gpu_without_a_gpu(benchmark, capsys, ranks):
     gpu = benchmark("gpu")
     assert gpu.main(["--here", "--backend=aot_eager"]) == 0
@@ -59,7 +84,10 @@ def of_gpu_without_a_gpu(benchmark, capsys, ranks):
     assert lines["gpu_least_speed_over_compile"]["value"] > 0 < lines["gpu_least_speed_over_fsdp2"]["value"]
 
 
-@pytest.mark.parametrize("form", turns(1, [(of_parallel,), (of_gpu_without_a_gpu,)], ["parallel", "gpu"]))
+FORMS = {"parallel": of_parallel, "gpu": of_gpu_without_a_gpu, "context": of_context, "moe": of_moe}
+
+
+@pytest.mark.parametrize("form", turns(1, [(form,) for form in FORMS.values()], FORMS))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
 def test_smallest_forms(form, benchmark, capsys, ranks):
     form(benchmark, capsys, ranks)

@@ -77,7 +77,7 @@ def values(specs):
 BOTH = [(name, save) for name in CASES for save in (None, "inputs")]
 
 
-@pytest.mark.parametrize(("name", "save"), turns(2, BOTH, [f"{name}-{save}" for name, save in BOTH]))
+@pytest.mark.parametrize(("name", "save"), turns(1, BOTH, [f"{name}-{save}" for name, save in BOTH]))
 def test_equal_to_one_rank_and_proven(name, save):
     mesh, strategy, of = CASES[name]
     specs, rows = given(mesh, strategy, of)

@@ -61,11 +61,10 @@ def text_on_rank(rank, mesh, config, temperature, compiled):
 
 
 TEXTS = [(mesh, False, t) for mesh in (Mesh(tp=2), Mesh(fsdp=2), Mesh(fsdp=2, tp=2)) for t in (0.0, 1.2)]
+TEXTS.append((Mesh(tp=2), True, 1.2))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "compiled", "temperature"), [*turns(2, TEXTS, map(str, TEXTS)), (Mesh(tp=2), True, 1.2)]
-)
+@pytest.mark.parametrize(("mesh", "compiled", "temperature"), turns(2, TEXTS, map(str, TEXTS)))
 def test_every_rank_of_every_mesh_writes_the_same_text(ranks, mesh, compiled, temperature):
     config = dataclasses.replace(CONFIG, sequence_parallel=True)  # ignored while sampling
     wanted = text_on_rank(0, Mesh(), config, temperature, False)

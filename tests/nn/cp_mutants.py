@@ -17,7 +17,7 @@ CP2_TP2, CP2_FSDP2 = Mesh(cp=2, cpi=1, tp=2), Mesh(fsdp=2, cp=2, cpi=1)
 @dataclass(frozen=True)
 class Mutant:
     """One fault. old, new: the text that stands once in the file, and what stands there instead. step: whether the file
-    is the step's. packed, window: the masks under which it shows."""
+    is the step's. packed, window: the masks under which it shows. kernel: whether blocks are kernels where it shows."""
 
     name: str
     old: str
@@ -28,6 +28,7 @@ class Mutant:
     step: bool = False
     packed: bool = True
     window: int | None = None
+    kernel: bool = True
 
 
 def ring(name, old, new, finds="both", **more):
@@ -116,9 +117,14 @@ MUTANTS = (
     balanced("second queries see what is not theirs", "(o, torch.where(earlier, -math.inf, lse))", "(o, lse)"),
     balanced("queries exchanged", "torch.where(earlier, lse, -math.inf)", "torch.where(earlier, -math.inf, lse)"),
     balanced("first diagonal sees all", "attention(q0, a0, k0, v0, b0, True)", "attention(q0, a0, k0, v0, b0)",
-             packed=False),
+             packed=False, kernel=False),
     balanced("second diagonal sees all", "attention(q1, a1, k1, v1, b1, True)", "attention(q1, a1, k1, v1, b1)",
+             packed=False, kernel=False),
+    balanced("the own block sees all", "block(rows[0], *keys[:2], causal=True)", "block(rows[0], *keys[:2])",
              packed=False),
+    balanced("the own block sees all, backward", "*keys[:2], o, lse, causal=True)", "*keys[:2], o, lse)", packed=False),
+    balanced("the second block as the own one", "if how.whole and hop == 0:\n        return",
+             "if how.whole and hop < 2:\n        return", packed=False),
     balanced("the other operands", "q, a, k, v, b = (torch.where(earlier, x, y) for",
              "q, a, k, v, b = (torch.where(earlier, y, x) for"),
     balanced("the other operands, backward", "q, a, do, o, lse, k, v, b = (torch.where(earlier, x, y) for",

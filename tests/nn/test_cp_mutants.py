@@ -7,7 +7,7 @@ import torch
 
 from fmegatron import collectives
 from fmegatron.layout import Mesh
-from fmegatron.nn import context_parallel
+from fmegatron.nn import attention_blocks, context_parallel
 from fmegatron.nn.context_parallel import zigzag
 from fmegatron.step import check
 from fmegatron.testing import relative_error, simulate
@@ -58,8 +58,10 @@ def found_by(mutant):
     )
 
 
-@pytest.mark.parametrize("mutant", turns(8, [(m,) for m in MUTANTS], [m.name for m in MUTANTS]))
-def test_mutant(mutant):
+@pytest.mark.parametrize("mutant", turns(5, [(m,) for m in MUTANTS], [m.name for m in MUTANTS]))
+def test_mutant(mutant, monkeypatch):
+    if not mutant.kernel:
+        monkeypatch.setattr(attention_blocks, "_has_kernel", lambda q, v: False)
     assert found_by(mutant) == mutant.finds
 
 

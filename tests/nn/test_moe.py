@@ -20,7 +20,7 @@ MESHES = {name: setting.mesh for name, setting in SETTINGS.items()}
 CASES = [(of, skew) for of in SETTINGS for skew in (0.0, 9.0)]  # 9.0: all tokens to the first experts, none to others
 
 
-@pytest.mark.parametrize("of, skew", turns(6, CASES, [f"{of}-{skew}" for of, skew in CASES]))
+@pytest.mark.parametrize("of, skew", turns(4, CASES, [f"{of}-{skew}" for of, skew in CASES]))
 def test_equal_to_one_rank(of, skew):
     make = functools.partial(make_step, of=of)
     found = parity(make, MESHES[of], *values(of, skew), layouts=layouts(MESHES[of], of), steps=3)
@@ -29,7 +29,7 @@ def test_equal_to_one_rank(of, skew):
     assert not skew or (load == 0).sum() == E - SETTINGS[of].router.top_k
 
 
-@pytest.mark.parametrize("of", turns(4, [(of,) for of in SETTINGS], list(SETTINGS)))
+@pytest.mark.parametrize("of", turns(3, [(of,) for of in SETTINGS], list(SETTINGS)))
 def test_check_is_clean(of):
     report = check(make_step(MESHES[of], of), *layouts(MESHES[of], of), MESHES[of])
     assert report.ok and not report.unproven, str(report)
@@ -235,17 +235,18 @@ def test_gloo_ranks_equal_one(ranks, backend):
             torch.testing.assert_close(got[name], right[name], rtol=1e-11, atol=1e-11)
 
 
-def layer_on_rank(rank):
+def layer_on_rank(rank, backend):
     mesh = Mesh(ep=2)
     given, at = arguments(mesh)
     with connect(mesh) as world:
         local = [split(v, one)[rank] for v, one in zip(given, at, strict=True)]
-        return jit(layer(mesh, 3), world=world, backend="inductor")(*local)
+        return jit(layer(mesh, 3), world=world, backend=backend)(*local)
 
 
-def test_a_compiled_layer_on_gloo_ranks(ranks):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_layer_on_gloo_ranks(ranks, backend):
     sim, _ = layer_of(Mesh(ep=2), 3)
-    for rank, (found, stats) in enumerate(ranks.run(layer_on_rank, ranks=2)):
+    for rank, (found, stats) in enumerate(ranks.run(layer_on_rank, backend, ranks=2)):
         right_found, right_stats = sim.outputs[rank]
         assert stats == right_stats
         for got, right in zip(found, right_found, strict=True):

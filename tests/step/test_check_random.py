@@ -50,6 +50,9 @@ def half(*args, **kwargs):
     return lay(*args, dtype=torch.bfloat16, **kwargs)
 
 
+converted = torch.ops.prims.convert_element_type
+
+
 RIGHT = {
     "noise from a key and global positions": (keyed_noise, (ROWS, SEED), (ROWS,)),
     "stochastic rounding by positions": (stochastic, (ROWS, SEED), (lay((8, 16), "dp", dtype=torch.bfloat16),)),
@@ -63,6 +66,9 @@ RIGHT = {
         lambda x: x.flatten().view(torch.uint8).view(torch.float32).view(x.shape), (ROWS,), (ROWS,)
     ),
     "fp8 cast of shards": (lambda x: x.to(FP8).to(torch.float32), (COLUMNS,), (COLUMNS,)),
+    "cast of a pending sum, in a compiled layer": (
+        lambda x: converted(x, torch.bfloat16), (PENDING,), (half((8, 16), "dp", unreduced=("tp",)),)
+    ),
     "fp8 product, one scale": (scaled_product(False), (lay((32, 16), "dp"), lay((16, 32))), (lay((32, 32), "dp"),)),
     "fp8 product of contracted shards": (
         lambda x, w, s: torch._scaled_mm(x.to(FP8), w.t().contiguous().to(FP8).t(), s, s, out_dtype=torch.float32),
@@ -91,6 +97,9 @@ WRONG = {
         (WHOLE, lay((), dtype=torch.int64, unreduced=("tp",))), (WHOLE,), "",
     ),
     "bits of a pending sum": (lambda x: x.view(torch.int32) & 1, (PENDING,), (lay((8, 16), "dp"),), "non-linear"),
+    "cast of a pending sum that is not summed": (
+        lambda x: converted(x, torch.bfloat16), (PENDING,), (half((8, 16), "dp"),), r"partial \(sum\)"
+    ),
     "division of a pending sum that rounds": (
         lambda x: torch.div(x, 2, rounding_mode="floor"), (PENDING,), (PENDING,), "non-linear"
     ),
@@ -121,6 +130,9 @@ def test_wrong(name):
 OPEN = {
     "whole numbers of a pending sum of floats": (
         lambda x: x.to(torch.int32), (PENDING,), (PENDING,), "rounds each rank's term"
+    ),
+    "the same in a compiled layer": (
+        lambda x: converted(x, torch.int32), (PENDING,), (PENDING,), "rounds each rank's term"
     ),
     "fp8 scales of each rank's own, taken out again": (
         scaled_product(True), (lay((32, 16), "dp"), lay((16, 32))), (lay((32, 32), "dp"),), "pending max"

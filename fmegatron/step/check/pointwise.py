@@ -27,7 +27,8 @@ from fmegatron.step.torch_private import outside_of_tracing
 Node = torch.fx.Node
 _KEEPS_WHOLE = frozenset(
     "add sub rsub mul sum neg abs clone detach alias view _unsafe_view reshape expand unsqueeze squeeze permute"
-    " transpose t _to_copy slice select index_select cumsum maximum minimum amax amin psum where ones zeros full"
+    " transpose t _to_copy convert_element_type slice select index_select cumsum maximum minimum amax amin psum"
+    " where ones zeros full"
     " ones_like zeros_like scalar_tensor scatter_add index_add".split()
 )
 _RISING = (
@@ -66,7 +67,8 @@ def _flipped(atom: Atom) -> Atom:
 def cast(scope: Scope, node: Node, given: dict) -> Value:
     """A cast between floats is taken for exact (fp8 too). One of a pending sum to integers is exact for whole
     numbers, and open for others; one to truth values is a comparison."""
-    x, before, after = given["self"], node_of(node.args[0]).meta["val"].dtype, node.meta["val"].dtype
+    x = given["self"] if "self" in given else given["a"]  # prims.convert_element_type, in compiled layers, has an a
+    before, after = node_of(node.args[0]).meta["val"].dtype, node.meta["val"].dtype
     if x.settled or before == after or after.is_floating_point or after.is_complex:
         return x
     if after == torch.bool:
@@ -338,7 +340,7 @@ def philox(scope: Scope, node: Node, given: dict) -> list[Value]:
 
 RULES: Rules = MappingProxyType(
     dict.fromkeys("clone contiguous alias detach lift_fresh_copy conj positive barrier to_host from_host".split(), same)
-    | dict.fromkeys(("_to_copy", "to"), cast)
+    | dict.fromkeys(("_to_copy", "to", "convert_element_type"), cast)
     | dict.fromkeys(("add", "sub", "rsub"), sums)
     | dict.fromkeys(_RISING.split(), function_of("rising"))
     | dict.fromkeys("isnan isinf isposinf isneginf".split(), function_of("nan"))
