@@ -237,13 +237,14 @@ class _Saves:
         if not (whole or near):
             return
         with _section(own.pulse, "save"):
+            if whole:
+                self.claim.check()
+                own.inject("save", info.step, info.state)
             known = {**run.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
             finite = info.finite()
             if near and run.local is not None:
                 self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)
             if whole:
-                self.claim.check()
-                own.inject("save", info.step, info.state)
                 self._save(info, known, finite)
                 own.inject("flight", info.step, info.state)
 
