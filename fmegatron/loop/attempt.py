@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fmegatron import checkpoint, tree
+from fmegatron.loop.deterministic import deterministic
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
@@ -48,6 +49,7 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
     world, pulse = run.world, Pulse(run.patience, run.world.rank)
     restarts = Restarts(run.restart, world, pulse)
     with ExitStack() as open_:
+        open_.enter_context(deterministic(run.deterministic))
         size = world.size if run.patience is not None or run.restart is not None else 1
         open_.enter_context(watched(pulse, run.directory, size))
         claim = open_.enter_context(checkpoint.claim(run.directory, world=world))

@@ -33,9 +33,12 @@ class Config:
     backend: str = field("eager", resume="free")
     dtype: Literal["float64", "float32"] = field("float64", resume="refused")
     inject: str = field("", resume="free")
-    limit_s: float = field(0.0, resume="free")  # of every section but set-up and the first update; 0: nothing is watched
+    limit_s: float = field(
+        0.0, resume="free"
+    )  # of every section but set-up and the first update; 0: nothing is watched
     save_limit_s: float = field(0.0, resume="free")  # of saves; 0: limit_s
     setup_s: float = field(60.0, resume="free", above=0)
+    pause_s: float = field(0.0, resume="free")  # behind each update, so that what a rank does is seen by the others
     restarts: int = field(-1, resume="free")  # -1: no restart in the process
     local: bool = field(False, resume="free")
     on_nonfinite: str = field("raise", resume="free")
@@ -84,7 +87,10 @@ def what_is_held():
     """Descriptors and threads of this process and of torchrun, which leads the session; processes of the session."""
     leader, own, count = os.getsid(0), {}, 0
     for name, pid in (("", "self"), ("torchrun_", leader)):
-        own[f"{name}fds"], own[f"{name}threads"] = len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+        own[f"{name}fds"], own[f"{name}threads"] = (
+            len(os.listdir(f"/proc/{pid}/fd")),
+            len(os.listdir(f"/proc/{pid}/task")),
+        )
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             count += os.getsid(int(pid)) == leader
@@ -93,7 +99,7 @@ def what_is_held():
 
 def main(config):
     """Fit a matrix and a scale that all ranks hold to noise; returns the metrics."""
-    world, dtype = connect(config.mesh, timeout_s=60), getattr(torch, config.dtype)
+    world, dtype = connect(config.mesh, timeout_s=120), getattr(torch, config.dtype)
     axis, process = Axes(config.mesh)["fsdp"], int(os.environ.get("RANK", "0"))
     specs = specs_of(layouts_of(config.mesh, dtype))
     compiled = jit(
@@ -108,6 +114,7 @@ def main(config):
         state, metrics = compiled(state, batch)
         with open(f"{config.run}-updates-{process}", "a") as file:
             file.write(".")
+        time.sleep(config.pause_s)
         if process == config.faulty_rank and float(batch.flatten()[0]) == bad_batch[0]:
             state["w"][0, 0] = float("nan")
         return state, metrics

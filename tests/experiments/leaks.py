@@ -14,7 +14,16 @@ from fmegatron.collectives import world as world_module
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Run
 
-WAITS = ("barrier", "broadcast", "all_gather", "all_reduce", "isend", "irecv", "monitored_barrier", "broadcast_object_list")
+WAITS = (
+    "barrier",
+    "broadcast",
+    "all_gather",
+    "all_reduce",
+    "isend",
+    "irecv",
+    "monitored_barrier",
+    "broadcast_object_list",
+)
 
 
 def held():
@@ -24,7 +33,13 @@ def held():
     kilobytes = int(status.partition("VmRSS:")[2].split()[0])
     children = sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
     count = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    return {"fds": count[0], "threads": count[1], "children": children, "kb": kilobytes, "objects": len(gc.get_objects())}
+    return {
+        "fds": count[0],
+        "threads": count[1],
+        "children": children,
+        "kb": kilobytes,
+        "objects": len(gc.get_objects()),
+    }
 
 
 def specs_on(mesh):

@@ -4,7 +4,8 @@ The loop states which section of a run it is in (`Pulse.enter`). A few times a s
 rendezvous store, over a connection of its own. A rank that is in a section for longer than the section's limit looks
 which ranks are behind. When it is one of them, or when not even the threads of those give a sign (SIGSTOP, a machine
 that is gone), it declares a hang. Every rank that still can then writes the stacks of its threads, kills those on its
-machine that cannot, and ends with status 75, so that torchrun can start all again. The rank that declares it writes the event.
+machine that cannot, and ends with status 75, so that torchrun can start all again. The one that declares it writes it
+into the events of the run.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fmegatron.collectives import flight_record, meet
+from fmegatron.collectives import absent, flight_record, meet
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults.notice import end, say
 from fmegatron.loop.faults.pulse import Now, Pulse
@@ -113,7 +114,9 @@ class _Watch:
         now = self.pulse.now
         if self.address is not None and self.board is None and not self._meet():
             if not self.done.is_set():
-                self._declare(now, {}, "not all ranks have come to where they are watched")
+                missing = absent(self.base, self.size, "pulse")[:SHOWN] if self.base is not None else []
+                who = f": behind: rank {', '.join(map(str, missing))} gave no sign at all" if missing else ""
+                self._declare(now, {}, f"not all ranks have come to where they are watched{who}")
             return
         if self.board is not None:
             self._beat(now)
