@@ -146,7 +146,10 @@ def turns(count: int, cases: Iterable, ids: Iterable[str] | None = None) -> list
 
 
 # Tests of a minute or so, each of which runs a whole program; what they prove in the small, other tests prove each day.
-END_TO_END = ("bench notebook", "demo", "data notebook", "engines train", "checkpoints notebook", "saves beside steps")
+END_TO_END = (
+    *("bench notebook", "demo", "data notebook", "engines train", "checkpoints notebook", "saves beside steps"),
+    "resumed runs",
+)
 
 
 def one_of_the_day(name: str, count: int = 2):

@@ -53,7 +53,7 @@ def main(config):
     optimizer = optim.adamw(optim.cosine(1e-2, STEPS, 2, end=1e-3), weight_decay=0.1)
     loss = functools.partial(model.loss, decoder=of, layouts=tree.layouts(specs), axes=axes)
     train_step = step.build_train_step(loss, optimizer, tree.layouts(specs), axes, microbatches=config.microbatches)
-    compiled = step.jit(train_step, donate=0, world=world, backend=config.backend)
+    compiled = step.jit(train_step, donate=0, world=world, backend=config.backend, check=None)
     run = Run(
         config.run,
         compiled,

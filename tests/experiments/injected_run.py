@@ -84,16 +84,20 @@ def state_hash(state):
 
 
 def what_is_held():
-    """Descriptors and threads of this process and of torchrun, which leads the session; processes of the session."""
-    leader, own, count = os.getsid(0), {}, 0
-    for name, pid in (("", "self"), ("torchrun_", leader)):
+    """Descriptors and threads of this process, its parent and theirs (torchrun, or what forks for it, and torchrun),
+    and the processes that work in the folder of the job."""
+    own, pid = {}, os.getpid()
+    for name in ("", "parent_", "grandparent_"):
         own[f"{name}fds"], own[f"{name}threads"] = (
             len(os.listdir(f"/proc/{pid}/fd")),
             len(os.listdir(f"/proc/{pid}/task")),
         )
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    count = 0
+    for other in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            count += os.getsid(int(pid)) == leader
+            count += os.readlink(f"/proc/{other}/cwd") == os.getcwd()
     return {**own, "processes": count}
 
 

@@ -1,5 +1,6 @@
 """Jobs of `injected_run.py` under torchrun: started, ended, and what they leave. Used by the tests of faults."""
 
+import contextlib
 import os
 import re
 import signal
@@ -91,6 +92,18 @@ def working_in(folder):
                 found.append(pid)
         except OSError:  # it has ended
             pass
+    return found
+
+
+def with_all_below(pid):
+    """This process and those that it, and they, have started, newest last."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += parents.get(one, [])
     return found
 
 

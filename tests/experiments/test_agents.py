@@ -11,7 +11,7 @@ from fmegatron import loop
 from fmegatron.layout import Mesh
 from fmegatron.loop.restart import Restart
 from tests.experiments.decoder_run import STEPS, trained
-from tests.experiments.jobs import assert_nothing_works_in, ended, free_port, start, torchrun
+from tests.experiments.jobs import assert_nothing_works_in, ended, free_port, start, torchrun, with_all_below
 
 
 def losses(run):
@@ -30,14 +30,15 @@ def test_a_job_goes_on_with_the_node_that_is_left(python, ranks, tmp_path):
     """Two agents of two ranks; all of the second is killed. The first begins again, its free axis with two ranks."""
     values = {"mesh": Mesh(fsdp=4), "run": f"{tmp_path / 'clean'}", "dtype": "float64"}
     ranks.run(trained, values, ranks=4)
-    flags = ("--dtype=float64", "--inject=stop:rank=3,step=8,seconds=600", "--signal=SIGUSR1:0:7")
+    flags = ("--dtype=float64", "--inject=hang:rank=3,step=8")
     how = {"mesh": "fsdp=*", "ranks": 2, "restarts": 3, "program": "decoder_run"}
     jobs = [start(python, tmp_path, *flags, launch=launch, **how) for launch in agents(free_port(), least=1)]
     records = tmp_path / "run" / "metrics.jsonl"
     while not (records.exists() and '"step": 7' in records.read_text()):
         assert jobs[0][0].poll() is None, ended(jobs[0], tmp_path).err
         time.sleep(0.05)
-    os.killpg(jobs[1][0].pid, signal.SIGKILL)
+    for pid in with_all_below(jobs[1][0].pid):  # torchrun gives each rank a session of its own
+        os.kill(pid, signal.SIGKILL)
     done = ended(jobs[0], tmp_path)
     assert done.status == 0, done.err
     assert 'mesh "fsdp=4" -> "fsdp=2"' in done.out
@@ -71,7 +72,8 @@ def test_restarts_that_get_no_further_are_ended(python, tmp_path, again):
     # Each happens once, in its own attempt: they differ in the update from which on they are due.
     faults = "+".join(f"{kind}:rank=1,step={n},at=save" for n in range(6, 6 - most - 3, -1))
     flags = (f"--inject={faults}", "--restarts=3", "--save_every=6")
-    done = torchrun(python, tmp_path, *flags, ranks=2, restarts=10, program="decoder_run")
+    restarts = 10 if again == "torchrun" else 0
+    done = torchrun(python, tmp_path, *flags, ranks=2, restarts=restarts, program="decoder_run")
     assert done.status == 1, done.err
     happened = done.err.count(": injected ")
     if again == "torchrun":

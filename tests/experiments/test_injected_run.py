@@ -13,7 +13,8 @@ from tests.experiments.jobs import LIMIT_S, torchrun, train_without_loop
 def test_a_hang_is_over_soon(python, tmp_path, kind):
     """Beyond its limit at most 1.5 s to the stacks of all ranks that can write, and 5 s to the end of the job.
 
-    A busy machine makes the interpreters of torchrun slow to end: more is granted here, LOG.md has what was measured.
+    Of these 5 torchrun sees the end of the ranks after 0.3; the rest is the end of its own interpreter, which a busy
+    machine makes slow (LOG.md): more is granted here.
     """
     flags = f"--inject={kind}:rank=1,step=5", f"--limit_s={LIMIT_S}"
     done = torchrun(python, tmp_path, *flags, restarts=0, ranks=2)
