@@ -67,6 +67,7 @@ def main(config):
         local=checkpoint.LocalReplicas(f"{config.run}-local", "run", world, copies=1) if config.local else None,
         local_every=2,
         patience=Patience(step=config.step_s) if world.size > 1 else None,
+        signals={"SIGUSR1": "stop"},
         inject=config.inject,
     )
     batches = data.Batches(ids, BATCH, SEQ, seed=3)

@@ -62,11 +62,13 @@ def test_every_fault_everywhere(python, tmp_path, unharmed, kind, rank, place):
         flags.append("--pause_s=0.2")  # one that is stopped is judged by the section that it was last seen in
     else:
         flags.append("--limit_s=60")
-    done = torchrun(python, tmp_path, *flags)
+    # One rank of all may be ended by another's fault before its own, which then comes after the restart.
+    done = torchrun(python, tmp_path, *flags, restarts=4 if rank == "all" else 1)
     assert done.status == 0, done.err
     assert done.end() == unharmed, done.err
     _assert_said(kind, rank, place, done)
     least, most = lost(kind, rank, place)
+    most *= max(1, done.err.count("failed (exitcode"))
     again = {r: n - STEPS for r, n in done.updates().items()}
     assert sorted(again) == [0, 1, 2, 3] and max(again.values()) <= most, again
     first = again[0 if rank == "all" else int(rank)]

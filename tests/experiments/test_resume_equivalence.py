@@ -77,7 +77,7 @@ def _first_job(python, folder, draw, case, common):
     for mean, at in zip(means, ats, strict=True):
         rank = draw.randrange(size)
         if mean == "signal":
-            flags.append(f"--signal={draw.choice(('SIGTERM', 'SIGHUP'))}:{rank}:{at}")
+            flags.append(f"--signal={draw.choice(('SIGTERM', 'SIGUSR1'))}:{rank}:{at}")
             continue
         kinds = {"kill": ["kill"], "process": ["exception"], "torchrun": ["kill", "exit"]}
         faults.append(f"{draw.choice(kinds[mean])}:rank={rank},step={at}")
