@@ -2,11 +2,12 @@
 
 Claim    A folder of any family of `fmegatron.model.families` opens on any mesh, trains there, and goes back.
 Command  torchrun --nproc-per-node=4 experiments/finetune.py --config_model=Qwen2.5-0.5B --config_mesh=fsdp=2,tp=2
-         The folder must have config.json and safetensors files. Its tokenizer.json is used if there is one (with the
-         package tokenizers), else the ids of a token are its bytes.
+         The folder must have config.json and safetensors files; --config_text is a text, which its tokenizer reads
+         (without one the ids of tokens are bytes), or a corpus, PREFIX.bin and PREFIX.idx. Afterwards
+         python -m fmegatron.model chat runs/finetune
 """
 
-import importlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +29,7 @@ class Config:
 
     model: str = field("model", resume="refused", least=1)  # the folder it comes from
     out: str = field("runs/finetune/model", resume="free", least=1)  # and that it goes to, new
-    text: str = field(str(TEXT), resume="refused", least=1)
+    text: str = field(str(TEXT), resume="refused", least=1)  # or PREFIX.bin
     mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp
     run: str = field("runs/finetune", resume="free", least=1)  # checkpoints and metrics; resumed if it is there
     seq_len: int = field(256, resume="refused", least=2)
@@ -62,24 +63,38 @@ def decoder(config: Config) -> model.Decoder:
     return hf.decoder(config.model, precision=precision, sequence_parallel=config.sequence_parallel)
 
 
-def token_ids(config: Config):
-    """The text as the model's tokens."""
-    text, file = Path(config.text).read_text(encoding="utf-8"), Path(config.model) / "tokenizer.json"
-    if not file.exists():
-        return data.ByteTokenizer().encode(text)
-    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
-    return torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32).numpy()
+def tokenizer_of(config: Config) -> data.Tokenizer:
+    """That of the folder."""
+    kinds = {"tokenizer.json", "tokenizer.model", "spiece.model"}
+    return data.load_tokenizer(config.model) if kinds & set(os.listdir(config.model)) else data.ByteTokenizer()
+
+
+def token_ids(config: Config, vocab_size: int):
+    """The corpus, or the text as the model's tokens. Raises ValueError where they are of another tokenizer."""
+    tokenizer, fix = tokenizer_of(config), "prepare it with --tokenizer of the model's folder"
+    if config.text.endswith((".bin", ".idx")):
+        corpus = data.IndexedTokens(config.text)
+        if (made := corpus.tokenizer) is not None and made.describe() != tokenizer.describe():
+            raise ValueError(f"text: {config.text}: got a corpus of another tokenizer, wanted the model's; {fix}")
+        largest, ids = int(corpus[: 1 << 20].max(initial=0)), corpus
+    else:
+        ids = tokenizer.encode(Path(config.text).read_text(encoding="utf-8"))
+        largest = int(ids.max(initial=0))
+    if largest >= vocab_size:
+        raise ValueError(f"text: got token {largest}, wanted at most {vocab_size - 1}; {fix}")
+    return ids
 
 
 def main(config: Config) -> dict[str, float]:
     """Train, or go on, and write the folder; returns the last metrics."""
     with loop.set_up():
         world, (train_step, specs, _) = connect(config.mesh), describe(config)
-        of, layouts, ids = decoder(config), tree.layouts(specs.params), token_ids(config)
-        if int(ids.max()) >= of.vocab_size:
-            raise ValueError(f"text: got token {ids.max()}, wanted at most {of.vocab_size - 1}; add tokenizer.json")
+        of, layouts, tokenizer = decoder(config), tree.layouts(specs.params), tokenizer_of(config)
+        batches = data.Batches(token_ids(config, of.vocab_size), config.batch_size, config.seq_len, seed=0)
 
         def init():
+            if world.rank == 0:  # the folder is this run's from here on
+                tokenizer.save(Path(config.run) / "tokenizer.json")
             params = hf.load(config.model, of, layouts, rank=world.rank)
             return tree.init(specs, 0, world.rank, world.device, given=params)
 
@@ -88,12 +103,12 @@ def main(config: Config) -> dict[str, float]:
             step.jit(train_step, donate=0, world=world, backend=config.backend),
             specs,
             world=world,
-            settings=config,
+            settings=loop.Settings(config, kept=model.kept(of, tokenizer)),
             init=init,
             save_every=config.every,
             flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
         )
-    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=0), config.steps):
+    for _ in run(batches, config.steps):
         pass
     if not run.stopped:
         hf.save(config.out, run.state.params, of, layouts, world, like=config.model)

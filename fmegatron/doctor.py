@@ -31,7 +31,8 @@ from torch.cuda import nccl as torch_nccl
 
 from fmegatron.collectives import Axes, World, connect, psum
 from fmegatron.layout import Mesh
-from fmegatron.loop.hardware import matmul_seconds, memory_reader, of_table
+from fmegatron.loop.hardware import memory_reader, of_table
+from fmegatron.step import matmul_seconds
 
 LEAST = (("torch", "2.11"), ("optree", "0.14"), ("numpy", "1.26"), ("xxhash", "3.4"), ("tensorstore", "0.1.70"))
 SLOW = 1.25  # times the median

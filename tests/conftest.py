@@ -31,6 +31,7 @@ MODULES = (
 )
 DRAWN = (sampling, sampling.seeds, pairs.rotating, pairs.turns)  # a module that has one of them draws its cases by day
 FOLDER = pytest.StashKey[str]()
+LONG_DAYS = 4  # each test marked long runs on one of so many days
 WORKERS = 8  # each may start a pool of 4 ranks
 
 
@@ -66,6 +67,15 @@ def pytest_collection_finish():
     """Modules and test items stay to the end; the collector of garbage need not walk them again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(config, items):
+    """Of the cases marked long every day has others; the rest of them is slow. One named in full is always run."""
+    named = [argument for argument in config.args if "::" in argument]
+    for item in items:
+        if item.get_closest_marker("long") and not named and not sampling.of_today(item.nodeid, LONG_DAYS):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -145,21 +145,6 @@ def turns(count: int, cases: Iterable, ids: Iterable[str] | None = None) -> list
     ]
 
 
-# Tests of a minute or so, each of which runs a whole program; what they prove in the small, other tests prove each day.
-END_TO_END = (
-    *("bench notebook", "demo", "data notebook", "engines train", "checkpoints notebook", "saves beside steps"),
-    "resumed runs",
-)
-
-
-def one_of_the_day(name: str, count: int = 2):
-    """A mark for one of `END_TO_END`: every day `count` others of them run, in turn; the rest is slow."""
-    at = END_TO_END.index(name)
-    first = sampling.today() * count
-    kept = {(first + i) % len(END_TO_END) for i in range(count)}
-    return (lambda test: test) if at in kept else pytest.mark.slow
-
-
 def _marked(possible: list[tuple], kept: set[tuple], ids: Sequence | None) -> list:
     """Parameters of a test: all that is possible, those that are not kept marked slow."""
     names = [name.__getitem__ if isinstance(name, Mapping) else name for name in ids or [str] * len(possible[0])]

@@ -6,10 +6,11 @@ repeated. These change with the date (UTC), are the same in every process of a r
 
 import os
 import time
+import zlib
 
 from fmegatron.tree import fold_in
 
-__all__ = ["VARIABLE", "seeds", "today"]
+__all__ = ["VARIABLE", "of_today", "seeds", "today"]
 
 VARIABLE = "FMEGATRON_TEST_DAY"  # a day number; set it to run the cases of another day again
 
@@ -20,6 +21,11 @@ def today() -> int:
     The number is kept in the environment, so that worker processes and a run over midnight agree on it.
     """
     return int(os.environ.setdefault(VARIABLE, str(int(time.time() // 86400))))
+
+
+def of_today(name: str, days: int) -> bool:
+    """Whether today is the day of a name: one of `days` in a row, spread evenly over names."""
+    return (zlib.crc32(name.encode()) + today()) % days == 0
 
 
 def seeds(campaign: str, fixed: int, rotating: int) -> list[int]:

@@ -85,6 +85,7 @@ def run(code: str, names: dict) -> dict:
     return names
 
 
+@pytest.mark.long
 def test_the_experiment_runs(capsys, monkeypatch):
     """The first Python block, as it stands there, for a few steps."""
     from torch._inductor import config  # its own patch: what monkeypatch puts back, config.cpp no longer shows

@@ -21,7 +21,7 @@ import torch
 from fmegatron import step, tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Peak, Run
-from fmegatron.loop.hardware import matmul_seconds
+from fmegatron.step import matmul_seconds
 from fmegatron.testing import report
 
 LOG_EVERY = 10

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from fmegatron.data.subword import KINDS, SubwordTokenizer, from_foreign, from_saved
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
+from fmegatron.data.whole_files import names_in
 
 Tokenizer: TypeAlias = ByteTokenizer | CharTokenizer | SubwordTokenizer
 
@@ -39,12 +40,15 @@ def tokenizer_from(description: Mapping[str, Any], data: str | os.PathLike | Non
     if kind in KINDS:
         if "content" in description:
             return from_saved(description)
-        if data is None or not os.path.exists(beside(data)):
+        try:
+            found = None if data is None else load_tokenizer(beside(data))
+        except FileNotFoundError:
+            found = None
+        if data is None or found is None:
             raise ValueError(
                 f"tokenizer: got the description of one of kind {kind!r}, wanted the file that `save` wrote"
                 f"{'' if data is None else f', {beside(data)}'}; load_tokenizer(path) opens the original one"
             )
-        found = load_tokenizer(beside(data))
         if not isinstance(found, SubwordTokenizer) or found.digest != description.get("digest"):
             raise ValueError(
                 f"{beside(data)}: got another tokenizer than the one that made {os.fspath(data)}, wanted the digest "
@@ -65,7 +69,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     ValueError names the file when it is no such file; FileNotFoundError when there is none.
     """
     try:
-        if not os.path.isdir(path) and (saved := _saved(Path(path))) is not None:
+        if names_in(path) is None and (saved := _saved(Path(path))) is not None:
             return tokenizer_from(saved)
         return from_foreign(path)
     except ValueError as error:

@@ -21,6 +21,7 @@ from fmegatron.data.open_tokenizer import keep_beside, load_tokenizer
 from fmegatron.data.stored import digest_of
 from fmegatron.data.texts import Part, parts_of, texts_of
 from fmegatron.data.tokenizers import ByteTokenizer
+from fmegatron.data.whole_files import content_of, whole_file
 from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, move_indexed, token_dtype
 
 _TOGETHER = 1 << 20  # tokens that are written at once
@@ -74,8 +75,8 @@ def prepare(
     _begin(folder, arguments, fresh)
     began, found = time.perf_counter(), {}
     for number in range(len(parts)):
-        if (done := folder / f"{number:06d}.json").exists():
-            found[number] = json.loads(done.read_text())
+        if (done := content_of(folder / f"{number:06d}.json")) is not None:
+            found[number] = json.loads(done)
     for number, stats in _made(parts, folder, tokenizer, dtype.name, key, eod, workers, set(found)):
         found[number] = stats
         if progress is not None:
@@ -104,9 +105,8 @@ def prepare(
         "inputs": files,
     }  # fmt: skip
     keep_beside(tool, prefix)
-    beside = Path(f"{prefix}.json.{os.getpid()}.partial")
-    beside.write_text(json.dumps(facts, indent=2) + "\n")
-    os.replace(beside, f"{prefix}.json")
+    with whole_file(f"{prefix}.json") as file:
+        file.write(json.dumps(facts, indent=2).encode() + b"\n")
     shutil.rmtree(folder)
     return {**facts, "seconds": round(time.perf_counter() - began, 3)}
 
@@ -121,12 +121,11 @@ def facts_of(prefix: str | os.PathLike) -> dict[str, Any] | None:
 
 def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
     """The folder of parts, new or of the same call; ValueError for one of another."""
-    plan = folder / "plan.json"
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    if plan.exists():
-        before = json.loads(plan.read_text())
+    if (stored := content_of(folder / "plan.json")) is not None:
+        before = json.loads(stored)
         arguments = json.loads(json.dumps(arguments))
         differ = [name for name in arguments if arguments[name] != before.get(name)]
         if differ:
@@ -135,9 +134,8 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
                 "old arguments, or --fresh"
             )
     else:
-        beside = folder / "plan.partial"
-        beside.write_text(json.dumps(arguments))
-        os.replace(beside, plan)
+        with whole_file(folder / "plan.json") as file:
+            file.write(json.dumps(arguments).encode())
 
 
 def _made(parts: list[Part], folder: Path, tokenizer: str, dtype: str, key: str, eod, workers: int, done: set[int]):
@@ -186,8 +184,8 @@ def tokenize_part(
                 documents, waiting = [], 0
         writer.add_documents(documents)
         stats = {"tokens": writer.tokens, "documents": writer.documents, "bytes": bytes_}
-    Path(f"{prefix}.partial").write_text(json.dumps(stats))
-    os.replace(f"{prefix}.partial", f"{prefix}.json")
+    with whole_file(f"{prefix}.json") as file:
+        file.write(json.dumps(stats).encode())
     return number, stats
 
 

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from fmegatron.data.whole_files import whole_file
+
 _MAGIC = b"fmplan01"
 
 
 def save_arrays(path: str | os.PathLike, made_of: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Write named 1-d arrays and a description as one file, which appears complete or not at all."""
-    path = Path(path)
     entries, offset = {}, 0
     for name, x in arrays.items():
         entries[name] = [x.dtype.str, len(x), offset]
         offset += -(-x.nbytes // 64) * 64
     text = json.dumps({"made_of": made_of, "arrays": entries}).encode()
     start = -(-(16 + len(text)) // 64) * 64
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "wb") as file:
-            file.write((_MAGIC + len(text).to_bytes(8, "little") + text).ljust(start, b"\0"))
-            for x in arrays.values():
-                file.write(np.ascontiguousarray(x).data.cast("B") if len(x) else b"")
-                file.write(bytes(-x.nbytes % 64))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+    with whole_file(path) as file:
+        file.write((_MAGIC + len(text).to_bytes(8, "little") + text).ljust(start, b"\0"))
+        for x in arrays.values():
+            file.write(np.ascontiguousarray(x).data.cast("B") if len(x) else b"")
+            file.write(bytes(-x.nbytes % 64))
 
 
 def load_arrays(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fmegatron.data.tokenizers import checked_ids, smallest_dtype
+from fmegatron.data.whole_files import content_of, names_in
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
 KINDS: tuple[Kind, ...] = ("huggingface", "sentencepiece", "tiktoken")
@@ -150,8 +151,8 @@ def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
     Raises ValueError for other content, FileNotFoundError for no file.
     """
     path = Path(path)
-    if path.is_dir():
-        names = [name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if (path / name).exists()]
+    if (there := names_in(path)) is not None:
+        names = [name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if name in there]
         if not names:
             raise ValueError(
                 f"{path}: got a folder without tokenizer.json, tokenizer.model and spiece.model, wanted one of them; "
@@ -192,10 +193,10 @@ def _kind_of(path: Path, content: bytes) -> Kind:
 
 def _named_by_config(path: Path) -> dict[str, Any]:
     """{"eos": text, ..., "added": texts in the order of their ids} of a tokenizer_config.json, what of it there is."""
-    if not path.exists():
+    if (content := content_of(path)) is None:
         return {}
     try:
-        known = json.loads(path.read_text("utf-8"))
+        known = json.loads(content)
         texts = {name: known.get(f"{name}_token") for name in SPECIAL}
         found = {name: x.get("content") if isinstance(x, dict) else x for name, x in texts.items()}
         added = known.get("added_tokens_decoder") or {}

@@ -7,9 +7,10 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
+
+from fmegatron.data.whole_files import names_in
 
 _KINDS = MappingProxyType(
     {
@@ -44,7 +45,7 @@ def kind_of(path: str | os.PathLike) -> str:
     for suffix, kind in _KINDS.items():
         if name.endswith(suffix):
             return kind
-    if Path(name, "state.json").is_file() or Path(name, "dataset_info.json").is_file():
+    if {"state.json", "dataset_info.json"} & set(names_in(name) or ()):
         return "dataset"
     raise ValueError(
         f"{name}: got a file of an unknown kind, wanted .jsonl, .jsonl.gz, .jsonl.zst, .txt, .parquet, or a folder "

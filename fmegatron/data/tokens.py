@@ -15,6 +15,7 @@ import xxhash
 
 from fmegatron.data.open_tokenizer import Tokenizer, keep_beside, tokenizer_from
 from fmegatron.data.tokenizers import smallest_dtype
+from fmegatron.data.whole_files import whole_file
 
 _MAGIC = b"fmtokens"
 _PAGE = 4096
@@ -57,30 +58,18 @@ def write_tokens(
         "tokenizer": tokenizer.describe() if tokenizer else None,
     }
     start = _data_start(header)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "wb") as file:
-            file.seek(start)
-            digest, count = xxhash.xxh3_128(), 0
-            for part in ids if whole is None else [whole]:
-                data = _stored(part, dtype, limit, path).data.cast("B")
-                file.write(data)
-                digest.update(data)
-                count += len(data) // dtype.itemsize
-            file.seek(0)
-            file.write(_header_bytes(header | {"count": count, "digest": digest.hexdigest()}, start))
-            file.truncate(start + count * dtype.itemsize)
-            file.flush()
-            os.fsync(file.fileno())
+    with whole_file(path) as file:
+        file.seek(start)
+        digest, count = xxhash.xxh3_128(), 0
+        for part in ids if whole is None else [whole]:
+            data = _stored(part, dtype, limit, path).data.cast("B")
+            file.write(data)
+            digest.update(data)
+            count += len(data) // dtype.itemsize
+        file.seek(0)
+        file.write(_header_bytes(header | {"count": count, "digest": digest.hexdigest()}, start))
+        file.truncate(start + count * dtype.itemsize)
         keep_beside(tokenizer, path)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
     return path
 
 

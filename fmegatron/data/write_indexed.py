@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from fmegatron.data.indexed import CODES, MAGIC, IndexedTokens, bare
+from fmegatron.data.whole_files import sync_directory, sync_file
 
 _CODE = MappingProxyType({np.dtype(name): code for code, name in CODES.items()})
 _SLICE = 1 << 20  # entries or bytes that are in memory at once
@@ -145,8 +146,8 @@ class IndexedWriter:
                 offset += int(sizes.sum())
             file.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").data)
             file.write(self._modes)
-            _durable(file)
-        _durable(self._file)
+            sync_file(file)
+        sync_file(self._file)
         _published(self._temporary, self.prefix)
 
 
@@ -196,11 +197,7 @@ def _published(files: dict[str, str], prefix: str) -> None:
         os.unlink(f"{prefix}.idx")
     for kind in ("bin", "idx"):
         os.replace(files[kind], f"{prefix}.{kind}")
-    directory = os.open(Path(prefix).parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(Path(prefix).parent)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -210,8 +207,3 @@ def token_dtype(vocab_size: int) -> np.dtype:
     (dtype('uint16'), dtype('int32'))
     """
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
-
-
-def _durable(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())

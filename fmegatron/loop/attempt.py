@@ -17,7 +17,7 @@ from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
 from fmegatron.loop.losses import RollBack, RunAgain
 from fmegatron.loop.meter import Meter
-from fmegatron.loop.reading import Begun, Reading, declared
+from fmegatron.loop.reading import Begun, Reading
 from fmegatron.loop.replicas import ReplicasDifferError, compare
 from fmegatron.loop.rerun import good_step, rerun
 from fmegatron.loop.restart import Restarts, started
@@ -26,6 +26,7 @@ from fmegatron.loop.startup import memory, startup
 from fmegatron.loop.stragglers import Stragglers
 from fmegatron.loop.train import StepInfo, train
 from fmegatron.loop.windows import Windows
+from fmegatron.step.check import declared_by
 
 MOST_ROLL_BACKS = 10  # of one process
 
@@ -37,9 +38,8 @@ class _Attempts:
         self.run, self.reading, self.length, self.pulse, self.stop = run, reading, length, pulse, stop
         self.inject = Injector(run.inject, run.world.rank, run.directory / "injected")
         self.finished, self.began, self.count = 0, False, 0
-        self.back_to: int | None = (
-            None  # the checkpoint that the next attempt begins with, 0: a new run; None: the newest
-        )
+        # The checkpoint that the next attempt begins with; 0: a new run; None: the newest.
+        self.back_to: int | None = None
         self.newest = reading.begin(0, 0)  # the data of the newest attempt
         self.skip: tuple[tuple[int, int], ...] = ()
 
@@ -173,7 +173,7 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     if data.course is None or reading.layout_of is None:
         return ""
     (_, of), *later = data.course.pieces
-    layout, parts = reading.layout_of(of), declared(run.step)
+    layout, parts = reading.layout_of(of), declared_by(run.step)
     text = startup(
         tree.layouts(getattr(run.specs, "params", run.specs)),
         of.batch_size,

@@ -29,10 +29,8 @@ class Events:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a+", errors="replace")
-            self._file.seek(0)
-            before = self._file.read()
-            if before and not before.endswith("\n"):  # torn by a crash
+            self._file = self.path.open("a")
+            if _torn(self.path):
                 self._file.write("\n")
         line = {"time": round(time.time(), 3), "event": event, "step": step, **values}
         self._file.write(json.dumps(line, default=str) + "\n")
@@ -54,6 +52,14 @@ class Events:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _torn(path: Path) -> bool:
+    """Whether the last line of a file has no end, as a crash leaves it."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        return file.read(1) not in (b"", b"\n")
 
 
 def read_events(path: str | os.PathLike) -> list[dict]:

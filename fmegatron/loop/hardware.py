@@ -5,11 +5,12 @@ import re
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from fmegatron.step import matmul_seconds
 
 # Dense bf16 FLOP/s that the makers state, by the name that the driver gives; the first match counts.
 TABLE = (
@@ -24,7 +25,6 @@ TABLE = (
     (r"\bA10\b", 125e12),
     (r"\bMI300X\b", 1307.4e12),
 )
-_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,6 @@ def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = N
     return Peak(
         2 * n**3 / seconds, f"product of {n} x {n} in {str(dtype).removeprefix('torch.')} on {where} (measured)"
     )
-
-
-def matmul_seconds(device: torch.device, dtype: torch.dtype, n: int, repeats: int = _REPEATS) -> list[float]:
-    """Seconds of each of some products of two n x n matrices, behind one that is not counted."""
-    a = torch.full((n, n), 0.5, dtype=dtype, device=device)
-    out, seconds = torch.empty_like(a), []
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    for _ in range(repeats + 1):
-        wait()
-        began = time.perf_counter()
-        torch.mm(a, a, out=out)
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return seconds[1:]
 
 
 class _Mallinfo2(ctypes.Structure):

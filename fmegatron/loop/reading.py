@@ -13,7 +13,7 @@ from fmegatron.collectives import World
 from fmegatron.data import RankBatches, StepBatches
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop.course import Course, Ranges, check_sizes, course, joined
-from fmegatron.step import Declared
+from fmegatron.step.check import declared_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +94,6 @@ def _moved(position: int, skip: Ranges) -> int:
     return position
 
 
-def declared(step: Any) -> Declared | None:
-    """What the step states about itself, None where it does not."""
-    found = getattr(step, "declared", None)
-    return found if isinstance(found, Declared) else None
-
-
 def rows_of(
     batches: Any,
     step: Any,
@@ -111,7 +105,7 @@ def rows_of(
     """One rank's part of the batches, by the layout that the step declares for its batch."""
     sizes, ranges = check_sizes(batch_sizes), joined(skip)
     if isinstance(batches, StepBatches):
-        states = declared(step)
+        states = declared_by(step)
         if states is not None and isinstance(states.batch, DataParallel):
             strategy, parts = states.batch, states.microbatches
 

@@ -73,10 +73,8 @@ class Restarts:
         self.pulse.enter("restart", step)
         with self._lock:
             self.pulse.on_fault = None
-        began, word = (
-            time.monotonic(),
-            self.pulse.fault() if self.world.size > 1 else f"{type(error).__name__}: {error}",
-        )
+        began = time.monotonic()
+        word = self.pulse.fault() if self.world.size > 1 else f"{type(error).__name__}: {error}"
         try:
             self.world.renew(self.rules.meet_s, given_up)
         except (TimeoutError, RuntimeError) as late:
@@ -123,9 +121,7 @@ def started(path: Path, step: int, rules: Restart | None, world: World) -> None:
         before = {}
         with contextlib.suppress(OSError, ValueError):
             before = json.loads(path.read_text())
-        again = again or (
-            job is not None and before.get("job") == job
-        )  # a node counts only the restarts that it caused
+        again = again or (job is not None and before.get("job") == job)  # a node counts only the restarts it caused
         count = before.get("restarts", 0) + 1 if again and before.get("step") == step else 0
         if count > rules.most:
             text = f"{count - 1} restarts went on from step {step}, and none got to a checkpoint behind it"

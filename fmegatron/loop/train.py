@@ -27,7 +27,7 @@ from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import broken, look
 from fmegatron.loop.signals import Stop
 from fmegatron.loop.verdicts import Verdicts
-from fmegatron.step import Declared
+from fmegatron.step.check import declared_by
 from fmegatron.tree import Tree
 
 
@@ -59,7 +59,7 @@ class StepInfo:
     def record(self) -> dict[str, float]:
         """Metrics and speed in one flat dict, as loggers want it."""
         speed = {"tokens_per_second": self.tokens_per_second} if self.tokens_per_second else {}
-        data = {} if self.waited is None else {"data_seconds": self.waited}
+        data = {} if self.waited is None else {"time_data": self.waited}
         return {**self.metrics, "seconds": self.seconds, **data, **speed}
 
     def finite(self) -> bool:
@@ -139,8 +139,8 @@ def train(
 
 def _require_layout(step, batch_at) -> None:
     """ValueError where both the step and the batches state how rows are split over ranks, and differ."""
-    declared, batches = getattr(step, "declared", None), getattr(batch_at, "__self__", None)
-    if not isinstance(declared, Declared) or not isinstance(batches, (StepBatches, RankBatches)):
+    declared, batches = declared_by(step), getattr(batch_at, "__self__", None)
+    if declared is None or not isinstance(batches, (StepBatches, RankBatches)):
         return
     if isinstance(batches, RankBatches):
         layout = batches.layout

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fmegatron.checkpoint.files.look import is_there
+
 
 @dataclass(frozen=True)
 class Until:
@@ -37,7 +39,7 @@ class Until:
         seconds = time.monotonic() - self.began if seconds is None else seconds
         if seconds > 3600 * self.hours:
             return f"{seconds / 3600:.4g} hours have passed, {self.hours:g} were given"
-        if look and self.file is not None and os.path.exists(self.file):
+        if look and self.file is not None and is_there(os.fspath(self.file)):
             return f"{os.fspath(self.file)} is there"
         value = metrics.get(self.metric) if self.metric is not None else None
         if value is not None and self.at_most is not None and value <= self.at_most:

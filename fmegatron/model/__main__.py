@@ -109,9 +109,10 @@ def _answer(of: Inference, tokenizer: Tokenizer, text: str, given: argparse.Name
     count = min(given.tokens, max(most - len(prompt), most // 2))
     prompt = prompt[max(0, len(prompt) + count - most) :]
     eos = getattr(tokenizer, "eos", None)
-    choice = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    how = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    how["tokenizer"] = tokenizer  # the model's vocabulary may be padded
     ends = frozenset() if eos is None else frozenset({eos})
-    tokens = (int(token[0]) for token in stream(of, [prompt], count, key=given.key + turn, stop_ids=ends, **choice))
+    tokens = (int(token[0]) for token in stream(of, [prompt], count, key=given.key + turn, stop_ids=ends, **how))
     return pieces((id for id in tokens if id not in ends), tokenizer, stops)
 
 

@@ -101,7 +101,7 @@ class _Answers:
                 kept = self.of.decoder.max_seq - count
                 prompts = [(self.ids(asked[i][0]) or [self.prefix])[-kept:] for i in some]
                 options: dict[str, Any] = {**dict(choice), "stop_ids": self.ends, "rows": some}
-                stopping = {"stop_texts": stops, "tokenizer": self.tokenizer} if stops else {}
+                stopping = {"stop_texts": stops, "tokenizer": self.tokenizer}
                 found = generate(self.of, prompts, count, **options, **stopping)
                 for i, row in zip(some, found.tolist(), strict=True):
                     new = (id for id in row if id != ENDED and id not in self.ends)

@@ -291,7 +291,7 @@ def stream(
         rows: numbers of the rows, for the random choices; None: 0, 1, 2, ...
         stop_ids: tokens that end a row; they are its last.
         stop_texts: texts that end a row with the token that completes one of them. A tokenizer is needed.
-        tokenizer: of the model.
+        tokenizer: of the model; ids that it does not have, as of a padded vocabulary, are not chosen.
         choice: fields of `Choice`: temperature, top_k, top_p, min_p, repetition_penalty.
 
     Raises ValueError: prompt and count do not fit into decoder.max_seq, stop texts without a tokenizer, or a choice
@@ -326,13 +326,14 @@ def _stream(
     stop_texts: tuple[str, ...],
     tokenizer: Tokenizer | None,
 ) -> Iterator[Tensor]:
-    device, tp, V, B = of.weights["embed"]["table"].device, of.axes["tp"], of.decoder.vocab_size, len(texts)
+    device, tp, B = of.weights["embed"]["table"].device, of.axes["tp"], len(texts)
+    V = min(of.decoder.vocab_size, of.decoder.vocab_size if tokenizer is None else tokenizer.vocab_size)
     numbers_B = torch.tensor(range(B) if rows is None else rows, dtype=torch.int64, device=device)
     uniform_BN, ended, spoken = None, [False] * B, [Spoken()] * B
     with torch.no_grad():
         if how.temperature > 0:
             uniform_BN = nn.uniform(torch.empty(B, count, dtype=torch.float64, device=device), key=key, count=numbers_B)
-        seen_BV = seen_in(texts, V, device) if how.repetition_penalty != 1 else None
+        seen_BV = seen_in(texts, of.decoder.vocab_size, device)[:, :V] if how.repetition_penalty != 1 else None
         cache, logits_BV, padding_B, slot, write = _read(of, texts, count, device)
     token_B = padding_B
     for i in range(count):
@@ -349,9 +350,8 @@ def _stream(
         ids = token_B.tolist()
         out = torch.tensor([ENDED if over else id for id, over in zip(ids, ended, strict=True)], device=device)
         if tokenizer is not None and stop_texts:
-            spoken = [
-                one if over else hear(one, id, tokenizer) for one, id, over in zip(spoken, ids, ended, strict=True)
-            ]
+            now = zip(spoken, ids, ended, strict=True)
+            spoken = [one if over else hear(one, id, tokenizer) for one, id, over in now]
         ended = [
             over or id in stop_ids or any(stop in one.recent(stop) for stop in stop_texts)
             for over, id, one in zip(ended, ids, spoken, strict=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fmegatron import checkpoint
+from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.collectives import World
 from fmegatron.data.open_tokenizer import load_tokenizer, tokenizer_from
 from fmegatron.layout import Mesh
@@ -49,14 +50,14 @@ def newest(path: str | os.PathLike) -> str:
 
     Raises ValueError for a folder that has none.
     """
-    for folder in (Path(path), Path(path) / "checkpoints"):
-        latest = checkpoint.read_latest(folder) if folder.is_dir() else None
-        if latest is not None:
-            return os.fspath(folder / latest.path)
-        steps = checkpoint.Manager(folder).steps() if folder.is_dir() and any(folder.glob("step_*")) else []
-        if steps:
+    for folder in (os.fspath(path), os.path.join(path, "checkpoints")):
+        if not is_directory(folder):
+            continue
+        if (latest := checkpoint.read_latest(folder)) is not None:
+            return os.path.join(folder, latest.path)
+        if any(name.startswith("step_") for name in names_in(folder)) and (steps := checkpoint.Manager(folder).steps()):
             return checkpoint.Manager(folder).path(steps[-1])
-    if (Path(path) / "config.json").exists():
+    if is_there(os.path.join(path, "config.json")):
         raise ValueError(
             f"{path}: got a folder of Hugging Face, wanted a checkpoint of fmegatron; open it with interop.hf.decoder "
             "and interop.hf.load, and give what they return to model.inference"
@@ -109,7 +110,7 @@ def _tokenizer(where: str, metadata: dict[str, Any], path: str | os.PathLike | N
         return tokenizer_from(wanted)
     if path is None:
         folders = [Path(where), *Path(where).absolute().parents[:3]]
-        path = next((folder / _TOKENIZER for folder in folders if (folder / _TOKENIZER).exists()), None)
+        path = next((folder / _TOKENIZER for folder in folders if is_there(str(folder / _TOKENIZER))), None)
     if path is None:
         return None
     found = load_tokenizer(path)

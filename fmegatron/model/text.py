@@ -16,6 +16,11 @@ _LONGEST = 3  # of them at the end of a text may become one with the next token
 class Tokenizer(Protocol):
     """What text needs of a tokenizer: those of `fmegatron.data` have it."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Its ids are below this."""
+        ...
+
     def encode(self, text: str) -> Any:
         """Ids of a text."""
         ...

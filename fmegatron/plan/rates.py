@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fmegatron.collectives import World
-from fmegatron.step import Rates
+from fmegatron.step import Rates, matmul_seconds, seconds_of
 
 __all__ = ["measured_rates", "measured_write"]
-
-_ROUNDS = 5
 
 
 def measured_rates(
@@ -35,17 +32,16 @@ def measured_rates(
     of `Rates()`, an assumption. All ranks of the world call it together.
     """
     device = world.device if world is not None else torch.device(device)
-    a = torch.randn(size, size, device=device).to(dtype)
-    product = 2 * size**3 / _best(lambda: a @ a, device)
+    product = 2 * size**3 / min(matmul_seconds(device, dtype, size))
     x = torch.ones(nbytes // 4, device=device)
     y = torch.empty_like(x)
-    moved = 2 * nbytes / _best(lambda: y.copy_(x), device)
+    moved = 2 * nbytes / min(seconds_of(lambda: y.copy_(x), device))
     plain = Rates()
     if world is None or world.size == 1:
         return Rates(product, moved, plain.network, plain.latency)
     group, one = world.group(world.mesh.names), torch.zeros(1, device=device)
-    latency = _best(lambda: dist.all_reduce(one, group=group), device)
-    whole = _best(lambda: dist.all_reduce(x, group=group), device)
+    latency = min(seconds_of(lambda: dist.all_reduce(one, group=group), device))
+    whole = min(seconds_of(lambda: dist.all_reduce(x, group=group), device))
     sent = 2 * (world.size - 1) / world.size * nbytes
     return Rates(product, moved, sent / max(whole - latency, 1e-9), latency)
 
@@ -65,16 +61,3 @@ def measured_write(folder: str | Path, nbytes: int = 1 << 26) -> float:
             return time.perf_counter() - start
 
     return (nbytes >> 20 << 20) / min(once() for _ in range(3))
-
-
-def _best(work: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of a call, after one that warms up."""
-    work()
-    found = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return max(min(found), 1e-9)

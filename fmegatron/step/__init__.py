@@ -2,6 +2,7 @@
 
 from fmegatron.step.accumulate import accumulate
 from fmegatron.step.check import Declared, Finding, Report, Unproven, check
+from fmegatron.step.clock import matmul_seconds, seconds_of
 from fmegatron.step.costs import StateBytes, Traffic, WeightTransfer, least_traffic, least_transfers, state_bytes
 from fmegatron.step.donation import Donated
 from fmegatron.step.graph.nodes import symbolic_nodes
@@ -48,10 +49,12 @@ __all__ = [
     "layers",
     "least_traffic",
     "least_transfers",
+    "matmul_seconds",
     "placements",
     "raw_gradient_layout",
     "reduce_gradients",
     "remat",
+    "seconds_of",
     "state_bytes",
     "state_specs",
     "symbolic_nodes",

@@ -159,6 +159,7 @@ def test_a_step_that_is_wrong_on_one_rank_is_told_to_all(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "metadata, said",
     [

@@ -99,6 +99,7 @@ def test_strided_conjugated_and_device_like_tensors(saver, tmp_path):
     fake_world.assert_same_bits(checkpoint.restore(tmp_path / "c", layouts), wanted)
 
 
+@pytest.mark.long
 def test_several_in_flight_end_in_order(tmp_path):
     states = [a_state(i) for i in range(4)]
     with checkpoint.AsyncSaver(arena_bytes=64 * MIB, in_flight=3) as saver:
@@ -132,6 +133,7 @@ def test_state_larger_than_the_arena(tmp_path):
     fake_world.assert_same_bits(checkpoint.restore(tmp_path / "c", layouts), state)
 
 
+@pytest.mark.long
 def test_arena_smaller_than_a_chunk_goes_back_to_its_bound(tmp_path):
     state = a_state()
     with checkpoint.AsyncSaver(arena_bytes=8192) as saver:
@@ -154,6 +156,7 @@ def test_wrong_requests_begin_nothing(saver, tmp_path):
         checkpoint.AsyncSaver(in_flight=0)
 
 
+@pytest.mark.long
 def test_a_saver_of_its_own(tmp_path):
     handle = checkpoint.save_async(tmp_path / "c", a_state(), LAYOUTS)
     pid = handle.flights.process.pid

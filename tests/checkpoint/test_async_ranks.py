@@ -169,5 +169,6 @@ def test_two_ranks(ranks, tmp_path):
     check(ranks, tmp_path, fsdp=1, tp=2)
 
 
+@pytest.mark.long
 def test_four_ranks(ranks, tmp_path):
     check(ranks, tmp_path, fsdp=2, tp=2)

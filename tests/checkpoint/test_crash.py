@@ -37,6 +37,7 @@ def check_reach(results, phases):
     assert any(0 < got["lost"] < got["ranks"] for got in results)
 
 
+@pytest.mark.long
 def test_killed_ranks(tmp_path, python):
     (seed,) = seeds("killed ranks", 0, 1)
     check_reach(campaign(python, tmp_path, 20, seed), 5)
@@ -51,6 +52,7 @@ def test_killed_ranks_240_times(tmp_path, python, seed):
     assert {got["kind"] for got in results} == {"save", "again", "retention", "rewind"}
 
 
+@pytest.mark.long
 def test_killed_trainers_and_writers_of_async_saves(tmp_path, python):
     assert {got["step"] for got in campaign(python, tmp_path, 4, 0, "async_campaign")} <= {1, 2}
 

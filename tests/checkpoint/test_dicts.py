@@ -141,6 +141,7 @@ def dicts_of(net, optimizer, scheduler):
     return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_manager_takes_state_dicts(tmp_path, wait):
     state = dicts_of(*stepped())
@@ -189,6 +190,7 @@ def test_in_place_fills_memory_of_any_strides(tmp_path):
     assert torch.equal(own["x"], x) and target["x"] is own["x"] and target["n"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 def test_async_saves_large_values_as_they_were(tmp_path):
     state = {"x": torch.arange(4), "names": [f"name {i}" * 5 for i in range(20_000)], "k": {i: i for i in range(9)}}
     handle = save_async(tmp_path / "c", state, metadata={"a": 1}, step=4)

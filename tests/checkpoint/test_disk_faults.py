@@ -135,6 +135,7 @@ def test_rank_0_cannot_sync_or_read_the_parts(saved, operation):
     assert moment >= (1 if operation == "sync" else 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call, error", [("rename", errno.EIO), ("mkdir", errno.EIO), ("listdir", errno.EACCES)])
 def test_a_directory_that_cannot_be_changed(saved, monkeypatch, call, error):
     """An error at every call of this kind, in the first save to a new place; some of them do not matter."""
@@ -172,6 +173,7 @@ def test_a_directory_that_cannot_be_changed(saved, monkeypatch, call, error):
     assert failed >= 1
 
 
+@pytest.mark.long
 def test_the_directory_vanishes(saved):
     """Somebody removes what is being written, at every write: never a checkpoint with holes that counts as saved."""
 

@@ -86,6 +86,7 @@ def test_a_lasting_bad_one_does_not_remove_a_temporary_good_one(tmp_path):
         assert manager.steps() == [3] and manager.steps(temporary=True) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("before", [True, None])
 def test_a_bad_one_does_not_replace_a_good_one(tmp_path, saver, before, wait):

@@ -122,6 +122,7 @@ def test_no_report_of_the_writer_is_lost(tmp_path, saver, monkeypatch, call):
     assert seen and handle.state == "durable"
 
 
+@pytest.mark.long
 def test_waiting_for_room_can_be_interrupted(tmp_path):
     """Saves are pending up to a bound; the next one waits, and Ctrl-C ends the waiting and not the pending save."""
     with checkpoint.AsyncSaver(in_flight=1) as saver:

@@ -42,6 +42,7 @@ PLACES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
 def test_killed_at_every_moment(tmp_path, monkeypatch, die, existing, exchange):

@@ -75,6 +75,7 @@ def saver():
         yield saver
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_step_below_the_newest_is_refused(tmp_path, saver, wait):
     filled(tmp_path, 100, 300)
@@ -197,6 +198,7 @@ def test_another_run_saves_here(tmp_path):
 # ---- saves in the background
 
 
+@pytest.mark.long
 def test_back_while_a_save_is_pending(tmp_path, saver):
     """The abandoned 300 is not on the disk yet when the run goes back: it is not allowed to come later."""
     with Manager(tmp_path, saver=saver) as manager:

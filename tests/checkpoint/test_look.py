@@ -369,7 +369,7 @@ MAY = {
 }
 
 
-@pytest.mark.parametrize("room", ["checkpoint", "interop", "data", "loop"])
+@pytest.mark.parametrize("room", ["checkpoint", "interop", "data", "loop", "model"])
 def test_nobody_asks_a_question_that_swallows_errors(room):
     """`os.path.exists` and its kin say no when they cannot look."""
     found = []

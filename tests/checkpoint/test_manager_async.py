@@ -96,6 +96,7 @@ def test_nothing_is_said_while_nothing_is_pending(tmp_path):
     assert manager.poll() == () and manager._background._saver is None
 
 
+@pytest.mark.long
 def test_several_in_flight_and_temporary_ones(saver, tmp_path):
     """What is being saved is not cleaned away by the save that comes after it, and nothing of it is deleted."""
     manager = Manager(tmp_path, keep=2, saver=saver)
@@ -124,6 +125,7 @@ def test_the_same_step_again(saver, tmp_path):
     assert [report.step for report in manager.poll()] == [7] * 4 and manager.poll() == ()
 
 
+@pytest.mark.long
 def test_a_writer_that_is_killed(saver, tmp_path):
     """A warning at the next step, a report with the error; training goes on, and the next save works."""
     manager = Manager(tmp_path, keep=1, saver=saver)
@@ -230,6 +232,7 @@ def test_a_program_that_forgets_to_close_ends(tmp_path, python):
     assert Manager(tmp_path).restore_latest(ONE)[0] == 1
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path, monkeypatch):
     """Both hear of the same saves in the same step, of failures, too; rank 0 alone keeps the directory."""
     parts = {step: cut_tree(state(step), TWO) for step in (1, 2, 3)}

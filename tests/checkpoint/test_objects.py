@@ -68,6 +68,7 @@ def test_saved_and_resharded(store):
     assert checkpoint.metadata(store) == {"loss": 1.5} and checkpoint.layouts(store) == layouts_on()
 
 
+@pytest.mark.long
 def test_saved_again(store):
     for seed in range(3):
         assert save_all(store, state(seed), layouts_on()) == [None] * 4
@@ -118,6 +119,7 @@ def damaged(store, key, data):
     assert_same_bits(got, state(), key)
 
 
+@pytest.mark.long
 def test_damage_is_named(store):
     """Every object: flipped, shorter, longer, emptied, gone: an error that names the leaf, or (in padding) no harm."""
     assert save_all(store, state(), layouts_on()) == [None] * 4
@@ -260,6 +262,7 @@ def test_children(store):
     assert_same_bits(checkpoint.restore(store.child("step_00000002"), ONE), state())
 
 
+@pytest.mark.long
 def test_a_manager(store):
     """Steps, tracker, retention, and the way back past a damaged step, on a URL."""
     with Manager(store, keep=2) as manager:

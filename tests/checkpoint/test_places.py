@@ -273,6 +273,7 @@ def test_the_last_fsync_fails_and_the_way_back_too(tmp_path, monkeypatch):
     assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(2))
 
 
+@pytest.mark.long
 def test_an_object_store_whose_answer_is_lost(monkeypatch):
     """The pointer was put, and the answer did not come: it is looked at, and the save has not failed."""
     store = checkpoint.open_store("memory://runs/a", {})

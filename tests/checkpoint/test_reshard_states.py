@@ -100,6 +100,7 @@ def drawn(draw, dtype, shape):
     return draw(strategies.layouts(shape=shape, mesh=mesh, dtype=dtype))
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_layouts_as_training_has_them(data):

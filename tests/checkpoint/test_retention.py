@@ -54,6 +54,7 @@ def wanted(s, saved, rules):
     return False
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(RUNS, RULES, st.sets(st.integers(0, 60), max_size=5))
 def test_exactly_what_no_rule_wants(saved, rules, protected):

@@ -46,6 +46,7 @@ class Counting:
         monkeypatch.setattr(Source, "read", counted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("same_chunks", [True, False])
 def test_one_changed_element_of_every_dtype(tmp_path, same_chunks):
     """Whether chunks are compared by their digests or all is read, and in portions far smaller than a leaf."""

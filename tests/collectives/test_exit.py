@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch.distributed as dist
 
 from tests.house import ROOT
@@ -41,6 +42,7 @@ def started(python):
     return store, ranks
 
 
+@pytest.mark.long
 def test_a_script_that_does_not_close_its_world_ends_well(python):
     jobs = [started(python) for _ in range(JOBS)]
     ranks = [rank for _, ranks in jobs for rank in ranks]

@@ -21,6 +21,7 @@ def run_all(rank, mesh):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", AXES, ids=str)
 def test_bits_of_simulated_ranks(ranks, mesh):
     real = ranks.run(run_all, mesh, ranks=mesh.size)

@@ -67,6 +67,7 @@ def test_uneven_nodes():
         tasks_per_node("four")
 
 
+@pytest.mark.long
 def test_two_tasks_meet(tmp_path):
     ranks = []
     for rank in range(2):

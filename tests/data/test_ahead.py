@@ -111,8 +111,8 @@ def test_the_loop_reads_ahead_and_states_how_long_it_waited():
     assert all(torch.equal(x, batches.at(n)["tokens"]) for n, x in enumerate(seen, 2)) and len(seen) == 10
     records = [info.record() for info in infos if info.metrics]
     assert [info.step for info in infos if info.metrics] == [3, 4, 8, 12]
-    assert all(record["data_seconds"] < 0.02 for record in records[1:]) and records[0]["data_seconds"] > 0
+    assert all(record["time_data"] < 0.02 for record in records[1:]) and records[0]["time_data"] > 0
     plain = [info.record() for info in loop.train(step, {"w": torch.zeros(1)}, lambda n: batches.at(n), steps=1)]
-    assert "data_seconds" not in plain[0]
+    assert "time_data" not in plain[0]
     assert not [t for t in threading.enumerate() if t.name == "fmegatron-data-ahead" and t.is_alive() and t.join(2)]
     assert np.isfinite(records[-1]["seconds"])

@@ -35,6 +35,7 @@ def on_rank(rank, config):
     return main(config)
 
 
+@pytest.mark.long
 def test_it_learns_and_goes_on_from_two_ranks(tmp_path, ranks):
     first = main(Config(run=str(tmp_path / "one"), **{**SMALL, "steps": 1}))
     alone = main(Config(run=str(tmp_path / "one"), **SMALL))

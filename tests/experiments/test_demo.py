@@ -1,11 +1,12 @@
 """make demo, in small: both halves as processes, the table, the picture."""
 
+import pytest
+
 from experiments import demo
 from tests.experiments.test_shakespeare import SMALL
-from tests.pairs import one_of_the_day
 
 
-@one_of_the_day("demo")
+@pytest.mark.long
 def test_demo(tmp_path, capfd):
     small = {name: value for name, value in SMALL.items() if name != "steps"}
     flags = tuple(f"--config_{name}={value}" for name, value in {**small, "eval_every": 1000}.items())

@@ -79,6 +79,7 @@ def assert_as_if_nothing_had_happened(run, faults):
     assert faults == (count.stat().st_size if count.exists() else 0)
 
 
+@pytest.mark.long
 def test_a_run_survives_what_happens_to_its_ranks(job, tmp_path):
     """A rank is stopped for a while and another killed; then a number is not finite; then a rank leaves."""
     status, _, err = ended(job("stop:0:2+kill:1:5", "nan:0:8", "exit:1:9", ""))

@@ -1,13 +1,20 @@
 """experiments/finetune.py: folders of random tiny models are trained on any mesh, and transformers loads the result."""
 
+import dataclasses
+import io
+import json
+
 import pytest
 import torch
 
 from experiments import finetune
 from fmegatron import loop
+from fmegatron.data.__main__ import main as data_command
 from fmegatron.layout import Mesh
+from fmegatron.model.__main__ import main as model_command
 from tests.model.families.tiny_hf import config_of, model_of
 
+tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 TINY = {"seq_len": 16, "batch_size": 8, "steps": 6, "lr": 1e-2, "backend": "eager"}
 
@@ -24,6 +31,7 @@ def finetuned(rank, config):
     return finetune.main(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama3.1", "gemma2", "gpt2"])
 def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     theirs = folder(name, tmp_path / "model")
@@ -32,7 +40,7 @@ def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     first, last = (
         r["loss"] for r in loop.read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"] in (1, 6) and "loss" in r
     )
-    tokens = torch.tensor(finetune.token_ids(finetune.Config(**places))[:256]).long().view(16, 16)
+    tokens = torch.tensor(finetune.token_ids(finetune.Config(**places), 256)[:256]).long().view(16, 16)
     tuned = type(theirs).from_pretrained(tmp_path / "out").eval()
     before, after = (m(tokens, labels=tokens).loss.item() for m in (theirs, tuned))
     assert last < first - 0.3 and after < before - 0.3
@@ -40,6 +48,7 @@ def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     assert config_of(name)[1].model_type == tuned.config.model_type
 
 
+@pytest.mark.long
 def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks):
     folder("llama3.1", tmp_path / "model")
     tuned = []
@@ -54,6 +63,30 @@ def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks):
     for path, one in tuned[0].items():
         for other in tuned[1:]:  # Adam's first steps have the sign of the gradient, also of one that is rounding only
             assert ((other[path] - one).abs() > 1e-5).double().mean() < 0.01, path
+
+
+@pytest.mark.long
+def test_a_corpus_is_trained_on_and_the_result_talks(tmp_path):
+    theirs = folder("llama3.1", tmp_path / "model")
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = tokenizers.decoders.ByteLevel()
+    words.train_from_iterator(["To be or not to be"] * 9, tokenizers.trainers.BpeTrainer(vocab_size=theirs.vocab_size))
+    words.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps({"text": "To be or not to be " * n}) for n in range(40)))
+    prefix = str(tmp_path / "corpus")
+    arguments = ["--output", prefix, "--tokenizer", str(tmp_path / "model")]
+    assert data_command(["prepare", str(tmp_path / "lines.jsonl"), *arguments]) == 0
+    places = {"model": str(tmp_path / "model"), "out": str(tmp_path / "out"), "run": str(tmp_path / "run")}
+    config = finetune.Config(**places, text=f"{prefix}.bin", **{**TINY, "steps": 2})
+    finetune.main(config)
+    out = io.StringIO()
+    assert model_command(["chat", str(tmp_path / "run"), "--prompt", "To be", "--tokens", "5"], out=out) == 0
+    assert len(out.getvalue()) > 5  # and no error: most ids of the model are none of the tokenizer
+    (tmp_path / "model" / "tokenizer.json").unlink()  # now its tokens are bytes
+    with pytest.raises(loop.UsageError, match="text: .*got a corpus of another tokenizer, wanted the model's"):
+        finetune.main(dataclasses.replace(config, run=str(tmp_path / "other")))
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_text_that_the_vocabulary_does_not_have(tmp_path):

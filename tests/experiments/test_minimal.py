@@ -9,6 +9,7 @@ from experiments import minimal
 from fmegatron import loop, tree
 
 
+@pytest.mark.long
 def test_it_learns(capsys):
     assert minimal.main(steps=60) < 3.3  # 4.17 is chance
     assert capsys.readouterr().out.startswith("step 1: 4.1")

@@ -41,6 +41,7 @@ CASES = {
 every_experiment = pytest.mark.parametrize("name", CASES)
 
 
+@pytest.mark.long
 @every_experiment
 @pytest.mark.parametrize("command", [check, parity], ids=["check", "parity"])
 def test_the_command_proves_it(name, command):
@@ -108,6 +109,7 @@ def peer_resumed(rank, folder):
     peer(rank, folder, dp=2, steps=4)
 
 
+@pytest.mark.long
 def test_the_peer_of_the_mixer_runs_and_is_resumed(tmp_path, ranks):
     ranks.run(peer_stopped, str(tmp_path), ranks=2)
     ranks.run(peer_resumed, str(tmp_path), ranks=2)

@@ -15,7 +15,6 @@ from experiments import shakespeare
 from fmegatron import checkpoint, data, loop, tree
 from fmegatron.layout import Mesh
 from tests.house import ROOT
-from tests.pairs import one_of_the_day
 
 SMALL = {
     **{"dim": 16, "layers": 1, "heads": 2, "seq_len": 16, "batch_size": 4, "steps": 6, "warmup": 2, "lr": 1e-2},
@@ -52,6 +51,7 @@ def start(python, *flags, ranks=1, **settings):
     return python.popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT, **settings)
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monkeypatch, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     result = shakespeare.main(config(whole))
@@ -75,7 +75,7 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monke
     assert a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
 
 
-@one_of_the_day("saves beside steps")
+@pytest.mark.long
 def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatch):
     """Also when a signal stops the run: the last save is waited for, and no process is left."""
     shakespeare.main(config(tmp_path / "waits"))
@@ -109,6 +109,7 @@ def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatc
             os.kill(pid, 0)
 
 
+@pytest.mark.long
 def test_a_finished_run_only_samples(tmp_path, capsys):
     """Also when fewer steps are asked for than are done, which is said; without prompts it only evaluates."""
     result = shakespeare.main(config(tmp_path, steps=3))
@@ -136,6 +137,7 @@ def stopped_by_a_signal(rank, settings):
         shakespeare.main(settings)
 
 
+@pytest.mark.long
 def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
     """4 ranks, stopped by a signal to one of them, then one rank: the losses of one rank all the way.
 
@@ -224,6 +226,7 @@ def test_every_field_says_what_a_change_of_it_means():
         raise AssertionError("no experiment resumes a run")
 
 
+@pytest.mark.long
 def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monkeypatch):
     shakespeare.main(config(tmp_path, steps=3))
     written = json.loads((tmp_path / "config.json").read_text())
@@ -265,6 +268,7 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
     assert json.loads((renamed / "config.json").read_text())["config"]["heads"] == 4
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):
     shakespeare.main(config(tmp_path, steps=6))
     chunk = max((tmp_path / "checkpoints" / "step_00000006").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
@@ -279,6 +283,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):
     assert "steps        3 to 6" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_ctrl_c_twice_while_saving_leaves_the_earlier_checkpoint(tmp_path, python):
     """The second Ctrl-C falls into a save that was made slow; the step before can still be restored."""
     script = tmp_path / "slow.py"

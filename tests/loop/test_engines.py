@@ -16,7 +16,6 @@ from fmegatron import loop, step, tree
 from fmegatron.collectives import World
 from fmegatron.layout import Mesh
 from tests.house import ROOT
-from tests.pairs import one_of_the_day
 
 
 def losses(mesh, world):
@@ -130,7 +129,7 @@ def gone(pids, seconds=60):
     return not any(map(psutil.pid_exists, pids))
 
 
-@one_of_the_day("engines train")
+@pytest.mark.long
 def test_engines_train_and_one_that_is_killed_is_an_error_within_seconds(program):
     process = program(BEGINS + TRAINS)
     begun, found, typo, pids = (process.stdout.readline().strip() for _ in range(4))

@@ -118,6 +118,7 @@ def until(process, words):
     raise AssertionError(f"{words!r} was never printed:\n{process.stderr.read()}")
 
 
+@pytest.mark.long
 def test_a_bad_flag_ends_a_script_with_one_line(start):
     status, out, err = ended(start(1, "--config_secnds=1"))
     assert (status, out) == (2, "")
@@ -138,6 +139,7 @@ def test_sigterm_saves_and_ends_well(start):
     assert "SIGTERM: stops after this step" in err and "saved step" in err
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_ends_with_130(start):
     process = start(1)
     until(process, "pid")
@@ -160,6 +162,7 @@ def test_a_second_ctrl_c_ends_at_once(start):
     assert "saved step" not in err and "a second Ctrl-C" in err
 
 
+@pytest.mark.long
 def test_one_rank_that_raises_ends_all(start):
     """Two attempts of one job: while the others sleep, and while they wait in a collective."""
     process = start(3, "--config_mesh=dp=3", "--config_do=one raises,one raises before a collective", restarts=1)
@@ -195,6 +198,7 @@ def test_whatever_one_rank_does_is_told_as_its_doing(start):
     assert err.count(lost) <= 2  # and where rank 1 closed its groups before it told why
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(start):
     process = start(2, "--config_mesh=tp=2")
     assert "threads" in until(process, "started")
@@ -207,6 +211,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(start):
     assert out.count("after the loop") == 1  # rank 0 only
 
 
+@pytest.mark.long
 def test_ctrl_c_under_torchrun_reaches_every_rank_twice_and_still_saves(start):
     """A terminal signals the whole group, and torchrun then signals its ranks once more."""
     process = start(2, "--config_mesh=tp=2", "--config_seconds=0.5")

@@ -180,6 +180,15 @@ def test_reasons_to_end(tmp_path, capsys):
         Until(metric="loss")
 
 
+@pytest.fixture
+def _heard():
+    """A shell's nohup has processes ignore SIGHUP, and runs respect that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_heard")
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
 def test_signals_of_a_batch_system(tmp_path, name):
     run = Run(tmp_path, toward, SPECS)

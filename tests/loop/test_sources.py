@@ -285,6 +285,7 @@ app.run(main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))
 """
 
 
+@pytest.mark.long
 def test_under_absl_app(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", APP, "--own=mine", "--steps=1e3", "--verbosity=-1"]

@@ -7,7 +7,6 @@ import nbformat
 import pytest
 
 from tests.house import ROOT
-from tests.pairs import one_of_the_day
 
 PATH = ROOT / "notebooks" / "05_bench.ipynb"
 LOSS = re.compile(r"^ +(\d+) +(\d\.\d{4}) .*", re.M)  # of the table: step, loss, and what depends on the machine
@@ -29,7 +28,7 @@ def said(notebook):
             yield cell.source, losses, (text.split(), pictures)
 
 
-@one_of_the_day("bench notebook")
+@pytest.mark.long
 def test_outputs_are_true(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     wanted = nbformat.read(PATH, 4)

@@ -1,10 +1,11 @@
 """notebooks/04_data_parallel.ipynb runs, and its committed outputs are true."""
 
+import pytest
+
 from tests.notebooks.rerun import committed, rerun
-from tests.pairs import one_of_the_day
 
 
-@one_of_the_day("data notebook")
+@pytest.mark.long
 def test_outputs_are_true():
     cells = committed("04_data_parallel.ipynb")
     for (source, wanted), got in zip(cells, rerun([source for source, _ in cells]), strict=True):

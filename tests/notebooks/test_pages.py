@@ -17,6 +17,7 @@ def text_of(page):
     return (ROOT / "notebooks" / page).read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES)
 def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -42,6 +43,7 @@ def test_pages_are_there():
     assert PAGES == ["from_fsdp2.md", "from_jax.md", "from_megatron.md", "glossary.md", "own_experiment.md"]
 
 
+@pytest.mark.long
 def test_the_own_experiment(tmp_path, monkeypatch, capsys):
     """Checked for eight ranks, compared with one, trained, gone on with, and read back into its module."""
     monkeypatch.chdir(tmp_path)

@@ -105,6 +105,7 @@ def test_elementwise_formats_need_no_memory(names):
 BLOCKED = [optim.int8(linear=True, **BLOCK), pytest.param(optim.float8(root=True, **BLOCK), marks=pytest.mark.slow)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", BLOCKED, ids=["int8", "fp8"])
 def test_blocks_compiled_are_eager(form):
     """A padded shorter block at the end of each row came out wrong from Inductor 2.13."""

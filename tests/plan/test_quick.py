@@ -125,6 +125,7 @@ def test_state_and_traffic_are_those_of_the_cost_model():
     assert sum(found.sent.values()) == again.total
 
 
+@pytest.mark.long
 def test_flops_are_those_of_the_graph():
     """All products of the traced step, counted from its shapes; attention as plain products, which see all keys."""
     described = decoder(save="mincut")

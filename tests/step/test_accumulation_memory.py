@@ -1,5 +1,6 @@
 """Gradients of microbatches do not pile up in a compiled step: one sum and one new gradient, however many they are."""
 
+import pytest
 import torch
 
 from fmegatron import tree
@@ -20,6 +21,7 @@ def step(params, batch):
     return tree.map(lambda p, g: p - 0.1 * g, params, grads), metrics
 
 
+@pytest.mark.long
 def test_two_gradients_are_alive():
     """Inductor would make one kernel of all the sums, behind the last microbatch."""
     params = {name: torch.randn(WIDTH, WIDTH) for name in "ab"}

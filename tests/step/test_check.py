@@ -49,6 +49,7 @@ def test_one_head_on_each_rank(optimizer):
     assert report.ok, str(report)
 
 
+@pytest.mark.long
 def test_16384_ranks_are_no_more_work_than_8():
     calls = []
     for mesh in (Mesh(dp=64, fsdp=32, tp=8), MESH):

@@ -97,6 +97,7 @@ def collections():
         gc.set_threshold(*before)
 
 
+@pytest.mark.long
 def test_costs_little_beside_the_trace():
     """In calls of functions below a tenth of the trace, and few objects stay alive: the collector walks all memory."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)

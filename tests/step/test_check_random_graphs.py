@@ -84,6 +84,7 @@ def held(some):
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_random_graphs():
     counts = held(range(40))

@@ -26,6 +26,7 @@ def no_finding_in_a_reshard(pair):
     assert report.ok, f"{source} -> {target} by {reshard_moves(source, target)}\n{report}"
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(pairs())
 def test_reshard(pair):

@@ -155,6 +155,7 @@ def assert_implied(mesh, codes, exchanges):
     assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's
 
 
+@pytest.mark.long
 def test_generated_code():
     """Of rank 0. That all ranks have the same graph, of which the same code is made: above. That compiled steps compute
     the same on ranks: overlap/test_ranks.py, and the next test for more meshes."""
@@ -204,6 +205,7 @@ def compiled_and_not(rank, mesh):
         return same
 
 
+@pytest.mark.long
 def test_compiled_code_keeps_what_collectives_read(ranks):
     """Inductor reduces in place where it may."""
     assert ranks.run(compiled_and_not, Mesh(tp=2), ranks=2) == [[True] * 16] * 2
@@ -220,6 +222,7 @@ def count_compilations(rank, cache):
         return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
+@pytest.mark.long
 def test_followers_load_what_the_leader_compiled(ranks, tmp_path):
     graphs = 3  # a layer's forward and backward, and the step around them
     assert ranks.run(count_compilations, str(tmp_path), ranks=2) == [(0, graphs), (graphs, 0)]

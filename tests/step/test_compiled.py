@@ -63,6 +63,7 @@ def compiled(request):
     return step, first + losses + rest, after_five, state, (after_one, compilations())
 
 
+@pytest.mark.long
 def test_decoder_equals_the_plain_function(compiled, plain):
     assert compiled[1] == pytest.approx(plain[0], rel=1e-10)
     assert_equal_states(compiled[2], plain[1])

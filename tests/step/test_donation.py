@@ -41,6 +41,7 @@ def undonated(wide):
     return jit(tiny.mlp_step(params=wide[0].params), backend="aot_eager")
 
 
+@pytest.mark.long
 def test_every_leaf_of_the_state_stays_where_it_is(wide, donated):
     state = tiny.copied(wide[0])
     before, where = tiny.copied(state), pointers(state)
@@ -90,6 +91,7 @@ def _assigned(to, x):
     return to
 
 
+@pytest.mark.long
 @backends(turn=0)
 def test_leaves_that_change_places(backend):
     """Inductor drops copies that change nothing; then each leaf would be read after it was overwritten."""
@@ -104,6 +106,7 @@ def test_leaves_that_change_places(backend):
     assert not wrong and pointers(got) == where
 
 
+@pytest.mark.long
 @backends(turn=1)
 def test_the_old_value_returned_beside_the_new_one(backend):
     """A step that remembers: what it returns of the old leaf is not overwritten, and is memory of its own."""

@@ -65,6 +65,7 @@ def zero1(rank, make, backend, reference):
         return len(where), *counts, stayed, all(same(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "backend", "reference"),
     [
@@ -160,6 +161,7 @@ def all_in_one(rank, mesh, backend):
         return donated_and_not(world, steps, dict.fromkeys(STEPS, STATE), backend)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "backend"),
     [
@@ -176,6 +178,7 @@ def test_the_old_value_is_read_before(ranks, mesh, backend):
         assert {name: count for name, (count, _) in found.items()} == {name: n for name, (_, n) in STEPS.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "backend"), [(Mesh(dp=2), "inductor"), (Mesh(dp=2), "aot_eager")], ids=str)
 def test_the_old_value_is_read_before_in_one_graph(ranks, mesh, backend):
     for found in ranks.run(all_in_one, mesh, backend, ranks=mesh.size):

@@ -72,6 +72,7 @@ CASES = {"block": (block, by_blocks), "others": (others, by_others), "unused": (
 POLICIES = ["all", "inputs", "mincut", 0.5, lambda node: node.target is torch.ops.aten.mm.default]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", [None, 0])
 @pytest.mark.parametrize("save", POLICIES, ids=[*map(str, POLICIES[:4]), "own"])
 def test_gradients_are_those_of_the_function(save, offload):
@@ -84,6 +85,7 @@ def test_gradients_are_those_of_the_function(save, offload):
             torch.testing.assert_close(how(p, x_BD), wanted, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.long
 def test_inductor():
     p, x_BD = tiny.mlp_params(), tiny.mlp_batch()["x"]
     step = value_and_grad(functools.partial(by_blocks, compiled_layer("mincut")(block)))

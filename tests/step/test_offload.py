@@ -57,6 +57,7 @@ def kept_bytes(graph):
     return tuple(sum(size for on_host, size in alive if on_host is where) for where in (False, True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save", ["inputs", "mincut"])
 def test_nothing_of_a_layer_stays(save):
     (before, none), (left, there) = (kept_bytes(traced(save, offload)) for offload in (None, 0))
@@ -65,6 +66,7 @@ def test_nothing_of_a_layer_stays(save):
     assert left == before - there < stream  # the angles of RoPE, which are arguments of all layers
 
 
+@pytest.mark.long
 def test_small_values_stay():
     _, all_of_them = kept_bytes(traced("mincut", 0))
     stream = tiny.decoder_batch(CONFIG)["tokens"].numel() * CONFIG.dim * 8
@@ -81,6 +83,7 @@ def assert_frees(code):
     assert [name for name, _ in itertools.groupby(found)] == wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "save, backend",
     [
@@ -105,12 +108,14 @@ def test_the_same_numbers(save, backend):
         assert_frees(codes[-1])
 
 
+@pytest.mark.long
 def test_the_order_of_compiled_code():
     args = (fresh_state(tiny.mlp_params(LAYERS), tiny.OPTIMIZER), tiny.mlp_batch())
     step = Compiled(tiny.mlp_step("mincut", offload=0), args, (), Target())
     assert_frees(tiny.generated_code(step)[-1])
 
 
+@pytest.mark.long
 def test_check_knows_the_copies():
     mesh = Mesh(dp=2)
     layouts, axes = model.layouts(CONFIG, mesh), Axes(mesh)

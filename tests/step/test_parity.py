@@ -40,6 +40,7 @@ def test_simulated(mesh, switches):
     check(mesh, *switches)
 
 
+@pytest.mark.long
 def test_simulated_fp32_losses():
     """Losses to 1e-5; parameters only to about 1e-4, because Adam turns rounding of small gradients into steps."""
     config = make_config(sequence_parallel=True, dtype=torch.float32)
@@ -48,6 +49,7 @@ def test_simulated_fp32_losses():
         assert abs(one["loss"] - many["loss"]) <= 1e-5 * one["loss"]
 
 
+@pytest.mark.long
 def test_blame_in_the_whole_model():
     """Gradients of replicated norm weights that are not summed over fsdp: found through compiled layers and a clip that
     groups the leaves otherwise on every mesh, with the lines where the sums began and no other finding than theirs."""
@@ -124,6 +126,7 @@ def test_real_ranks_fp32_losses(ranks, backend):
 
 
 # ---- purity ----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_without_donation_changes_no_argument(compiled):
     """Called plainly and through jit; a donated step is the one exception, and says so."""

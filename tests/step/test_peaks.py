@@ -117,6 +117,7 @@ def test_peak_when_compiled(name, run_on):
     assert 0.9 * formula(*setting) <= peak(*run_on(*setting, backend="inductor")) <= limit(*setting) + leaf
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [None, Overlap(depth=1)], ids=["in order", "depth 1"])
 def test_weights_of_two_layers_at_most(overlap, run_on):
     """ZeRO-3: beside the shards two layers are whole at a time; that the next one is on its way costs no third."""
@@ -127,6 +128,7 @@ def test_weights_of_two_layers_at_most(overlap, run_on):
     assert peak(run, state, batch) <= limit(STRATEGIES["zero3"], mesh, 1) + late
 
 
+@pytest.mark.long
 def test_a_layer_that_stays_gathered_is_seen(run_on, monkeypatch):
     """What the formulas would not notice, they would not prove."""
 
@@ -143,6 +145,7 @@ def test_a_layer_that_stays_gathered_is_seen(run_on, monkeypatch):
     assert peak(*run_on(strategy, mesh)) > limit(strategy, mesh, 1) + 0.5 * layer_bytes(mesh)
 
 
+@pytest.mark.long
 def test_a_gradient_that_stays_whole_is_seen(run_on):
     """ZeRO-1, which accumulates whole gradients, in the place of ZeRO-2."""
     assert peak(*run_on(STRATEGIES["zero1"], MESHES[1], 2)) > 1.4 * limit(STRATEGIES["zero2"], MESHES[1], 2)

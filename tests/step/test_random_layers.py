@@ -40,6 +40,7 @@ def tried(seed: int, ways=WAYS) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_layers():
     """Each layer under two of the policies."""
     ways = [(WAYS[i % len(WAYS)], WAYS[(i + 5) % len(WAYS)]) for i in range(20)]
@@ -69,6 +70,7 @@ def compiled(several: list[int], policy: str, backend: str) -> None:
         assert not wrong, f"save={policy!r}, {backend}: {wrong}\n{layer}"
 
 
+@pytest.mark.long
 def test_compiled():
     compiled(seeds("compiled layers", 1, 1), "all", "aot_eager")
 

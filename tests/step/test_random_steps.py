@@ -59,6 +59,7 @@ def op_by_op(some: list[int]) -> None:
     assert not any(found), "\n\n".join(filter(None, found))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 def test_op_by_op(part):
     op_by_op(seeds("steps", 50, 70)[part::4])
@@ -97,6 +98,7 @@ def compiled(several: list[int], backend: str) -> None:
     assert not found, "\n".join([f"seeds {several}, {backend}: {found}", *step.code])
 
 
+@pytest.mark.long
 def test_compiled():
     compiled(seeds("compiled steps", 3, 3), "inductor")
 

@@ -161,6 +161,7 @@ def on_rank(rank, backend, room):
         return found, [bytes_sent(collectives_of(step.graph(stage), mesh)) for stage in ("trace", "lower")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend, room", [("eager", None), ("eager", 5), ("aot_eager", None), ("inductor", 5)])
 def test_gloo_ranks(ranks, backend, room):
     mesh = Mesh(dp=1, ep=2)

@@ -36,6 +36,7 @@ def test_units(plan):
     assert with_overlap.waiting == 4 and with_overlap.duration == 3 * LAYERS + 4
 
 
+@pytest.mark.long
 def test_nothing_waits_that_could_be_hidden():
     """Where a layer computes for longer than its weights travel: only for the first gather, the last reduce-scatter and
     the norm. The second block's weights travel while the first computes; what does not travel with the embedding
@@ -119,6 +120,7 @@ def test_a_function_that_is_not_compiled_needs_a_mesh():
         timeline(tiny.mlp_step())
 
 
+@pytest.mark.long
 def test_more_ranks_than_there_are_processes():
     mesh, of = Mesh(fsdp=8), config(1)
     args = (tiny.decoder_state(of, mesh), tiny.decoder_batch(of, rows=8, mesh=mesh))

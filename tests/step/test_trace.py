@@ -85,6 +85,7 @@ def decoder(request):
     return graphs
 
 
+@pytest.mark.long
 def test_lines_of_the_decoder(decoder):
     """The user's line first; behind it that of the model, the maths or the optimizer, never of torch or of tracing."""
     lines = {n.meta["at"] for graph in decoder for n in graph.nodes if n.op == "call_function"}
@@ -156,6 +157,7 @@ def test_a_parameter_changed_in_place_by_the_loss():
         trace(value_and_grad(in_place), ({"w": torch.ones(2)}, torch.ones(2)))
 
 
+@pytest.mark.long
 def test_temporaries_may_be_changed_and_containers_are_copies():
     def f(p):
         y = p["w"].clone()

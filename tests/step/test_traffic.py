@@ -41,6 +41,7 @@ def test_what_sends_nothing_is_not_listed():
     assert collectives_of(trace(step, (X,)).graph_module.graph, MESH) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, tp=2)], ids=str)
 def test_lowered_graph_sends_what_the_traced_one_does(mesh):
     """The decoder's step."""
@@ -52,6 +53,7 @@ def test_lowered_graph_sends_what_the_traced_one_does(mesh):
     assert {one.at for one in lowered} == {one.at for one in traced}
 
 
+@pytest.mark.long
 def test_bytes_of_zero3():
     """Two gathers of what lies in the blocks, one of the rest, one reduction of all: n - 1 of n parts each."""
     mesh = Mesh(fsdp=4)

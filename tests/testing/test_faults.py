@@ -40,6 +40,7 @@ def missed(bug, by, n, save) -> str:
     return "" if right else f"{bug} ({' or '.join(LINES[bug])}), {by}, {n} microbatches, save={save}: {result}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("i", range(2))
 def test_a_sample(i):
     """Others every day."""

@@ -32,6 +32,7 @@ def test_is_found_at_its_line(bug):
     assert len(result.findings) <= 6, result
 
 
+@pytest.mark.long
 def test_a_clip_hides_a_wrong_scale_in_the_parameters():
     """Why loss and grad_norm are compared too: the clip divides a common factor of all gradients out again."""
     step = "mean_of_shard"

@@ -39,6 +39,7 @@ _STAGED_BYTES = 64 << 20  # host copies of tensors on devices held at a time
 _BUFFER_BYTES = 8 << 20  # copies of chunks that are not contiguous held at a time, one at least
 _PACKED_BYTES = 8 << 20  # most of an array of packed leaves
 _AHEAD_BYTES = 128 << 20  # given to tensorstore and not yet written: no more is written after an error
+_AHEAD_WRITES = 512  # the same in writes: beside its bytes, each takes some 10 KiB, and stores take far fewer at once
 
 
 Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
@@ -204,7 +205,7 @@ class _Writer:
         """tensorstore has been given a write."""
         self.pending.append(write)
         self.ahead += write.nbytes
-        while self.pending and self.pending[0].future.done():
+        while self.pending and (len(self.pending) > _AHEAD_WRITES or self.pending[0].future.done()):
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:

@@ -9,6 +9,7 @@ import errno
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.checkpoint.files.look import look, names_in
 
 # What happens to a rank, and for how many seconds unless it is given (None: it has no duration).
 KINDS = MappingProxyType(
@@ -198,7 +200,7 @@ def _fill(seconds: float) -> None:
     write, until = os.write, time.monotonic() + seconds
 
     def full(fd, content):
-        if fd > 2 and time.monotonic() < until and os.path.isfile(f"/proc/self/fd/{fd}"):
+        if fd > 2 and time.monotonic() < until and stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(fd, content)
 
@@ -212,7 +214,8 @@ def _fill(seconds: float) -> None:
 def _children(pid: int) -> list[int]:
     """Processes that this one has started, and those that they have."""
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
+    for task in names_in(f"/proc/{pid}/task"):
+        children = look(Path(f"/proc/{pid}/task/{task}/children").read_text, "")  # "": it has ended meanwhile
+        for child in map(int, children.split()):
             found += [child, *_children(child)]
     return found

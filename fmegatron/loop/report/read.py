@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.loop.events import read_events
 
 # Of a record: where it stands, not what was measured.
@@ -77,16 +78,17 @@ class Recorded:
 def read_run(path: str | Path) -> Recorded:
     """A run's folder, or its metrics file. Raises ValueError for a path that is not there."""
     path = Path(path)
-    if not path.exists():
+    if not is_there(str(path)):
         raise ValueError(f"{path}: got nothing there, wanted the folder of a run (with metrics.jsonl in it)")
-    folder, file = (path, path / "metrics.jsonl") if path.is_dir() else (path.parent, path)
+    whole = is_directory(str(path))
+    folder, file = (path, path / "metrics.jsonl") if whole else (path.parent, path)
     notes: list[str] = []
     records = tuple(_records(file, notes))
-    events = tuple(_clean_events(folder / "events.jsonl", notes)) if path.is_dir() else ()
-    config = _config(folder / "config.json", notes) if path.is_dir() else None
-    name = path.resolve().name if path.is_dir() else path.name
-    ranks = tuple(_ranks(folder / "ranks.jsonl", notes)) if path.is_dir() else ()
-    stacks = _stacks(folder / "stacks", notes) if path.is_dir() else {}
+    events = tuple(_clean_events(folder / "events.jsonl", notes)) if whole else ()
+    config = _config(folder / "config.json", notes) if whole else None
+    name = path.resolve().name if whole else path.name
+    ranks = tuple(_ranks(folder / "ranks.jsonl", notes)) if whole else ()
+    stacks = _stacks(folder / "stacks", notes) if whole else {}
     return Recorded(name or str(path), str(path), records, events, config, tuple(notes), ranks, stacks)
 
 
@@ -119,7 +121,7 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 def _ranks(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """A run of one rank has no such file."""
     bad = 0
-    for line in file.read_text(errors="replace").split("\n") if file.exists() else ():
+    for line in file.read_text(errors="replace").split("\n") if is_there(str(file)) else ():
         if not line.strip():
             continue
         try:
@@ -140,17 +142,17 @@ def _stacks(folder: Path, notes: list[str]) -> dict[str, str]:
     """By file name, in the order of ranks."""
     found = {}
     try:
-        files = sorted(folder.glob("rank-*.txt"), key=lambda file: (len(file.name), file.name))
-        for file in files:
-            if text := file.read_text(errors="replace")[-_MOST_STACKS:]:
-                found[file.name] = text
+        names = [name for name in names_in(str(folder)) if name.startswith("rank-")] if is_there(str(folder)) else []
+        for name in sorted(names, key=lambda name: (len(name), name)):
+            if text := (folder / name).read_text(errors="replace")[-_MOST_STACKS:]:
+                found[name] = text
     except OSError as error:
         notes.append(f"{folder.name}: cannot be read: {error}"[:200])
     return found
 
 
 def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    if not file.exists():
+    if not is_there(str(file)):
         notes.append(f"{file.name} is not there")
         return
     for event in read_events(file):

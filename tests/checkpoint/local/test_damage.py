@@ -234,6 +234,7 @@ def lives(tmp_path, seeds):
     return damages, ends
 
 
+@pytest.mark.long
 def test_fifty_damages(tmp_path):
     damages, ends = lives(tmp_path, seeds("damaged replicas", 8, 6))
     assert damages >= 45 and {None, 2} < set(ends)

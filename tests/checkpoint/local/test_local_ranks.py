@@ -69,6 +69,7 @@ def restore(rank, folder):
     return step, same
 
 
+@pytest.mark.long
 def test_lost_nodes(ranks, tmp_path):
     ranks.run(save, str(tmp_path), 1)
     ranks.run(save, str(tmp_path), 2)
@@ -96,6 +97,7 @@ def killed(ranks, folder, moments):
     return got[0][0]
 
 
+@pytest.mark.long
 def test_a_rank_killed_while_it_writes(ranks, tmp_path):
     assert killed(ranks, tmp_path, {2: 3}) == 1
 

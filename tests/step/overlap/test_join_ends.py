@@ -75,6 +75,7 @@ def compared(rank, name, policies, backend):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "policies"),
     slow_but(

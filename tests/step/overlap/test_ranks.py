@@ -105,6 +105,7 @@ def with_microbatches(rank, settings):
     return compared(rank, settings, "eager", microbatches=2)
 
 
+@pytest.mark.long
 def test_microbatches_give_the_same_bits(ranks):
     found = ranks.run(with_microbatches, [Overlap(depth=2, separate_groups=True)], ranks=2)
     assert [pair[:2] for pair in found[0] + found[1]] == [(True, True)] * 2

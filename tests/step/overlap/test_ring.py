@@ -102,6 +102,7 @@ def on_rank(rank, layer, backend):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layer, backend", [(False, "eager"), (True, "aot_eager"), (False, "inductor"), (True, "inductor")]
 )
