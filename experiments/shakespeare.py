@@ -96,7 +96,6 @@ def describe(config: Config):
 def main(config: Config) -> dict[str, float]:
     """Train (or go on), evaluate, write a sample; returns the last held-out metrics. Ends early when asked to stop."""
     with loop.set_up():  # nothing is written here, and what cannot be meant is refused
-        loop.deterministic(config.deterministic)
         world = connect(config.mesh)
         tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
         ids = tokenizer.encode(TEXT.read_text())
@@ -134,6 +133,7 @@ def main(config: Config) -> dict[str, float]:
             flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
             profile=config.profile,
             inject=config.inject,
+            deterministic=config.deterministic,
         )
     for _ in run(batches, config.steps):
         pass

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from fmegatron.testing import Forkserver, forkserver
 
-__all__ = ["Process", "Python"]
+__all__ = ["Process", "Python", "Twin"]
 
 _HIGH = 200  # descriptors that move out of the way of those whose numbers a child wants
 
@@ -44,7 +44,7 @@ class Python:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-class _Twin(Forkserver):
+class Twin(Forkserver):
     """A server that is a fork of this process, which has one thread, and not an interpreter that imports all anew.
 
     The constructor returns in both processes; in the one that serves `serve` is to be called.
@@ -171,7 +171,7 @@ def become(arguments, environment, cwd, session, targets, *files):
         arguments = rest
         kind, *rest = arguments
     if (kind, *rest[:1]) == ("-m", "torch.distributed.run"):
-        if (server := _Twin()).serves:
+        if (server := Twin()).serves:
             return server.serve()
         subprocess_handler.Popen = lambda args, **settings: Process(server, args, **settings)
     first = "" if kind == "-c" else cwd if kind == "-m" else os.path.dirname(os.path.abspath(kind))

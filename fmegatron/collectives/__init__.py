@@ -17,7 +17,7 @@ from fmegatron.collectives.collective import (
     require_mesh_of_graph,
 )
 from fmegatron.collectives.interrupt import held_interrupt
-from fmegatron.collectives.meet import meet
+from fmegatron.collectives.meet import absent, meet
 from fmegatron.collectives.ops import (
     all_gather,
     all_gather_many,
@@ -81,6 +81,7 @@ __all__ = [
     "Sharded",
     "Wire",
     "World",
+    "absent",
     "adopt_slurm",
     "all_gather",
     "all_gather_many",

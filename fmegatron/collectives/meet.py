@@ -68,6 +68,14 @@ def meet(
     return dist.PrefixStore(word, hall)
 
 
+def absent(store: dist.Store, size: int, use: str) -> list[int]:
+    """Ranks that have not come to this meeting. After a restart of the job it may be more: what those of the attempt
+    before have asked still stands there. Whether rank 0 has come is not seen.
+    """
+    hall = dist.PrefixStore(f"fmegatron/{use}", store)
+    return [rank for rank in range(1, size) if not hall.check([f"asks/{rank}"])]
+
+
 def _late(hall: dist.Store, rank: int, questions: list[str], timeout_s: float) -> str:
     if rank > 0:
         return f"rank 0 did not answer within {timeout_s:g} s; was its process started, and did it fail?"

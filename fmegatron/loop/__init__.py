@@ -2,13 +2,14 @@
 
 from fmegatron.loop.config import check, field
 from fmegatron.loop.curves import plot_loss, plot_losses
+from fmegatron.loop.deterministic import deterministic
 from fmegatron.loop.engines import Engines, engines
 from fmegatron.loop.events import Events, read_events
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.faults import Injection, Patience, Pulse, watched
 from fmegatron.loop.flags import UsageError, parse, set_up
 from fmegatron.loop.hardware import Peak, peak_of
-from fmegatron.loop.launch import deterministic, launch
+from fmegatron.loop.launch import launch
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress, read_metrics
 from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
 from fmegatron.loop.meter import Meter

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fmegatron import checkpoint, tree
+from fmegatron.loop.deterministic import deterministic
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
@@ -48,6 +49,7 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
     world, pulse = run.world, Pulse(run.patience, run.world.rank)
     restarts = Restarts(run.restart, world, pulse)
     with ExitStack() as open_:
+        open_.enter_context(deterministic(run.deterministic))
         size = world.size if run.patience is not None or run.restart is not None else 1
         open_.enter_context(watched(pulse, run.directory, size))
         claim = open_.enter_context(checkpoint.claim(run.directory, world=world))
@@ -237,13 +239,14 @@ class _Saves:
         if not (whole or near):
             return
         with _section(own.pulse, "save"):
+            if whole:
+                self.claim.check()
+                own.inject("save", info.step, info.state)
             known = {**run.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
             finite = info.finite()
             if near and run.local is not None:
                 self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)
             if whole:
-                self.claim.check()
-                own.inject("save", info.step, info.state)
                 self._save(info, known, finite)
                 own.inject("flight", info.step, info.state)
 

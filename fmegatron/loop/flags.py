@@ -69,7 +69,8 @@ def parse(argv: Sequence[str], config: Config, environment: Mapping[str, str] | 
     variables such as FMEGATRON_CONFIG_LR, FMEGATRON_CONFIG_MODEL__DIM; flags. Each field is a flag
     `--config_NAME=VALUE`, or short `--NAME=VALUE`; a field that is a dataclass gives one flag for each of its own
     fields, `--config_model.dim=256`. Types: int (also `1e3`), float, bool (also `--noconfig_x`), str, Literal, tuples
-    (`1,2,3`; a text with commas in double quotes), Optional (`none`), Mesh (`fsdp=2,tp=2`; empty: one rank).
+    (`1,2,3`; a text with commas in double quotes), Optional (`none`), Mesh (`fsdp=2,tp=2`; empty: one rank;
+    `fsdp=*,tp=2`: as many as are left).
     `--print_config` prints the values, and where each is from, as a TOML file; `--help` the flags.
 
     Args:

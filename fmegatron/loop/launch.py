@@ -73,23 +73,6 @@ def _status(error: SystemExit) -> int:
     return error.code & 0xFF or 1 if isinstance(error.code, int) else 1
 
 
-def deterministic(on: bool = True) -> None:
-    """The same bits from the same step in every process of the same machine, for debugging; slower on CUDA.
-
-    torch then chooses deterministic kernels, and an op that has none is an error (`use_deterministic_algorithms`).
-    cuBLAS gets the workspace that it needs, which holds only if this is called before the first product on a device.
-    Ranks still sum in the order of their algorithm: NCCL's choice is fixed with NCCL_ALGO=Ring and NCCL_PROTO=Simple,
-    where they are not set. A step never draws from a generator.
-    """
-    if not on and not torch.are_deterministic_algorithms_enabled():
-        return
-    if on:
-        for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "Simple")):
-            os.environ.setdefault(name, value)
-    torch.use_deterministic_algorithms(on)
-    torch.backends.cudnn.benchmark = False
-
-
 def use_threads(place: Place) -> int:
     """Give this rank its share of the node's cores (torchrun would give it one thread), and return that number.
 

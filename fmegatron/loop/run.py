@@ -77,6 +77,7 @@ class Run:
         inject: faults that are to happen (`faults.Injection`), for trying out what a run does.
         hash_every: steps between comparisons of what ranks hold replicas of, bit by bit; None: none.
         on_difference: what follows on a difference: "raise", "roll back" or "rerun".
+        deterministic: the same bits in every process of a machine (`loop.deterministic`), while it is called.
         straggler_ratio: at log points the work, wait and data times of all ranks go into `ranks.jsonl`, and a rank that
             takes so many times the median is warned of; None: not.
 
@@ -126,6 +127,7 @@ class Run:
         hash_every: int | None = None,
         on_difference: str = "raise",
         straggler_ratio: float | None = 1.5,
+        deterministic: bool = False,
     ):
         counts = {"log_every": log_every, "eval_every": eval_every, "save_every": save_every}
         counts |= {"local_every": local_every} | ({} if hash_every is None else {"hash_every": hash_every})
@@ -156,7 +158,7 @@ class Run:
         self.patience = patience or None
         self.restart, self.local, self.local_every, self.hash_every = restart, local, local_every, hash_every
         self.on_difference, self.straggler_ratio = on_difference, straggler_ratio
-        self.until, self.signals = until or Until(), signals
+        self.until, self.signals, self.deterministic = until or Until(), signals, deterministic
         self.inject = Injection.parse(inject) if isinstance(inject, str) else tuple(inject)
         self.init = init or (lambda: tree.init(specs, key, self.world.rank, self.world.device))
         self.evaluations = _by_name(evaluate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import tomllib
 import types
@@ -316,15 +317,30 @@ def _quote(text: str, needed: bool) -> str:
     return json.dumps(text, ensure_ascii=False) if needed else text
 
 
-def mesh_of(text: str) -> Mesh:
-    """`fsdp=2,tp=2` -> a mesh, major axis first; nothing: one rank."""
+def mesh_of(text: str, ranks: int | None = None) -> Mesh:
+    """`fsdp=2,tp=2` -> a mesh, major axis first; nothing: one rank. The axis of `fsdp=*,tp=2` takes the ranks that are
+    left, so that a job that is started again with fewer of them gets a mesh.
+
+    ranks: that were started; None: as the environment states it (WORLD_SIZE), else one.
+
+    >>> mesh_of("fsdp=*,tp=2", ranks=8)
+    Mesh(fsdp=4, tp=2)
+    """
     axes = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, equals, size = part.partition("=")
         number = int(size) if re.fullmatch(r"[0-9]{1,12}", size) else 0
-        if not (equals and name.isidentifier() and number > 0) or name in axes:
+        if not (equals and name.isidentifier() and (number > 0 or size == "*")) or name in axes:
             raise ValueError(f"got {part!r}, wanted axes and their sizes, major first, such as fsdp=2,tp=2")
         axes[name] = number
+    free = [name for name, size in axes.items() if not size]
+    if free:
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+        given = math.prod(size for size in axes.values() if size)
+        if len(free) > 1 or ranks % given:
+            wanted = "one axis with a *" if len(free) > 1 else f"a number of ranks that {given} divides"
+            raise ValueError(f"got {text!r} for {ranks} ranks, wanted {wanted}")
+        axes[free[0]] = ranks // given
     return Mesh(**axes)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch._dynamo.utils import counters
@@ -35,7 +36,8 @@ def main(folder, backend, steps):
     run = Run(folder, step, specs, world=world, log_every=100, save_every=1, restart=Restart(1), inject=faults)
     held, times = {}, {}
     for info in run(lambda n: torch.full((4, 4), float(n), dtype=torch.float64), steps=steps):
-        held[info.step] = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        children = sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
+        held[info.step] = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), children
         times[info.step] = time.time()
     compiled = {"graphs": len(step.cache), "inductor": counters["inductor"].get("fxgraph_cache_miss", 0)}
     bits = [x.sum().item() for x in tree.leaves(run.state)]

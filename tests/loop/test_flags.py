@@ -77,6 +77,8 @@ def test_defaults_and_instances():
         ("--config_betas=1", "got 1 values"),
         ("--config_policy=fast", "wanted one of mincut, inputs"),
         ("--config_mesh=fsdp2", "wanted axes and their sizes, major first, such as fsdp=2,tp=2"),
+        ("--config_mesh=fsdp=*,tp=2", "got 'fsdp=*,tp=2' for 1 ranks, wanted a number of ranks that 2 divides"),
+        ("--config_mesh=fsdp=*,tp=*", "wanted one axis with a *"),
         ("--config_mesh=tp=2,tp=2", "got 'tp=2'"),
         ("--config_steps=0", "steps: got 0, wanted 1 or more"),
         ("steps=3", "wanted flags only"),

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fmegatron.loop import Patience, Pulse
+from fmegatron.loop import Patience, Pulse, read_events
 from fmegatron.loop.faults import siblings
 from fmegatron.loop.faults.hang import HANG
 from fmegatron.loop.faults.siblings import kill_siblings, own_process
@@ -79,6 +79,10 @@ def test_one_process_that_hangs(tmp_path, python, kind):
     text = stacks.read_text()
     assert "in hangs" in text and re.search(r"hang: rank 0 \(.*\) makes no progress for .* in section 'step' of", text)
     assert late < 1.5 or kind == "gil"
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert (event["event"], event["step"]) == ("hang", 7) and event["text"] in text
+    again = python.run([sys.executable, "-c", LOOP, tmp_path, "none"], cwd=ROOT)  # one that goes on keeps them
+    assert again.returncode == 0 and stacks.read_text() == text
     assert "update 7 (limit 0.6 s, the longest before took 0." in done.stderr and "stacks are in" in done.stderr
     if kind == "gil":
         assert (

@@ -14,6 +14,7 @@ from fmegatron import report
 from fmegatron.loop import Events, JsonLines, Log, read_metrics, read_run, report_page
 from fmegatron.loop.report.figures import number, thinned, ticks
 from fmegatron.loop.report.page import mean_split
+from fmegatron.loop.report.ranks import rank_times
 from fmegatron.loop.report.read import differences
 
 HOSTILE = "</script><script>alert(1)</script>&amp;\"'<img src=x onerror=alert(2)>"
@@ -77,6 +78,40 @@ def write_run(folder, steps=40, name="loss", mesh="tp2", lr=0.1):
     config = {"config": {"lr": lr, "optim": {"beta": 0.9}, "name": mesh}, "facts": {"data": "abc"}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_ranks(folder, hosts=("a", "a", "b"), work=(0.25, 0.5, 1.0), text="hang: rank 1 (a) makes no progress"):
+    """What ranks leave: times at two log points, after some of another job with one rank less, and a hang's stacks."""
+    lines = [{"step": 1, "hosts": ["c"], "work": [9.0], "wait": [9.0], "data": [9.0]}]
+    for n in (1, 3):
+        lines.append({"step": 10 * n, "hosts": list(hosts), "work": [n * x for x in work], "wait": [0.125] * 3})
+        lines[-1]["data"] = [0.0] * 3
+    (folder / "ranks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 3, "ho\n')
+    (folder / "stacks").mkdir()
+    for rank in (0, 2, 10):
+        (folder / "stacks" / f"rank-{rank}.txt").write_text(
+            f"{text}\n\nThread 0x1:\n  File x.py, line {rank} in f{rank}"
+        )
+    with Events(folder / "events.jsonl") as events:
+        events("hang", 40, text=text)
+        events.active = False
+    return folder
+
+
+def test_ranks_and_stacks(tmp_path):
+    run = read_run(write_ranks(write_run(tmp_path / "a")))
+    assert run.outcome() == "hang" and any("ranks.jsonl: 1 line that cannot be read" in note for note in run.notes)
+    times = rank_times(run)
+    assert [(row.rank, row.host, row.work) for row in times] == [(2, "b", 2.0), (1, "a", 1.0), (0, "a", 0.5)]
+    page = Page(report_page([run, read_run(write_run(tmp_path / "b"))]))
+    rows = [page.cells[i : i + 4] for i in range(len(page.cells))]  # works, waits, data, of the median: of rank 2
+    assert ["2", "0.125", "0", "2"] in rows and ["0.5", "0.125", "0", "0.5"] in rows
+    assert {"rank-0.txt", "rank-2.txt", "rank-10.txt"} <= set(page.texts)
+    assert any("line 10 in f10" in text for text in page.texts)
+    assert "step 40: hang: rank 1 (a) makes no progress" in page.texts
+    hostile = report_page([read_run(write_ranks(write_run(tmp_path / "c"), (HOSTILE,) * 3, text=HOSTILE))])
+    assert not [tag for tag, _ in Page(hostile).tags if tag == "img"] and len(Page(hostile).scripts) == 2
+    assert "one rank, or no two log points" in report_page([read_run(write_run(tmp_path / "d"))])
 
 
 def numbers_of(text):

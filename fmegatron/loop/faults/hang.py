@@ -4,7 +4,8 @@ The loop states which section of a run it is in (`Pulse.enter`). A few times a s
 rendezvous store, over a connection of its own. A rank that is in a section for longer than the section's limit looks
 which ranks are behind. When it is one of them, or when not even the threads of those give a sign (SIGSTOP, a machine
 that is gone), it declares a hang. Every rank that still can then writes the stacks of its threads, kills those on its
-machine that cannot, and ends with status 75, so that torchrun can start all again.
+machine that cannot, and ends with status 75, so that torchrun can start all again. The one that declares it writes it
+into the events of the run.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fmegatron.collectives import flight_record, meet
+from fmegatron.collectives import absent, flight_record, meet
+from fmegatron.loop.events import Events
 from fmegatron.loop.faults.notice import end, say
 from fmegatron.loop.faults.pulse import Now, Pulse
 from fmegatron.loop.faults.siblings import kill_siblings, own_process
@@ -70,6 +72,7 @@ class _Watch:
         self.address = (address, int(port)) if size > 1 and address and port else None
         self.main = threading.get_ident()  # of the thread that trains
         self.base, self.board, self.file, self.beats, self.faults = None, None, None, 0, 0
+        self.before = 0  # bytes of stacks from before this process
         self.pause = POLL_SECONDS + size / 4000  # thousands of ranks must not keep the store busy
         self.last: dict[int, tuple[int, float]] = {}  # of each rank: its beats, and when this rank saw them change
 
@@ -77,7 +80,8 @@ class _Watch:
         if self.pulse.patience is not None:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self.file = self.path.open("w")
+                self.file = self.path.open("a")  # a run may hang again after a restart: the first stacks stay
+                self.before = self.file.tell()
         while not self.done.wait(self.pause):
             self._arm()
             try:
@@ -92,10 +96,13 @@ class _Watch:
                 self._beat(self.pulse.now, left=True)
         if self.file is not None:
             faulthandler.cancel_dump_traceback_later()
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.before)  # what was late, and came after all
             self.file.close()
             with contextlib.suppress(OSError):
-                self.path.unlink()
-                self.folder.rmdir()  # where others have written theirs, it stays
+                if not self.before:
+                    self.path.unlink()
+                    self.folder.rmdir()  # where others have written theirs, it stays
 
     def _arm(self) -> None:
         """Let the interpreter write the stacks when not even this thread runs, because another holds the GIL."""
@@ -107,7 +114,9 @@ class _Watch:
         now = self.pulse.now
         if self.address is not None and self.board is None and not self._meet():
             if not self.done.is_set():
-                self._declare(now, {}, "not all ranks have come to where they are watched")
+                missing = absent(self.base, self.size, "pulse")[:SHOWN] if self.base is not None else []
+                who = f": behind: rank {', '.join(map(str, missing))} gave no sign at all" if missing else ""
+                self._declare(now, {}, f"not all ranks have come to where they are watched{who}")
             return
         if self.board is not None:
             self._beat(now)
@@ -220,23 +229,28 @@ class _Watch:
         until, now = time.monotonic() + LAST_SECONDS, self.pulse.now
         with contextlib.suppress(OSError, ValueError):
             faulthandler.cancel_dump_traceback_later()
-            file = self.file or self.path.open("w")
+            file = self.file or self.path.open("a")
             file.write(f"{text}\nrank {self.rank} ({self.host}, process {os.getpid()}) has been in section ")
             file.write(f"{now.section!r} of update {now.step} for {now.seconds:.1f} s\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             if (record := flight_record()) is not None:
                 (self.folder / f"flight-{self.rank}.bin").write_bytes(record)
-        if self.rank == 0 or f"rank {self.rank} (" in text.partition(")")[0]:
+        declares = text.startswith(f"hang: rank {self.rank} (")
+        if declares:
+            with contextlib.suppress(OSError):
+                Events(self.folder.parent / "events.jsonl")("hang", now.step, text=text)
+        if self.rank == 0 or declares:
             say(f"rank {self.rank} of {self.size}: {text}; the stacks are in {self.folder}")
         with contextlib.suppress(RuntimeError, OSError):
             if self.board is not None:
                 self.board.set(f"written/{self.rank}", "")
-                others, missing = self._others(), [-1]
-                while missing and time.monotonic() < until:
+                others = missing = self._others()
+                silent = {r for r in others if self._silence(r) > 3 * self.pause}  # they will not write
+                while missing.keys() - silent and time.monotonic() < until:
                     time.sleep(0.02)
-                    missing = [r for r in others if not self.board.check([f"written/{r}"])]
-                kill_siblings({r: others[r] for r in missing}, self.host)
+                    missing = {r: x for r, x in missing.items() if not self.board.check([f"written/{r}"])}
+                kill_siblings(missing, self.host)
         with contextlib.suppress(Exception):
             handler = get_error_handler()
             handler.initialize()

@@ -26,7 +26,7 @@ START_SECONDS = 10.0  # how long a rank that fails waits for those that have not
 LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
 # What torch 2.11 to 2.13 report, over gloo and NCCL, when a peer is gone, and when it does not come.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-_TIMED_OUT = "Timed out waiting"
+_TIMED_OUT = ("Timed out waiting", "Application timeout caused pair closure")
 _LATE = "another rank did not come to this collective in time: is it stopped, or does it wait for something else?"
 
 
@@ -193,7 +193,7 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     trace = "" if brief else "".join(traceback.format_exception(error))
     if isinstance(error, KeyboardInterrupt):
         end(f"rank {place.rank} of {place.size}: {error or 'interrupted'}", status)
-    late = f"; {_LATE}" if _TIMED_OUT in str(error) else ""
+    late = f"; {_LATE}" if any(words in str(error) for words in _TIMED_OUT) else ""
     end(f"{trace}rank {place.rank} of {place.size} failed: {_said(error)}{late}", status)
 
 

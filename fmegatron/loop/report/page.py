@@ -8,8 +8,10 @@ from html import escape
 from typing import Any
 
 from fmegatron.loop.meter import split_of
-from fmegatron.loop.report.figures import COLOURS, lines, number, stacked, timeline
+from fmegatron.loop.report.figures import lines, number, stacked, timeline
+from fmegatron.loop.report.ranks import stacks, stragglers
 from fmegatron.loop.report.read import Recorded, differences
+from fmegatron.loop.report.tables import key, table
 
 FIRST = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds", "mfu", "memory_gb", "joules")
 _DOTS = ("heldout", "eval", "valid", "resumed")  # what is measured now and then is drawn as dots
@@ -23,7 +25,7 @@ h3{font-size:13px;margin:0 0 2px}table{border-collapse:collapse;font-size:13px}
 th,td{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid #edf0f4;
 overflow-wrap:break-word;max-width:420px}th{white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.wide{overflow-x:auto}.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(520px,1fr));gap:16px}
+.wide,pre{overflow-x:auto}.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(520px,1fr));gap:16px}
 figure{margin:0}svg{width:100%;height:auto;max-width:680px}svg text{font:12px system-ui,sans-serif;fill:#1c2430}
 svg .tick{font-size:11px;fill:#5f6b7a}svg .grid{stroke:#e6eaf0}.key{display:inline-block;width:11px;height:11px;
 margin-right:6px;border-radius:2px}label{margin-right:14px}.note{color:#8a4b00}.tip{position:fixed;display:none;
@@ -73,6 +75,10 @@ def report_page(runs: Sequence[Recorded], title: str = "") -> str:
         f'<div class="charts">{charts}</div>' if charts else "<p>No numbers were recorded.</p>",
         "<h2>Where the time of a step goes</h2>",
         _split(runs),
+        "<h2>Ranks</h2>",
+        stragglers(runs),
+        "<h2>Hangs</h2>",
+        stacks(runs),
         "<h2>Checkpoints</h2>",
         _checkpoints(runs),
         "<h2>Events</h2>",
@@ -95,34 +101,12 @@ def report_page(runs: Sequence[Recorded], title: str = "") -> str:
     )
 
 
-def _key(run: int) -> str:
-    return f'<span class="key" style="background:{COLOURS[run % len(COLOURS)]}"></span>'
-
-
 def _switches(runs: list[Recorded]) -> str:
     boxes = [
-        f'<label><input type="checkbox" checked data-run="{i}"> {_key(i)}{escape(run.name)}</label>'
+        f'<label><input type="checkbox" checked data-run="{i}"> {key(i)}{escape(run.name)}</label>'
         for i, run in enumerate(runs)
     ]
     return f"<p>{''.join(boxes)}</p>"
-
-
-def _cell(value: Any) -> str:
-    """A cell of a table: numbers to the right, as they are shown everywhere."""
-    if value is None:
-        return '<td class="n"></td>'
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f'<td class="n">{number(value)}</td>'
-    return f"<td>{escape(str(value))}</td>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], keys: Sequence[int] | None = None) -> str:
-    """keys: for each row the number of the run whose colour stands before its first cell."""
-    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
-    for i, row in enumerate(rows):
-        first = f"<td>{_key(keys[i])}{escape(str(row[0]))}</td>" if keys else _cell(row[0])
-        lines.append(f"<tr>{first}{''.join(_cell(value) for value in row[1:])}</tr>")
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def _summary(runs: list[Recorded]) -> str:
@@ -135,7 +119,7 @@ def _summary(runs: list[Recorded]) -> str:
         mesh = begun.get("mesh") or next((r["mesh"] for r in reversed(run.records) if "mesh" in r), "")
         about = [mesh, begun.get("device") or "", begun.get("peak") or ""]
         rows.append([run.name, run.outcome(), run.starts(), run.last("step"), *map(run.last, metrics), *about])
-    return _table(head, rows, list(range(len(runs))))
+    return table(head, rows, list(range(len(runs))))
 
 
 def _notes(runs: list[Recorded]) -> str:
@@ -193,14 +177,14 @@ def _split(runs: list[Recorded]) -> str:
         return "<p>Not recorded, or no more than the first log point of a start.</p>"
     names = list(splits[0][2])
     rows = [[name, *(parts.get(part) for part in names)] for _, name, parts in splits]
-    table = _table(["run", *(f"{part}, s per step" for part in names)], rows, [i for i, _, _ in splits])
+    shown = table(["run", *(f"{part}, s per step" for part in names)], rows, [i for i, _, _ in splits])
     exposed = [(run.name, run.last("time_exposed")) for run in runs]
     said = "".join(
         f"<p>{escape(name)}: waited for communication: {number(seconds)} s per step (last measured)</p>"
         for name, seconds in exposed
         if seconds is not None
     )
-    return f'<div class="charts"><figure>{stacked("Split of a step", splits)}</figure></div>{table}{said}'
+    return f'<div class="charts"><figure>{stacked("Split of a step", splits)}</figure></div>{shown}{said}'
 
 
 def _marks(run: Recorded) -> list[tuple[float, float, str, str]]:
@@ -250,7 +234,7 @@ def _events(runs: list[Recorded]) -> str:
     if not rows:
         return "<p>None were recorded.</p>"
     more = f"<p>{left_out} earlier ones are in events.jsonl.</p>" if left_out else ""
-    return _table(["run", "UTC", "event", "step", ""], rows, keys) + more
+    return table(["run", "UTC", "event", "step", ""], rows, keys) + more
 
 
 def _configuration(runs: list[Recorded]) -> str:
@@ -259,10 +243,10 @@ def _configuration(runs: list[Recorded]) -> str:
         rows = [[name, *map(_setting, values)] for name, values in differences(runs)]
         out.append("<p>What differs:</p>" if rows else "<p>Nothing differs.</p>")
         if rows:
-            out.append(_table(["", *(run.name for run in runs)], rows))
+            out.append(table(["", *(run.name for run in runs)], rows))
     for run in runs:
         rows = [[name, _setting(value)] for name, value in (run.config or {}).items()]
-        inside = _table(["", "value"], rows) if rows else "<p>None was recorded.</p>"
+        inside = table(["", "value"], rows) if rows else "<p>None was recorded.</p>"
         out.append(f"<details><summary>{escape(run.name)}: {escape(run.path)}</summary>{inside}</details>")
     return "\n".join(out)
 

@@ -3,23 +3,25 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fmegatron.checkpoint.files.look import is_directory, is_there
+from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.loop.events import read_events
 
 # Of a record: where it stands, not what was measured.
 PLACE = ("step", "run", "time")
-_END = ("ended", "left", "failed")
+_END = ("ended", "left", "failed", "hang")
+_MOST_STACKS = 1 << 16  # characters of a rank's, the newest
 
 
 @dataclass(frozen=True)
 class Recorded:
     """A run as read. name: its folder's; records, events: in the order of the files; config: of `config.json`, flat.
 
-    notes: what could not be read, for people.
+    ranks: the records of `ranks.jsonl`, whose lists have an entry for each rank. stacks: by file, what ranks wrote when
+    the run hung. notes: what could not be read, for people.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Recorded:
     events: tuple[dict[str, Any], ...] = ()
     config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    ranks: tuple[dict[str, Any], ...] = ()
+    stacks: Mapping[str, str] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Of the metrics, in the order in which they first appear."""
@@ -83,7 +87,9 @@ def read_run(path: str | Path) -> Recorded:
     events = tuple(_clean_events(folder / "events.jsonl", notes)) if whole else ()
     config = _config(folder / "config.json", notes) if whole else None
     name = path.resolve().name if whole else path.name
-    return Recorded(name or str(path), str(path), records, events, config, tuple(notes))
+    ranks = tuple(_ranks(folder / "ranks.jsonl", notes)) if whole else ()
+    stacks = _stacks(folder / "stacks", notes) if whole else {}
+    return Recorded(name or str(path), str(path), records, events, config, tuple(notes), ranks, stacks)
 
 
 def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -110,6 +116,39 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(
             f"{file.name}: {bad} line{'s' * (bad > 1)} that cannot be read, torn by a crash or of another kind"
         )
+
+
+def _ranks(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """A run of one rank has no such file."""
+    bad = 0
+    for line in file.read_text(errors="replace").split("\n") if is_there(str(file)) else ():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            hosts, times = list(map(str, record["hosts"])), [record[name] for name in ("work", "wait", "data")]
+            numbers = [all(_is_number(x) and math.isfinite(x) for x in row) for row in times]
+            if not hosts or not all(numbers) or {len(row) for row in times} != {len(hosts)}:
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            bad += 1
+            continue
+        yield {**record, "hosts": hosts}
+    if bad:
+        notes.append(f"{file.name}: {bad} line{'s' * (bad > 1)} that cannot be read")
+
+
+def _stacks(folder: Path, notes: list[str]) -> dict[str, str]:
+    """By file name, in the order of ranks."""
+    found = {}
+    try:
+        names = [name for name in names_in(str(folder)) if name.startswith("rank-")] if is_there(str(folder)) else []
+        for name in sorted(names, key=lambda name: (len(name), name)):
+            if text := (folder / name).read_text(errors="replace")[-_MOST_STACKS:]:
+                found[name] = text
+    except OSError as error:
+        notes.append(f"{folder.name}: cannot be read: {error}"[:200])
+    return found
 
 
 def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
