@@ -45,7 +45,8 @@ def random_words(
     first, second = tree.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
     if dims := count.dim():
         at = _positions(tuple(like.shape[dims:]), like, _of_a_row(like, layout, dims), axes)
-        first, second = (x.view(*count.shape, *[1] * (like.dim() - dims)) for x in (first, second))
+        behind = (..., *[None] * (like.dim() - dims))  # no view, in which a shard of one row would lose its place
+        first, second = first[behind], second[behind]
     else:
         at = positions(like, layout, axes)
     return _mix(_mix((at & _LOW_32) ^ first) ^ (at >> 32) ^ second)

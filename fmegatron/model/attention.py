@@ -15,7 +15,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, attend, exchanged, require_form
+from fmegatron.model.context import Context, attend, require_form
 from fmegatron.model.draws import require_rate
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
@@ -118,9 +118,7 @@ class Attention:
             )
         if self.rope is not None and at.angles is not None and not isinstance(at.angles, dict):
             q, k = self.rope(q, at.angles), self.rope(k, at.angles)
-        copied = kv_heads % exchanged(self.context, axes).size  # a head for several ranks of cp
-        if copied or (kv_heads == 1 and (self.softcap is not None or self.sinks)):
-            # several queries of one head: no trace in sizes
+        if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
             k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
         return q, k, v
 

@@ -79,13 +79,6 @@ def attend(
     return nn.ring_attention(*given, cp, **how, balanced=balanced)
 
 
-def exchanged(form: Context | None, axes: Axes) -> Axis:
-    """The axis over which a form exchanges heads for positions; of size 1 where it does not."""
-    if form in ("two_level", "two_level_balanced"):
-        return axes["cpi"]
-    return axes.sequence if form == "ulysses" else axes[()]
-
-
 def positions_of(tokens_BS: Tensor, cp: Axis) -> Tensor:
     """int64 [S]: the positions of this rank's tokens, where cp splits the sequence in order."""
     S = tokens_BS.shape[1]

@@ -31,8 +31,9 @@ MLA = {
 }  # fmt: skip
 GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": SEQ}
 GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # `test_dropout` has them
-GEMMA2 = {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
-GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3, "head_dim": 8}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # of scores in memory one head leaves no trace in sizes
+GEMMA2 = {**HEADS, "head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+GPT_OSS = {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3, "head_dim": 8}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 CONFIGS = {
     "llama": {"model_type": "llama", **SIZES},

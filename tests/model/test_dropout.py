@@ -15,7 +15,7 @@ from fmegatron.testing import assert_parity, relative_error, simulate
 from tests.model.test_reference import leaves_that_differ
 from tests.pairs import turns
 
-SEQ, VOCAB, OPTIMIZER = 16, 46, optim.sgd(0.1, momentum=0.9)
+ROWS, SEQ, VOCAB, OPTIMIZER = 16, 16, 46, optim.sgd(0.1, momentum=0.9)
 DATA = ("dp", "fsdp", "ep")
 HSDP = DataParallel(DATA, *[("fsdp",)] * 3)
 NOISY = {"jitter": 0.2, "noise": 0.5}
@@ -92,8 +92,8 @@ def state_of(of):
 
 def batch_of(packed, zigzag=1, i=0):
     g = torch.Generator().manual_seed(i)
-    batch = {name: torch.randint(0, VOCAB, (8, SEQ), generator=g) for name in ("tokens", "labels")}
-    at, begins = torch.arange(SEQ).expand(8, -1), torch.randint(1, SEQ + 1, (8, 1), generator=g)
+    batch = {name: torch.randint(0, VOCAB, (ROWS, SEQ), generator=g) for name in ("tokens", "labels")}
+    at, begins = torch.arange(SEQ).expand(ROWS, -1), torch.randint(1, SEQ + 1, (ROWS, 1), generator=g)
     if packed:
         second = at >= begins
         batch |= {"documents": second.long(), "positions": torch.where(second, at - begins, at)}
@@ -130,7 +130,7 @@ MESHES = [Mesh(dp=2, tp=2), Mesh(fsdp=2, cp=2), Mesh(cp=2, cpi=2), Mesh(ep=2, cp
 def test_masks_are_the_same_bit_for_bit(split):
     """On every mesh, however the sequence is dealt; other tokens, samples, depths, parts and keys have others."""
     packed = batch_of(True)
-    at = {"samples": torch.arange(8) + 2**33, "positions": packed["positions"], "documents": packed["documents"]}
+    at = {"samples": torch.arange(ROWS) + 2**33, "positions": packed["positions"], "documents": packed["documents"]}
 
     def masks(mesh, order, key=1, depth=2, name="mlp"):
         axes, names = Axes(mesh, data=HSDP.tokens), ("positions", "documents")
@@ -140,12 +140,12 @@ def test_masks_are_the_same_bit_for_bit(split):
             given = At(at["positions"], draws=draws(depth))
             return {"x": dropped(x["x"], 0.5, name, given, axes)}, {}
 
-        rows = HSDP.batch_layout((8, SEQ), torch.int64, mesh)
+        rows = HSDP.batch_layout((ROWS, SEQ), torch.int64, mesh)
         along = (*HSDP.sequence, "tp") if split else HSDP.sequence
-        layouts = {k: rows for k in names} | {"samples": HSDP.batch_layout((8,), torch.int64, mesh)}
-        of_x = {"x": Layout((8, SEQ, 6), torch.float64, mesh, (HSDP.axes, along))}
+        layouts = {k: rows for k in names} | {"samples": HSDP.batch_layout((ROWS,), torch.int64, mesh)}
+        of_x = {"x": Layout((ROWS, SEQ, 6), torch.float64, mesh, (HSDP.axes, along))}
         values = {k: x[:, order] if x.dim() > 1 else x for k, x in at.items()}
-        ones = {"x": torch.ones(8, SEQ, 6, dtype=torch.float64)}
+        ones = {"x": torch.ones(ROWS, SEQ, 6, dtype=torch.float64)}
         sim = simulate(of_rank, mesh, ones, values, layouts=(of_x, layouts), out_layouts=(of_x, {}))
         return sim.globals()[0]["x"][:, order.argsort()]
 
@@ -155,7 +155,7 @@ def test_masks_are_the_same_bit_for_bit(split):
         for order in (in_order, nn.zigzag(SEQ, 4)):
             assert torch.equal(masks(mesh, order), wanted), mesh
     flat = wanted.flatten(0, 1)
-    assert 0.4 < flat.bool().double().mean() < 0.6 and len(flat.unique(dim=0)) > 45  # of 64 masks of six elements
+    assert 0.4 < flat.bool().double().mean() < 0.6 and len(flat.unique(dim=0)) > 55  # of 64 masks of six elements
     for other in ({"key": 2}, {"depth": 3}, {"name": "attention"}):
         assert not torch.equal(masks(Mesh(), in_order, **other), wanted)
 
@@ -202,7 +202,7 @@ def test_a_gradient_without_samples_is_refused():
 
 def test_dropout_of_the_softmax_is_refused_over_cp():
     of, mesh = gpt2(attention_dropout=0.1), Mesh(cp=2)
-    rows = HSDP.batch_layout((8, SEQ), torch.int64, mesh)
+    rows = HSDP.batch_layout((ROWS, SEQ), torch.int64, mesh)
     with pytest.raises(ValueError, match="Attention.dropout: got 0.1 on the mesh cp2, .* set it to 0"):
         step.check(train_step(mesh, of), specs_of(mesh, of), {"tokens": rows, "labels": rows}, mesh)
 
