@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fmegatron.collectives import Axes, all_gather, all_to_all, axis_index, declare, ppermute, psum, shard
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import trace
+from fmegatron.step import check, trace
 from fmegatron.step.check import check_traced
 from fmegatron.step.check.dims import Misfit, met, plain
 
