@@ -38,6 +38,7 @@ class Config:
     lr: float = field(1e-5, resume="named", above=0)
     precision: Literal["fp32", "bf16"] = field("fp32", resume="named")  # bf16: fp32 weights, bf16 products
     sequence_parallel: bool = field(True, resume="named")  # over tp
+    dropout: bool = field(False, resume="named")  # whether the rates in config.json count (GPT-2's are 0.1)
     every: int = field(100, resume="free", least=1)  # steps between checkpoints
     backend: Literal["inductor", "aot_eager", "eager"] = field("inductor", resume="named")
 
@@ -49,10 +50,10 @@ def describe(config: Config):
     specs = model.specs(of, config.mesh, strategy=strategy)
     layouts = tree.layouts(specs)
 
-    def loss_fn(params, batch):
-        return model.loss(params, batch, of, layouts, axes, save="mincut")
+    def loss_fn(params, batch, samples):
+        return model.loss(params, batch, of, layouts, axes, save="mincut", samples=samples)
 
-    train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy)
+    train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy, numbered=True)
     rows = strategy.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
     return train_step, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
 
@@ -60,7 +61,8 @@ def describe(config: Config):
 def decoder(config: Config) -> model.Decoder:
     """The model of the folder, as this run computes it."""
     precision = getattr(Precision, config.precision)()
-    return hf.decoder(config.model, precision=precision, sequence_parallel=config.sequence_parallel)
+    of = hf.decoder(config.model, precision=precision, sequence_parallel=config.sequence_parallel)
+    return of if config.dropout else model.deterministic(of)
 
 
 def tokenizer_of(config: Config) -> data.Tokenizer:

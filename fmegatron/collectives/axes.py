@@ -72,6 +72,11 @@ class Axes:
         sizes = tuple(self.mesh[name] for name in kept)
         return Axis(kept, math.prod(sizes), self.mesh, self.world, sizes)
 
+    @property
+    def sequence(self) -> Axis:
+        """What splits sequences: `layout.SEQUENCE_AXES`, cp and inside of it cpi."""
+        return self[SEQUENCE_AXES]
+
     def require(self, layouts: Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of these axes."""
         require_mesh(layouts, self.mesh, who, "the axes")

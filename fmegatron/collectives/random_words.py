@@ -29,8 +29,8 @@ def random_words(
         key: a Python int, 0 or more.
         name: a leaf's path, or a kind of numbers.
         count: what distinguishes draws of one pair, int64: 0-d (the number of a step), or one number for each index of
-            dim 0 (of the samples of a batch); a word then depends on it and the index within the row, not on where the
-            row is.
+            dim 0 (of the samples of a batch), or of the leading dims (of tokens [B, S]); a word then depends on it and
+            the index within the row (or token), not on where the row is.
         like: the local tensor.
         layout: of the value in the global array; None: it is not sharded.
         axes: of the mesh of the layout.
@@ -43,9 +43,10 @@ def random_words(
     key = tree.fold_in(key, name)
     first = _mix((count & _LOW_32) ^ (key & _LOW_32))
     first, second = tree.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
-    if count.dim():
-        at = _positions(tuple(like.shape[1:]), like, _of_a_row(like, layout), axes)
-        first, second = (x.view(-1, *[1] * (like.dim() - 1)) for x in (first, second))
+    if dims := count.dim():
+        at = _positions(tuple(like.shape[dims:]), like, _of_a_row(like, layout, dims), axes)
+        behind = (..., *[None] * (like.dim() - dims))  # no view, in which a shard of one row would lose its place
+        first, second = first[behind], second[behind]
     else:
         at = positions(like, layout, axes)
     return _mix(_mix((at & _LOW_32) ^ first) ^ (at >> 32) ^ second)
@@ -66,21 +67,21 @@ def _require_count(count: torch.Tensor, like: torch.Tensor) -> None:
             f"random words: got the count {got}, wanted an int64 tensor, such as the step's number in the state: a "
             "Python number would be a constant of a compiled step, which then draws the same numbers in every step"
         )
-    if count.dim() and (count.dim() > 1 or not like.dim() or len(count) != len(like)):
+    if count.shape != like.shape[: count.dim()]:
         raise ValueError(
             f"random words: got counts of shape {tuple(count.shape)} for values of shape {tuple(like.shape)}, wanted "
-            "one number, or one for each index of dim 0"
+            "one number, or one for each index of dim 0, or of more leading dims"
         )
 
 
-def _of_a_row(like: torch.Tensor, layout: Layout | None) -> Layout | None:
-    """The layout of one index of dim 0."""
+def _of_a_row(like: torch.Tensor, layout: Layout | None, dims: int) -> Layout | None:
+    """The layout of one index of so many leading dims."""
     if layout is None:
         return None
     _require_shape(tuple(like.shape), layout)
     if layout.flat:
         raise ValueError(f"random words: got a count for each row of {layout}, whose ranges cut rows, wanted one count")
-    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
+    return Layout(layout.shape[dims:], layout.dtype, layout.mesh, layout.spec[dims:])
 
 
 def positions(like: torch.Tensor, layout: Layout | None = None, axes: Axes | None = None) -> torch.Tensor:
@@ -165,7 +166,10 @@ def _ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> 
     """The indices of this rank's piece, of `size` elements, of a dim that the axes split: `y[N_a]`, int64."""
     ramp = torch.arange(size, device=like.device)
     axis = axes[names]
-    return ramp if axis.size == 1 else ramp + axis_index(axis, like) * size
+    if axis.size == 1:
+        return ramp
+    # declared: a piece of one element leaves no trace in sizes
+    return declare(ramp + axis_index(axis, like) * size, axis, ("sharded", 0))
 
 
 def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> torch.Tensor:

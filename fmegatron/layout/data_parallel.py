@@ -13,7 +13,7 @@ from fmegatron.layout.notation import entry_axes
 from fmegatron.layout.split import Split
 
 DATA_AXES = ("dp", "fsdp")  # as they are called unless other names are given
-SEQUENCE_AXES = ("cp",)
+SEQUENCE_AXES = ("cp", "cpi")  # cpi: the inner one of two levels, beside each other in a sequence
 
 
 class Placed(NamedTuple):

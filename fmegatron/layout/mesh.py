@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")  # the field's names, which every mesh has, with size 1 at least
+# The field's names, which every mesh has, with size 1 at least; cpi: the inner axis of cp, where that has two levels.
+STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "cpi", "ep", "tp")
 
 
 @dataclass(frozen=True, init=False)

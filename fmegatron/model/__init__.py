@@ -6,6 +6,7 @@ from fmegatron.model.attention import Attention
 from fmegatron.model.choose import Choice
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from fmegatron.model.decoder import MTP, Decoder, Part
+from fmegatron.model.deterministic import deterministic
 from fmegatron.model.families import llama
 from fmegatron.model.forward import block, hidden, logits, loss, read_out
 from fmegatron.model.harness import harness
@@ -52,6 +53,7 @@ __all__ = [
     "cache_bytes_per_token",
     "described",
     "description",
+    "deterministic",
     "families",
     "flops_per_token",
     "harness",

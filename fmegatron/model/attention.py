@@ -16,6 +16,7 @@ from fmegatron.collectives import Axes, Axis, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.context import Context, attend, require_form
+from fmegatron.model.draws import require_rate
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
@@ -30,7 +31,8 @@ class Attention:
     takes its share of the softmax. bias: of the q, k and v projections. out_bias: of the output's. qk_norm: of each
     head's query and key, before they are rotated. kv_copies: keys and values are arrays of their own, which every rank
     of tp has; a rank uses the heads that its queries read. For more ranks of tp than kv_heads. context: how it attends
-    over a sequence that cp splits (`attend`); None: by a ring, with softcap or sinks gathered.
+    over a sequence that cp splits (`attend`); None: by a ring. dropout: in training, of the softmax, where the loss is
+    given samples (`model.loss`): with scores in memory and no flash kernel, and not over cp.
     Source: Vaswani et al. 2017, arXiv 1706.03762; grouped heads: arXiv 2305.13245.
     """
 
@@ -47,13 +49,15 @@ class Attention:
     qk_norm: RMSNorm | None = None
     kv_copies: bool = False
     context: Context | None = None
+    dropout: float = 0.0
 
     def __post_init__(self):
         for name in ("heads", "kv_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Attention.{name}: got {value!r}, wanted a whole number of at least 1")
-        require_form(self.context, self.softcap is not None or self.sinks, "Attention")
+        require_form(self.context, "Attention")
+        require_rate(self.dropout, "Attention.dropout")
         if self.heads % self.kv_heads:
             fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ValueError(
@@ -96,7 +100,7 @@ class Attention:
         One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
         """
         q_BSHK, k_BSGK, v_BSGK = self.project(u_BSD, w, at, axes)
-        o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, cp=axes["cp"])
+        o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, axes=axes)
         return self.finish(o_BSHK, w, at.splits(u_BSD), axes)
 
     def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,9 +118,7 @@ class Attention:
             )
         if self.rope is not None and at.angles is not None and not isinstance(at.angles, dict):
             q, k = self.rope(q, at.angles), self.rope(k, at.angles)
-        copied = self.context == "ulysses" and kv_heads % axes["cp"].size  # a head for several ranks of cp
-        if copied or (kv_heads == 1 and (self.softcap is not None or self.sinks)):
-            # several queries of one head: no trace in sizes
+        if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
             k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
         return q, k, v
 
@@ -136,7 +138,7 @@ class Attention:
         return declare(own.flatten(-2), tp, forward=("sharded", dim))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None, cp: Axis | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None, axes: Axes | None = None
     ) -> Tensor:
         """What the heads of this rank read: o[B, S, H, K].
 
@@ -147,11 +149,11 @@ class Attention:
             w: the arrays.
             at: of the tokens.
             mask: who sees whom, where that is not as `at` states.
-            cp: what splits the sequence; None: nothing.
+            axes: Axes(mesh); None: nothing splits the sequence.
         """
         return attend(
-            q, k, v, at, cp=cp, form=self.context, mask=mask, window=self.window, scale=self.scale,
-            softcap=self.softcap, sinks_H=w["sinks"] if self.sinks else None,
+            q, k, v, at, axes=axes, form=self.context, mask=mask, window=self.window, scale=self.scale,
+            softcap=self.softcap, sinks_H=w["sinks"] if self.sinks else None, dropout=self.dropout,
         )  # fmt: skip
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axis, axis_index, declare
+from fmegatron.collectives import Axes, Axis, axis_index, declare
 from fmegatron.model.arrays import At
+from fmegatron.model.draws import dropping
 
-Context = Literal["ring", "balanced", "gathered", "ulysses"]
-FORMS: tuple[Context, ...] = ("ring", "balanced", "gathered", "ulysses")
+Context = Literal["ring", "balanced", "gathered", "ulysses", "two_level", "two_level_balanced"]
+FORMS: tuple[Context, ...] = get_args(Context)
+DEALT: tuple[Context, ...] = ("balanced", "two_level_balanced")  # of sequences in the order of `nn.zigzag`
 
 
 def attend(
@@ -21,13 +23,14 @@ def attend(
     v_BTGK: Tensor,
     at: At,
     *,
-    cp: Axis | None = None,
+    axes: Axes | None = None,
     form: Context | None = None,
     mask: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Causal attention `q[B, S, H, K], k, v[B, T, G, K] -> o[B, S, H, K]`; over cp to the keys of all its ranks.
 
@@ -36,36 +39,44 @@ def attend(
         k_BTGK: keys.
         v_BTGK: values.
         at: positions and documents of this rank's tokens.
-        cp: what splits the sequence; None: nothing.
+        axes: Axes(mesh), of which cp (and cpi) split the sequence; None: nothing does.
         form: over cp. "ring"; "balanced": a ring whose ranks have the sequence in the order of `nn.zigzag`; "gathered":
-            of keys and values; "ulysses": heads exchanged for positions. None: "gathered" with softcap or sinks, which
-            no other form can do, else "ring".
+            of keys and values; "ulysses": heads exchanged for positions. Over cp and inside of it cpi, one for fast
+            links: "two_level": heads exchanged over cpi, a ring over cp; "two_level_balanced": the same, in the order
+            of `nn.zigzag` for the ranks of cp. The other forms take both axes as one. None: "ring".
         mask: of who sees whom, without cp; None: as `at` states, and window.
         window: of positions; None: all before.
         scale: of q·k; None: 1 / sqrt(K).
         softcap: of the scores.
         sinks_H: a logit of each head (`nn.attention`).
+        dropout: of the softmax, where `at` has draws (`dropping`).
 
-    Raises ValueError for "balanced" over cp and tokens whose positions the batch does not have.
+    Raises ValueError for a balanced form over cp and tokens whose positions the batch does not have, and for dropout
+    over cp.
     """
-    capped = softcap is not None or sinks_H is not None
-    if cp is None or cp.size == 1:
+    drop = dropping(dropout, at, axes)
+    if axes is None or axes.sequence.size == 1:
         if mask is None and (at.documents is not None or at.positions.dim() > 1 or window is not None):
             mask = nn.visible(at.positions, at.positions, window, at.documents, at.documents)
-        return nn.attention(q_BSHK, k_BTGK, v_BTGK, mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
-    if form == "balanced" and at.positions.dim() == 1:
+        return nn.attention(q_BSHK, k_BTGK, v_BTGK, mask, scale=scale, softcap=softcap, sinks_H=sinks_H, drop=drop)
+    cp, balanced = axes.sequence, form in DEALT
+    dealt = (axes["cp"] if form == "two_level_balanced" else cp).size
+    if balanced and dealt > 1 and at.positions.dim() == 1:
         raise ValueError(
-            "batch['positions']: got none, wanted int64 [B, S], since context='balanced' has the tokens in zigzag order"
-            f"; give data.Batches(..., zigzag={cp.size}), which adds them, or choose context='ring'"
+            f"batch['positions']: got none, wanted int64 [B, S], since context={form!r} has the tokens in zigzag order"
+            f"; give data.Batches(..., zigzag={dealt}), which adds them, or choose context='ring'"
         )
     if scale is not None:  # the forms divide by sqrt(K)
         q_BSHK = q_BSHK * (scale * q_BSHK.shape[-1] ** 0.5)
-    given = (q_BSHK, k_BTGK, v_BTGK, at.positions, at.documents, cp, window)
-    if form == "gathered" or capped:
-        return nn.gathered_attention(*given, softcap, sinks_H)
+    given = (q_BSHK, k_BTGK, v_BTGK, at.positions, at.documents)
+    how: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
+    if form == "gathered":
+        return nn.gathered_attention(*given, cp, **how)
     if form == "ulysses":
-        return nn.ulysses_attention(*given)
-    return nn.ring_attention(*given, balanced=form == "balanced")
+        return nn.ulysses_attention(*given, cp, **how)
+    if form in ("two_level", "two_level_balanced"):
+        return nn.two_level_attention(*given, axes["cp"], axes["cpi"], **how, balanced=balanced)
+    return nn.ring_attention(*given, cp, **how, balanced=balanced)
 
 
 def positions_of(tokens_BS: Tensor, cp: Axis) -> Tensor:
@@ -77,9 +88,7 @@ def positions_of(tokens_BS: Tensor, cp: Axis) -> Tensor:
     return declare(positions_S + S * axis_index(cp, like=positions_S), cp, ("sharded", 0))
 
 
-def require_form(form: Context | None, capped: bool, who: str) -> None:
-    """ValueError for a form that there is not, or that cannot cap scores or hold sinks."""
+def require_form(form: Context | None, who: str) -> None:
+    """ValueError for a form that there is not."""
     if form is not None and form not in FORMS:
         raise ValueError(f"{who}.context: got {form!r}, wanted one of {', '.join(FORMS)}")
-    if capped and form not in (None, "gathered"):
-        raise ValueError(f"{who}.context: got {form!r} with softcap or sinks, wanted 'gathered', which can do both")

@@ -14,20 +14,30 @@ import torch
 
 from fmegatron import nn
 from fmegatron.collectives import Precision
-from fmegatron.layout import Mesh
+from fmegatron.layout import SEQUENCE_AXES, Mesh
 from fmegatron.model.arrays import Array, Arrays, At, Mixer
+from fmegatron.model.context import DEALT
+from fmegatron.model.draws import require_rate
 from fmegatron.model.norm import Norm, RMSNorm
 from fmegatron.model.rope import Rope
 
 
 @dataclass(frozen=True)
 class Part:
-    """One residual part of a block: x + after(mixer(norm(x))). Its arrays: `name`_norm, `name` and `name`_after."""
+    """One residual part of a block: x + after(mixer(norm(x))). Its arrays: `name`_norm, `name` and `name`_after.
+
+    dropout: in training, of what is added to x; where the loss is given samples (`model.loss`). ValueError for a rate
+    that is no probability.
+    """
 
     name: str
     mixer: Mixer
     norm: Norm | None = RMSNorm()
     after: Norm | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        require_rate(self.dropout, "Part.dropout")
 
     def arrays(self, dim: int) -> dict[str, Arrays]:
         """Those of the mixer and of the norms around it."""
@@ -85,6 +95,7 @@ class Decoder:
     sequence_parallel: between the matrix products of a block, activations are split over tp on the sequence.
     vocab_multiple: the vocabulary is padded to a multiple of this, whatever the mesh; padded columns get no probability
     and no gradient. mtp: blocks that predict more tokens, in training only; they share embedding and head.
+    embed_dropout: in training, of what the embedding gives, where the loss is given samples (`model.loss`).
     """
 
     vocab_size: int
@@ -104,8 +115,10 @@ class Decoder:
     vocab_multiple: int = 64
     precision: Precision | None = None
     mtp: MTP | None = None
+    embed_dropout: float = 0.0
 
     def __post_init__(self):
+        require_rate(self.embed_dropout, "Decoder.embed_dropout")
         for name in ("vocab_size", "dim", "layers", "max_seq", "vocab_multiple", "loss_chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -190,11 +203,11 @@ class Decoder:
             check = getattr(mixer, "check_mesh", None)
             if check is not None:
                 check(mesh)
-        dealt = any(getattr(mixer, "context", None) == "balanced" for mixer in mixers)
-        if mesh["cp"] > 1 and dealt and any(getattr(mixer, "in_order", False) for mixer in mixers):
+        dealt = any(getattr(mixer, "context", None) in DEALT for mixer in mixers)
+        if mesh.extent(SEQUENCE_AXES) > 1 and dealt and any(getattr(mixer, "in_order", False) for mixer in mixers):
             raise ValueError(
                 "Decoder.blocks: got attention over sequences in the order of nn.zigzag beside a mixer with a state, "
-                "wanted sequences in order; choose context='ring', 'gathered' or 'ulysses'"
+                "wanted sequences in order; choose context='ring', 'gathered', 'ulysses' or 'two_level'"
             )
         tp = mesh["tp"]
         if self.padded_vocab % tp:

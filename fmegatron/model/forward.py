@@ -17,6 +17,8 @@ from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import MTP, Block, Decoder
+from fmegatron.model.deterministic import require_samples
+from fmegatron.model.draws import draws_of, dropped
 from fmegatron.model.mtp import predict, with_ahead
 from fmegatron.model.settled import loads
 from fmegatron.model.weights import Outer, each_layer, embedded, prepared
@@ -47,7 +49,8 @@ def block(
         y_BSD = part.mixer(*given, axes) if mix is None else mix(part, *given)
         if isinstance(y_BSD, tuple):
             y_BSD, statistics[part.name] = y_BSD
-        x_BSD = x_BSD + (y_BSD if part.after is None else part.after(y_BSD, w[f"{part.name}_after"], at, axes))
+        y_BSD = y_BSD if part.after is None else part.after(y_BSD, w[f"{part.name}_after"], at, axes)
+        x_BSD = x_BSD + dropped(y_BSD, part.dropout, part.name, at, axes)
     return (x_BSD, statistics) if statistics else x_BSD
 
 
@@ -120,9 +123,11 @@ class _Inside:
         offload: int | None,
         freed: tuple[str, ...] | None,
         next_ids: Sequence[Tensor] = (),
+        samples: Tensor | None = None,
+        key: int = 0,
     ):
         tokens_BS, tp = batch["tokens"], axes["tp"]
-        length = tokens_BS.shape[1] * axes["cp"].size
+        length = tokens_BS.shape[1] * axes.sequence.size
         if length > decoder.max_seq:
             raise ValueError(
                 f"tokens: got sequences of {length}, wanted at most Decoder.max_seq={decoder.max_seq}; raise "
@@ -139,12 +144,20 @@ class _Inside:
         self.how = (params, layouts, decoder, axes, save, offload, "blocks" in self.outer.freed)
         positions = batch.get("positions")
         if positions is None:
-            positions = positions_of(tokens_BS, axes["cp"])
+            positions = positions_of(tokens_BS, axes.sequence)
         behind = () if decoder.mtp is None else (decoder.mtp.block,)
-        self.at = decoder.at(positions, batch.get("documents"), (*decoder.blocks, *behind))
+        documents = batch.get("documents")
+        depths = 1 + decoder.layers + (0 if decoder.mtp is None else decoder.mtp.depths)
+        self.draws = draws_of(samples, positions, documents, key, decoder.max_seq, depths)
+        at = enumerate(decoder.at(positions, documents, (*decoder.blocks, *behind)), 1)
+        self.at = [one._replace(draws=self.draws(depth)) for depth, one in at]
         w = self.outer["embed"]["embed"]
         of = (positions, decoder, axes, decoder.sequence_parallel)
-        self.x_BSD, *self.embeddings = (embedded(ids, w, *of) for ids in (tokens_BS, *next_ids))
+        at_first = At(positions, draws=self.draws(0))
+        self.x_BSD, *self.embeddings = (
+            dropped(embedded(ids, w, *of), decoder.embed_dropout, f"embed {n}", at_first, axes)
+            for n, ids in enumerate((tokens_BS, *next_ids))
+        )
 
     def trunk(self) -> tuple[Tensor, list[dict]]:
         """(what comes from the last block, for each block that has them the statistics of its parts)."""
@@ -163,7 +176,8 @@ class _Inside:
         functions = [(self.decoder.layers + n, run) for n in range(mtp.depths)]
         out, statistics = [], []
         for (run_n, weights), e_BSD in zip(each_layer(functions, *self.how), self.embeddings, strict=True):
-            found = run_n(torch.cat((e_BSD, x_BSD), -1), weights, self.at[-1])
+            at = self.at[-1]._replace(draws=self.draws(len(self.at) + len(out)))
+            found = run_n(torch.cat((e_BSD, x_BSD), -1), weights, at)
             x_BSD, one = found if isinstance(found, tuple) else (found, {})
             out.append(x_BSD)
             statistics.append(one)
@@ -203,6 +217,9 @@ def loss(
     save: step.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
+    *,
+    samples: Tensor | None = None,
+    key: int = 0,
 ) -> tuple[Tensor, dict]:
     """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
 
@@ -223,7 +240,12 @@ def loss(
         save: what a block keeps for its backward (`logits`).
         offload: what of it waits in host memory (`logits`).
         reshard_after_forward: which weights are gathered for each use (`logits`).
+        samples: int64 [B], the number of each row among all rows of the run, which build_train_step(numbered=True)
+            gives: then dropout and router noise of the model are applied, the same on every mesh. None: they are not,
+            as in evaluation; a gradient of a model that has some is an error (`model.deterministic`).
+        key: of these random numbers, such as the run's seed.
     """
+    require_samples(decoder, params, samples)
     for name in ("labels", "mask", "documents"):
         if name in batch and batch[name].shape != batch["tokens"].shape:
             raise ValueError(
@@ -233,7 +255,9 @@ def loss(
     mtp, data = decoder.mtp, axes[axes.data]
     batch = with_ahead(batch, mtp, axes)
     next_ids = () if mtp is None else (batch["labels"], *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
-    inside = _Inside(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward, next_ids)
+    inside = _Inside(
+        params, batch, decoder, layouts, axes, save, offload, reshard_after_forward, next_ids, samples, key
+    )
     x_BSD, statistics = inside.trunk()
     w, at = inside.outer["head"], inside.at[0]
     x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)

@@ -100,7 +100,7 @@ class Mamba:
 
         Over tp one reduction forward and its pair backward as attention has them, and with one group psums of its norm.
         """
-        if axes["cp"].size == 1:
+        if axes.sequence.size == 1:
             return self.read(u_BSD, w, at, axes)[0]
         split = at.splits(u_BSD)
         return self._over(self._project(u_BSD, w, axes, split), w, at, axes, split)
@@ -153,7 +153,7 @@ class Mamba:
         """y where cp splits the sequence, in order: the convolution needs the last tokens of the rank before, the scan
         the states of all of them. Between the declarations values are each rank's own, and what is the same on every
         rank gets a gradient that is a sum over them."""
-        cp, tp, reach = axes["cp"], axes["tp"], max(self.conv - 1, 1)
+        cp, tp, reach = axes.sequence, axes["tp"], max(self.conv - 1, 1)
         segments_BS = of_scan = None
         if at.documents is not None:
             known_BS = torch.cat((nn.from_before(at.documents, cp, reach), declare(at.documents, cp, "own", 1)), 1)

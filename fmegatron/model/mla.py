@@ -40,7 +40,7 @@ class MLA:
     context: Context | None = None
 
     def __post_init__(self):
-        require_form(self.context, False, "MLA")
+        require_form(self.context, "MLA")
 
     def arrays(self, dim: int) -> dict[str, Array]:
         """{"kv_down", "kv_norm", "kv_up", "wo"}, and "q_down", "q_norm", "q_up" or "wq"."""
@@ -70,7 +70,7 @@ class MLA:
         Every rank of tp makes the latents of its tokens, and the heads of its own.
         """
         q_BSHK, k_BSHK, v_BSHK = self.project(u_BSD, w, at, axes)
-        o_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, w, at, cp=axes["cp"])
+        o_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, w, at, axes=axes)
         return self.finish(o_BSHK, w, at.splits(u_BSD), axes)
 
     def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,10 +95,10 @@ class MLA:
         return torch.cat((q_nope, self.rope(q_rope, angles)), -1), torch.cat((k_nope, k_rope), -1), v
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None, cp: Axis | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None, axes: Axes | None = None
     ) -> Tensor:
         """What the heads of this rank read: o[B, S, H, v_dim]. Arguments as of `Attention.attend`."""
-        return attend(q, k, v, at, cp=cp, form=self.context, mask=mask, scale=self.scale)
+        return attend(q, k, v, at, axes=axes, form=self.context, mask=mask, scale=self.scale)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The mask of tokens at these positions."""

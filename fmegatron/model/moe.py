@@ -17,6 +17,7 @@ from fmegatron import nn, step
 from fmegatron.collectives import Axes, Axis, all_gather, enter, psum, reduce_scatter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
+from fmegatron.model.draws import jittered, noisy
 from fmegatron.model.mlp import MLP
 from fmegatron.tree import Constant, Tree
 
@@ -35,7 +36,9 @@ class MoE:
     others (`nn.with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the router
     (`nn.balance_loss`, `nn.sequence_balance_loss`, `nn.router_z_loss`), 0 for none. biases: router and experts have
     biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
-    None: silu.
+    None: silu. jitter, noise: in training, where the loss is given samples (`model.loss`): the router's argument is
+    multiplied by numbers from [1 - jitter, 1 + jitter) (`nn.jittered`), and its logits get normal numbers of standard
+    deviation `noise` (`nn.noisy`).
     """
 
     router: nn.Router
@@ -52,6 +55,8 @@ class MoE:
     z_loss: float = 0.0
     biases: bool = False
     limit: float | None = None
+    jitter: float = 0.0
+    noise: float = 0.0
     per_token = True
 
     def __post_init__(self):
@@ -60,6 +65,9 @@ class MoE:
                 f"MoE.bias_rate: got {self.bias_rate} with choice_bias={self.choice_bias}, wanted 0 or more, and a "
                 "bias that it moves; set choice_bias=True"
             )
+        for name, value, most in (("jitter", self.jitter, 1), ("noise", self.noise, math.inf)):
+            if not 0 <= value <= most:
+                raise ValueError(f"MoE.{name}: got {value}, wanted a number from 0 to {most}")
 
     def arrays(self, dim: int) -> dict[str, Any]:
         """{"router": [D, E], "up": [E, D, 2F], "down": [E, F, D]}, "shared", and biases."""
@@ -104,9 +112,10 @@ class MoE:
         def own(name: str) -> Tensor:  # every rank has it; with other tokens on each its gradient is a sum
             return enter(w[name], tp) if split else w[name]
 
-        logits_BSE = u_BSD @ own("router")
+        logits_BSE = jittered(u_BSD, self.jitter, at, axes) @ own("router")
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
+        logits_BSE = noisy(logits_BSE, self.noise, at, axes)
         routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
         y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
         if self.shared is not None:
@@ -118,7 +127,8 @@ class MoE:
             loss = self.balance * nn.balance_loss(routing.probs, load_E, tokens)
             loss = loss + self.z_loss * nn.router_z_loss(logits_BSE, tokens)
             if self.sequence_balance:
-                of_sequences = (routing.probs, routing.experts, tokens, axes["cp", "tp"] if split else axes["cp"])
+                over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
+                of_sequences = (routing.probs, routing.experts, tokens, over)
                 loss = loss + self.sequence_balance * nn.sequence_balance_loss(*of_sequences)
             statistics["loss"] = psum(loss, tp) if split else loss
         return y_BSD, statistics
@@ -127,7 +137,7 @@ class MoE:
         self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
-        tp, cp, ep, E = axes["tp"], axes["cp"], axes[self.ep], self.router.experts
+        tp, cp, ep, E = axes["tp"], axes.sequence, axes[self.ep], self.router.experts
         data = axes[tuple(name for name in axes.data if name not in cp.names)]
         v_BSD, (gates, experts, _), sequence, token_axes = u_BSD, routing, cp, axes[axes.data]
         if folded := "tp" in ep.names:
@@ -136,7 +146,7 @@ class MoE:
                     f"MoE.ep: got {self.ep} on the mesh {axes.mesh} with full sequences on each rank of tp, wanted "
                     "other tokens on each; set Decoder.sequence_parallel=True, or leave tp out of ep"
                 )
-            sequence, token_axes = axes["cp", "tp"], axes[(*axes.data, "tp")]
+            sequence, token_axes = axes[(*cp.names, "tp")], axes[(*axes.data, "tp")]
         elif split:
             v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
         else:

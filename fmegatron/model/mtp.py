@@ -70,7 +70,7 @@ def with_ahead(batch: dict, mtp: MTP | None, axes: Axes) -> dict:
     if mtp is None:
         return batch
     if "ahead" not in batch:
-        if axes["cp"].size > 1:
+        if axes.sequence.size > 1:
             raise ValueError(
                 f"batch: got no 'ahead' on the mesh {axes.mesh}, which splits sequences, wanted the labels that follow "
                 f"each label; give model.ahead(batch, {mtp.depths}) of whole rows before they are dealt"

@@ -1,5 +1,7 @@
 """Attention on local heads.  Legend: B batch, S queries, T keys, H/G query/kv heads, K head width."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Scaled dot-product attention with grouped key/value heads -> o[B, S, H, K].
 
@@ -29,10 +32,12 @@ def attention(
         scale: of the products; None: 1 / sqrt(K).
         softcap: scores are capped to it (`soft_cap`; Gemma 2, arXiv 2408.00118).
         sinks_H: a logit of each head that takes its share of the softmax and gives no value (arXiv 2508.10925).
+        drop: what becomes of the softmax [B, H, S, T], keyed dropout of it; like softcap and sinks it takes the form
+            with scores in memory, which no flash kernel computes.
     """
     q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
     mask = over_heads(mask_ST)
-    if softcap is None and sinks_H is None:
+    if softcap is None and sinks_H is None and drop is None:
         grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
         o_BHSK = F.scaled_dot_product_attention(
             q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -50,6 +55,7 @@ def attention(
     else:
         total_BHS1 = torch.logaddexp(s_BHST.logsumexp(-1, keepdim=True), sinks_H.to(s_BHST.dtype)[:, None, None])
         p_BHST = (s_BHST - total_BHS1).exp()
+    p_BHST = p_BHST if drop is None else drop(p_BHST)
     o_BGRSK = p_BHST.to(v_BGTK.dtype).unflatten(1, (G, H // G)) @ v_BGTK.unsqueeze(2)
     return o_BGRSK.flatten(1, 2).transpose(1, 2)
 

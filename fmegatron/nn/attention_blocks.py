@@ -13,24 +13,29 @@ import math
 import torch
 from torch import Tensor
 
-from fmegatron.nn.attention import over_heads
+from fmegatron.nn.attention import over_heads, soft_cap
 from fmegatron.nn.torch_private import flash_on_cpu, flash_on_cpu_backward
 
 __all__ = ["attention_with_lse", "block", "block_backward", "merged", "skips_hidden"]
 
 
 def block(
-    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None = None, causal: bool = False
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`q[B, H, S, K], k, v[B, G, T, K] -> (o[B, H, S, K], lse[B, H, S])`, normalised within the block; no gradient.
 
     mask: bool, broadcast to [B, H, S, T]. causal: the mask of equal positions of queries and keys, S == T. lse is wide
-    (fp32, or fp64 of fp64), o has q's dtype.
+    (fp32, or fp64 of fp64), o has q's dtype. softcap: of the scores, which no flash kernel knows.
     """
-    if _has_kernel(q_BHSK, v_BGTK):
+    if softcap is None and _has_kernel(q_BHSK, v_BGTK):
         o, lse = flash_on_cpu(q_BHSK, k_BGTK, v_BGTK, causal, _additive(q_BHSK, mask))
         return o, lse if mask is None else lse.masked_fill(~mask.any(-1), -math.inf)
-    s_BHST = _scores(q_BHSK, k_BGTK, mask, causal)
+    s_BHST = _seen(_scores(q_BHSK, k_BGTK, softcap), mask, causal)
     lse = s_BHST.logsumexp(-1)
     p_BHST = (s_BHST - _finite(lse)[..., None]).exp()
     return (p_BHST @ _of_queries(v_BGTK, q_BHSK).to(p_BHST.dtype)).to(q_BHSK.dtype), lse
@@ -45,6 +50,7 @@ def block_backward(
     lse_BHS: Tensor,
     mask: Tensor | None = None,
     causal: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) through one block of keys, given output and log-sum-exp of *all* blocks.
 
@@ -60,15 +66,19 @@ def block_backward(
         lse_BHS: its log-sum-exp.
         mask: as of `block`.
         causal: as of `block`.
+        softcap: as of `block`.
     """
     lse_BHS = _finite(lse_BHS)
-    if _has_kernel(q_BHSK, v_BGTK):
+    if softcap is None and _has_kernel(q_BHSK, v_BGTK):
         do_BHSK, o_BHSK = do_BHSK.to(q_BHSK.dtype), o_BHSK.to(q_BHSK.dtype)
         return flash_on_cpu_backward(do_BHSK, q_BHSK, k_BGTK, v_BGTK, o_BHSK, lse_BHS, causal, _additive(q_BHSK, mask))
-    p_BHST = (_scores(q_BHSK, k_BGTK, mask, causal) - lse_BHS[..., None]).exp()
+    s_BHST = _scores(q_BHSK, k_BGTK, softcap)
+    p_BHST = (_seen(s_BHST, mask, causal) - lse_BHS[..., None]).exp()
     do, o, q, k, v = (x.to(p_BHST.dtype) for x in (do_BHSK, o_BHSK, q_BHSK, k_BGTK, v_BGTK))
     dp_BHST = do @ _of_queries(v, q).mT
     ds_BHST = p_BHST * (dp_BHST - (do * o).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    if softcap is not None:
+        ds_BHST = ds_BHST * (1 - (s_BHST / softcap).square())  # of cap tanh(x / cap)
     dk, dv = _of_keys(ds_BHST.mT @ q, k), _of_keys(p_BHST.mT @ do, v)
     return (ds_BHST @ _of_queries(k, q)).to(q_BHSK.dtype), dk.to(k_BGTK.dtype), dv.to(v_BGTK.dtype)
 
@@ -135,11 +145,16 @@ def _additive(q: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if mask is None else torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, -math.inf)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     s_BHST = (q @ _of_queries(k, q).mT).to(wide) / math.sqrt(q.shape[-1])
+    return s_BHST if softcap is None else soft_cap(s_BHST, softcap)
+
+
+def _seen(s_BHST: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Scores of the keys that a query sees, -inf of the others."""
     if causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = torch.ones(s_BHST.shape[-2:], dtype=torch.bool, device=s_BHST.device).tril()
     return s_BHST if mask is None else s_BHST.masked_fill(~mask, -math.inf)
 
 

@@ -35,6 +35,8 @@ def ring_attention(
     cp: Axis,
     window: int | None = None,
     balanced: bool = False,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`q[B, S_cp, H, K], k, v[B, S_cp, G, K] -> o[B, S_cp, H, K]`: blocks of keys go round the ranks, n - 1 hops.
 
@@ -56,21 +58,25 @@ def ring_attention(
         cp: over which the sequence is split.
         window: how many positions a query sees, itself included; None: all before it.
         balanced: whether the ranks have parts in zigzag order, and share the work equally.
+        softcap: of the scores, which are in memory then, of one block at a time.
+        sinks_H: a logit of each head (`attention`): like one key more, of value 0, behind all blocks. Its gradient is
+            this rank's term.
 
     Raises ValueError for a balanced ring over an odd number of positions on each rank.
     """
     if cp.size == 1:
-        return _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window)
+        return _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window, softcap, sinks_H)
     if balanced and q_BSHK.shape[1] % 2:
         raise ValueError(
             f"ring over {cp}: got {q_BSHK.shape[1]} positions on each rank, wanted an even number, since a balanced "
             f"ring gives each rank two parts of the sequence; pad it to a multiple of {2 * cp.size}"
         )
     masked = not balanced or documents is not None or window is not None
-    how = _Ring(cp, window, balanced, masked, not masked and skips_hidden(q_BSHK, v_BSGK))
+    whole = not masked and softcap is None and skips_hidden(q_BSHK, v_BSGK)
+    how = _Ring(cp, window, balanced, masked, softcap, whole)
     at = _stacked(positions, documents)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
-    return declare(_RingAttention.apply(q, k, v, at, how), cp, ("sharded", 2)).transpose(1, 2)
+    return declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)
 
 
 def gathered_attention(
@@ -86,7 +92,7 @@ def gathered_attention(
 ) -> Tensor:
     """The same with keys and values of all ranks gathered, in one collective; their gradients are reduce-scattered.
 
-    Memory for all keys and a mask [B, S, T]. Arguments as of `ring_attention`; softcap, sinks_H: as of `attention`.
+    Memory for all keys and a mask [B, S, T]. Arguments as of `ring_attention`.
     Source: Llama team 2024, arXiv 2407.21783, section 3.3.2.
     """
     kv_BTGK = all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)
@@ -104,11 +110,13 @@ def ulysses_attention(
     cp: Axis,
     window: int | None = None,
     inside: Callable[..., Tensor] | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The same with heads exchanged for positions: each rank has all positions of H/n heads, then its own of all.
 
-    Fewer kv heads than ranks are copied as often as it takes. inside: (q, k, v, positions, documents) -> o for these
-    heads, by default attention on this rank; other arguments as of `ring_attention`.
+    Fewer kv heads than ranks are copied as often as it takes. inside: (q, k, v, positions, documents, sinks_H=) ->
+    o for these heads, by default attention on this rank with window and softcap; others as of `ring_attention`.
     Source: Jacobs et al. 2023, arXiv 2309.14509.
     Raises ValueError for heads that cannot be given to the ranks in equal parts.
     """
@@ -118,13 +126,14 @@ def ulysses_attention(
             f"ulysses over {cp}: got {heads} heads of queries and {groups} of keys, wanted multiples of {n} (fewer "
             f"heads of keys if they divide {n}); choose a smaller axis, and a ring over the rest (two_level_attention)"
         )
-    local = inside or functools.partial(_local, window=window)
+    local = inside or functools.partial(_local, window=window, softcap=softcap)
     if n == 1:
-        return local(q_BSHK, k_BSGK, v_BSGK, positions, documents)
+        return local(q_BSHK, k_BSGK, v_BSGK, positions, documents, sinks_H=sinks_H)
     if groups % n:
         k_BSGK, v_BSGK = (x.repeat_interleave(n // groups, 2) for x in (k_BSGK, v_BSGK))
     q_BTHK, k_BTGK, v_BTGK = all_to_all_many([q_BSHK, k_BSGK, v_BSGK], cp, [2] * 3, [1] * 3)
-    o_BTHK = local(q_BTHK, k_BTGK, v_BTGK, all_gather(positions, cp, -1), _gathered(documents, cp))
+    sinks_H = None if sinks_H is None else _of_heads(sinks_H, cp)
+    o_BTHK = local(q_BTHK, k_BTGK, v_BTGK, all_gather(positions, cp, -1), _gathered(documents, cp), sinks_H=sinks_H)
     return all_to_all(o_BTHK, cp, 1, 2)
 
 
@@ -138,13 +147,15 @@ def two_level_attention(
     inner: Axis,
     window: int | None = None,
     balanced: bool = False,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Heads exchanged over `inner` (fast links), a ring over `outer`; the sequence is split over both, outer major.
 
     Arguments as of `ring_attention`; balanced: in the order of `zigzag` over `outer`.
     """
-    ring = functools.partial(ring_attention, cp=outer, window=window, balanced=balanced)
-    return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, inside=ring)
+    ring = functools.partial(ring_attention, cp=outer, window=window, balanced=balanced, softcap=softcap)
+    return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, inside=ring, sinks_H=sinks_H)
 
 
 def zigzag(length: int, n: int) -> Tensor:
@@ -156,8 +167,16 @@ def zigzag(length: int, n: int) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in layout.zigzag(length, n)])
 
 
-def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window) -> Tensor:
-    return attention(q_BSHK, k_BSGK, v_BSGK, visible(positions, positions, window, documents, documents))
+def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window, softcap=None, sinks_H=None) -> Tensor:
+    mask = visible(positions, positions, window, documents, documents)
+    return attention(q_BSHK, k_BSGK, v_BSGK, mask, softcap=softcap, sinks_H=sinks_H)
+
+
+def _of_heads(sinks_H: Tensor, cp: Axis) -> Tensor:
+    """Those of the heads that this rank gets; their gradient is its term, 0 for the others."""
+    sinks_NH = declare(sinks_H, cp, backward="partial").unflatten(0, (cp.size, -1))
+    own_H = sinks_NH.index_select(0, axis_index(cp, like=sinks_H).view(1)).squeeze(0)
+    return declare(own_H, cp, ("sharded", 0))
 
 
 def _gathered(documents: Tensor | None, cp: Axis) -> Tensor | None:
@@ -180,6 +199,7 @@ class _Ring:
     window: int | None
     balanced: bool
     masked: bool
+    softcap: float | None = None
     whole: bool = False
 
     def seen(self, at_q: Tensor, at_k: Tensor, diagonal: bool = False) -> tuple[Tensor | None, bool]:
@@ -201,7 +221,7 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, at, how: _Ring):
+    def forward(ctx, q, k, v, sinks, at, how: _Ring):
         ctx.how, found = how, []
         if how.balanced:  # its two chunks are no part of the sequence in any layout
             q, at = (declare(x, how.cp, "own", 2) for x in (q, at))
@@ -209,23 +229,29 @@ class _RingAttention(torch.autograd.Function):
             keys = *kv.split((k.shape[-1], v.shape[-1]), -1), at_k
             found = (_balanced if how.balanced else _plain)(how, hop, found, (q, at), keys)
         o, lse = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+        if sinks is not None:
+            of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            o = o * (of_keys - lse).exp()[..., None]
         o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, at, o, lse)
+        ctx.save_for_backward(q, k, v, sinks, at, o, lse)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, at, o, lse = ctx.saved_tensors
+        q, k, v, sinks, at, o, lse = ctx.saved_tensors
         how, widths = ctx.how, (k.shape[-1], v.shape[-1])
         do = declare(do, how.cp, "own", 2) if how.balanced else do
-        dq, dkv = 0.0, 0.0
+        dq, dkv, dsinks = 0.0, 0.0, None
+        if sinks is not None:  # a key of value 0: p (0 - do o)
+            of_tokens_BHS = (sinks.to(lse.dtype)[:, None] - lse).exp() * (_wide(do) * o).sum(-1)
+            dsinks = -declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
         for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
             rows, keys = (q, at, do, o, lse), (*kv.split(widths, -1), at_k)
             dq_now, *dkv_now = (_balanced_backward if how.balanced else _plain_backward)(how, hop, rows, keys)
             dq = dq + dq_now
             dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after the last block one hop more: home
         found = zip((dq, *dkv.split(widths, -1)), (q, k, v), strict=True)
-        return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), None, None
+        return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None
 
 
 def _travelling(k, v, at, how: _Ring) -> tuple[Tensor, Tensor]:
@@ -241,13 +267,13 @@ def _plain(how, hop, found, rows, keys):
     """[(o, lse)] with one block more."""
     (q, at), (k, v, at_k) = rows, keys
     mask, causal = how.seen(at, at_k)
-    more = block(q, k, v, mask, causal)
+    more = block(q, k, v, mask, causal, how.softcap)
     return [merged(found[0], more) if hop else more]
 
 
 def _plain_backward(how, hop, rows, keys):
     (q, at, do, o, lse), (k, v, at_k) = rows, keys
-    return [_wide(g) for g in block_backward(do, q, k, v, o, lse, *how.seen(at, at_k))]
+    return [_wide(g) for g in block_backward(do, q, k, v, o, lse, *how.seen(at, at_k), how.softcap)]
 
 
 # ---- balanced: of a block that came from rank s, rank r needs two of four parts --------------------------------------
@@ -272,7 +298,7 @@ def _balanced(how, hop, found, rows, keys):
 
     def attention(q, a, k, v, b, diagonal=False):
         mask, causal = how.seen(a, b, diagonal)
-        return block(q, k, v, mask, causal)
+        return block(q, k, v, mask, causal, how.softcap)
 
     low = attention(q1, a1, k0, v0, b0)
     if hop == 0:
@@ -290,15 +316,19 @@ def _balanced_backward(how, hop, rows, keys):
         return list(map(_wide, block_backward(do, q, *keys[:2], o, lse, causal=True)))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (do0, do1), (o0, o1), (l0, l1), (k0, k1), (v0, v1), (b0, b1) = pairs
-    dq1, dk0, dv0 = map(_wide, block_backward(do1, q1, k0, v0, o1, l1, *how.seen(a1, b0)))
+
+    def backward(do, q, k, v, o, lse, seen):
+        return block_backward(do, q, k, v, o, lse, *seen, how.softcap)
+
+    dq1, dk0, dv0 = map(_wide, backward(do1, q1, k0, v0, o1, l1, how.seen(a1, b0)))
     if hop == 0:
-        dq0, *more = map(_wide, block_backward(do0, q0, k0, v0, o0, l0, *how.seen(a0, b0, diagonal=True)))
+        dq0, *more = map(_wide, backward(do0, q0, k0, v0, o0, l0, how.seen(a0, b0, diagonal=True)))
         dk0, dv0 = dk0 + more[0], dv0 + more[1]
-        more, dk1, dv1 = map(_wide, block_backward(do1, q1, k1, v1, o1, l1, *how.seen(a1, b1, diagonal=True)))
+        more, dk1, dv1 = map(_wide, backward(do1, q1, k1, v1, o1, l1, how.seen(a1, b1, diagonal=True)))
         return _joined((dq0, dq1 + more), (dk0, dk1), (dv0, dv1))
     earlier = _earlier(how, hop, q0)
     q, a, do, o, lse, k, v, b = (torch.where(earlier, x, y) for x, y in pairs)
-    dq, dk, dv = map(_wide, block_backward(do, q, k, v, o, lse, *how.seen(a, b)))
+    dq, dk, dv = map(_wide, backward(do, q, k, v, o, lse, how.seen(a, b)))
 
     def parted(x):
         return torch.where(earlier, x, 0.0), torch.where(earlier, 0.0, x)

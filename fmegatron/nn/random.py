@@ -6,11 +6,12 @@
 
 A number is a function of three things. **key**: what it is for, a Python int; fold the name of the layer in, so that
 layers differ. **count**: int64, one number for each index of dim 0 (the number of each sample of the batch among all
-samples of the run, as `step.build_train_step` gives it), or a 0-d one (the number of the step); it is data, so steps
-differ, and a resumed run repeats what an uninterrupted one draws. **Position in the global array**: `layout` says where
-the local tensor lies in it and `axes` which mesh that is; None for a value that is not sharded. With a count for each
-sample the position is that within the sample, so the numbers do not depend on how many microbatches a batch is cut into
-or which rank has the sample. With a 0-d count all microbatches draw the same numbers, and so do rows of equal counts.
+samples of the run, as `step.build_train_step` gives it) or of several leading dims (of each token), or a 0-d one (the
+number of the step); it is data, so steps differ, and a resumed run repeats what an uninterrupted one draws. **Position
+in the global array**: `layout` says where the local tensor lies in it and `axes` which mesh that is; None for a value
+that is not sharded (behind the dims that are counted). With a count for each sample the position is that within the
+sample, so the numbers do not depend on how many microbatches a batch is cut into or which rank has the sample. With a
+0-d count all microbatches draw the same numbers, and so do rows of equal counts.
 
 A layer that is compiled once for all depths (`step.compiled_layer`) has one key: give it `count * layers + depth`,
 among its arguments `rest`. A draw of a generator (`F.dropout`, `torch.rand`) is refused when a step is traced
@@ -51,7 +52,7 @@ def dropout(
         x: a tensor of any shape, floating point.
         rate: probability of 0; with rate 0 (which is how a model is evaluated) the result is x itself.
         key: of the numbers (`tree.fold_in`).
-        count: int64, 0-d or one number for each row: see the top of the file.
+        count: int64, 0-d or one number for each row or token: see the top of the file.
         layout: of the full array, where the tensor is a shard of it.
         axes: Axes(mesh), with a layout.
 
@@ -74,7 +75,7 @@ def uniform(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = No
     Args:
         like: the local tensor whose shape, dtype and device the numbers have.
         key: of the numbers (`tree.fold_in`).
-        count: int64, 0-d or one number for each row: see the top of the file.
+        count: int64, 0-d or one number for each row or token: see the top of the file.
         layout: of the full array, where the tensor is a shard of it.
         axes: Axes(mesh), with a layout.
     """
@@ -93,7 +94,7 @@ def normal(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = Non
     Args:
         like: the local tensor whose shape, dtype and device the numbers have.
         key: of the numbers (`tree.fold_in`).
-        count: int64, 0-d or one number for each row: see the top of the file.
+        count: int64, 0-d or one number for each row or token: see the top of the file.
         layout: of the full array, where the tensor is a shard of it.
         axes: Axes(mesh), with a layout.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fmegatron import model, tree
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import SEQUENCE_AXES, Layout, Mesh
 from fmegatron.plan.exact import in_mib
 from fmegatron.plan.saved import block_bytes
 from fmegatron.plan.setting import Setting, setting_of
@@ -198,7 +198,7 @@ def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[
     # Inductor, where it may order a graph, makes the head's gradient after the blocks: what it is made of waits.
     waits = (head if ordered else logits + x) + 2 * x
     of_head = waits + (2 * head if ordered and gathers else 0)  # its weights, and its gradient where it arrives
-    if mesh["cp"] > 1:
+    if mesh.extent(SEQUENCE_AXES) > 1:
         unknown["what attention holds of other ranks' keys over cp"] = None
     return {
         "turn of the forward": kept + 2 * x + 2 * logits + (head if gathers or cast else 0),
@@ -238,7 +238,7 @@ def _flops(setting: Setting) -> tuple[float, float]:
     if setting.decoder is None:
         return 0.0, 0.0
     tokens = setting.rows * setting.microbatches * setting.length
-    whole_length = setting.length * setting.mesh["cp"]
+    whole_length = setting.length * setting.mesh.extent(SEQUENCE_AXES)
     per_token = model.flops_per_token(setting.decoder, whole_length)
     shared = setting.mesh["tp"]
     mine = tokens * per_token["total"] / shared

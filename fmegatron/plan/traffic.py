@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fmegatron import model, tree
+from fmegatron.layout import SEQUENCE_AXES
 from fmegatron.plan.setting import Setting
 from fmegatron.step import least_transfers
 
@@ -69,7 +70,7 @@ def _over_tp(setting: Setting, sent: dict[str, int], calls: dict[str, int]) -> t
     """Add what activations send over tp -> what is not counted."""
     mesh, decoder = setting.mesh, setting.decoder
     unknown = []
-    if mesh["cp"] > 1:
+    if mesh.extent(SEQUENCE_AXES) > 1:
         unknown.append("what attention sends over cp")
     if decoder is None:
         if mesh["tp"] > 1:

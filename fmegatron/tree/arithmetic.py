@@ -65,7 +65,8 @@ def count(a: Tree) -> int:
 def stored(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same small tensors (of one shape and dtype), which the compiler now computes once and not in every kernel."""
     padding = max(0, _INPUTS_OF_A_CONCATENATION_THAT_IS_STORED - len(values))
-    return torch.stack([*values, *[torch.zeros_like(values[0])] * padding]).unbind()[: len(values)]
+    # behind the other dims, which may be shards of one element: beside zeros along such a dim a check loses them
+    return torch.stack([*values, *[torch.zeros_like(values[0])] * padding], -1).unbind(-1)[: len(values)]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

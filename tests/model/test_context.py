@@ -11,8 +11,9 @@ from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.model.test_sharded import batch_layouts, make_step, raw_layouts, small
 from tests.pairs import mixed, turns
 
-MESHES = [Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2), Mesh(dp=2, cp=2, tp=2)]
-FORMS = ["ring", "balanced", "gathered", "ulysses", None]
+TWO = Mesh(cp=2, cpi=2)
+MESHES = [Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2), Mesh(dp=2, cp=2, tp=2), TWO]
+FORMS = ["ring", "balanced", "gathered", "ulysses", "two_level", "two_level_balanced", None]
 VARIANTS = {
     "plain": {},
     "tied, mask": {"tied": True, "z_loss": 1e-2},
@@ -42,22 +43,32 @@ def check(config, mesh, batch, save=None):
     )  # fmt: skip
 
 
+def dealt_to(form, mesh):
+    """For how many ranks a form wants its tokens in zigzag order."""
+    return {"balanced": mesh["cp"] * mesh["cpi"], "two_level_balanced": mesh["cp"]}.get(form, 1)
+
+
 CASES = [case for case in mixed(FORMS, MESHES, VARIANTS, BATCHES) if case[0] != "ulysses" or case[1]["cp"] < 4]
 
 
 @pytest.mark.parametrize(("form", "mesh", "name", "kind"), turns(2, CASES, ["-".join(map(str, c)) for c in CASES]))
 def test_loss_and_each_gradient(form, mesh, name, kind):
     config = small(context=form, **{"max_seq": 16} | VARIANTS[name])
-    check(config, mesh, batch_of(config, kind, mesh["cp"] if form == "balanced" else 1), save="inputs")
+    check(config, mesh, batch_of(config, kind, dealt_to(form, mesh)), save="inputs")
 
 
-CAPPED = [Mesh(cp=2), Mesh(fsdp=2, cp=2, tp=2)]
+CAPPED = mixed(FORMS, [Mesh(cp=2), TWO, Mesh(fsdp=2, cp=2, tp=2), Mesh(cp=2, cpi=2, tp=2)])
 
 
-@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in CAPPED], map(str, CAPPED)))
-def test_caps_and_sinks_are_gathered(mesh):
-    config = small(max_seq=16, softcap=2.0, sinks=True, window=5)
-    check(config, mesh, batch_of(config, "packed"))
+@pytest.mark.parametrize(("form", "mesh"), turns(2, CAPPED, ["-".join(map(str, c)) for c in CAPPED]))
+def test_caps_and_sinks(form, mesh):
+    """Sinks are one key more, behind all blocks of a ring; their gradient is a sum over the ranks of cp."""
+    config = small(max_seq=16, softcap=2.0, sinks=True, window=5, context=form)
+    check(config, mesh, batch_of(config, "packed", dealt_to(form, mesh)))
+    rows, strategy = batch_layouts(batch_of(config, "packed", dealt_to(form, mesh)), mesh), DataParallel()
+    specs = step.state_specs(model.specs(config, mesh, strategy=strategy), optim.adamw(1e-2), strategy)
+    report = step.check(make_train_step(config, strategy, 1e-2, mesh), specs, rows, mesh)
+    assert report.ok, str(report)
 
 
 STEPS = [
@@ -106,8 +117,6 @@ def test_attention_that_knows_nothing_of_a_split_is_found():
 
 
 def test_what_cannot_be():
-    with pytest.raises(ValueError, match="Attention.context: got 'ring' with softcap or sinks, wanted 'gathered'"):
-        small(context="ring", softcap=2.0)
     with pytest.raises(ValueError, match="Attention.context: got 'rings', wanted one of ring, balanced"):
         small(context="rings")
     with pytest.raises(ValueError, match=r"sequence: got 15 positions, which 2 ranks of cp .* pad it to 16"):
@@ -132,5 +141,6 @@ def test_batches_bring_the_order_of_a_balanced_ring():
 
 
 def test_tokens_in_order_are_no_balanced_ring():
-    with pytest.raises(ValueError, match=r"batch\['positions'\]: got none, .*give data.Batches\(..., zigzag=2\)"):
-        check(small(context="balanced", max_seq=16), Mesh(cp=2), batch_of(small(), "in order"))
+    for form, mesh in (("balanced", Mesh(cp=2)), ("two_level_balanced", TWO)):
+        with pytest.raises(ValueError, match=r"batch\['positions'\]: got none, .*give data.Batches\(..., zigzag=2\)"):
+            check(small(context=form, max_seq=16), mesh, batch_of(small(), "in order"))

@@ -90,6 +90,36 @@ def test_equal_to_one_rank_and_proven(name, save):
     assert found.sharded.metrics["imbalance"] > 1
 
 
+# what the tokens of a batch do -> (router, shape of the tokens)
+EDGES = {
+    "one expert gets all, others no row": (nn.Router(8, 1, "sigmoid"), (8, 8)),
+    "each token goes to all": (nn.Router(8, 8, normalised=True), (8, 8)),
+    "one token on a rank": (nn.Router(8, 2, normalised=True), (4, 1)),
+    "one document over all ranks": (nn.Router(8, 2, normalised=True), (4, 8)),
+}
+EDGE_MESHES = {"one token on a rank": Mesh(dp=2, ep=2), "one document over all ranks": Mesh(cp=2, ep=2)}
+
+
+@pytest.mark.parametrize("name", turns(1, [(name,) for name in EDGES], list(EDGES)))
+def test_edges(name):
+    """The bias sends all tokens to expert 3 where one is to get all."""
+    (router, shape), mesh = EDGES[name], EDGE_MESHES.get(name, Mesh(ep=2, tp=2))
+    of, one = decoder(router=router, choice_bias=True), Mesh(**dict.fromkeys(mesh.names, 1))
+    g = torch.Generator().manual_seed(1)
+    batch = {k: torch.randint(0, 48, shape, generator=g) for k in ("tokens", "labels")}
+    if "document" in name:
+        batch |= {"documents": torch.full(shape, 7), "positions": torch.arange(8).expand(shape).contiguous()}
+    state = values(given(one, HSDP, of)[0])[0]
+    if router.top_k == 1:
+        state.params["blocks"]["mlp"]["choice_bias"][:, 3] = 100.0
+    rows = {k: HSDP.batch_layout(tuple(x.shape), x.dtype, mesh) for k, x in batch.items()}
+    make = functools.partial(train_step, strategy=HSDP, of=of)
+    layouts = tree.layouts(given(mesh, HSDP, of)[0])
+    found = assert_parity(make, mesh, state, batch, layouts=(layouts, rows), steps=2, floor=1e-12)
+    imbalance = found.sharded.metrics["imbalance"].item()
+    assert {1: imbalance == 8, 8: imbalance == 1}.get(router.top_k, imbalance > 1)
+
+
 def test_experts_over_tp_want_sequence_parallelism():
     mesh = Mesh(tp=2)
     with pytest.raises(ValueError, match="MoE.ep: got .* set Decoder.sequence_parallel=True"):

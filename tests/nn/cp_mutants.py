@@ -42,8 +42,8 @@ def balanced(name, old, new, finds="simulate", **more):
 HOP = "kv = ppermute(kv, self.cp, 1)"
 AT_HOP = "at = ppermute(at, self.cp, 1) if self.masked else at"
 HOME = "dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after"
-OUT = 'return declare(_RingAttention.apply(q, k, v, at, how), cp, ("sharded", 2)).transpose(1, 2)'
-GRADS = 'return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), None, None'
+OUT = 'return declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)'
+GRADS = 'return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None'
 OWN = 'kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)'
 SEEN = "return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False"
 GATHERED = "return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sinks_H=sinks_H)"
@@ -84,14 +84,14 @@ MUTANTS = (
     ring("output on the dim of widths", OUT, OUT.replace('"sharded", 2', '"sharded", 3'), "check"),
     ring("output is a term", OUT, OUT.replace('("sharded", 2)', '"partial"'), "check"),
     ring("output is the same everywhere", OUT, OUT.replace('("sharded", 2)', '"replicated"'), "check"),
-    ring("output is not declared", OUT, "return _RingAttention.apply(q, k, v, at, how).transpose(1, 2)", "check"),
+    ring("output is not declared", OUT, "return _RingAttention.apply(q, k, v, sinks_H, at, how).transpose(1, 2)", "check"),
     ring("output is summed", OUT, OUT.replace("return ", "return psum(").replace(".transpose", ", cp).transpose")),
     ring("output of a term is summed", OUT,
          OUT.replace("return ", "return psum(").replace('("sharded", 2)', '"partial"').replace(".tr", ", cp).tr")),
     ring("gradients on another dim", GRADS, GRADS.replace('"sharded", 2', '"sharded", 1'), "check"),
     ring("gradients are terms", GRADS, GRADS.replace('("sharded", 2)', '"partial"'), "check"),
     ring("gradients are the same everywhere", GRADS, GRADS.replace('("sharded", 2)', '"replicated"'), "check"),
-    ring("gradients are not declared", GRADS, "return *(g.to(x.dtype) for g, x in found), None, None", "check"),
+    ring("gradients are not declared", GRADS, "return *(g.to(x.dtype) for g, x in found), dsinks, None, None", "check"),
     ring("gradients are summed", GRADS, GRADS.replace("(declare(", "(psum(declare(").replace("2))", "2)), how.cp)")),
     # ---- masks and sums
     ring("queries for keys", SEEN, "return visible(at_k[0], at_q[0], self.window, doc_k, doc_q).mT[:, None], False",
@@ -101,8 +101,8 @@ MUTANTS = (
     ring("not causal", SEEN, SEEN.replace("at_q[0]", "at_q[0] + 99"), "simulate"),
     ring("masks of one's own positions", "mask, causal = how.seen(at, at_k)\n    more",
          "mask, causal = how.seen(at, at)\n    more"),
-    ring("masks of one's own positions, backward", "*how.seen(at, at_k))]", "*how.seen(at, at))]"),
-    ring("no mask backward", "*how.seen(at, at_k))]", "None, False)]", "simulate"),
+    ring("masks of one's own positions, backward", "*how.seen(at, at_k), how.softcap)]", "*how.seen(at, at), how.softcap)]"),
+    ring("no mask backward", "*how.seen(at, at_k), how.softcap)]", "None, False)]", "simulate"),
     ring("blocks replace each other", MERGE, "return [more]", "simulate"),
     ring("blocks are added", MERGE, "return [(found[0][0] + more[0], found[0][1]) if hop else more]", "simulate"),
     ring("log-sum-exp of the first block", MERGE, LOCAL_LSE, "simulate"),

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fmegatron.collectives import Axes, all_gather, all_to_all, axis_index, declare, ppermute, psum, shard
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import trace
+from fmegatron.step import check, trace
 from fmegatron.step.check import check_traced
 from fmegatron.step.check.dims import Misfit, met, plain
 
@@ -288,3 +288,21 @@ def test_what_an_op_does_to_several_arguments_is_unproven():
 
     found = report(fn, (ROWS, PENDING), (ROWS, ROWS))
     assert not found.findings and [one.op for one in found.unproven] == ["_fused_sgd_"]
+
+
+def test_a_shard_of_one_element_meets_what_is_broadcast_there():
+    """Rope's backward of one head on a rank: its place is lost in a view, and the only dim that fits is that of one
+    element. Where the replicated operand is as large along every dim, nothing fits."""
+    mesh, (B, S, K) = Mesh(tp=2), (4, 6, 8)
+
+    def turned(heads, c):
+        def step(a, b):
+            x = a["x"].flatten(0, 2).unflatten(0, (B, S, heads))
+            return {"x": x * (b["c"][:, :, None] if heads == 1 else b["c"])}, {}
+
+        at = {"x": Layout((B, S, 2 * heads, K), torch.float64, mesh, (None, None, "tp"))}
+        return check(step, at, {"c": Layout(c, torch.float64, mesh)}, mesh)
+
+    report = turned(1, (B, S, K))
+    assert report.ok and not report.unproven, str(report)
+    assert any("replicated and sharded" in finding.what for finding in turned(2, (B, S, 2, K)).findings)

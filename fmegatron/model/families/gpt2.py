@@ -1,4 +1,4 @@
-"""GPT-2: layer norms, learned positions, biases, an MLP without a gate. Its dropout is not applied.
+"""GPT-2: layer norms, learned positions, biases, an MLP without a gate; dropout in training.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 """
@@ -26,6 +26,9 @@ def gpt2(
     ffn_dim: int | None = None,
     norm_eps: float = 1e-5,
     activation: str = "gelu_tanh",
+    dropout: float = 0.0,
+    embed_dropout: float = 0.0,
+    attention_dropout: float = 0.0,
     **of_decoder: Any,
 ) -> Decoder:
     """GPT-2.
@@ -39,14 +42,19 @@ def gpt2(
         ffn_dim: hidden width of the MLP; None: 4 dim.
         norm_eps: of all norms.
         activation: of the MLP.
+        dropout: of what attention and MLP add to the stream; of all three: where the loss is given samples.
+        embed_dropout: of what the embedding gives.
+        attention_dropout: of the softmax (`Attention.dropout`).
         of_decoder: dtypes and the like.
     """
     if dim % heads:
         raise ValueError(f"gpt2.dim: got {dim}, wanted a multiple of heads={heads}; try {-(-dim // heads) * heads}")
-    norm, attention = LayerNorm(norm_eps), Attention(heads, heads, dim // heads, bias=True, out_bias=True)
+    norm = LayerNorm(norm_eps)
+    attention = Attention(heads, heads, dim // heads, bias=True, out_bias=True, dropout=attention_dropout)
     mlp = MLP(ffn_dim or 4 * dim, activation, gated=False, bias=True)
-    block = (Part("attention", attention, norm), Part("mlp", mlp, norm))
-    return Decoder(vocab_size, dim, (block,) * layers, max_seq, norm, **{"tied": True, "positions": True, **of_decoder})
+    block = (Part("attention", attention, norm, dropout=dropout), Part("mlp", mlp, norm, dropout=dropout))
+    own = {"tied": True, "positions": True, "embed_dropout": embed_dropout}
+    return Decoder(vocab_size, dim, (block,) * layers, max_seq, norm, **{**own, **of_decoder})
 
 
 _LAYER = "transformer.h.{i}."
@@ -76,7 +84,7 @@ _NAMES = MappingProxyType(
 def _read(keys: Keys, **changes: Any) -> Decoder:
     keys.only("scale_attn_weights", True)
     keys.only("scale_attn_by_inverse_layer_idx", False)
-    keys.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    keys.ignore("reorder_and_upcast_attn")
     keys.ignore(*(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
     of = {
         "vocab_size": keys.take("vocab_size"),
@@ -88,6 +96,9 @@ def _read(keys: Keys, **changes: Any) -> Decoder:
         "norm_eps": keys.take("layer_norm_epsilon", 1e-5),
         "activation": keys.activation("activation_function", "gelu_new"),
         "tied": keys.take("tie_word_embeddings", True),
+        "dropout": keys.take("resid_pdrop", 0.1),
+        "embed_dropout": keys.take("embd_pdrop", 0.1),
+        "attention_dropout": keys.take("attn_pdrop", 0.1),
     }
     return gpt2(**{**of, **changes})
 

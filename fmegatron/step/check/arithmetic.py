@@ -104,12 +104,15 @@ def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Ma
 
 
 def _narrowed(scope, node, vague: list[Somewhere], values: Sequence[Value], out: Value, axis: str) -> Mark:
-    """Sharded on a dim that all operands allow: one along which a replicated operand is as large is none of them."""
+    """Sharded on a dim that all operands allow: one along which a replicated operand is as large is none of them. Of
+    one element on each rank it may be: there a replicated one is broadcast."""
     shifts = [len(out.dims) - len(v.dims) for v in values if v.is_(axis, Somewhere)]
     allowed = [{d + s for d in m.dims} for m, s in zip(vague, shifts, strict=True) if m.dims is not None]
     whole = [v for v in values if v.replicated(axis)]
     if not allowed:
-        lost = any(_as_large(v, out) for v in whole)
+        as_large = any(_as_large(v, out) for v in whole)
+        left = {d for d, dim in enumerate(out.dims) if size_of(dim) == 1} if as_large else set()
+        lost = as_large and not left
     else:
         filled_by = {d for v in whole for d in range(len(out.dims)) if _fills(v, d, out)}
         left = set.intersection(*allowed) - filled_by
@@ -118,7 +121,7 @@ def _narrowed(scope, node, vague: list[Somewhere], values: Sequence[Value], out:
         return scope.unknown(node, "combines a replicated value and one that is sharded or a pending sum")
     if lost:
         return Wrong(node, "combines values that are replicated and sharded", "gather the one, or shard the other")
-    dims = tuple(sorted(left)) if allowed else None
+    dims = tuple(sorted(left)) if left else None
     return vague[0]._replace(dims=dims, or_sum=all(m.or_sum for m in vague))
 
 

@@ -20,7 +20,7 @@ FSDP_TP = Mesh(fsdp=2, tp=2)
 def family(name, **changes):
     """The tiny model of a family, in fp64."""
     config = config_of(name)[1].to_dict()
-    return model.families.family_of(config).decoder(config, precision=Precision.fp64(), **changes)
+    return model.deterministic(model.families.family_of(config).decoder(config, precision=Precision.fp64(), **changes))
 
 
 DENSE = [name for name in MODELS if not set(MODELS[name][1]) & {"num_experts_per_tok"}]
