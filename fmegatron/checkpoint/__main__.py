@@ -1,5 +1,7 @@
 """`python -m fmegatron.checkpoint ls|show|verify|diff|reshard|export|gc PATH ...`: checkpoints from the command line.
 
+What is read may be of another system: whatever `fmegatron.interop.source` recognises.
+
 Exit status: 0 all is well; 1 a difference or damage was found; 2 wrong use, or it could not be done.
 """
 
@@ -20,13 +22,13 @@ from typing import Any, TextIO
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES
-from fmegatron.checkpoint.files.snapshot import again
+from fmegatron.checkpoint.files.snapshot import Foreign, again
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.diff import diff
 from fmegatron.checkpoint.tools.export import export, parse_dtype, parse_renames
 from fmegatron.checkpoint.tools.gc import LIVE_SECONDS, collect
-from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.checkpoint.tools.ls import listing, listing_of
 from fmegatron.checkpoint.tools.printed import one_line, plain
 from fmegatron.checkpoint.tools.reshard import (
     BOUND_BYTES,
@@ -40,6 +42,7 @@ from fmegatron.checkpoint.tools.reshard import (
 from fmegatron.checkpoint.tools.show import show
 from fmegatron.checkpoint.tools.source import Source, open_source
 from fmegatron.checkpoint.tools.verify import Report, verify
+from fmegatron.interop import source
 
 GOOD, FOUND, FAILED = 0, 1, 2
 
@@ -185,7 +188,8 @@ Result = tuple[int, Any, Callable[[TextIO], None]]  # exit status, value for JSO
 
 
 def _ls(options: argparse.Namespace) -> Result:
-    found = listing(_place(options, options.path))
+    foreign = source(options.path)
+    found = listing_of(open_source(foreign)) if isinstance(foreign, Foreign) else listing(_place(options, options.path))
     bad = any(c.problem for c in found.checkpoints)
     return (FOUND if bad else GOOD), found.to_json(), lambda out: printed.listing(out, found, time.time())
 
@@ -196,6 +200,12 @@ def _show(options: argparse.Namespace) -> Result:
 
 
 def _verify(options: argparse.Namespace) -> Result:
+    if isinstance(foreign := source(options.path), Foreign):
+        start = time.perf_counter()
+        report = verify(foreign)
+        seconds = time.perf_counter() - start
+        value = {"good": not report.damages, "seconds": seconds, "checkpoints": [report.to_json()]}
+        return (FOUND if report.damages else GOOD), value, lambda out: printed.reports(out, [report], (), seconds)
     store = _place(options, options.path)
     found = listing(store)
     if not found.checkpoints:
@@ -268,7 +278,11 @@ def _place(options: argparse.Namespace, path: str) -> Store:
 
 
 def _source(options: argparse.Namespace, path: str) -> Source:
-    """The checkpoint at a path. ValueError when the path is none: nothing there, or a directory of checkpoints."""
+    """The checkpoint at a path, of another system too. ValueError when the path is none: nothing there, or a directory
+    of checkpoints.
+    """
+    if isinstance(foreign := source(path), Foreign):
+        return open_source(foreign)
     store = _place(options, path)
     found = listing(store)
     if found.is_directory:

@@ -24,18 +24,17 @@ import torch
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
-from fmegatron.checkpoint.calls.ranks import together
+from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files import safetensors_files
-from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw
+from fmegatron.checkpoint.files.format import raw
 from fmegatron.checkpoint.files.look import is_file, is_there
 from fmegatron.checkpoint.files.safetensors_files import Entry
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
-from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
-from fmegatron.checkpoint.reading.request import match
-from fmegatron.checkpoint.reading.strict import strictness
 from fmegatron.checkpoint.reading.view import View
 from fmegatron.collectives import World
+from fmegatron.interop.safetensors_headers import headers
+from fmegatron.interop.sources import source
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model import Array, Decoder, arrays
 from fmegatron.model.families import Family, Stored, family_of
@@ -229,7 +228,7 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
         return found
     stored = {one.stored for one in pieces(found, family) if one.path.startswith("mtp/")}
     if is_there(os.path.join(folder, "model.safetensors")) or is_there(os.path.join(folder, _INDEX)):
-        if not stored & set(safetensors_files.places(os.fspath(folder))):
+        if not stored & set(headers(folder).places):
             warnings.warn(
                 f"{os.fspath(folder)}: got no weights of multi-token prediction, wanted those of "
                 f"{found.mtp.depths} depths, as config.json says; the model goes on without it (mtp=None says so)",
@@ -244,7 +243,9 @@ def load(
     decoder: Decoder,
     layouts: Tree,
     *,
-    rank: int = 0,
+    world: Ranks | None = None,
+    rank: int | None = None,
+    read: str = "own",
     cast: bool = True,
     device: str | torch.device | None = None,
     family: Family | None = None,
@@ -255,7 +256,9 @@ def load(
         folder: with config.json and safetensors files.
         decoder: the model (`decoder`).
         layouts: of its parameters on any mesh.
+        world: the ranks that load together, as `checkpoint.restore`; or
         rank: whose shards.
+        read: "own", or "once": replicas read a part each, and exchange the parts.
         cast: convert to the dtype of the layouts where another is stored.
         device: where they go.
         family: one of your own; None: that of `model_type`.
@@ -264,16 +267,10 @@ def load(
         CheckpointError: files that are missing or not complete.
         ValueError: names, shapes or dtypes that do not fit, each named.
     """
-    where = os.fspath(folder)
-    found = safetensors_files.places(where)
-    family, mode = family or family_of(config_of(folder)), strictness("error")
-    manifest = Manifest(None, {}, (), {k: Leaf(k, p.shape, dtype_text(p.dtype), {}) for k, p in found.items()}, {}, 0)
-    request = match(where, manifest, layouts, mode, rules=[from_names(decoder, family)], cast=cast)
-    tensors, wants = destinations(request, rank)
-    for want in wants:
-        x = safetensors_files.read(found[want.leaf.path], want.target.box)
-        want.target.view.copy_(x)
-    return finish_reading(Started(where, mode, request, tensors, []), ranks_of(None), device)
+    family = family or family_of(config_of(folder))
+    rules = [from_names(decoder, family)]
+    options = {"world": world, "rank": rank, "read": read, "cast": cast, "device": device}
+    return checkpoint.restore(source(folder), layouts, rules=rules, **options)
 
 
 def save(

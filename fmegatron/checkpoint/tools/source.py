@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.files.format import Array, CheckpointError, Leaf, Manifest, dtype_of
-from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.snapshot import Saved, Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.digests import stored_digests
-from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.reading.fetch import read_all
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.layout import Box, row_major_strides
 
@@ -83,9 +83,7 @@ class Source:
 
     def fetch(self, wanted: Iterable[tuple[Leaf, list[Target]]]) -> None:
         """Fill targets, leaf by leaf; each leaf stands once. Raises CheckpointError naming leaf and file."""
-        with Fetch(self.snapshot, True) as fetch:
-            for leaf, targets in wanted:
-                fetch.add(leaf, targets)
+        read_all(self.snapshot, wanted, True)
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Block:
         )
 
 
-def open_source(path: str | os.PathLike | Store | Snapshot) -> Source:
+def open_source(path: Saved) -> Source:
     """The checkpoint at a path. Raises CheckpointError when there is none, or its manifest is damaged.
 
     What reads it raises SavedAgain, a RuntimeError, when it was saved again meanwhile: then it is to be opened anew.
