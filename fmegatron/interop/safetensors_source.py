@@ -1,9 +1,8 @@
 """Safetensors files as a source of restores: only the ranges that a rank holds are read, transposed on the way.
 
 A few threads share blocks of at most 4 MiB. A block goes straight into the tensor where it lies there in one run; else
-into a buffer, and from there, transposed in torch's blocked copy where rows become columns, to its place: 1.2 GB/s a
-thread for bf16, five times numpy's strided copy. Positioned reads, not maps: a file that gets shorter while it is read
-is an error and no SIGBUS.
+into a buffer, and from there to its place (`Target.put`). Positioned reads, not maps: a file that gets shorter while it
+is read is an error and no SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.format import raw, raw_dtype
+from fmegatron.checkpoint.files.format import raw_dtype
 from fmegatron.checkpoint.files.look import look
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.targets import Target
@@ -30,7 +28,7 @@ from fmegatron.interop.listed import snapshot_from
 from fmegatron.interop.safetensors_headers import Headers, Place, headers, open_regular
 from fmegatron.layout import Box, row_major_strides
 
-_BLOCK_BYTES = 4 << 20  # two buffers of it for each thread
+_BLOCK_BYTES = 4 << 20  # each thread holds two of it: as stored and transposed
 _MOST_THREADS = 4
 _AGAIN = "download it again"
 
@@ -149,14 +147,11 @@ def _read_block(block: _Block, buffers: list[np.ndarray]) -> None:
         _read_runs(block, memory)
         return
     nbytes = math.prod(block.shape) * place.dtype.itemsize
-    for i in range(2):
-        if len(buffers) <= i:
-            buffers.append(np.empty(0, np.uint8))
-        if buffers[i].nbytes < nbytes:
-            buffers[i] = np.empty(nbytes, np.uint8)
+    if not buffers or buffers[0].nbytes < nbytes:
+        buffers[:] = [np.empty(nbytes, np.uint8)]
     into = buffers[0][:nbytes]
     _read_runs(block, into)
-    _put(block, into.view(raw_dtype(place.dtype.itemsize)).reshape(block.shape), buffers[1])
+    target.put(block.start, into.view(raw_dtype(place.dtype.itemsize)).reshape(block.shape))
 
 
 def _read_runs(block: _Block, into: np.ndarray) -> None:
@@ -183,28 +178,3 @@ def _offset(place: Place, index: Sequence[int]) -> int:
     """The byte of the file that an element begins at."""
     strides = row_major_strides(place.shape)
     return place.start + sum(i * s for i, s in zip(index, strides, strict=True)) * place.dtype.itemsize
-
-
-def _put(block: _Block, data: np.ndarray, spare: np.ndarray) -> None:
-    """Copy a block's bits to their place; where the last dim of the file is not the one that is dense there, transposed
-    in `spare` before."""
-    target = block.target
-    places = zip(block.start, target.box.start, block.shape, strict=True)
-    x = target.view[tuple(slice(g - a, g - a + n) for g, a, n in places)]
-    dense = min((d for d in range(x.ndim) if x.shape[d] > 1), key=lambda d: x.stride(d), default=None)
-    if dense is None or dense == x.ndim - 1 or x.shape[-1] == 1:
-        target.put(block.start, data)
-        return
-    bits = torch.from_numpy(data)
-    order = [d for d in range(x.ndim) if d not in (dense, x.ndim - 1)]
-    rows, columns = x.shape[dense], x.shape[-1]
-    turned = torch.from_numpy(spare[: rows * columns * data.itemsize].view(data.dtype)).view(columns, rows)
-    for index in itertools.product(*(range(x.shape[d]) for d in order)):
-        one, into = bits, x
-        for d, i in sorted(zip(order, index, strict=True), reverse=True):
-            one, into = one.select(d, i), into.select(d, i)
-        turned.copy_(one.t())  # blocked; a strided copy straight to the place is five times slower
-        if target.stored is into.dtype:
-            raw(into.t())[...] = turned.numpy()
-        else:
-            into.t().copy_(turned.view(target.stored))

@@ -59,6 +59,35 @@ def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int = FILE_BYT
     return groups
 
 
+class File(NamedTuple):
+    """A file that is written: its name, what is before the elements, the bytes of all, and each tensor's first byte."""
+
+    name: str
+    head: bytes
+    nbytes: int
+    places: dict[str, int]
+
+
+def planned(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> list[File]:
+    """The files of these groups of tensors, all of dtypes in `DTYPES`. metadata: texts for each file."""
+    n, files = len(groups), []
+    for i, entries in enumerate(groups):
+        head, at, places = _header(entries, metadata), 0, {}
+        for entry in entries:
+            places[entry.name] = len(head) + at
+            at += entry.nbytes
+        name = "model" + ENDING if n == 1 else f"model-{i + 1:05d}-of-{n:05d}{ENDING}"
+        files.append(File(name, head, len(head) + at, places))
+    return files
+
+
+def index_text(files: Sequence[File], metadata: Mapping[str, str]) -> bytes:
+    """What `INDEX` holds: the file of each tensor."""
+    total = sum(file.nbytes - len(file.head) for file in files)
+    weights = {name: file.name for file in files for name in file.places}
+    return json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": weights}, indent=1).encode()
+
+
 def write(
     folder: str,
     groups: Sequence[Sequence[Entry]],
@@ -75,16 +104,12 @@ def write(
         metadata: texts for each file.
         index: whether a file that maps the names of tensors to those of files stands beside them.
     """
-    n = len(groups)
-    names = ["model" + ENDING] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}{ENDING}" for i in range(n)]
-    for name, entries, data in zip(names, groups, contents, strict=True):
-        _put(os.path.join(folder, name), itertools.chain([_header(entries, metadata)], data))
+    files = planned(groups, metadata)
+    for file, data in zip(files, contents, strict=True):
+        put(os.path.join(folder, file.name), itertools.chain([file.head], data))
     if index:
-        total = sum(entry.nbytes for entries in groups for entry in entries)
-        weights = {entry.name: name for name, entries in zip(names, groups, strict=True) for entry in entries}
-        text = json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": weights}, indent=1)
-        _put(os.path.join(folder, INDEX), [text.encode()])
-    return names
+        put(os.path.join(folder, INDEX), [index_text(files, metadata)])
+    return [file.name for file in files]
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
@@ -101,7 +126,8 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return len(head).to_bytes(8, "little") + head
 
 
-def _put(path: str, data: Iterable[Any]) -> None:
+def put(path: str, data: Iterable[Any]) -> None:
+    """Write a new file of these buffers, on the disk when it returns."""
     with open(path, "xb") as out:
         out.writelines(data)
         out.flush()

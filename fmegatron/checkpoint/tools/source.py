@@ -47,15 +47,19 @@ class Source:
 
     def leaves(self, pattern: str | None = None) -> list[Leaf]:
         """The leaves whose path has a match of a regular expression, in the order of the tree. ValueError for none."""
+        return [self.manifest.leaves[path] for path in self.matching(pattern, list(self.manifest.leaves))]
+
+    def matching(self, pattern: str | None, paths: Sequence[str]) -> list[str]:
+        """Those of some paths that have a match of a regular expression, all for None. ValueError for none."""
         if pattern is None:
-            return list(self.manifest.leaves.values())
+            return list(paths)
         try:
             wanted = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"got the pattern {pattern!r}, wanted a regular expression: {error}") from None
-        found = [leaf for path, leaf in self.manifest.leaves.items() if wanted.search(path)]
+        found = [path for path in paths if wanted.search(path)]
         if not found:
-            near = tree.did_you_mean(pattern, list(self.manifest.leaves))
+            near = tree.did_you_mean(pattern, paths)
             raise ValueError(f"{self.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
         return found
 

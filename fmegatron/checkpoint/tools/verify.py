@@ -90,26 +90,18 @@ def verify(path: Saved, jobs: int | None = None) -> Report:
 
 def _report_of(source: Source) -> Report:
     """As `_report`, of a checkpoint of another system. Raises ValueError where its files have no checksums."""
-    snapshot, damages, nbytes = source.snapshot, [], 0
-    assert snapshot.reader is not None, "it is of another system"
-    if not snapshot.reader.verifies:
-        raise ValueError(
-            f"{source.text}: got {snapshot.reader.kind}, which have no checksums, wanted files that can be verified; "
-            "their headers and sizes are right: `show --stats` reads the elements"
-        )
-    leaves = source.leaves()
+    reader, leaves, damages, nbytes = source.snapshot.reader, source.leaves(), [], 0
+    assert reader is not None, "it is of another system"
+    if not reader.verifies:
+        what = f"{source.text}: got {reader.kind}, which have no checksums, wanted files that can be verified"
+        raise ValueError(f"{what}; their headers and sizes are right: `show --stats` reads the elements")
     for leaf in leaves:
         try:
             nbytes += sum(x.nbytes for _, x in stream(source, [leaf]))
         except CheckpointError as error:
             damages.append(Damage("bytes", "", str(error), leaf.path))
-    files = {
-        file
-        for leaf in source.leaves()
-        for file, _ in snapshot.reader.reads(
-            leaf.path, Box((0,) * len(leaf.shape), leaf.shape, 0, row_major_strides(leaf.shape))
-        )
-    }
+    boxes = ((leaf.path, Box((0,) * len(leaf.shape), leaf.shape, 0, row_major_strides(leaf.shape))) for leaf in leaves)
+    files = {file for path, box in boxes for file, _ in reader.reads(path, box)}
     return Report(source.text, source.manifest.step, len(leaves), len(files), nbytes, tuple(damages))
 
 
