@@ -24,6 +24,7 @@ from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES
 from fmegatron.checkpoint.files.snapshot import Foreign, again
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, rename, take
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.diff import diff
 from fmegatron.checkpoint.tools.export import export, parse_dtype, parse_renames
@@ -42,7 +43,7 @@ from fmegatron.checkpoint.tools.reshard import (
 from fmegatron.checkpoint.tools.show import show
 from fmegatron.checkpoint.tools.source import Source, open_source
 from fmegatron.checkpoint.tools.verify import Report, verify
-from fmegatron.interop import source
+from fmegatron.interop import fuse, hf, source, split, stack, transpose, unstack
 
 GOOD, FOUND, FAILED = 0, 1, 2
 
@@ -103,6 +104,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("dst", help="a file (.safetensors), or a directory of shards with an index")
     p.add_argument("pattern", nargs="?", help="only leaves whose path has a match of this regular expression")
     p.add_argument("--rename", action="append", default=[], metavar="REGEX=REPLACEMENT", help="may be given again")
+    p.add_argument("--rules", metavar="FILE.json", help='JSON rows [rule, arguments], e.g. ["transpose", ".*", [1, 0]]')
+    p.add_argument("--like", metavar="FOLDER", help="as the Hugging Face folder: its names, its other files beside")
+    p.add_argument("--prefix", help="the stored subtree that is meant, e.g. params")
     p.add_argument("--cast", metavar="DTYPE", help="floating leaves to this dtype, e.g. bfloat16")
     p.add_argument("--shard", type=_bytes, help="most bytes of a shard (default 5GiB)")
 
@@ -249,15 +253,32 @@ def _reshard(options: argparse.Namespace) -> Result:
 
 
 def _export(options: argparse.Namespace) -> Result:
-    done = export(
-        _source(options, options.src),
-        options.dst,
-        options.pattern,
-        renames=parse_renames(options.rename),
-        cast=parse_dtype(options.cast) if options.cast else None,
-        shard=options.shard or FILE_BYTES,
-    )
+    cast, shard = parse_dtype(options.cast) if options.cast else None, options.shard or FILE_BYTES
+    opened, renames = _source(options, options.src), parse_renames(options.rename)
+    if options.like:
+        if options.rules or options.rename or options.pattern:
+            raise ValueError("got --like and --rules, --rename or a pattern, wanted --like alone: it has the names")
+        done = hf.export(opened.snapshot, options.dst, like=options.like, prefix=options.prefix, cast=cast, shard=shard)
+    else:
+        how = {"rules": _rules(options.rules), "prefix": options.prefix or "", "renames": renames}
+        done = export(opened, options.dst, options.pattern, cast=cast, shard=shard, **how)
     return GOOD, vars(done), lambda out: printed.exported(out, done)
+
+
+def _rules(path: str | None) -> list[Rule]:
+    """The rules of a JSON file: a list of rows, each the name of a rule and its arguments."""
+    rows = json.loads(Path(path).read_text(encoding="utf-8")) if path else []
+    rules = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, list) or not row or row[0] not in RULES:
+            raise ValueError(
+                f"{path}: got {row!r:.80}, wanted rows of a rule's name ({', '.join(RULES)}) and arguments"
+            )
+        try:
+            rules.append(RULES[row[0]](*row[1:]))
+        except TypeError as error:
+            raise ValueError(f"{path}: {row!r:.80}: got {error}, wanted the arguments of {row[0]}") from None
+    return rules
 
 
 def _gc(options: argparse.Namespace) -> Result:
@@ -292,6 +313,9 @@ def _source(options: argparse.Namespace, path: str) -> Source:
     return open_source(store)
 
 
+RULES = MappingProxyType(
+    {rule.__name__: rule for rule in (rename, copy, drop, take, transpose, split, fuse, stack, unstack)}
+)
 COMMANDS = MappingProxyType(
     {
         "ls": _ls,

@@ -287,8 +287,8 @@ def save(
 ) -> None:
     """Write the parameters as a folder that transformers loads; all ranks call it, and return when it is there.
 
-    Every rank writes what it holds into files of at most `shard` bytes, through a few MiB; nothing is gathered. Tied heads are
-    not stored twice.
+    Every rank writes what it holds into files of at most `shard` bytes, through a few MiB; nothing is gathered. Tied
+    heads are not stored twice.
 
     Args:
         folder: new.
@@ -339,6 +339,7 @@ def export(
     prefix: str | None = None,
     cast: torch.dtype | None = None,
     family: Family | None = None,
+    shard: int = FILE_BYTES,
 ) -> Exported:
     """Write the parameters of a checkpoint as a folder that transformers loads, in bounded memory.
 
@@ -349,10 +350,12 @@ def export(
         prefix: where the parameters are in it; None: at "params" where there is such a subtree, else at the top.
         cast: floating tensors to this dtype.
         family: one of your own; None: that of `model_type`.
+        shard: most bytes of elements in a file, unless it is one tensor.
 
     Raises as `checkpoint export`; ValueError for a checkpoint of another model.
     """
     family, of, opened = family or family_of(config_of(like)), decoder(like, family), open_source(checkpoint)
     if prefix is None:
         prefix = "params" if any(path.startswith("params/") for path in opened.manifest.leaves) else ""
-    return write_export(opened, os.fspath(folder), rules=[to_names(of, family)], prefix=prefix, cast=cast, like=like)
+    options = {"prefix": prefix, "cast": cast, "like": like, "shard": shard}
+    return write_export(opened, os.fspath(folder), rules=[to_names(of, family)], **options)

@@ -23,7 +23,7 @@ from fmegatron.interop.safetensors_source import safetensors_snapshot
 
 
 def source(path: str | os.PathLike | Store | Snapshot | Foreign) -> str | os.PathLike | Store | Snapshot | Foreign:
-    """What `checkpoint.restore`, `explain`, `describe`, `layouts`, `open_snapshot` and `Manager.start` take.
+    """What `checkpoint.restore`, `explain`, `describe`, `layouts`, `open_snapshot` and `checkpoint.start` take.
 
     path: of a directory or file; a URL, a Store and what is opened already come back as they are, and so does a path
     that is of no other system: what is wrong with it is said by who reads it.

@@ -1,5 +1,7 @@
 """Folders of Hugging Face onto every mesh: bit for bit, each rank the bytes that it holds and no more, and back."""
 
+import io
+import json
 import os
 import threading
 import tracemalloc
@@ -9,10 +11,12 @@ import torch
 
 from fmegatron import checkpoint, interop, model, tree
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.__main__ import main
 from fmegatron.interop import hf, safetensors_source
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import run
 from tests.interop.hf_folder import write
+from tests.pairs import turns
 
 MESHES = (Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=3), Mesh(fsdp=4), Mesh(tp=3))
 
@@ -99,15 +103,15 @@ def test_replicas_read_once(tmp_path, counted):
 
 
 def test_memory_beside_the_shards_is_bounded(tmp_path):
-    write(tmp_path / "a", shards=2, hidden_size=1536, intermediate_size=4608, num_hidden_layers=2)
-    decoder, layouts = opened(tmp_path / "a", Mesh(tp=2))
+    write(tmp_path / "a", shards=2, hidden_size=1536, intermediate_size=4608, num_hidden_layers=1)
+    decoder, layouts = opened(tmp_path / "a", Mesh())
     tracemalloc.start()  # numpy's buffers; the shards are torch's
     try:
-        got = hf.load(tmp_path / "a", decoder, layouts, rank=1)
+        got = hf.load(tmp_path / "a", decoder, layouts)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert held(got) > 48 << 20 and peak < 24 << 20, peak
+    assert held(got) > 48 << 20 and peak < 20 << 20, peak
 
 
 def test_what_explain_says_is_read(tmp_path, counted):
@@ -134,21 +138,19 @@ def test_a_file_that_changes_meanwhile_is_an_error(tmp_path, monkeypatch):
             checkpoint.restore(snapshot)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", turns(2, [(mesh,) for mesh in MESHES], map(str, MESHES)))
 def test_back_from_every_mesh_bit_for_bit(tmp_path, mesh, monkeypatch):
     """All ranks write their share; files of the safetensors package and ours hold the same."""
     stored = write(tmp_path / "a")
-    monkeypatch.setattr("fmegatron.interop.safetensors_write.FILE_BYTES", 60_000)
     monkeypatch.setattr("fmegatron.interop.safetensors_write._BLOCK_BYTES", 3000)
     decoder, layouts = opened(tmp_path / "a", mesh)
     parts = [hf.load(tmp_path / "a", decoder, layouts, rank=rank) for rank in range(mesh.size)]
-    done = run(
-        mesh.size,
-        lambda world: hf.save(tmp_path / "b", parts[world.rank], decoder, layouts, world, like=tmp_path / "a"),
-    )
+    options = {"like": tmp_path / "a", "shard": 60_000}
+    done = run(mesh.size, lambda w: hf.save(tmp_path / "b", parts[w.rank], decoder, layouts, w, **options))
     assert done == [None] * mesh.size
     assert_folder(tmp_path / "b", stored)
-    assert os.listdir(tmp_path) and not [name for name in os.listdir(tmp_path) if "draft" in name]
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert len([name for name in os.listdir(tmp_path / "b") if name.endswith(".safetensors")]) == 3
 
 
 def assert_folder(folder, stored):
@@ -177,3 +179,62 @@ def test_a_folder_that_is_there_is_refused_by_all(tmp_path):
     (tmp_path / "b").mkdir()
     got = run(2, lambda w: hf.save(tmp_path / "b", parts[w.rank], decoder, layouts, w, like=tmp_path / "a"))
     assert all("exists already" in str(error) for error in got) and os.listdir(tmp_path / "b") == []
+
+
+def command(*argv):
+    out, err = io.StringIO(), io.StringIO()
+    return main([str(a) for a in argv], out, err), out.getvalue(), err.getvalue()
+
+
+def test_commands_take_a_folder_and_a_file(tmp_path):
+    stored = write(tmp_path / "a")
+    status, out, _ = command("show", tmp_path / "a", "--stats")
+    assert status == 0 and "model.layers.2.mlp.down_proj.weight" in out.replace("\n", "") or "30 leaves" in out
+    assert command("ls", tmp_path / "a")[0] == 0
+    assert command("reshard", tmp_path / "a", tmp_path / "ours", "--mesh", "fsdp=2", "--rules", rules(tmp_path))[0] == 0
+    assert all(torch.equal(x, checkpoint.restore(tmp_path / "ours")[name]) for name, x in stored.items())
+    assert command("export", tmp_path / "a", tmp_path / "b.safetensors")[0] == 0
+    assert command("diff", tmp_path / "a", tmp_path / "b.safetensors", "--ignore", "metadata")[0] == 0
+    assert command("diff", tmp_path / "a", tmp_path / "ours", "--ignore", "layouts")[0] == 0
+    status, _, err = command("verify", tmp_path / "a")
+    assert status == 2 and "no checksums" in err
+
+
+def rules(tmp_path):
+    (tmp_path / "rows.json").write_text('[[".*layernorm.*|.*norm.weight", []], [".*", ["fsdp"]]]')
+    return tmp_path / "rows.json"
+
+
+def test_export_by_rules_of_a_file(tmp_path):
+    """Unstack, split, transpose, and rows without padding, from a checkpoint of two ranks, in bounded memory."""
+    state = {"blocks": {"w": torch.randn(3, 8, 12)}, "embed": torch.randn(16, 8)}
+    checkpoint.save(tmp_path / "c", {"params": state})
+    table = [
+        ["unstack", "blocks/w", "layers.{i}.w"],
+        ["split", r"layers\.(\d+)\.w", [r"layers.\1.a", r"layers.\1.b"], 1, [4, 8]],
+        ["transpose", r"layers\..*", [1, 0]],
+        ["take", "embed", list(range(13)), 0],
+    ]
+    (tmp_path / "rules.json").write_text(json.dumps(table))
+    argv = ["export", tmp_path / "c", tmp_path / "out", "--prefix", "params", "--rules", tmp_path / "rules.json"]
+    assert command(*argv)[0] == 0
+    got = checkpoint.restore(interop.source(tmp_path / "out"))
+    assert torch.equal(got["embed"], state["embed"][:13]) and len(got) == 7
+    for i in range(3):
+        a, b = state["blocks"]["w"][i].split([4, 8], 1)
+        assert torch.equal(got[f"layers.{i}.a"], a.t()) and torch.equal(got[f"layers.{i}.b"], b.t())
+    (tmp_path / "rules.json").write_text('[["explode", "x"]]')
+    status, _, err = command(*argv[:2], tmp_path / "other", *argv[3:])
+    assert status == 2 and "wanted rows of a rule's name (rename, " in err
+    (tmp_path / "rules.json").write_text('[["unstack", "x"]]')
+    assert "wanted the arguments of unstack" in command(*argv[:2], tmp_path / "other", *argv[3:])[2]
+
+
+def test_export_like_a_folder(tmp_path):
+    stored = write(tmp_path / "a")
+    decoder, layouts = opened(tmp_path / "a", Mesh())
+    checkpoint.save(tmp_path / "c", {"params": hf.load(tmp_path / "a", decoder, layouts)})
+    assert command("export", tmp_path / "c", tmp_path / "b", "--like", tmp_path / "a", "--shard", "60KB")[0] == 0
+    assert_folder(tmp_path / "b", stored)
+    status, _, err = command("export", tmp_path / "c", tmp_path / "d", "x", "--like", tmp_path / "a")
+    assert status == 2 and "wanted --like alone" in err
