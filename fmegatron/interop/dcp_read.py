@@ -38,8 +38,8 @@ def read_dcp_object(path: str | os.PathLike, name: str) -> Any:
     return object_of(directory, name)
 
 
-def object_of(directory: Directory, name: str) -> Any:
-    """As `read_dcp_object`, of an open directory."""
+def object_of(directory: Directory, name: str, lenient: bool = False) -> Any:
+    """As `read_dcp_object`, of an open directory. lenient: what is not plain stays inert in its place."""
     found = directory.objects.get(name)
     if found is None:
         near = tree.did_you_mean(name, list(directory.objects))
@@ -48,7 +48,7 @@ def object_of(directory: Directory, name: str) -> Any:
         )
     fd = open_file(directory.root, found.place, name)
     try:
-        return read_object(fd, found.place.offset, found.place.length, f"{name} in {found.place.file}")
+        return read_object(fd, found.place.offset, found.place.length, f"{name} in {found.place.file}", lenient)
     finally:
         os.close(fd)
 

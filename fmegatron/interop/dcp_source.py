@@ -111,8 +111,8 @@ def words_of(directory: Directory) -> tuple[int | None, dict[str, Any]]:
 def _iteration(directory: Directory) -> int | None:
     """Megatron's iteration: that of common.pt, or of the directory's name where that is no plain data; else None."""
     try:
-        common = object_of(directory, COMMON) if COMMON in directory.objects else None
-    except ValueError:  # it holds objects, or is damaged: what is asked of it by its name reports that
+        common = object_of(directory, COMMON, lenient=True) if COMMON in directory.objects else None
+    except ValueError:  # it is damaged: what is asked of it by its name reports that
         common = None
     found = common.get("iteration") if isinstance(common, dict) else None
     if type(found) is int and found >= 0:
