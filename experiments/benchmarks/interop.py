@@ -2,7 +2,7 @@
 
     make bench-interop           python experiments/benchmarks/interop.py [--mib=512] [--rounds=7]
 
-A Llama in bf16, two shards of files with an index, in memory-backed storage (/dev/shm). In: one rank of tp=2, 2 threads,
+A Llama in bf16, two files with an index, in memory-backed storage (/dev/shm). In: one rank of tp=2, 2 threads,
 against a script that reads the rank's slices with safetensors, and puts their transposes where they go (fused, layers
 stacked): the faster of two ways to write that. Out: from one process against `save_file` of tensors that are ready.
 Wall seconds, both sides alternating in one process; the peak is of a process of its own. JSON lines on stdout.

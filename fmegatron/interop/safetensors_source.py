@@ -1,6 +1,6 @@
 """Safetensors files as a source of restores: only the ranges that a rank holds are read, transposed on the way.
 
-A few threads share blocks of at most 4 MiB. A block goes straight into the tensor where it lies there in one run; else
+A few threads share blocks of at most 2 MiB. A block goes straight into the tensor where it lies there in one run; else
 into a buffer, and from there to its place (`Target.put`). Positioned reads, not maps: a file that gets shorter while it
 is read is an error and no SIGBUS.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import os
 import queue
 import threading
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.format import raw_dtype
@@ -28,7 +30,7 @@ from fmegatron.interop.listed import snapshot_from
 from fmegatron.interop.safetensors_headers import Headers, Place, headers, open_regular
 from fmegatron.layout import Box, row_major_strides
 
-_BLOCK_BYTES = 4 << 20  # each thread holds two of it: as stored and transposed
+_BLOCK_BYTES = 2 << 20  # each thread holds two of it: as stored and transposed
 _MOST_THREADS = 4
 _AGAIN = "download it again"
 
@@ -142,16 +144,16 @@ def _read_all(blocks: Sequence[_Block]) -> None:
 
 def _read_block(block: _Block, buffers: list[np.ndarray]) -> None:
     place, target = block.place, block.target
-    memory = target.memory(block.start, block.shape)
+    memory = target.memory(block.start, block.shape)  # transient errors of the disk: the block is read again
     if memory is not None:
-        _read_runs(block, memory)
+        look(lambda: _read_runs(block, memory))
         return
     nbytes = math.prod(block.shape) * place.dtype.itemsize
     if not buffers or buffers[0].nbytes < nbytes:
-        buffers[:] = [np.empty(nbytes, np.uint8)]
-    into = buffers[0][:nbytes]
-    _read_runs(block, into)
-    target.put(block.start, into.view(raw_dtype(place.dtype.itemsize)).reshape(block.shape))
+        buffers[:] = [np.empty(-(-nbytes // 16) * 16, np.uint8) for _ in range(2)]
+    into, kind = buffers[0][:nbytes], raw_dtype(place.dtype.itemsize)
+    look(lambda: _read_runs(block, into))
+    target.put(block.start, into.view(kind).reshape(block.shape), torch.from_numpy(buffers[1].view(kind)))
 
 
 def _read_runs(block: _Block, into: np.ndarray) -> None:
@@ -160,18 +162,28 @@ def _read_runs(block: _Block, into: np.ndarray) -> None:
     dim = len(shape)  # dims from here on are read in full
     while dim and block.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
-    outer = [range(a, a + n) for a, n in zip(block.start, block.shape, strict=True)][: max(dim - 1, 0)]
-    size, at, view = math.prod(block.shape[max(dim - 1, 0) :]) * width, 0, memoryview(into)
-    for index in itertools.product(*outer):
-        offset = _offset(block.place, (*index, *block.start[len(index) :]))
-        done = 0
-        while done < size:
-            piece = [view[at + done : at + size]]
-            got = look(lambda piece=piece, offset=offset + done: os.preadv(block.fd, piece, offset))
-            if not got:
-                raise CheckpointError(f"{block.place.file}: ended at byte {offset + done}; {_AGAIN}")
-            done += got
-        at += size
+    outer = [range(n) for n in block.shape[: max(dim - 1, 0)]]
+    steps = [stride * width for stride in row_major_strides(shape)]
+    size, first, view, at = (
+        math.prod(block.shape[len(outer) :]) * width,
+        _offset(block.place, block.start),
+        into.data,
+        0,
+    )
+    for index in itertools.product(*outer):  # often thousands: little is done for each
+        offset, stop = first + sum(map(operator.mul, index, steps)), at + size
+        if os.preadv(block.fd, [view[at:stop]], offset) != size:
+            _read_slowly(block, view[at:stop], offset)
+        at = stop
+
+
+def _read_slowly(block: _Block, into: memoryview, offset: int) -> None:
+    """Read a run that the system gives in parts, or not at all. Raises CheckpointError."""
+    while into:
+        got = os.preadv(block.fd, [into], offset)
+        if not got:
+            raise CheckpointError(f"{block.place.file}: ended at byte {offset}; {_AGAIN}")
+        into, offset = into[got:], offset + got
 
 
 def _offset(place: Place, index: Sequence[int]) -> int:

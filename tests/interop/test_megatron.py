@@ -20,7 +20,8 @@ H, HEADS, GROUPS, HEAD, F, V, L, E = 32, 4, 2, 8, 48, 65, 3, 4
 SIZES = {"vocab_size": V, "dim": H, "layers": L, "heads": HEADS, "kv_heads": GROUPS, "ffn_dim": F, "max_seq": 16,
          "head_dim": HEAD, "tied": False}  # fmt: skip
 ARGS = {
-    "num_layers": L, "hidden_size": H, "ffn_hidden_size": F, "num_attention_heads": HEADS, "group_query_attention": True,
+    "num_layers": L, "hidden_size": H, "ffn_hidden_size": F, "num_attention_heads": HEADS,
+    "group_query_attention": True,
     "num_query_groups": GROUPS, "kv_channels": HEAD, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
     "swiglu": True,
     "position_embedding_type": "rope", "rotary_base": 500000, "rotary_percent": 1.0, "add_bias_linear": False,

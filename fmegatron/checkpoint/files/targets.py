@@ -22,17 +22,20 @@ class Target:
     view: torch.Tensor
     stored: torch.dtype
 
-    def put(self, start: Sequence[int], data: np.ndarray) -> None:
-        """Copy `data` (raw bits of the stored dtype), which begins at the global index `start`, to its place."""
+    def put(self, start: Sequence[int], data: np.ndarray, spare: torch.Tensor | None = None) -> None:
+        """Copy `data` (raw bits of the stored dtype), which begins at the global index `start`, to its place.
+
+        spare: contiguous memory of the same type for as many elements at least, to transpose in.
+        """
         at = tuple(slice(g - a, g - a + n) for g, a, n in zip(start, self.box.start, data.shape, strict=True))
         x = self.view[at]
         dense = min((d for d in range(x.ndim) if x.shape[d] > 1), key=x.stride, default=0)
         if x.ndim > 1 and dense != x.ndim - 1 and x.shape[-1] > 1 and data.flags.c_contiguous:
             for rows, into in matrices(torch.from_numpy(data), x, dense):
                 if self.stored is x.dtype:
-                    raw(into.t())[...] = turned(rows).numpy()
+                    raw(into.t())[...] = turned(rows, spare).numpy()
                 else:
-                    into.t().copy_(turned(rows).view(self.stored))
+                    into.t().copy_(turned(rows, spare).view(self.stored))
         elif self.stored is x.dtype:
             raw(x)[...] = data
         else:
@@ -47,13 +50,15 @@ class Target:
         return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """The transpose of a contiguous matrix, in memory of its own.
+def turned(x: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
+    """The transpose of a contiguous matrix, in memory of its own or in `spare`.
 
-    torch copies it in blocks where the memory of the result is new: 1.2 GB/s for two bytes an element, of one thread;
-    a strided copy to where it goes, numpy's as torch's, has a quarter of that.
+    torch copies it in blocks where the memory of the result is contiguous: 1.2 GB/s for two bytes an element, of one
+    thread; a strided copy to where it goes, numpy's as torch's, has a quarter of that.
     """
-    return torch.empty(x.shape[1], x.shape[0], dtype=x.dtype).copy_(x.t())
+    n = x.numel()
+    into = torch.empty(n, dtype=x.dtype) if spare is None else spare[:n]
+    return into.view(x.shape[1], x.shape[0]).copy_(x.t())
 
 
 def matrices(a: torch.Tensor, b: torch.Tensor, dim: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
