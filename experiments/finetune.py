@@ -80,7 +80,7 @@ def main(config: Config) -> dict[str, float]:
             raise ValueError(f"text: got token {ids.max()}, wanted at most {of.vocab_size - 1}; add tokenizer.json")
 
         def init():
-            params = hf.load(config.model, of, layouts, rank=world.rank)
+            params = hf.load(config.model, of, layouts, world=world)
             return tree.init(specs, 0, world.rank, world.device, given=params)
 
         run = loop.Run(
