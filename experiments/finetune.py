@@ -97,7 +97,7 @@ def main(config: Config) -> dict[str, float]:
         def init():
             if world.rank == 0:  # the folder is this run's from here on
                 tokenizer.save(Path(config.run) / "tokenizer.json")
-            params = hf.load(config.model, of, layouts, rank=world.rank)
+            params = hf.load(config.model, of, layouts, world=world)
             return tree.init(specs, 0, world.rank, world.device, given=params)
 
         run = loop.Run(

@@ -26,8 +26,9 @@ PEERS = {"jax", "orbax", "megatron"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}
 # Files beside the rooms that are run (`python -m fmegatron.check`): they may import every room, and none imports them.
 PROGRAMS = {"fmegatron/check.py", "fmegatron/doctor.py", "fmegatron/parity.py", "fmegatron/report.py"}
-# The command of a room that looks at experiments, which the loop loads: a program too, inside of its room.
-COMMANDS = {"fmegatron/plan/__main__.py"}
+# Commands of rooms that look at what rooms below them make (experiments, which the loop loads; checkpoints of other
+# systems): programs too, inside of their rooms.
+COMMANDS = {"fmegatron/plan/__main__.py", "fmegatron/checkpoint/__main__.py"}
 DRAWERS = {"utils", "util", "common", "core", "base", "helpers", "misc"}
 
 

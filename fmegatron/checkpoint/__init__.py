@@ -7,11 +7,12 @@ from fmegatron.checkpoint.dicts.describe import Description, describe, layouts, 
 from fmegatron.checkpoint.files.claim import Claim, ClaimedError, claim
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import Snapshot, open_snapshot
+from fmegatron.checkpoint.files.snapshot import Foreign, Snapshot, open_snapshot
 from fmegatron.checkpoint.local import LocalReplicas
 from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.manage.report import Report
 from fmegatron.checkpoint.manage.retention import Keep
+from fmegatron.checkpoint.manage.start import start
 from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.checkpoint.reading.explain import Read, explain
 from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, fresh, per_rank, rename, take
@@ -24,6 +25,7 @@ __all__ = [
     "Claim",
     "ClaimedError",
     "Description",
+    "Foreign",
     "Handle",
     "Keep",
     "LocalReplicas",
@@ -49,5 +51,6 @@ __all__ = [
     "restore",
     "save",
     "save_async",
+    "start",
     "take",
 ]

@@ -1,5 +1,7 @@
 """`python -m fmegatron.checkpoint ls|show|verify|diff|reshard|export|gc PATH ...`: checkpoints from the command line.
 
+What is read may be of another system: whatever `fmegatron.interop.source` recognises.
+
 Exit status: 0 all is well; 1 a difference or damage was found; 2 wrong use, or it could not be done.
 """
 
@@ -20,13 +22,14 @@ from typing import Any, TextIO
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES
-from fmegatron.checkpoint.files.snapshot import again
+from fmegatron.checkpoint.files.snapshot import Foreign, again
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, rename, take
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.diff import diff
 from fmegatron.checkpoint.tools.export import export, parse_dtype, parse_renames
 from fmegatron.checkpoint.tools.gc import LIVE_SECONDS, collect
-from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.checkpoint.tools.ls import listing, listing_of
 from fmegatron.checkpoint.tools.printed import one_line, plain
 from fmegatron.checkpoint.tools.reshard import (
     BOUND_BYTES,
@@ -40,6 +43,7 @@ from fmegatron.checkpoint.tools.reshard import (
 from fmegatron.checkpoint.tools.show import show
 from fmegatron.checkpoint.tools.source import Source, open_source
 from fmegatron.checkpoint.tools.verify import Report, verify
+from fmegatron.interop import fuse, hf, source, split, stack, transpose, unstack
 
 GOOD, FOUND, FAILED = 0, 1, 2
 
@@ -100,6 +104,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("dst", help="a file (.safetensors), or a directory of shards with an index")
     p.add_argument("pattern", nargs="?", help="only leaves whose path has a match of this regular expression")
     p.add_argument("--rename", action="append", default=[], metavar="REGEX=REPLACEMENT", help="may be given again")
+    p.add_argument("--rules", metavar="FILE.json", help='JSON rows [rule, arguments], e.g. ["transpose", ".*", [1, 0]]')
+    p.add_argument("--like", metavar="FOLDER", help="as the Hugging Face folder: its names, its other files beside")
+    p.add_argument("--prefix", help="the stored subtree that is meant, e.g. params")
     p.add_argument("--cast", metavar="DTYPE", help="floating leaves to this dtype, e.g. bfloat16")
     p.add_argument("--shard", type=_bytes, help="most bytes of a shard (default 5GiB)")
 
@@ -185,7 +192,8 @@ Result = tuple[int, Any, Callable[[TextIO], None]]  # exit status, value for JSO
 
 
 def _ls(options: argparse.Namespace) -> Result:
-    found = listing(_place(options, options.path))
+    foreign = source(options.path)
+    found = listing_of(open_source(foreign)) if isinstance(foreign, Foreign) else listing(_place(options, options.path))
     bad = any(c.problem for c in found.checkpoints)
     return (FOUND if bad else GOOD), found.to_json(), lambda out: printed.listing(out, found, time.time())
 
@@ -196,6 +204,12 @@ def _show(options: argparse.Namespace) -> Result:
 
 
 def _verify(options: argparse.Namespace) -> Result:
+    if isinstance(foreign := source(options.path), Foreign):
+        start = time.perf_counter()
+        report = verify(foreign)
+        seconds = time.perf_counter() - start
+        value = {"good": not report.damages, "seconds": seconds, "checkpoints": [report.to_json()]}
+        return (FOUND if report.damages else GOOD), value, lambda out: printed.reports(out, [report], (), seconds)
     store = _place(options, options.path)
     found = listing(store)
     if not found.checkpoints:
@@ -239,15 +253,32 @@ def _reshard(options: argparse.Namespace) -> Result:
 
 
 def _export(options: argparse.Namespace) -> Result:
-    done = export(
-        _source(options, options.src),
-        options.dst,
-        options.pattern,
-        renames=parse_renames(options.rename),
-        cast=parse_dtype(options.cast) if options.cast else None,
-        shard=options.shard or FILE_BYTES,
-    )
+    cast, shard = parse_dtype(options.cast) if options.cast else None, options.shard or FILE_BYTES
+    opened, renames = _source(options, options.src), parse_renames(options.rename)
+    if options.like:
+        if options.rules or options.rename or options.pattern:
+            raise ValueError("got --like and --rules, --rename or a pattern, wanted --like alone: it has the names")
+        done = hf.export(opened.snapshot, options.dst, like=options.like, prefix=options.prefix, cast=cast, shard=shard)
+    else:
+        how = {"rules": _rules(options.rules), "prefix": options.prefix or "", "renames": renames}
+        done = export(opened, options.dst, options.pattern, cast=cast, shard=shard, **how)
     return GOOD, vars(done), lambda out: printed.exported(out, done)
+
+
+def _rules(path: str | None) -> list[Rule]:
+    """The rules of a JSON file: a list of rows, each the name of a rule and its arguments."""
+    rows = json.loads(Path(path).read_text(encoding="utf-8")) if path else []
+    rules = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, list) or not row or row[0] not in RULES:
+            raise ValueError(
+                f"{path}: got {row!r:.80}, wanted rows of a rule's name ({', '.join(RULES)}) and arguments"
+            )
+        try:
+            rules.append(RULES[row[0]](*row[1:]))
+        except TypeError as error:
+            raise ValueError(f"{path}: {row!r:.80}: got {error}, wanted the arguments of {row[0]}") from None
+    return rules
 
 
 def _gc(options: argparse.Namespace) -> Result:
@@ -268,7 +299,11 @@ def _place(options: argparse.Namespace, path: str) -> Store:
 
 
 def _source(options: argparse.Namespace, path: str) -> Source:
-    """The checkpoint at a path. ValueError when the path is none: nothing there, or a directory of checkpoints."""
+    """The checkpoint at a path, of another system too. ValueError when the path is none: nothing there, or a directory
+    of checkpoints.
+    """
+    if isinstance(foreign := source(path), Foreign):
+        return open_source(foreign)
     store = _place(options, path)
     found = listing(store)
     if found.is_directory:
@@ -278,6 +313,9 @@ def _source(options: argparse.Namespace, path: str) -> Source:
     return open_source(store)
 
 
+RULES = MappingProxyType(
+    {rule.__name__: rule for rule in (rename, copy, drop, take, transpose, split, fuse, stack, unstack)}
+)
 COMMANDS = MappingProxyType(
     {
         "ls": _ls,

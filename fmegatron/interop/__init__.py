@@ -2,26 +2,26 @@
 
 save_state_dict(path, {"model": net, "optimizer": optimizer})       # or their state dicts; FSDP2, TP, plain
 load_state_dict(path, {"model": net, "optimizer": optimizer})       # in place, on any mesh; both may be fresh
-state = restore_dcp("iter_0000100", layouts, world=world)           # torch's and Megatron's files; nothing executed
+state = restore(source("iter_0000100"), layouts, world=world)       # torch's, Megatron's, Hugging Face's files
 save_dcp(path, state, layouts, world)                               # torch.distributed.checkpoint.load reads it
 dcp.save(state_dict, storage_writer=FmegatronWriter(path))          # torch plans, our files
 restore(path, layouts, rules=[interop.fuse(...), ...])              # other layouts of weights: fuse, split, stack, pad
-python -m fmegatron.interop show | dcp-to-fmegatron | fmegatron-to-dcp
+python -m fmegatron.interop dcp-to-fmegatron | fmegatron-to-dcp
 """
 
 from fmegatron.interop.convert import dcp_to_fmegatron, fmegatron_to_dcp
 from fmegatron.interop.dcp_bridge import FmegatronReader, FmegatronWriter
-from fmegatron.interop.dcp_read import dcp_layouts, dcp_objects, read_dcp_object, restore_dcp
+from fmegatron.interop.dcp_read import dcp_objects, read_dcp_object
 from fmegatron.interop.dcp_write import save_dcp
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.rules import fuse, pad, split, stack, transpose, unstack
+from fmegatron.interop.sources import source
 from fmegatron.interop.state_dict import from_state_dict, load_state_dict, save_state_dict, to_state_dict
 from fmegatron.interop.upcycle import upcycle
 
 __all__ = [
     "FmegatronReader",
     "FmegatronWriter",
-    "dcp_layouts",
     "dcp_objects",
     "dcp_to_fmegatron",
     "fmegatron_to_dcp",
@@ -32,9 +32,9 @@ __all__ = [
     "mesh_of",
     "pad",
     "read_dcp_object",
-    "restore_dcp",
     "save_dcp",
     "save_state_dict",
+    "source",
     "split",
     "stack",
     "to_dtensor",

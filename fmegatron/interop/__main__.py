@@ -1,4 +1,4 @@
-"""python -m fmegatron.interop dcp-to-fmegatron SRC DST | fmegatron-to-dcp SRC DST | show SRC"""
+"""python -m fmegatron.interop dcp-to-fmegatron SRC DST | fmegatron-to-dcp SRC DST"""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import argparse
 import sys
 
 from fmegatron.interop.convert import dcp_to_fmegatron, fmegatron_to_dcp
-from fmegatron.interop.dcp_directory import open_dcp
-from fmegatron.layout import Layout, Mesh
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; the exit status is 0 when all went well, 1 when it did not."""
     parser = argparse.ArgumentParser(prog="python -m fmegatron.interop", description="Checkpoints of other systems")
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="list tensors and objects of a DCP or Megatron torch_dist directory")
-    show.add_argument("source")
     there = commands.add_parser("dcp-to-fmegatron", help="write such a directory as a checkpoint of fmegatron")
     there.add_argument("source")
     there.add_argument("target")
@@ -26,13 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     back.add_argument("target")
     given = parser.parse_args(arguments)
     try:
-        if given.command == "show":
-            directory = open_dcp(given.source)
-            for name, tensor in directory.tensors.items():
-                print(f"{name}  {Layout(tensor.shape, tensor.dtype, Mesh())}  {len(tensor.boxes)} shards")
-            for name, found in directory.objects.items():
-                print(f"{name}  object of {found.place.length} bytes")
-        elif given.command == "dcp-to-fmegatron":
+        if given.command == "dcp-to-fmegatron":
             for name in dcp_to_fmegatron(given.source, given.target, skip_objects=given.skip_objects, step=given.step):
                 print(f"left out: {name}")
         else:

@@ -18,20 +18,21 @@ from fmegatron.checkpoint.dicts.described import stored_values
 from fmegatron.checkpoint.dicts.values import CONTAINERS, VALUES, to_json
 from fmegatron.checkpoint.files.format import CHUNK_BYTES, dtype_of
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.snapshot import Saved, Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store
-from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.files.targets import Target
+from fmegatron.checkpoint.reading.fetch import read_all
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, plan
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.interop.dcp_directory import Directory, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
+from fmegatron.interop.dcp_source import NOTE, newest_step, words_of
 from fmegatron.interop.dcp_write import Shard, ShardPlanner, write_dcp
 from fmegatron.interop.flat import flat_items
 from fmegatron.layout import Box, Layout, Mesh, row_major_strides
 
 _GROUP_BYTES = 256 << 20  # elements in memory at a time
-_NOTE = "fmegatron"  # the object of a DCP directory that holds step and metadata of the checkpoint it came from
 
 
 def dcp_to_fmegatron(
@@ -39,16 +40,15 @@ def dcp_to_fmegatron(
 ) -> list[str]:
     """Write a DCP or Megatron torch_dist directory as a checkpoint of fmegatron; digested, complete or not there.
 
-    Plain objects become values (interop.load_state_dict gives them back), tensors inside them leaves. Others are a
-    ValueError that names them, or left out with skip_objects; returns the paths that were left out.
+    Megatron's iteration is its step, unless another is given; of a run the newest step is taken. Plain objects become
+    values (interop.load_state_dict gives them back), tensors inside them leaves. Others are a ValueError that names
+    them, or left out with skip_objects; returns the paths that were left out.
     """
-    directory = open_dcp(source)
+    directory = open_dcp(newest_step(source))
     check_files(directory, [(t.path, place) for t in directory.tensors.values() for place in t.places])
     extra, values, left = _objects(directory, skip_objects)
-    metadata = {}
-    if _NOTE in directory.objects:
-        note = object_of(directory, _NOTE)
-        step, metadata = note.get("step") if step is None else step, note.get("metadata", {})
+    known, metadata = words_of(directory)
+    step = known if step is None else step
     layouts = {t.path: Layout(t.shape, t.dtype, Mesh()) for t in directory.tensors.values()}
     layouts |= {name: Layout(tuple(x.shape), x.dtype, Mesh()) for name, x in extra.items()}
     names = sorted(layouts)
@@ -80,7 +80,7 @@ def dcp_to_fmegatron(
     return left
 
 
-def fmegatron_to_dcp(source: str | os.PathLike | Store | Snapshot, target: str | os.PathLike) -> None:
+def fmegatron_to_dcp(source: Saved, target: str | os.PathLike) -> None:
     """Write a checkpoint of fmegatron as a new DCP directory, which torch.distributed.checkpoint.load reads.
 
     Values (saved by interop.save_state_dict) become objects; step and metadata the object "fmegatron".
@@ -90,7 +90,7 @@ def fmegatron_to_dcp(source: str | os.PathLike | Store | Snapshot, target: str |
     values = stored_values(manifest.metadata, snapshot.text)
     own = {key: value for key, value in manifest.metadata.items() if key not in (VALUES, CONTAINERS)}
     if manifest.step is not None or own:
-        values[_NOTE] = {"step": manifest.step, "metadata": own}
+        values[NOTE] = {"step": manifest.step, "metadata": own}
     shards = []
     for leaf in manifest.leaves.values():
         layout = Layout(leaf.shape, dtype_of(leaf.dtype), Mesh())
@@ -102,8 +102,8 @@ def fmegatron_to_dcp(source: str | os.PathLike | Store | Snapshot, target: str |
 def _read(snapshot: Snapshot, shard: Shard) -> torch.Tensor:
     x = torch.empty(shard.box.shape, dtype=shard.layout.dtype)
     if x.numel():
-        with Fetch(snapshot, verify=True) as fetch:
-            fetch.add(snapshot.manifest.leaves[shard.path], [Target(shard.path, shard.box, x, x.dtype)])
+        wanted = [Target(shard.path, shard.box, x, x.dtype)]
+        read_all(snapshot, [(snapshot.manifest.leaves[shard.path], wanted)], verify=True)
     return x
 
 
@@ -160,7 +160,7 @@ def _memory(entry: Any, given: torch.Tensor | None) -> tuple[torch.Tensor, list[
 def _objects(directory: Directory, skip: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
     """Tensors inside objects, values as JSON (by path), and the objects that were left out."""
     tensors, values, left = {}, {}, []
-    for name in directory.objects.keys() - {_NOTE}:
+    for name in directory.objects.keys() - {NOTE}:
         try:
             value = object_of(directory, name)
             found = {path: item for path, (_, item) in flat_items({name: value}).items()}

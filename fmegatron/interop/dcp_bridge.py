@@ -44,7 +44,8 @@ from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Storage, Store
-from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.files.targets import Target
+from fmegatron.checkpoint.reading.fetch import Fetch
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
 from fmegatron.checkpoint.writing.write import write_part

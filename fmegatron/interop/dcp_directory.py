@@ -46,7 +46,7 @@ ALLOWED = frozenset(
     }
 )
 COMMON = "common"  # Megatron's common.pt, as an object
-_NAME, _MOST_METADATA_BYTES = ".metadata", 1 << 30
+METADATA, _MOST_METADATA_BYTES = ".metadata", 1 << 30
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Directory:
 def open_dcp(path: str | os.PathLike) -> Directory:
     """Read and check the metadata of a directory. Raises CheckpointError, naming what is missing or wrong."""
     root = os.path.realpath(os.fspath(path))
-    where = os.path.join(root, _NAME)
+    where = os.path.join(root, METADATA)
     data = _metadata(root, where)
     try:
         value = load(data, lambda name: name in ALLOWED or dtype_from_global(name) is not None, where)
@@ -114,9 +114,9 @@ def _metadata(root: str, where: str) -> bytes:
     folder = Folder(root)
     try:
         size = os.stat(where, follow_symlinks=False).st_size
-        if size > _MOST_METADATA_BYTES or (size and folder.read(_NAME, size - 1) != b"."):  # how pickles end
+        if size > _MOST_METADATA_BYTES or (size and folder.read(METADATA, size - 1) != b"."):  # how pickles end
             raise CheckpointError(f"{where}: got {size} bytes that are no pickle, wanted torch's metadata")
-        return folder.read(_NAME, 0, size)
+        return folder.read(METADATA, 0, size)
     except OSError as error:
         check_damage(error, where)
         hint = recognized(folder) if isinstance(error, FileNotFoundError) else None

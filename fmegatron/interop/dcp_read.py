@@ -1,11 +1,4 @@
-"""DCP and Megatron torch_dist directories restored through target layouts: any mesh, only the shards that overlap.
-
-    layouts = interop.dcp_layouts("iter_0000007")                       # what is there: shapes and dtypes by path
-    state = interop.restore_dcp("iter_0000007", my_layouts, world=world, rules=[rename(r"decoder\\.(.*)", r"\\1")])
-
-Nothing in the files is executed (inert.py), every size is checked (dcp_directory.py), and with `verify` the checksum of
-every shard that is read.
-"""
+"""Tensors and objects of DCP and Megatron torch_dist directories, read shard by shard on a few threads."""
 
 from __future__ import annotations
 
@@ -18,32 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.calls.arguments import ranks_of
-from fmegatron.checkpoint.calls.ranks import Ranks, compared
-from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw_dtype
-from fmegatron.checkpoint.reading.fetch import Target
-from fmegatron.checkpoint.reading.mapping import Rule
-from fmegatron.checkpoint.reading.once import Want
-from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading, rank_of
-from fmegatron.checkpoint.reading.request import match
-from fmegatron.checkpoint.reading.strict import strictness, warn
-from fmegatron.interop.dcp_directory import Directory, Place, StoredTensor, check_files, open_dcp, open_file
-from fmegatron.interop.flat import nested
+from fmegatron.checkpoint.files.format import raw_dtype
+from fmegatron.checkpoint.files.targets import Target
+from fmegatron.interop.dcp_directory import Directory, Place, StoredTensor, open_dcp, open_file
 from fmegatron.interop.torch_blob import Blob, open_tensor, read_object
-from fmegatron.layout import Box, Layout, Mesh, check_cover, row_major_strides
+from fmegatron.layout import Box, check_cover, row_major_strides
 
 _BLOCK_BYTES = 16 << 20  # read, verified and copied at a time, by each of a few threads
 _THREADS = 4
-
-
-def dcp_layouts(path: str | os.PathLike) -> dict[str, Any]:
-    """Shape and dtype of every tensor, as a nested dict of Layouts on one rank; no tensor is read."""
-    tensors = open_dcp(path).tensors
-    return nested({name: Layout(t.shape, t.dtype, Mesh()) for name, t in tensors.items()})
 
 
 def dcp_objects(path: str | os.PathLike) -> list[str]:
@@ -60,8 +38,8 @@ def read_dcp_object(path: str | os.PathLike, name: str) -> Any:
     return object_of(directory, name)
 
 
-def object_of(directory: Directory, name: str) -> Any:
-    """As `read_dcp_object`, of an open directory."""
+def object_of(directory: Directory, name: str, lenient: bool = False) -> Any:
+    """As `read_dcp_object`, of an open directory. lenient: what is not plain stays inert in its place."""
     found = directory.objects.get(name)
     if found is None:
         near = tree.did_you_mean(name, list(directory.objects))
@@ -70,92 +48,9 @@ def object_of(directory: Directory, name: str) -> Any:
         )
     fd = open_file(directory.root, found.place, name)
     try:
-        return read_object(fd, found.place.offset, found.place.length, f"{name} in {found.place.file}")
+        return read_object(fd, found.place.offset, found.place.length, f"{name} in {found.place.file}", lenient)
     finally:
         os.close(fd)
-
-
-def restore_dcp(
-    path: str | os.PathLike,
-    target_layouts: tree.Tree,
-    *,
-    world: Ranks | None = None,
-    rank: int | None = None,
-    strict: str = "error",
-    rules: Sequence[Rule] = (),
-    prefix: str = "",
-    initial: tree.Tree | None = None,
-    cast: bool = False,
-    device: str | torch.device | None = None,
-    verify: bool = True,
-) -> tree.Tree:
-    """The tensors of a DCP directory under target layouts: as `checkpoint.restore`, of torch's or Megatron's files.
-
-    Objects are not restored: see `read_dcp_object`.
-
-    Args:
-        path: of the directory.
-        target_layouts: tree of the layouts that are wanted.
-        world: of the ranks, as `checkpoint.restore`.
-        rank: whose part, as there.
-        strict: what may be missing, as there.
-        rules: names and shapes of what is stored under other ones, as there; so Megatron's names are mapped.
-        prefix: of the paths that are meant, as there.
-        initial: what stays where nothing is stored, as there.
-        cast: convert dtypes, as there.
-        device: of the result, as there.
-        verify: check the checksum of every shard that is touched, which reads all of it; without it only the rows that
-            are needed are read.
-
-    Raises:
-        CheckpointError: damage.
-        ValueError: a request that does not fit.
-    """
-    ranks, what = ranks_of(world), f"restoring the directory {os.fspath(path)}"
-
-    def work() -> Any:
-        mode, me = strictness(strict), rank_of(target_layouts, ranks, rank)
-        directory = open_dcp(path)
-        has = {"cast": cast, "has_initial": initial is not None}
-        request = match(directory.root, _manifest(directory), target_layouts, mode, rules=rules, prefix=prefix, **has)
-        if initial is not None:
-            tree.check(initial, target_layouts, me, "initial", "the target layouts")
-        _, wants = destinations(request, me, device="meta")
-        check_files(directory, _places(directory, wants))
-        tensors, wants = destinations(request, me, None if initial is None else tree.leaves(initial))
-        requests: dict[str, list[Target]] = {}
-        for want in wants:
-            requests.setdefault(want.leaf.path, []).append(want.target)
-        read_tensors(directory, requests, verify)
-        started = Started(directory.root, mode, request, tensors, [])
-        return finish_reading(started, ranks, device), request, mode, directory.digest
-
-    (result, request, mode, _), (same,) = compared(ranks, what, work, lambda found: found[3:], 1)
-    if not same:
-        raise RuntimeError(
-            f"{what} failed: the ranks have read different files {os.fspath(path)}/.metadata; another job saves there,"
-            " or the file system shows some nodes what was there before: restore again when that is over"
-        )
-    if ranks.rank == 0:
-        warn(request.difference, mode, os.fspath(path), initial is not None)
-    return result
-
-
-def _places(directory: Directory, wants: Sequence[Want]) -> list[tuple[str, Place]]:
-    """The shards that are touched, each once, and whose they are."""
-    found: dict[tuple[str, Place], None] = {}
-    for want in wants:
-        tensor, box = directory.tensors[want.leaf.path], want.target.box
-        for stored, place in zip(tensor.boxes, tensor.places, strict=True):
-            if stored.intersect(box.start, box.stop) is not None:
-                found[tensor.path, place] = None
-    return list(found)
-
-
-def _manifest(directory: Directory) -> Manifest:
-    """The directory as far as a request is matched with it: names, shapes, dtypes."""
-    leaves = {t.path: Leaf(t.path, t.shape, dtype_text(t.dtype), {}) for t in directory.tensors.values()}
-    return Manifest(None, {}, (), leaves, {}, 0)
 
 
 def read_tensors(directory: Directory, requests: Mapping[str, Sequence[Target]], verify: bool) -> None:

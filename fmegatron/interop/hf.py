@@ -3,6 +3,7 @@
     decoder = hf.decoder("Qwen2.5-0.5B")                             # a Decoder, or an error that names the key
     params = hf.load("Qwen2.5-0.5B", decoder, layouts, rank=world.rank)
     hf.save("tuned", params, decoder, layouts, world, like="Qwen2.5-0.5B")   # transformers loads it
+    hf.export("runs/a/step_00000100", "tuned", like="Qwen2.5-0.5B")  # the same of a checkpoint
 
 A rank reads only what is in its shards. Nothing is executed, and no other package is needed.
 """
@@ -14,36 +15,35 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
-from fmegatron.checkpoint.calls.ranks import together
-from fmegatron.checkpoint.files import safetensors_files
-from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_text, raw
-from fmegatron.checkpoint.files.look import is_file, is_there
-from fmegatron.checkpoint.files.safetensors_files import Entry
+from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.files.commit import sync_directory
+from fmegatron.checkpoint.files.look import is_there
+from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES, INDEX
+from fmegatron.checkpoint.files.snapshot import Saved
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
-from fmegatron.checkpoint.reading.read import Started, destinations, finish_reading
-from fmegatron.checkpoint.reading.request import match
-from fmegatron.checkpoint.reading.strict import strictness
 from fmegatron.checkpoint.reading.view import View
+from fmegatron.checkpoint.tools.export import Exported, copy_others
+from fmegatron.checkpoint.tools.export import export as write_export
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.collectives import World
-from fmegatron.layout import Layout, Mesh
+from fmegatron.interop.safetensors_headers import headers
+from fmegatron.interop.safetensors_write import write_state
+from fmegatron.interop.sources import source
 from fmegatron.model import Array, Decoder, arrays
 from fmegatron.model.families import Family, Stored, family_of
 from fmegatron.tree import Tree
 
-_INDEX = "model.safetensors.index.json"
 _FURTHEST = 8  # depths of multi-token prediction that a folder may have
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not taken over
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
     if found.mtp is None:
         return found
     stored = {one.stored for one in pieces(found, family) if one.path.startswith("mtp/")}
-    if is_there(os.path.join(folder, "model.safetensors")) or is_there(os.path.join(folder, _INDEX)):
-        if not stored & set(safetensors_files.places(os.fspath(folder))):
+    if is_there(os.path.join(folder, "model.safetensors")) or is_there(os.path.join(folder, INDEX)):
+        if not stored & set(headers(folder).places):
             warnings.warn(
                 f"{os.fspath(folder)}: got no weights of multi-token prediction, wanted those of "
                 f"{found.mtp.depths} depths, as config.json says; the model goes on without it (mtp=None says so)",
@@ -244,7 +244,9 @@ def load(
     decoder: Decoder,
     layouts: Tree,
     *,
-    rank: int = 0,
+    world: Ranks | None = None,
+    rank: int | None = None,
+    read: str = "own",
     cast: bool = True,
     device: str | torch.device | None = None,
     family: Family | None = None,
@@ -255,7 +257,9 @@ def load(
         folder: with config.json and safetensors files.
         decoder: the model (`decoder`).
         layouts: of its parameters on any mesh.
+        world: the ranks that load together, as `checkpoint.restore`; or
         rank: whose shards.
+        read: "own", or "once": replicas read a part each, and exchange the parts.
         cast: convert to the dtype of the layouts where another is stored.
         device: where they go.
         family: one of your own; None: that of `model_type`.
@@ -264,16 +268,10 @@ def load(
         CheckpointError: files that are missing or not complete.
         ValueError: names, shapes or dtypes that do not fit, each named.
     """
-    where = os.fspath(folder)
-    found = safetensors_files.places(where)
-    family, mode = family or family_of(config_of(folder)), strictness("error")
-    manifest = Manifest(None, {}, (), {k: Leaf(k, p.shape, dtype_text(p.dtype), {}) for k, p in found.items()}, {}, 0)
-    request = match(where, manifest, layouts, mode, rules=[from_names(decoder, family)], cast=cast)
-    tensors, wants = destinations(request, rank)
-    for want in wants:
-        x = safetensors_files.read(found[want.leaf.path], want.target.box)
-        want.target.view.copy_(x)
-    return finish_reading(Started(where, mode, request, tensors, []), ranks_of(None), device)
+    family = family or family_of(config_of(folder))
+    rules = [from_names(decoder, family)]
+    options = {"world": world, "rank": rank, "read": read, "cast": cast, "device": device}
+    return checkpoint.restore(source(folder), layouts, rules=rules, **options)
 
 
 def save(
@@ -285,10 +283,12 @@ def save(
     *,
     like: str | os.PathLike,
     family: Family | None = None,
+    shard: int = FILE_BYTES,
 ) -> None:
     """Write the parameters as a folder that transformers loads; all ranks call it, and return when it is there.
 
-    The shards become a checkpoint beside the folder for a moment, from which rank 0 writes files of at most 5 GB.
+    Every rank writes what it holds into files of at most `shard` bytes, through a few MiB; nothing is gathered. Tied
+    heads are not stored twice.
 
     Args:
         folder: new.
@@ -298,60 +298,64 @@ def save(
         world: the ranks that hold them; None: one process.
         like: the folder that the model came from; its files besides the weights are copied.
         family: one of your own; None: that of `model_type`.
+        shard: most bytes of elements in a file, unless it is one tensor.
 
     Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
     """
-    path, family = os.path.abspath(folder), family or family_of(config_of(like))
-    draft = path + ".draft"
+    path, family, ranks = os.path.abspath(folder), family or family_of(config_of(like)), ranks_of(world)
+    draft, rules = path + ".draft", [to_names(decoder, family)]
+    tensors, wanted = (dict(zip(tree.paths(t), tree.leaves(t), strict=True)) for t in (params, layouts))
+    order = list(dict.fromkeys(one.stored for one in _written(decoder, family)))
 
     def begin() -> None:
         if is_there(path):
             raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another, or remove it")
-        pieces(decoder, family)
-        shutil.rmtree(draft, ignore_errors=True)
+        tree.check(params, layouts, ranks.rank)
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            os.makedirs(draft)
 
     def finish() -> None:
-        os.makedirs(os.path.join(draft, "folder"))
-        groups = safetensors_files.grouped(_entries(decoder, family, layouts), lambda entry: entry.nbytes)
-        contents = (_elements(os.path.join(draft, "params"), entries, decoder, family) for entries in groups)
-        several = len(groups) > 1
-        safetensors_files.write(os.path.join(draft, "folder"), groups, contents, {"format": "pt"}, index=several)
-        for name in sorted(os.listdir(like)):
-            source = os.path.join(like, name)
-            if is_file(source) and not name.endswith(_WEIGHTS):
-                shutil.copy(source, os.path.join(draft, "folder", name))
-        os.rename(os.path.join(draft, "folder"), path)
+        if ranks.rank == 0:
+            copy_others(like, draft)
+            sync_directory(draft)
+            os.rename(draft, path)
+            sync_directory(os.path.dirname(path))
 
     try:
-        _on_rank_0(world, begin)
-        checkpoint.save(os.path.join(draft, "params"), params, layouts, world)
-        _on_rank_0(world, finish)
+        together(ranks, f"writing {path}", begin)
+        write_state(draft, tensors, wanted, ranks, rules=rules, order=order, shard=shard)
+        together(ranks, f"writing {path}", finish)
     finally:
-        if world is None or world.rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _on_rank_0(world: World | None, work: Callable[[], None]) -> None:
-    """`work()` on rank 0; all ranks wait for it, and raise its error."""
-    ranks = ranks_of(world)
-    together(ranks, "writing a folder of Hugging Face", work if ranks.rank == 0 else lambda: None)
+def export(
+    checkpoint: Saved,
+    folder: str | os.PathLike,
+    *,
+    like: str | os.PathLike,
+    prefix: str | None = None,
+    cast: torch.dtype | None = None,
+    family: Family | None = None,
+    shard: int = FILE_BYTES,
+) -> Exported:
+    """Write the parameters of a checkpoint as a folder that transformers loads, in bounded memory.
 
+    Args:
+        checkpoint: any that a restore takes.
+        folder: new.
+        like: the folder that the model came from; its configuration states the model, its other files are copied.
+        prefix: where the parameters are in it; None: at "params" where there is such a subtree, else at the top.
+        cast: floating tensors to this dtype.
+        family: one of your own; None: that of `model_type`.
+        shard: most bytes of elements in a file, unless it is one tensor.
 
-def _entries(decoder: Decoder, family: Family, layouts: Tree) -> list[Entry]:
-    """Stored names with their dtypes and shapes, in the order of our leaves."""
-    arrays_of = dict(zip(tree.paths(layouts), tree.leaves(layouts), strict=True))
-    views = {path: views_of.whole(path, layout.shape) for path, layout in arrays_of.items()}
-    wanted = _written(decoder, family)
-    stored = _to_names(views, wanted, decoder.vocab_size)
-    return [
-        Entry(one.stored, arrays_of[one.path].dtype, stored[one.stored].shape)
-        for one in {one.stored: one for one in wanted}.values()
-    ]
-
-
-def _elements(params: str, entries: Sequence[Entry], decoder: Decoder, family: Family) -> Iterator[np.ndarray]:
-    """The elements of one file, tensor after tensor, from a checkpoint of our leaves."""
-    layouts = {entry.name: Layout(entry.shape, entry.dtype, Mesh()) for entry in entries}
-    tensors = checkpoint.restore(params, layouts, strict="subset", rules=[to_names(decoder, family)])
-    for entry in entries:
-        yield raw(tensors.pop(entry.name).reshape(-1)).view(np.uint8)
+    Raises as `checkpoint export`; ValueError for a checkpoint of another model.
+    """
+    family, of, opened = family or family_of(config_of(like)), decoder(like, family), open_source(checkpoint)
+    if prefix is None:
+        prefix = "params" if any(path.startswith("params/") for path in opened.manifest.leaves) else ""
+    options = {"prefix": prefix, "cast": cast, "like": like, "shard": shard}
+    return write_export(opened, os.fspath(folder), rules=[to_names(of, family)], **options)

@@ -29,10 +29,11 @@ from fmegatron.checkpoint.dicts.values import VALUES, with_state
 from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import Snapshot
+from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.agreed import on_one_save
-from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.reading.fetch import read_all
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
 from fmegatron.checkpoint.reading.read import destinations
 from fmegatron.checkpoint.reading.request import Request, match
@@ -136,7 +137,7 @@ def save_state_dict(
 
 
 def load_state_dict(
-    path: str | os.PathLike | Store | Snapshot,
+    path: Saved,
     state_dict: dict[str, Any],
     world: World | None = None,
     *,
@@ -153,7 +154,7 @@ def load_state_dict(
     state gets the entries that are stored (stateful.py; on several ranks give the optimizer, not its state dict).
 
     Args:
-        path: of the checkpoint, or an open snapshot of it.
+        path: of the checkpoint, an open snapshot of it, or a foreign source (`interop.source`).
         state_dict: the tensors and values to be replaced.
         world: of the ranks that load; None: all ranks of the default process group.
         strict: as `checkpoint.restore`; what is not stored, and a mode lets pass, stays as it is.
@@ -169,7 +170,7 @@ def load_state_dict(
         CheckpointError: damage; some tensors may have been filled already.
         RuntimeError: the ranks go on seeing different saves; the same holds.
     """
-    mode, name = strictness(strict), path.text if isinstance(path, Snapshot) else open_store(path).text
+    mode, name = strictness(strict), path.text if isinstance(path, Snapshot | Foreign) else open_store(path).text
     state, pairs = opened(state_dict)
     flat_items(state)  # what contains itself is an error
     unmade, filled = Unmade(state, pairs), set()
@@ -244,9 +245,7 @@ def _fill(tensors: list[torch.Tensor], request: Request, snapshot: Snapshot, ver
     by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
     for want in wants:
         by_leaf.setdefault(want.leaf.path, (want.leaf, []))[1].append(want.target)
-    with Fetch(snapshot, verify) as fetch:
-        for leaf, targets in by_leaf.values():
-            fetch.add(leaf, targets)
+    read_all(snapshot, by_leaf.values(), verify)
     for x, host, direct in zip(tensors, into, plain, strict=True):
         if not direct:
             x.copy_(host)

@@ -91,12 +91,14 @@ def open_tensor(file: int, offset: int, length: int, where: str) -> Blob:
         raise CheckpointError(str(error)) from None
 
 
-def read_object(file: int, offset: int, length: int, where: str) -> Any:
+def read_object(file: int, offset: int, length: int, where: str, lenient: bool = False) -> Any:
     """A plain object archived there: numbers, strings, containers, dtypes, tensors; a Namespace becomes a dict.
+
+    lenient: what is not plain stays as inert values (inert.Record, Global) in its place; nothing is executed then, too.
 
     Raises UnsafePickle, naming it, for any other kind of object; CheckpointError for damage.
     """
-    return _object(_Archive(partial(os.pread, file), offset, length, where), where)
+    return _object(_Archive(partial(os.pread, file), offset, length, where), where, lenient)
 
 
 def plain_object(data: bytes, where: str) -> Any:
@@ -104,9 +106,11 @@ def plain_object(data: bytes, where: str) -> Any:
     return _object(_Archive(lambda n, at: data[at : at + n], 0, len(data), where), where)
 
 
-def _object(archive: _Archive, where: str) -> Any:
-    value = load(archive.pickle(), lambda name: name in _OBJECT_GLOBALS or bool(dtype_from_global(name)), where)
-    return _Plain(archive).convert(value, 0)
+def _object(archive: _Archive, where: str, lenient: bool = False) -> Any:
+    def known(name: str) -> bool:
+        return lenient or name in _OBJECT_GLOBALS or bool(dtype_from_global(name))
+
+    return _Plain(archive, lenient).convert(load(archive.pickle(), known, where), 0)
 
 
 class _Archive:
@@ -212,8 +216,8 @@ class _Archive:
 class _Plain:
     """Inert values to plain Python values; what is shared stays shared, so nothing grows."""
 
-    def __init__(self, archive: _Archive):
-        self.archive, self.done = archive, {}
+    def __init__(self, archive: _Archive, lenient: bool = False):
+        self.archive, self.lenient, self.done = archive, lenient, {}
 
     def convert(self, value: Any, depth: int) -> Any:
         if id(value) in self.done:
@@ -239,6 +243,8 @@ class _Plain:
             return ":".join(map(str, value.args))
         if type(value) is Record and value.name.startswith("torch._utils."):
             return self.archive.tensor(value)
+        if self.lenient:
+            return value
         raise UnsafePickle(
             f"{self.archive.where}: got {describe(value)}, wanted plain containers, numbers, strings, tensors"
         )

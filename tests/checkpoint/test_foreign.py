@@ -124,11 +124,9 @@ def said_by_argparse(*argv):
 
 def test_a_directory_of_torch(tmp_path):
     write(tmp_path / "dcp", {"w": (whole((4, 6), torch.float32), [((0, 0), (4, 6))])})
-    words = ("torch.distributed.checkpoint", "interop.restore_dcp", "dcp-to-fmegatron")
-    refused(tmp_path / "dcp", *words)
-    commands_say(tmp_path / "dcp", *words)
-    layouts = interop.dcp_layouts(tmp_path / "dcp")  # what it says to call works
-    assert interop.restore_dcp(tmp_path / "dcp", layouts)["w"].shape == (4, 6)
+    refused(tmp_path / "dcp", "torch.distributed.checkpoint", "interop.source(path)", "dcp-to-fmegatron")
+    layouts = checkpoint.layouts(interop.source(tmp_path / "dcp"))  # what it says to call works
+    assert checkpoint.restore(interop.source(tmp_path / "dcp"), layouts)["w"].shape == (4, 6)
 
 
 def test_megatron(tmp_path):
@@ -136,11 +134,8 @@ def test_megatron(tmp_path):
     step = run / "iter_0000007"
     write_megatron(step)
     (run / "latest_checkpointed_iteration.txt").write_text("7")
-    words = ("torch_dist checkpoint of Megatron", "interop.restore_dcp", "dcp-to-fmegatron")
-    refused(step, *words)
-    commands_say(step, *words)
-    refused(run, "a run of Megatron", "iter_0000007")
-    commands_say(run, "a run of Megatron", "iter_0000007")
+    refused(step, "torch_dist checkpoint of Megatron", "interop.source(path)", "dcp-to-fmegatron")
+    refused(run, "a run of Megatron", "interop.source(path), layouts, rules=...) restores it at its newest step")
     old = tmp_path / "old/mp_rank_00"
     old.mkdir(parents=True)
     torch.save({}, old / "model_optim_rng.pt")
@@ -149,7 +144,7 @@ def test_megatron(tmp_path):
 
 @pytest.mark.parametrize("kind", ["sharded", "single", "adapter", "bin", "config"])
 def test_hugging_face(tmp_path, kind):
-    """What reads it today is said, and no call that there is not."""
+    """What reads it is said, and no call that does not."""
     folder, tensors = tmp_path / "llama", {"model.embed_tokens.weight": torch.ones(4, 2)}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
@@ -161,13 +156,19 @@ def test_hugging_face(tmp_path, kind):
         save_file(tensors, folder / f"{'adapter_' * (kind == 'adapter')}model.safetensors")
     elif kind == "bin":
         torch.save(tensors, folder / "pytorch_model.bin")
-    words = ("a folder of Hugging Face", "nothing in fmegatron reads", "interop.save_state_dict")
-    refused(folder, *words)
-    commands_say(folder, "a folder of Hugging Face")
-    with pytest.raises(CheckpointError, match="a folder of Hugging Face"):
-        interop.restore_dcp(folder, LAYOUTS)
+    opens = kind in ("sharded", "single", "adapter")
+    call = "interop.source" if opens or kind == "config" else "interop.save_state_dict"
+    refused(folder, "a folder of Hugging Face", call)
+    if not opens:
+        commands_say(folder, "a folder of Hugging Face")
+        with pytest.raises(CheckpointError, match="a folder of Hugging Face"):
+            checkpoint.restore(interop.source(folder), LAYOUTS)
+        return
+    got = checkpoint.restore(interop.source(folder))  # what it says to call works
+    assert torch.equal(got["model.embed_tokens.weight"], torch.ones(4, 2))
     if kind == "single":
-        refused(folder / "model.safetensors", "this is a file", "safetensors")
+        refused(folder / "model.safetensors", "this is a file", "interop.source(path)")
+        assert checkpoint.describe(interop.source(folder / "model.safetensors")).leaves == 1
 
 
 def test_a_run_of_ours_has_a_config_too(tmp_path):
@@ -194,12 +195,9 @@ def test_a_directory_of_checkpoints(tmp_path):
 
 def test_ours_given_to_what_reads_torchs(tmp_path):
     checkpoint.save(tmp_path / "a", STATE, LAYOUTS)
+    assert checkpoint.restore(interop.source(tmp_path / "a"), LAYOUTS)["n"] == 3  # whatever the source
     with pytest.raises(CheckpointError, match="this is a checkpoint of fmegatron: fmegatron.checkpoint.restore"):
-        interop.restore_dcp(tmp_path / "a", LAYOUTS)
-    write_megatron(tmp_path / "run/iter_0000007")
-    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(CheckpointError, match="name one of its steps, e.g. iter_0000007"):
-        interop.dcp_layouts(tmp_path / "run")
+        interop.dcp_objects(tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])

@@ -49,8 +49,8 @@ CASES = {
         ("checkpoints: this is a directory of",),
     ),
     "a checkpoint": (lambda at: checkpoint.save(at / "a", state(1), ONE), ("a: this is a checkpoint of fmegatron",)),
-    "megatron": (foreign_run, ("a run of Megatron", "iter_0000007: this is a torch_dist", "interop.restore_dcp")),
-    "dcp": (write_megatron, ("interop.restore_dcp(path, layouts) restores it",)),
+    "megatron": (foreign_run, ("a run of Megatron", "iter_0000007: this is a torch_dist", "interop.source(path)")),
+    "dcp": (write_megatron, ("checkpoint.restore(interop.source(path), layouts, rules=...) restores it",)),
     "hugging face": (lambda at: (at / "model.safetensors").write_bytes(b"x"), ("a folder of Hugging Face", "interop.")),
 }
 

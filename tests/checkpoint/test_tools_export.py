@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fmegatron import checkpoint, tree
+from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files.safetensors_files import DTYPES as OF_FILES
-from fmegatron.checkpoint.files.safetensors_files import places, read
 from fmegatron.checkpoint.tools import export, open_source
-from fmegatron.layout import Box, Layout, Mesh
+from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import save_all, small_sizes
 from tests.checkpoint.test_reshard import DTYPES, any_bits, layouts_on, state_for
 
@@ -77,11 +76,10 @@ def test_safetensors_dtypes(tmp_path):
     source, state = every_dtype(tmp_path, LACKING)
     (tmp_path / "folder").mkdir()
     export(source, tmp_path / "folder/model.safetensors")
-    found = places(str(tmp_path / "folder"))
-    assert {place.dtype for place in found.values()} == set(OF_FILES.values())
+    found = checkpoint.restore(interop.source(tmp_path / "folder"))
+    assert {x.dtype for x in found.values()} == set(OF_FILES.values())
     for name, x in state.items():
-        whole = Box((0,) * x.dim(), tuple(x.shape), 0, (0,) * x.dim())
-        assert found[name].dtype == x.dtype and torch.equal(bits(read(found[name], whole)), bits(x)), name
+        assert found[name].dtype == x.dtype and torch.equal(bits(found[name]), bits(x)), name
     with safe_open(tmp_path / "folder/model.safetensors", "pt") as f:
         for name, x in state.items():
             assert f.get_tensor(name).dtype == x.dtype and torch.equal(bits(f.get_tensor(name)), bits(x)), name
@@ -134,13 +132,14 @@ def test_bounded_memory(tmp_path, monkeypatch):
     x = torch.randn(3000, 100)
     checkpoint.save(tmp_path / "a", {"x": x}, {"x": Layout((3000, 100), torch.float32, Mesh())})
     source, held = open_source(tmp_path / "a"), []
-    read = type(source).read
+    fetch = type(source).fetch
 
-    def counted(source, wanted, dtypes=None):
-        held.append(sum(block.nbytes for block in wanted))
-        return read(source, wanted, dtypes)
+    def counted(source, wanted):
+        wanted = list(wanted)
+        held.append(sum(target.view.nbytes for _, targets in wanted for target in targets))
+        return fetch(source, wanted)
 
-    monkeypatch.setattr(type(source), "read", counted)
+    monkeypatch.setattr(type(source), "fetch", counted)
     export(source, tmp_path / "x.safetensors", most=40_000)
     assert max(held) <= 40_000 and sum(held) == x.nbytes
     with safe_open(tmp_path / "x.safetensors", "pt") as f:

@@ -18,9 +18,7 @@ from tests.interop.torch_layout import whole, write, write_megatron
 def test_megatron_there_and_back(tmp_path, capsys):
     source, ours, back, again = (str(tmp_path / name) for name in ("iter_0000007", "ours", "back", "again"))
     wanted = write_megatron(source)
-    assert main(["show", source]) == 0
-    assert "decoder.layers.tp.weight  f32[3, 4, 6] on one rank  6 shards" in capsys.readouterr().out
-    assert main(["dcp-to-fmegatron", source, ours, "--step", "7"]) == 0
+    assert main(["dcp-to-fmegatron", source, ours]) == 0 and checkpoint.describe(ours).step == 7
     layouts = {name: Layout(x.shape, x.dtype, Mesh(tp=2), ("tp",)) for name, x in wanted.items()}
     parts = [checkpoint.restore(ours, layouts, rank=rank) for rank in range(2)]
     assert_same_bits({name: torch.cat([p[name] for p in parts]) for name in wanted}, wanted)
@@ -28,7 +26,7 @@ def test_megatron_there_and_back(tmp_path, capsys):
     interop.load_state_dict(ours, values, strict="raise_unexpected")
     assert values["rng_state"]["shard_0.0_1.2"] == [{"seed": 0, "offset": 7}] and values["common"]["iteration"] == 7
     assert main(["fmegatron-to-dcp", ours, back]) == 0
-    got = interop.restore_dcp(back, interop.dcp_layouts(back))
+    got = checkpoint.restore(interop.source(back), checkpoint.layouts(interop.source(back)))
     assert_same_bits(got, {name: wanted[name] for name in got})
     assert main(["dcp-to-fmegatron", back, again]) == 0
     assert checkpoint.metadata(again) == checkpoint.metadata(ours)
@@ -69,7 +67,7 @@ def test_some_chunks_at_a_time(tmp_path, monkeypatch, group):
         assert_same_bits(got, wanted)
         assert max(held) <= max(group, 648)  # the tensor in an object is there already
         interop.fmegatron_to_dcp(tmp_path / "ours", tmp_path / "back")
-    got = interop.restore_dcp(tmp_path / "back", interop.dcp_layouts(tmp_path / "back"))
+    got = checkpoint.restore(interop.source(tmp_path / "back"), checkpoint.layouts(interop.source(tmp_path / "back")))
     assert_same_bits(got, wanted)
 
 
@@ -107,6 +105,6 @@ def test_a_damaged_source_leaves_nothing(tmp_path):
 
 def test_the_program(tmp_path, python):
     write_megatron(tmp_path / "c")
-    command = [sys.executable, "-m", "fmegatron.interop", "show", str(tmp_path / "c")]
+    command = [sys.executable, "-m", "fmegatron.checkpoint", "show", str(tmp_path / "c")]
     done = python.run(command, timeout=600)
-    assert done.returncode == 0 and "common  object of" in done.stdout, done
+    assert done.returncode == 0 and '"common"' in done.stdout and "step 7" in done.stdout, done

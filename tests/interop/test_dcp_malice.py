@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 
-from fmegatron import interop
+from fmegatron import checkpoint, interop
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.interop.inert import Record, UnsafePickle, load
 from fmegatron.layout import Layout, Mesh
@@ -58,7 +58,7 @@ def test_metadata_that_runs_something(directory, tmp_path):
     for name, data in attacks(sentinel):
         (directory / ".metadata").write_bytes(data)
         with pytest.raises(CheckpointError) as caught:
-            interop.dcp_layouts(directory)
+            checkpoint.layouts(interop.source(directory))
         assert name in str(caught.value), caught.value
         assert not sentinel.exists()
 
@@ -82,7 +82,7 @@ def place(directory, metadata_change):
 
 def test_tensors_and_objects_that_run_something(directory, tmp_path):
     sentinel = tmp_path / "was_here"
-    layouts = interop.dcp_layouts(directory)
+    layouts = checkpoint.layouts(interop.source(directory))
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     for name, data in attacks(sentinel):
         for index, info in metadata.storage_data.items():
@@ -97,7 +97,10 @@ def test_tensors_and_objects_that_run_something(directory, tmp_path):
             keep = (directory / ".metadata").read_bytes()
             place(directory, change)
             with pytest.raises(ValueError) as caught:
-                interop.restore_dcp(directory, layouts) if index.fqn == "w" else interop.read_dcp_object(directory, "o")
+                if index.fqn == "w":
+                    checkpoint.restore(interop.source(directory), layouts)
+                else:
+                    interop.read_dcp_object(directory, "o")
             assert name in str(caught.value) or "the global torch" in str(caught.value)
             assert not sentinel.exists()
             (directory / ".metadata").write_bytes(keep)
@@ -112,13 +115,13 @@ def test_objects_that_are_not_plain(tmp_path):
         write(path, {"w": (x, [((0,), (2,))])}, {"o": value})
         with pytest.raises(UnsafePickle, match=name):
             interop.read_dcp_object(path, "o")
-        assert torch.equal(interop.restore_dcp(path, interop.dcp_layouts(path))["w"], x)  # the tensors are there
+        assert torch.equal(checkpoint.restore(interop.source(path))["w"], x)  # the tensors are there
 
 
 def test_names_and_sizes_that_lead_elsewhere(directory, tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(next(directory.glob("__0_0.distcp")).read_bytes())
-    layouts, keep = interop.dcp_layouts(directory), (directory / ".metadata").read_bytes()
+    layouts, keep = checkpoint.layouts(interop.source(directory)), (directory / ".metadata").read_bytes()
 
     def on_w(**changes):
         def change(metadata):
@@ -154,7 +157,7 @@ def test_names_and_sizes_that_lead_elsewhere(directory, tmp_path):
     for change, match in cases:
         place(directory, change)
         with pytest.raises(ValueError, match=match):
-            interop.restore_dcp(directory, layouts)
+            checkpoint.restore(interop.source(directory), layouts)
         (directory / ".metadata").write_bytes(keep)
 
 
@@ -176,7 +179,7 @@ def test_bombs(directory, kind):
     }[kind]
     (directory / ".metadata").write_bytes(data + b".")
     with counted() as work, pytest.raises(CheckpointError):
-        interop.dcp_layouts(directory)
+        checkpoint.layouts(interop.source(directory))
     budget(work, len(data))
 
 
@@ -204,8 +207,8 @@ def test_a_shard_that_is_stored_shorter_than_its_shape(directory, shape):
     """A directory of 5 KiB: refused when it is opened, before anybody allocates what it says."""
     place(directory, lambda metadata: grown(metadata, shape))
     for call in (
-        lambda: interop.dcp_layouts(directory),
-        lambda: interop.restore_dcp(directory, {"w": Layout(shape, torch.float32, Mesh())}),
+        lambda: checkpoint.layouts(interop.source(directory)),
+        lambda: checkpoint.restore(interop.source(directory), {"w": Layout(shape, torch.float32, Mesh())}),
         lambda: interop.dcp_to_fmegatron(directory, directory / "out"),
     ):
         with counted() as work, pytest.raises(CheckpointError, match="w: got .* stored bytes for the chunk .*, wanted"):
@@ -233,7 +236,7 @@ def test_a_file_that_is_shorter_than_its_metadata_says(directory, shape):
     """Nothing is allocated for it: the file's size is looked at first."""
     fake_length(directory, shape, strided_blob(shape, (0,) * len(shape)))
     for call in (
-        lambda: interop.restore_dcp(directory, interop.dcp_layouts(directory)),
+        lambda: checkpoint.restore(interop.source(directory), checkpoint.layouts(interop.source(directory))),
         lambda: interop.dcp_to_fmegatron(directory, directory / "out"),
     ):
         with counted() as work, pytest.raises(CheckpointError, match="w: its file .*bad has .* bytes, wanted at least"):
@@ -254,7 +257,7 @@ def test_elements_that_share_bytes(directory):
         f.seek((1 << 30) - len(blob))
         f.write(blob)
     with counted() as work, pytest.raises(CheckpointError, match="has 16 bytes for a tensor of shape"):
-        interop.restore_dcp(directory, layouts, rank=0)
+        checkpoint.restore(interop.source(directory), layouts, rank=0)
     budget(work, 1 << 20)
 
 
@@ -269,7 +272,7 @@ def test_shards_that_lie_in_one_place(directory):
 
     place(directory, change)
     with pytest.raises(CheckpointError, match="its file .* bytes, wanted at least"):
-        interop.restore_dcp(directory, interop.dcp_layouts(directory))
+        checkpoint.restore(interop.source(directory), checkpoint.layouts(interop.source(directory)))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "hole", "link", "directory"])
@@ -283,7 +286,7 @@ def test_metadata_that_is_no_file(directory, kind):
         "directory": file.mkdir,
     }[kind]()
     with counted() as work, pytest.raises(CheckpointError, match=".metadata"):
-        interop.dcp_layouts(directory)
+        checkpoint.layouts(interop.source(directory))
     budget(work, 1 << 14)
 
 
@@ -314,7 +317,7 @@ def fuzz(directory, times, seed):
         file.write_bytes(bad)
         with counted() as work:
             try:
-                interop.restore_dcp(directory, interop.dcp_layouts(directory))
+                checkpoint.restore(interop.source(directory), checkpoint.layouts(interop.source(directory)))
             except ValueError:
                 refused += 1
         budget(work, 1 << 14)

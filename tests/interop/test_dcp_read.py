@@ -24,7 +24,7 @@ def check_all_ranks(path, wanted, mesh, spec, **options):
     """Every rank's tensors under a spec (cut to the tensor's dims) are what the layout cuts out of the whole."""
     layouts = {name: Layout(x.shape, x.dtype, mesh, spec[: x.ndim]) for name, x in wanted.items()}
     for rank in range(mesh.size):
-        got = interop.restore_dcp(path, layouts, rank=rank, **options)
+        got = checkpoint.restore(interop.source(path), layouts, rank=rank, **options)
         for name, layout in layouts.items():
             for box in layout.boxes(rank):
                 assert same_bits(box.view(got[name]).contiguous(), wanted[name][box.slices]), (name, layout, rank)
@@ -45,7 +45,7 @@ def test_megatron_to_any_mesh(tmp_path, monkeypatch, verify, block):
     wanted = write_megatron(tmp_path)
     for mesh, spec in MESHES:
         check_all_ranks(tmp_path, wanted, mesh, spec, strict="subset", verify=verify)
-    found = interop.dcp_layouts(tmp_path)
+    found = checkpoint.layouts(interop.source(tmp_path))
     assert found["decoder.layers.linear.weight"] == Layout((4, 8, 6), torch.bfloat16, Mesh())
     names = interop.dcp_objects(tmp_path)
     assert names[:2] == ["rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"] and names[2] == "common"
@@ -104,7 +104,7 @@ def test_what_torch_saved_from_dtensors(ranks, tmp_path, kind, size):
         check_all_ranks(path, wanted, mesh, spec)
     assert interop.read_dcp_object(path, "optimizer/param_groups/0/betas") == (0.9, 0.98)
     flat = {name: Layout(x.shape, x.dtype, Mesh(dp=3), flat="dp") for name, x in wanted.items()}
-    parts = [interop.restore_dcp(path, flat, rank=rank) for rank in range(3)]
+    parts = [checkpoint.restore(interop.source(path), flat, rank=rank) for rank in range(3)]
     assert all(torch.equal(torch.cat([p[name] for p in parts]), x.reshape(-1)) for name, x in wanted.items())
 
 
@@ -112,10 +112,10 @@ def restore_on_ranks(rank, path):
     mesh = Mesh(tp=2)
     layouts = {"decoder.layers.tp.weight": Layout((3, 4, 6), torch.float32, mesh, (None, None, Split("tp", 3)))}
     with connect(mesh, device="cpu") as world:
-        got = interop.restore_dcp(path, layouts, world=world, strict="subset")
+        got = checkpoint.restore(interop.source(path), layouts, world=world, strict="subset")
         wrong = {"decoder.layers.tp.weight": Layout((3, 4, 6 + rank), torch.float32, mesh)}
         with pytest.raises((ValueError, RuntimeError), match="stored with global shape"):
-            interop.restore_dcp(path, wrong, world=world, strict="subset")
+            checkpoint.restore(interop.source(path), wrong, world=world, strict="subset")
         return got["decoder.layers.tp.weight"]
 
 
@@ -130,33 +130,30 @@ def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
     write(tmp_path, {"w": (x, [((i, 0), (2, 1000)) for i in range(0, 8, 2)])})
     read, preadv = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read.append(sum(map(len, into))) or preadv(fd, into, at))
-    interop.restore_dcp(tmp_path, {"w": Layout(x.shape, x.dtype, Mesh(fsdp=4), ("fsdp",))}, rank=1)
+    checkpoint.restore(interop.source(tmp_path), {"w": Layout(x.shape, x.dtype, Mesh(fsdp=4), ("fsdp",))}, rank=1)
     assert sum(read) == 2 * 1000 * 4
     read.clear()
     monkeypatch.setattr(dcp_read, "_BLOCK_BYTES", 4000)
-    interop.restore_dcp(tmp_path, {"w": Layout(x.shape, x.dtype, Mesh(fsdp=8), ("fsdp",))}, rank=3, verify=False)
+    checkpoint.restore(
+        interop.source(tmp_path), {"w": Layout(x.shape, x.dtype, Mesh(fsdp=8), ("fsdp",))}, rank=3, verify=False
+    )
     assert sum(read) == 1000 * 4
 
 
 def test_cast_strict_and_errors(tmp_path):
     write_megatron(tmp_path)
-    whole_tree = interop.dcp_layouts(tmp_path)
+    whole_tree = checkpoint.layouts(interop.source(tmp_path))
     wide = {name: layout.replace(dtype=torch.float64) for name, layout in whole_tree.items()}
     with pytest.raises(ValueError, match="stored as bfloat16, wanted float64; pass cast=True"):
-        interop.restore_dcp(tmp_path, wide)
-    got = interop.restore_dcp(tmp_path, wide, cast=True)
+        checkpoint.restore(interop.source(tmp_path), wide)
+    got = checkpoint.restore(interop.source(tmp_path), wide, cast=True)
     assert all(x.dtype is torch.float64 for x in got.values())
     with pytest.raises(ValueError, match="stored but not asked for: irregular, norm"):
-        interop.restore_dcp(tmp_path, {k: v for k, v in whole_tree.items() if k.startswith("decoder")})
+        checkpoint.restore(interop.source(tmp_path), {k: v for k, v in whole_tree.items() if k.startswith("decoder")})
     with pytest.raises(ValueError, match=r"nrom: not in the checkpoint \(did you mean norm\?\)"):
-        interop.restore_dcp(tmp_path, {"nrom": whole_tree["norm"]}, strict="subset")
+        checkpoint.restore(interop.source(tmp_path), {"nrom": whole_tree["norm"]}, strict="subset")
     with pytest.raises(CheckpointError, match="no .metadata"):
-        interop.restore_dcp(tmp_path / "nowhere", {})
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
-    (tmp_path / "run" / "iter_0000007").mkdir()
-    with pytest.raises(CheckpointError, match="name one of its steps, e.g. iter_0000007"):
-        interop.dcp_layouts(tmp_path / "run")
+        interop.dcp_objects(tmp_path / "nowhere")
 
 
 def test_every_flipped_byte_is_noticed_or_does_not_matter(tmp_path):
@@ -164,13 +161,13 @@ def test_every_flipped_byte_is_noticed_or_does_not_matter(tmp_path):
     x = whole((4, 16), torch.float32)
     write(tmp_path, {"w": (x, [((0, 0), (2, 16)), ((2, 0), (2, 16))])})
     file = next(p for p in tmp_path.iterdir() if p.suffix == ".distcp" and p.stat().st_size)
-    good, layouts, errors = file.read_bytes(), interop.dcp_layouts(tmp_path), 0
+    good, layouts, errors = file.read_bytes(), checkpoint.layouts(interop.source(tmp_path)), 0
     for at in range(0, len(good), 3):
         bad = bytearray(good)
         bad[at] ^= 0x10
         file.write_bytes(bad)
         try:
-            assert same_bits(interop.restore_dcp(tmp_path, layouts)["w"], x), at
+            assert same_bits(checkpoint.restore(interop.source(tmp_path), layouts)["w"], x), at
         except CheckpointError as error:
             assert "w: its shard at" in str(error), error
             errors += 1
@@ -178,10 +175,10 @@ def test_every_flipped_byte_is_noticed_or_does_not_matter(tmp_path):
     for size in (0, 10, len(good) // 2, len(good) - 1):
         file.write_bytes(good[:size])
         with pytest.raises(CheckpointError, match="w: its file .* bytes, wanted at least"):
-            interop.restore_dcp(tmp_path, layouts)
+            checkpoint.restore(interop.source(tmp_path), layouts)
     file.unlink()
     with pytest.raises(CheckpointError, match="w: its file .*cannot be read"):
-        interop.restore_dcp(tmp_path, layouts)
+        checkpoint.restore(interop.source(tmp_path), layouts)
 
 
 def test_rules_turn_megatrons_tree_into_ours(tmp_path):
@@ -200,8 +197,13 @@ def test_rules_turn_megatrons_tree_into_ours(tmp_path):
     for rank in range(2):
         head = torch.ones(2)
         initial = tree.map(lambda layout, rank=rank: torch.zeros(layout.local_shape(rank), dtype=layout.dtype), layouts)
-        got, missing, unexpected = interop.restore_dcp(
-            tmp_path, layouts, rank=rank, rules=rules, strict="return_all", initial=initial | {"head": head}
+        got, missing, unexpected = checkpoint.restore(
+            interop.source(tmp_path),
+            layouts,
+            rank=rank,
+            rules=rules,
+            strict="return_all",
+            initial=initial | {"head": head},
         )
         assert missing == ("irregular", "norm") and unexpected == ("head",) and got["head"].eq(1).all()
         for i in range(4):

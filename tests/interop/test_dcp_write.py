@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fmegatron import interop
+from fmegatron import checkpoint, interop
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import cut_tree
@@ -70,7 +70,7 @@ def test_torch_loads_what_we_write(ranks, tmp_path, sizes):
         ranks.run(load, path, size, ranks=size)
     state, layouts = tree_on(Mesh(dp=3, fsdp=1, tp=1))
     for rank in range(3):
-        got = interop.restore_dcp(path, layouts, rank=rank)
+        got = checkpoint.restore(interop.source(path), layouts, rank=rank)
         assert all(torch.equal(got["model"][n], state["model"][n].reshape(got["model"][n].shape)) for n in SPECS)
         assert torch.equal(got["opt"][1]["low"], state["opt"][1]["low"]) and got["opt"][1]["none"].shape == (0, 4)
     assert interop.read_dcp_object(path, "opt/betas") == (0.9, 0.98)

@@ -7,14 +7,10 @@ import re
 from fmegatron.checkpoint.files.look import is_file, names_in
 from fmegatron.checkpoint.files.storage import Storage
 
-_DCP = (
-    "interop.restore_dcp(path, layouts) restores it, and `python -m fmegatron.interop dcp-to-fmegatron SRC DST`"
-    " writes it as a checkpoint of fmegatron"
-)
-_HUGGING_FACE = (
-    "nothing in fmegatron reads it yet; load its tensors with the safetensors package, and save them with"
-    " interop.save_state_dict(path, {'model': tensors})"
-)
+_SOURCE = "checkpoint.restore(interop.source(path), layouts, rules=...) restores it"
+_DCP = f"{_SOURCE}, and `python -m fmegatron.interop dcp-to-fmegatron SRC DST` writes it as a checkpoint of fmegatron"
+_HUGGING_FACE = f"{_SOURCE}, interop.hf.load(path, decoder, layouts) with the names of a family"
+_NONE = "it has none of the files that interop.source opens; download them"
 _TORCH_FILES = (
     "nothing in fmegatron reads files of torch.save, which are programs; load them with torch.load(weights_only=True),"
     " and save the tensors with interop.save_state_dict(path, {'model': tensors})"
@@ -39,12 +35,12 @@ _KINDS = (
         (((f"{n}/model_optim_rng.pt", ""),), "a checkpoint of Megatron in its format `torch`", _MEGATRON)
         for n in _MP_RANK
     ),
-    ((("latest_checkpointed_iteration.txt", ""),), _RUN, "name one of its steps"),
+    ((("latest_checkpointed_iteration.txt", ""),), _RUN, f"{_SOURCE} at its newest step"),
     *((((name, ""),), "a folder of Hugging Face", _HUGGING_FACE) for name in _SAFETENSORS),
     *((((name, ""),), "a folder of Hugging Face with weights of torch.save", _TORCH_FILES) for name in _BINARIES),
     *((((name, ""),), "a checkpoint of Orbax", _ORBAX) for name in ("_CHECKPOINT_METADATA", "_METADATA")),
     ((("manifest.ocdbt", ""),), "an OCDBT database of tensorstore", _ORBAX),
-    ((("config.json", "model_type"),), _NO_WEIGHTS, _HUGGING_FACE),
+    ((("config.json", "model_type"),), _NO_WEIGHTS, _NONE),
 )
 _STEP = re.compile(r"step_\d{8,}|iter_\d{7,}|release")
 

@@ -1,4 +1,4 @@
-"""Folders of safetensors files, written from and read by regions; no other package is needed.
+"""Folders of safetensors files: their names and types, and how they are written; no other package is needed.
 
 A file is 8 bytes (the header's size, little endian), a header in JSON (name -> dtype, shape, data_offsets), elements.
 """
@@ -15,10 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.look import is_there
-from fmegatron.layout import Box, row_major_strides
-
 T = TypeVar("T")
 DTYPES = MappingProxyType(
     {
@@ -30,81 +26,7 @@ DTYPES = MappingProxyType(
 )  # fmt: skip
 ENDING = ".safetensors"
 FILE_BYTES = 5 << 30  # of elements in a file that is written, unless it is one tensor
-_INDEX = f"model{ENDING}.index.json"
-_LARGEST_HEADER = 100 << 20  # bytes, as the safetensors package has it
-
-
-class Place(NamedTuple):
-    """Where a tensor is: file, dtype, shape, first byte."""
-
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-
-def places(folder: str) -> dict[str, Place]:
-    """Every tensor of a folder by its name. Raises CheckpointError for files that are not there or not complete."""
-    index, files = os.path.join(folder, _INDEX), ["model" + ENDING]
-    try:
-        if is_there(index):
-            with open(index, encoding="utf-8") as text:
-                files = sorted(set(json.load(text)["weight_map"].values()))
-        found: dict[str, Place] = {}
-        for name in files:
-            if os.path.basename(name) != name:
-                raise CheckpointError(f"{index}: names the file {name!r:.80}; only names without folders are read")
-            found |= _places_of(os.path.join(folder, name))
-        return found
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error}; give a folder with model.safetensors") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: not safetensors: {error!r:.200}; download it again") from None
-
-
-def _places_of(path: str) -> dict[str, Place]:
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        n = int.from_bytes(file.read(8), "little")
-        if not 2 <= n <= min(size - 8, _LARGEST_HEADER):
-            raise CheckpointError(f"{path}: a header of {n} bytes in a file of {size}; download it again")
-        entries = json.loads(file.read(n))
-    found, end = {}, 0
-    entries.pop("__metadata__", None)
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        first, last = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        if first != end or last - first != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{path}: {name}: bytes {first} to {last} are not its own; download it again")
-        found[name], end = Place(path, dtype, shape, 8 + n + first), last
-    if 8 + n + end != size:
-        raise CheckpointError(f"{path}: {size} bytes where the header has {8 + n + end}; download it again")
-    return found
-
-
-def read(place: Place, box: Box) -> torch.Tensor:
-    """A region of a tensor, contiguous. Raises CheckpointError when the file ends before it."""
-    shape, width = place.shape, place.dtype.itemsize
-    whole = len(shape)  # dims from here on are read in full
-    while whole and box.shape[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    run = math.prod(box.shape[max(whole - 1, 0) :])  # elements that follow each other
-    outer = [range(a, a + n) for a, n in zip(box.start, box.shape, strict=True)][: max(whole - 1, 0)]
-    strides = row_major_strides(shape)
-    out = bytearray(math.prod(box.shape) * width)
-    with open(place.file, "rb", buffering=0) as file:
-        for i, at in enumerate(itertools.product(*outer)):
-            first = (*at, *box.start[len(at) :])
-            offset = place.start + sum(a * s for a, s in zip(first, strides, strict=True)) * width
-            piece = memoryview(out)[i * run * width : (i + 1) * run * width]
-            file.seek(offset)
-            while piece:
-                got = file.readinto(piece)
-                if not got:
-                    raise CheckpointError(f"{place.file}: ended at byte {offset}; download it again")
-                piece, offset = piece[got:], offset + got
-    flat = torch.frombuffer(out, dtype=place.dtype) if out else torch.empty(0, dtype=place.dtype)
-    return flat.view(box.shape)
+INDEX = f"model{ENDING}.index.json"
 
 
 class Entry(NamedTuple):
@@ -137,6 +59,35 @@ def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int = FILE_BYT
     return groups
 
 
+class File(NamedTuple):
+    """A file that is written: its name, what is before the elements, the bytes of all, and each tensor's first byte."""
+
+    name: str
+    head: bytes
+    nbytes: int
+    places: dict[str, int]
+
+
+def planned(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> list[File]:
+    """The files of these groups of tensors, all of dtypes in `DTYPES`. metadata: texts for each file."""
+    n, files = len(groups), []
+    for i, entries in enumerate(groups):
+        head, at, places = _header(entries, metadata), 0, {}
+        for entry in entries:
+            places[entry.name] = len(head) + at
+            at += entry.nbytes
+        name = "model" + ENDING if n == 1 else f"model-{i + 1:05d}-of-{n:05d}{ENDING}"
+        files.append(File(name, head, len(head) + at, places))
+    return files
+
+
+def index_text(files: Sequence[File], metadata: Mapping[str, str]) -> bytes:
+    """What `INDEX` holds: the file of each tensor."""
+    total = sum(file.nbytes - len(file.head) for file in files)
+    weights = {name: file.name for file in files for name in file.places}
+    return json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": weights}, indent=1).encode()
+
+
 def write(
     folder: str,
     groups: Sequence[Sequence[Entry]],
@@ -153,16 +104,12 @@ def write(
         metadata: texts for each file.
         index: whether a file that maps the names of tensors to those of files stands beside them.
     """
-    n = len(groups)
-    names = ["model" + ENDING] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}{ENDING}" for i in range(n)]
-    for name, entries, data in zip(names, groups, contents, strict=True):
-        _put(os.path.join(folder, name), itertools.chain([_header(entries, metadata)], data))
+    files = planned(groups, metadata)
+    for file, data in zip(files, contents, strict=True):
+        put(os.path.join(folder, file.name), itertools.chain([file.head], data))
     if index:
-        total = sum(entry.nbytes for entries in groups for entry in entries)
-        weights = {entry.name: name for name, entries in zip(names, groups, strict=True) for entry in entries}
-        text = json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": weights}, indent=1)
-        _put(os.path.join(folder, _INDEX), [text.encode()])
-    return names
+        put(os.path.join(folder, INDEX), [index_text(files, metadata)])
+    return [file.name for file in files]
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
@@ -179,7 +126,8 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return len(head).to_bytes(8, "little") + head
 
 
-def _put(path: str, data: Iterable[Any]) -> None:
+def put(path: str, data: Iterable[Any]) -> None:
+    """Write a new file of these buffers, on the disk when it returns."""
     with open(path, "xb") as out:
         out.writelines(data)
         out.flush()

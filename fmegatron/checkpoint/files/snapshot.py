@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError, Manifest
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.targets import Target
+from fmegatron.layout import Box
 
 _TRIES = 8  # how often a reader begins anew because the checkpoint was saved again
 
@@ -29,13 +31,51 @@ class SavedAgain(RuntimeError):
     """A checkpoint was saved again, or deleted, while it was read: what was read of it is of no use."""
 
 
+class ForeignReader(Protocol):
+    """How the elements of a checkpoint of another system are read; its leaves have neither arrays nor pieces."""
+
+    @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        ...
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the files have checksums, which `fill` compares."""
+        ...
+
+    def check(self, wanted: Mapping[str, Sequence[Box]]) -> None:
+        """Raise CheckpointError unless these regions, by stored path, are in the files; nothing is allocated."""
+
+    def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool) -> None:
+        """Fill the targets, by stored path. Raises CheckpointError naming tensor and file."""
+
+    def reads(self, path: str, box: Box) -> Iterator[tuple[str, int]]:
+        """(file, bytes) that `fill` reads for a region of a leaf."""
+        ...
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A checkpoint of another system as the source of a restore; `fmegatron.interop.source` makes it. It is opened when
+    it is read, by `look`, so that what is wrong with it is an error of all ranks. text: the path.
+    """
+
+    text: str
+    look: Callable[[], Snapshot]
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """One save at `store`: its files and its manifest. Functions that take a path take a Snapshot as well."""
+    """One save at `store`: its files and its manifest. Functions that take a path take a Snapshot as well.
+
+    reader: of a checkpoint of another system.
+    """
 
     store: Store
     storage: Storage
     manifest: Manifest
+    reader: ForeignReader | None = None
 
     @property
     def text(self) -> str:
@@ -49,7 +89,8 @@ class Snapshot:
 
     def check(self, error: CheckpointError) -> None:
         """Raise SavedAgain if the save is not at its place any more, which explains an error in reading it."""
-        _check(self.store, self.storage, error)
+        if self.reader is None:
+            _check(self.store, self.storage, error)
 
     def check_unchanged(self) -> None:
         """Raise SavedAgain if the files were overwritten in place, as a copying program does: where no digest is looked
@@ -59,22 +100,31 @@ class Snapshot:
                 raise SavedAgain(_text(self.store))
 
 
+Saved = str | os.PathLike | Store | Snapshot | Foreign  # whatever names a checkpoint that is read
+
+
 @contextlib.contextmanager
-def open_snapshot(path: str | os.PathLike | Store) -> Iterator[Snapshot]:
-    """The save that is at a path, URL or Store now, for any number of `restore`, `metadata`, `layouts`, `describe`.
+def open_snapshot(path: str | os.PathLike | Store | Foreign) -> Iterator[Snapshot]:
+    """The save that is at a path, URL, Store or foreign source now, for any number of `restore`, `metadata`, `layouts`,
+    `describe`.
 
     A step of a Manager is not deleted within this block. If it is saved again there, what is read is still of this
     save; once its files are gone, reading them raises RuntimeError. Raises CheckpointError as `restore`.
     """
+    if isinstance(path, Foreign):
+        yield path.look()
+        return
     store = open_store(path)
     with holding(store):
         yield snapshot_of(store)
 
 
-def snapshot_of(path: str | os.PathLike | Store | Snapshot) -> Snapshot:
+def snapshot_of(path: Saved) -> Snapshot:
     """The save that is at a path now; a Snapshot as it is. Raises CheckpointError."""
     if isinstance(path, Snapshot):
         return path
+    if isinstance(path, Foreign):
+        return path.look()
     store = open_store(path)
 
     def look() -> Snapshot:
@@ -88,9 +138,7 @@ def snapshot_of(path: str | os.PathLike | Store | Snapshot) -> Snapshot:
     return again(look)
 
 
-def on_snapshot(
-    path: str | os.PathLike | Store | Snapshot, work: Callable[[Snapshot], Any], first: Snapshot | None = None
-) -> Any:
+def on_snapshot(path: Saved, work: Callable[[Snapshot], Any], first: Snapshot | None = None) -> Any:
     """`work(snapshot)` of the save at a path; with the next one, a bounded number of times, when it is saved again.
 
     first: a snapshot to begin with.  A Snapshot as the path is the only one. Raises CheckpointError, SavedAgain.

@@ -11,8 +11,9 @@ from fmegatron.checkpoint.background.staging import Portion, portions
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.format import CheckpointError, bits, digest
 from fmegatron.checkpoint.files.snapshot import SavedAgain
+from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.local.shard import Shard
-from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.reading.fetch import Fetch
 from fmegatron.checkpoint.writing.plan import LeafPlan
 from fmegatron.layout import Box, row_major_strides
 

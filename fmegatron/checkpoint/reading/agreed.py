@@ -16,7 +16,7 @@ import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks, compared
 from fmegatron.checkpoint.files.format import Leaf, Manifest, digest_text
-from fmegatron.checkpoint.files.snapshot import SavedAgain, Snapshot, on_snapshot, snapshot_of
+from fmegatron.checkpoint.files.snapshot import Foreign, Saved, SavedAgain, Snapshot, on_snapshot, snapshot_of
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.strict import listed
 
@@ -28,7 +28,7 @@ _MOST_COMPARED = 20_000  # leaves that are compared one by one for the error mes
 def on_one_save(
     ranks: Ranks,
     what: str,
-    path: str | os.PathLike | Store | Snapshot,
+    path: Saved,
     work: Callable[[Snapshot], Any],
     asked: Callable[[Any], int] = lambda result: 0,
     before: Callable[[], None] = lambda: None,
@@ -66,7 +66,7 @@ def on_one_save(
     raise SavedAgain(f"{what} failed: it was saved again {_TRIES} times meanwhile; try when no other job saves there")
 
 
-def _look(ranks: Ranks, what: str, path: str | os.PathLike | Store) -> tuple[Snapshot, bool]:
+def _look(ranks: Ranks, what: str, path: str | os.PathLike | Store | Foreign) -> tuple[Snapshot, bool]:
     """Look, a bounded number of times, until all ranks see the same save: what this rank saw last, and whether."""
     for pause in _PAUSES_S:
         time.sleep(pause)

@@ -11,16 +11,26 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fmegatron.checkpoint.files.format import Array, Leaf, Manifest, dtype_of
+from fmegatron.checkpoint.files.format import BAND_BYTES, Array, Leaf, Manifest, dtype_of
 from fmegatron.layout import Box
 
 
 class Band(NamedTuple):
-    """Band number `number` (row-major) of chunk `index` of an array."""
+    """Band number `number` (row-major) of chunk `index` of an array.
+
+    Of a foreign source: `number` elements from `index` on, of the leaf `array`.
+    """
 
     array: str
     index: tuple[int, ...]
     number: int
+
+
+def nbytes_of(manifest: Manifest, leaf: Leaf, band: Band) -> int:
+    """Bytes of a band of a leaf."""
+    if leaf.array is None and not leaf.pieces:
+        return band.number * dtype_of(leaf.dtype).itemsize
+    return band_nbytes(manifest.arrays[band.array], band)
 
 
 def band_nbytes(array: Array, band: Band) -> int:
@@ -35,6 +45,7 @@ def band_nbytes(array: Array, band: Band) -> int:
 def cells(manifest: Manifest, leaf: Leaf, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
     """The box cut along the bands of the files, as (bands to read for it, piece of the box), in the order of the files.
 
+    Of a foreign source, whose files have none, it is cut into blocks of rows of about as many bytes.
     box: of the leaf; it need not be in any tensor. Where the leaf has an array of its own there is one band for each
     piece. Of stored ranges, whose rows do not begin where bands begin, the last row of a piece may need the next band.
     """
@@ -42,6 +53,8 @@ def cells(manifest: Manifest, leaf: Leaf, box: Box) -> Iterator[tuple[tuple[Band
         yield from _chunk_cells(manifest.arrays[leaf.array], box)
         return
     width = dtype_of(leaf.dtype).itemsize
+    if not leaf.pieces and 0 not in leaf.shape:
+        yield from _foreign_cells(leaf, box, width)
     for piece in leaf.pieces:
         array = manifest.arrays[piece.array]
         for stored in piece.boxes:
@@ -75,6 +88,22 @@ def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
             for i, count in zip(at, a.bands, strict=True):
                 number = number * count + i
             yield (Band(a.name, index, number),), cell
+
+
+def _foreign_cells(leaf: Leaf, box: Box, width: int) -> Iterator[tuple[tuple[Band, ...], Box]]:
+    """A box of a leaf of a foreign source, cut along its first dims; each piece as a band of its own."""
+    dim = next((d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) * width <= BAND_BYTES), 0)
+    step = max(1, BAND_BYTES // max(1, math.prod(box.shape[dim + 1 :]) * width)) if box.shape else 1
+    outer = [range(a, a + n) for a, n in zip(box.start[:dim], box.shape[:dim], strict=True)]
+    inner = range(box.start[dim], box.stop[dim], step) if box.shape else range(1)
+    for *at, first in itertools.product(*outer, inner):
+        if not box.shape:
+            yield (Band(leaf.path, (), 0),), box
+            return
+        rest = box.start[dim + 1 :], box.stop[dim + 1 :]
+        cell = box.intersect((*at, first, *rest[0]), (*(a + 1 for a in at), min(first + step, box.stop[dim]), *rest[1]))
+        assert cell is not None, "rows of the box"
+        yield (Band(leaf.path, cell.start, cell.size),), cell
 
 
 def _range_cells(part: Box, base: int, width: int, band: int) -> Iterator[tuple[int, int, Box]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from fmegatron import tree
-from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.snapshot import Saved, snapshot_of
 from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
 from fmegatron.checkpoint.reading.mapping import Rule
 from fmegatron.checkpoint.reading.once import deal
@@ -20,8 +18,8 @@ from fmegatron.checkpoint.reading.strict import strictness
 class Read(NamedTuple):
     """What a restore reads of one chunk file for one leaf of the result.
 
-    leaf: path in the result; bands that several leaves share count for the first.  array: stored array.  file: path
-    inside the checkpoint.  nbytes: full bands, as they are read and verified.
+    leaf: path in the result; bands that several leaves share count for the first.  array: stored array (of a foreign
+    source: stored path).  file: path inside the checkpoint.  nbytes: full bands, as they are read and verified.
     """
 
     leaf: str
@@ -31,7 +29,7 @@ class Read(NamedTuple):
 
 
 def explain(
-    path: str | os.PathLike | Store | Snapshot,
+    path: Saved,
     target_layouts: tree.Tree,
     rank: int = 0,
     *,
@@ -54,6 +52,11 @@ def explain(
     seen: set[Band] = set()
     reads: dict[tuple[str, str, str], int] = {}
     for leaf, target in mine:
+        if snapshot.reader is not None:
+            for file, nbytes in snapshot.reader.reads(leaf.path, target.box):
+                key = (target.path, leaf.path, file)
+                reads[key] = reads.get(key, 0) + nbytes
+            continue
         for bands, _ in cells(manifest, leaf, target.box):
             for band in bands:
                 if band not in seen:

@@ -10,12 +10,11 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from fmegatron.checkpoint.files.format import (
     BAND_BYTES,
@@ -24,7 +23,6 @@ from fmegatron.checkpoint.files.format import (
     CheckpointError,
     Leaf,
     digest,
-    raw,
     raw_dtype,
     zarr_json,
 )
@@ -32,38 +30,12 @@ from fmegatron.checkpoint.files.look import check_damage
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage
+from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.digests import stored_digests
 from fmegatron.layout import Box
 
 _JOB_BYTES = 16 << 20  # work is assigned to threads in jobs of about this size
 _SPAN_BYTES = 2 << 20  # of a piece are held in memory at a time
-
-
-@dataclass(frozen=True)
-class Target:
-    """A box of the global array and the view of the rank's tensor that it goes to; `stored` is the dtype on disk."""
-
-    path: str
-    box: Box
-    view: torch.Tensor
-    stored: torch.dtype
-
-    def put(self, start: Sequence[int], data: np.ndarray) -> None:
-        """Copy `data` (raw bits of the stored dtype), which begins at the global index `start`, to its place."""
-        at = tuple(slice(g - a, g - a + n) for g, a, n in zip(start, self.box.start, data.shape, strict=True))
-        if self.stored is self.view.dtype:
-            raw(self.view)[at] = data
-        else:
-            self.view[at].copy_(torch.from_numpy(data).view(self.stored))
-
-    def memory(self, start: Sequence[int], shape: Sequence[int]) -> np.ndarray | None:
-        """The bytes of the tensor that [start, start + shape) goes to, if they are the stored ones, in one run."""
-        if self.stored is not self.view.dtype:
-            return None
-        part = raw(self.view)[
-            tuple(slice(g - a, g - a + n) for g, a, n in zip(start, self.box.start, shape, strict=True))
-        ]
-        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
 
 class Fetch:
@@ -161,6 +133,16 @@ class Fetch:
             raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
         if data != wanted and load_json(data, what) != json.loads(wanted):
             raise CheckpointError(f"{what}: does not describe the array that was saved; {RESTORE_ANOTHER}")
+
+
+def read_all(snapshot: Snapshot, wanted: Iterable[tuple[Leaf, Sequence[Target]]], verify: bool) -> None:
+    """Fill targets, leaf by leaf; each leaf stands once. Raises as `Fetch`, or as the reader of a foreign source."""
+    if snapshot.reader is not None:
+        snapshot.reader.fill({leaf.path: targets for leaf, targets in wanted}, verify)
+        return
+    with Fetch(snapshot, verify) as fetch:
+        for leaf, targets in wanted:
+            fetch.add(leaf, targets)
 
 
 @dataclass(frozen=True)

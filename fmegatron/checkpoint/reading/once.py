@@ -8,15 +8,15 @@ contiguous in the tensor travel from there and to there, others through a stagin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits
-from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
-from fmegatron.checkpoint.reading.fetch import Target
+from fmegatron.checkpoint.files.targets import Target
+from fmegatron.checkpoint.reading.bands import Band, cells, nbytes_of
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Box, Layout
@@ -129,7 +129,7 @@ def deal(manifest: Manifest, wants: Sequence[Want], rank: int) -> tuple[list[tup
 def share(manifest: Manifest, wants: Sequence[Want], count: int) -> list[list[tuple[Leaf, Target]]]:
     """The wants of a group, cut along bands and assigned to its `count` members; no band goes to two of them."""
     pieces = [(bands[0], want, cell) for want in wants for bands, cell in cells(manifest, want.leaf, want.target.box)]
-    reader = _readers(manifest, [band for band, _, _ in pieces], count)
+    reader = _readers({band: nbytes_of(manifest, want.leaf, band) for band, want, _ in pieces}, count)
     shares: list[list[tuple[Leaf, Target]]] = [[] for _ in range(count)]
     last: list[tuple[Want, tuple, Box] | None] = [None] * count
     for band, want, cell in pieces:
@@ -148,12 +148,12 @@ def share(manifest: Manifest, wants: Sequence[Want], count: int) -> list[list[tu
     return shares
 
 
-def _readers(manifest: Manifest, bands: Sequence[Band], count: int) -> dict[Band, int]:
-    """Which member reads a band: runs of equal bytes of all bands, in the order of the files."""
+def _readers(nbytes: Mapping[Band, int], count: int) -> dict[Band, int]:
+    """Which member reads a band: runs of equal bytes of all bands, in the order of the files. nbytes: of each."""
     # Arrays in the order in which they are wanted, which is the same on all members.
-    arrays = {name: i for i, name in enumerate(dict.fromkeys(band.array for band in bands))}
-    order = sorted(set(bands), key=lambda band: (arrays[band.array], band.index, band.number))
-    sizes = [band_nbytes(manifest.arrays[band.array], band) for band in order]
+    arrays = {name: i for i, name in enumerate(dict.fromkeys(band.array for band in nbytes))}
+    order = sorted(nbytes, key=lambda band: (arrays[band.array], band.index, band.number))
+    sizes = [nbytes[band] for band in order]
     total, at, readers = sum(sizes), 0, {}
     for band, size in zip(order, sizes, strict=True):
         readers[band] = (2 * at + size) * count // (2 * total)

@@ -10,7 +10,6 @@ against 0.65), and a file that gets shorter while it is read is an error instead
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -26,10 +25,10 @@ from fmegatron.checkpoint.dicts.arrays import as_tensor
 from fmegatron.checkpoint.dicts.flat import Array, flatten
 from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
 from fmegatron.checkpoint.files.open_store import holding, open_store
-from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot
+from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.agreed import on_one_save
-from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.reading.fetch import read_all
 from fmegatron.checkpoint.reading.mapping import Rule
 from fmegatron.checkpoint.reading.once import Exchange, Want, deal, exchange_all
 from fmegatron.checkpoint.reading.pages import fresh
@@ -37,10 +36,11 @@ from fmegatron.checkpoint.reading.request import Request, match, subtree
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, strictness, unflatten_some, warn
 from fmegatron.checkpoint.reading.target import Wanted, target_of, values_of
 from fmegatron.checkpoint.reading.view import Fill, regions
+from fmegatron.layout import Box
 
 
 def restore(
-    path: str | os.PathLike | Store | Snapshot,
+    path: Saved,
     target: tree.Tree = None,
     *,
     into: tree.Tree = None,
@@ -64,7 +64,8 @@ def restore(
     they read again; if that does not help they raise RuntimeError, which names the path and what differs.
 
     Args:
-        path: of a directory, a URL, a Store, or a Snapshot (`open_snapshot`).
+        path: of a directory, a URL, a Store, or a Snapshot (`open_snapshot`); of a checkpoint of another system what
+            `fmegatron.interop.source` makes of its path.
         target: tree of Layouts (or ArraySpecs), on any mesh; or, on one process, a state: tensors (meta tensors, too)
             and numpy arrays give shapes, dtypes and devices, plain values are replaced by those stored.
         into: a state, in the place of a target, whose tensors and writable arrays are overwritten; its dicts and lists
@@ -98,7 +99,7 @@ def restore(
 
 
 def restore_save(
-    path: str | os.PathLike | Store | Snapshot,
+    path: Saved,
     target: Any,
     *,
     into: Any = None,
@@ -144,10 +145,10 @@ def restore_save(
     return state, snapshot.manifest
 
 
-def _protected(path: str | os.PathLike | Store | Snapshot) -> ExitStack:
+def _protected(path: Saved) -> ExitStack:
     """`holding` of the checkpoint; nothing where that fails: what is wrong is reported by all ranks together, later."""
     stack = ExitStack()
-    if not isinstance(path, Snapshot):  # whoever has opened it holds it
+    if not isinstance(path, Snapshot | Foreign):  # whoever has opened it holds it
         with suppress(Exception):
             stack.enter_context(holding(open_store(path)))
     return stack
@@ -191,15 +192,18 @@ def start_reading(
     request = match(snapshot.text, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
     current = _current(initial, target_layouts, rank)
     memory = [into.get(path) for path in request.paths]
+    if snapshot.reader is not None:  # before anything is allocated for elements that may not be there
+        regions_of: dict[str, list[Box]] = {}
+        for want in destinations(request, rank, device="meta")[1]:
+            regions_of.setdefault(want.leaf.path, []).append(want.target.box)
+        snapshot.reader.check(regions_of)
     tensors, wants = destinations(request, rank, current, into=memory)
     mine, exchanges = deal(manifest, wants, rank) if once else ([(want.leaf, want.target) for want in wants], [])
     by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
     for leaf, target in mine:
         by_leaf.setdefault(leaf.path, (leaf, []))[1].append(target)
     # Leaves with files of their own first: they are read while this thread goes through the many small ones.
-    with Fetch(snapshot, verify) as fetch:
-        for leaf, targets in sorted(by_leaf.values(), key=lambda item: item[0].array is None):
-            fetch.add(leaf, targets)
+    read_all(snapshot, sorted(by_leaf.values(), key=lambda item: item[0].array is None), verify)
     return Started(snapshot.text, mode, request, tensors, exchanges, _key(request) if once else 0)
 
 

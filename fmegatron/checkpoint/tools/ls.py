@@ -14,13 +14,14 @@ from typing import Any
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.foreign import recognized
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest, dtype_of
 from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.files.look import is_directory, is_link, is_there, look, names_in
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import snapshot_of
 from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.tools.source import Source
 
 NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
 TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
@@ -116,6 +117,16 @@ def listing(path: str | os.PathLike | Store) -> Listing:
             f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some; {hint}"
         )
     return Listing(store.path, True, checkpoints, left)
+
+
+def listing_of(source: Source) -> Listing:
+    """An opened checkpoint of another system, alone."""
+    m, root = source.manifest, source.text
+    parent, name = os.path.split(root)
+    size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in m.leaves.values())
+    files = sum(entry.kind != "directory" for entry in walk(root)) if is_directory(root) else 1
+    facts = (m.step, len(m.leaves), size, files, None, m.metadata, m.finite)
+    return Listing(parent, False, (Checkpoint(name, root, root, None, *facts),), ())
 
 
 def is_checkpoint(path: str) -> bool:

@@ -22,7 +22,7 @@ from fmegatron.checkpoint.files.format import CheckpointError, Leaf, dtype_of
 from fmegatron.checkpoint.files.manifest import layout_from_json
 from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Storage, Store
-from fmegatron.checkpoint.reading.fetch import Target
+from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.tools.ls import stored_bytes
 from fmegatron.checkpoint.tools.source import Source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.files.format import Array, CheckpointError, Leaf, Manifest, dtype_of
-from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.snapshot import Saved, Snapshot, snapshot_of
+from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.digests import stored_digests
-from fmegatron.checkpoint.reading.fetch import Fetch, Target
+from fmegatron.checkpoint.reading.fetch import read_all
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.layout import Box, row_major_strides
 
@@ -47,15 +47,19 @@ class Source:
 
     def leaves(self, pattern: str | None = None) -> list[Leaf]:
         """The leaves whose path has a match of a regular expression, in the order of the tree. ValueError for none."""
+        return [self.manifest.leaves[path] for path in self.matching(pattern, list(self.manifest.leaves))]
+
+    def matching(self, pattern: str | None, paths: Sequence[str]) -> list[str]:
+        """Those of some paths that have a match of a regular expression, all for None. ValueError for none."""
         if pattern is None:
-            return list(self.manifest.leaves.values())
+            return list(paths)
         try:
             wanted = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"got the pattern {pattern!r}, wanted a regular expression: {error}") from None
-        found = [leaf for path, leaf in self.manifest.leaves.items() if wanted.search(path)]
+        found = [path for path in paths if wanted.search(path)]
         if not found:
-            near = tree.did_you_mean(pattern, list(self.manifest.leaves))
+            near = tree.did_you_mean(pattern, paths)
             raise ValueError(f"{self.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
         return found
 
@@ -83,9 +87,7 @@ class Source:
 
     def fetch(self, wanted: Iterable[tuple[Leaf, list[Target]]]) -> None:
         """Fill targets, leaf by leaf; each leaf stands once. Raises CheckpointError naming leaf and file."""
-        with Fetch(self.snapshot, True) as fetch:
-            for leaf, targets in wanted:
-                fetch.add(leaf, targets)
+        read_all(self.snapshot, wanted, True)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Block:
         )
 
 
-def open_source(path: str | os.PathLike | Store | Snapshot) -> Source:
+def open_source(path: Saved) -> Source:
     """The checkpoint at a path. Raises CheckpointError when there is none, or its manifest is damaged.
 
     What reads it raises SavedAgain, a RuntimeError, when it was saved again meanwhile: then it is to be opened anew.

@@ -29,9 +29,11 @@ from fmegatron.checkpoint.files.format import (
 )
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import Snapshot, on_snapshot
-from fmegatron.checkpoint.files.storage import Reader, Storage, Store
+from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot, on_snapshot
+from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
+from fmegatron.checkpoint.tools.source import Source, stream
+from fmegatron.layout import Box, row_major_strides
 
 _BANDS_PER_JOB = 16
 _MOST_THREADS = 64
@@ -72,7 +74,7 @@ class Report:
         return asdict(self) | {"good": not self.damages}
 
 
-def verify(path: str | os.PathLike | Store | Snapshot, jobs: int | None = None) -> Report:
+def verify(path: Saved, jobs: int | None = None) -> Report:
     """Read all of a checkpoint and compare it with its manifest; every damage is in the report, not only the first.
 
     jobs: threads that read and digest. Nothing outside the directory is opened. A checkpoint that is saved again
@@ -81,12 +83,31 @@ def verify(path: str | os.PathLike | Store | Snapshot, jobs: int | None = None) 
     try:
         return on_snapshot(path, lambda snapshot: _report(snapshot, jobs))
     except CheckpointError as error:
-        where = path.text if isinstance(path, Snapshot) else open_store(path).text
+        where = path.text if isinstance(path, Snapshot | Foreign) else open_store(path).text
         file = MANIFEST if str(error).startswith(f"{where}/") and f"/{MANIFEST}: " in str(error) else MARKER
         return Report(where, None, 0, 0, 0, (Damage("metadata", file, str(error)),))
 
 
+def _report_of(source: Source) -> Report:
+    """As `_report`, of a checkpoint of another system. Raises ValueError where its files have no checksums."""
+    reader, leaves, damages, nbytes = source.snapshot.reader, source.leaves(), [], 0
+    assert reader is not None, "it is of another system"
+    if not reader.verifies:
+        what = f"{source.text}: got {reader.kind}, which have no checksums, wanted files that can be verified"
+        raise ValueError(f"{what}; their headers and sizes are right: `show --stats` reads the elements")
+    for leaf in leaves:
+        try:
+            nbytes += sum(x.nbytes for _, x in stream(source, [leaf]))
+        except CheckpointError as error:
+            damages.append(Damage("bytes", "", str(error), leaf.path))
+    boxes = ((leaf.path, Box((0,) * len(leaf.shape), leaf.shape, 0, row_major_strides(leaf.shape))) for leaf in leaves)
+    files = {file for path, box in boxes for file, _ in reader.reads(path, box)}
+    return Report(source.text, source.manifest.step, len(leaves), len(files), nbytes, tuple(damages))
+
+
 def _report(snapshot: Snapshot, jobs: int | None) -> Report:
+    if snapshot.reader is not None:
+        return _report_of(Source(snapshot))
     storage, manifest, found, check = snapshot.storage, snapshot.manifest, [], None
     try:
         check = _Check(storage, manifest, {e.name: e for e in _entries(storage)})

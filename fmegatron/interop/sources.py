@@ -1,0 +1,44 @@
+"""`source(path)`: any checkpoint as what restores, Managers and tools take, recognised by its files.
+
+    state = checkpoint.restore(interop.source("iter_0000100"), layouts, rules=[...], world=world)
+
+One of ours stays the path that it is. A DCP or Megatron torch_dist directory, a run of Megatron (its newest step), a
+folder of Hugging Face and a safetensors file become a `checkpoint.Foreign`, which is opened when it is read.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from fmegatron.checkpoint.files.format import MARKER
+from fmegatron.checkpoint.files.look import is_file, is_there
+from fmegatron.checkpoint.files.safetensors_files import ENDING
+from fmegatron.checkpoint.files.snapshot import Foreign, Snapshot
+from fmegatron.checkpoint.files.storage import Store
+from fmegatron.interop.dcp_directory import METADATA
+from fmegatron.interop.dcp_source import RUN, dcp_snapshot
+from fmegatron.interop.safetensors_headers import INDEXES, WEIGHTS
+from fmegatron.interop.safetensors_source import safetensors_snapshot
+
+
+def source(path: str | os.PathLike | Store | Snapshot | Foreign) -> str | os.PathLike | Store | Snapshot | Foreign:
+    """What `checkpoint.restore`, `explain`, `describe`, `layouts`, `open_snapshot` and `checkpoint.start` take.
+
+    path: of a directory or file; a URL, a Store and what is opened already come back as they are, and so does a path
+    that is of no other system: what is wrong with it is said by who reads it.
+
+    Raises OSError for what cannot be looked at.
+    """
+    if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
+        return path
+    root = os.path.abspath(path)
+    if root.endswith(ENDING) and is_file(root):
+        return Foreign(root, partial(safetensors_snapshot, root))
+    if is_there(os.path.join(root, MARKER)):
+        return path
+    if is_there(os.path.join(root, METADATA)) or is_there(os.path.join(root, RUN)):
+        return Foreign(root, partial(dcp_snapshot, root))
+    if any(is_there(os.path.join(root, name)) for name in (*INDEXES, *WEIGHTS)):
+        return Foreign(root, partial(safetensors_snapshot, root))
+    return path
