@@ -113,13 +113,12 @@ def train(config: Config, kind: str, world) -> dict[str, float]:
         return loop.evaluate(heldout_step, state.params, batch_at, len(heldout), heldout.real_tokens)
 
     jitted = step.jit(train_step, donate=0, world=world, backend=config.backend)
-    settings = loop.Settings(config, data=data.fingerprint(ids))
     run = loop.Run(
         f"{config.run}/{kind}",
         jitted,
         specs,
         world=world,
-        settings=settings,
+        settings=config,
         key=config.seed,
         evaluate=evaluate,
         eval_every=config.every,

@@ -121,9 +121,7 @@ def main(config: Config) -> dict[str, float]:
             step.jit(train_step, donate=0, world=world, backend=config.backend),
             specs,
             world=world,
-            settings=loop.Settings(
-                config, allow=config.allow, kept=model.kept(of, tokenizer), data=data.fingerprint(ids)
-            ),
+            settings=loop.Settings(config, allow=config.allow, kept=model.kept(of, tokenizer)),
             key=config.seed,
             evaluate=evaluate,
             log_every=config.log_every,

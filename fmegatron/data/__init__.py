@@ -15,6 +15,7 @@ from fmegatron.data.reader import Reader, ahead
 from fmegatron.data.sources import Mapped, SourceBatches, Stream
 from fmegatron.data.steps import Batch, RankBatches, StepBatches
 from fmegatron.data.subword import SubwordTokenizer
+from fmegatron.data.template import ChatTemplate, load_template
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
 from fmegatron.data.tokens import TokenArray, write_tokens
 from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, token_dtype, write_indexed
@@ -26,6 +27,7 @@ __all__ = [
     "ByteTokenizer",
     "CharTokenizer",
     "EvaluationBatches",
+    "ChatTemplate",
     "Chats",
     "FillInTheMiddle",
     "IndexedTokens",
@@ -44,6 +46,7 @@ __all__ = [
     "chat_row",
     "fingerprint",
     "load_packing",
+    "load_template",
     "SubwordTokenizer",
     "Tokenizer",
     "load_tokenizer",

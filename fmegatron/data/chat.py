@@ -4,68 +4,129 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fmegatron.data.sources import Row, Source
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-class Templated(Protocol):
-    """A tokenizer with a chat template: `transformers.PreTrainedTokenizerBase`."""
-
-    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
+from fmegatron.data.template import ChatTemplate, Messages
 
 
-def chat_row(tokenizer: Templated, messages: Messages, roles: Sequence[str] = ("assistant",)) -> Row:
-    """{"tokens", "labels" int64 [n - 1], "mask" bool [n - 1]} of a chat of n tokens: True where the label is of a
-    message of one of these roles, and of what the template puts behind it.
+def template_of(tokenizer: Any, template: ChatTemplate | None = None) -> ChatTemplate:
+    """The chat template: the one given, else the tokenizer's own, of our tokenizers (`chat`) or of `transformers`.
 
-    The tokens of a message are those by which the template's output grows with it; the header of an answer (what the
-    template writes before one, `add_generation_prompt`) is none of them. ValueError for a template whose output for the
-    first messages is no beginning of its output for all, as then no token belongs to a message.
+    ValueError for a tokenizer that has none.
     """
-    ids = _ids(tokenizer, messages)
-    of_answers = np.zeros(len(ids), dtype=bool)
+    found = template or getattr(tokenizer, "chat", None)
+    if found is None and getattr(tokenizer, "chat_template", None) is not None:
+        found = ChatTemplate(tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map))
+    if found is None:
+        raise ValueError(
+            "chat: got a tokenizer without a chat template, wanted one; load the folder that has chat_template.jinja "
+            "or tokenizer_config.json, or give template=data.ChatTemplate(text)"
+        )
+    return found
+
+
+def located(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int64 [n], characters int64 [n, 2] of the text that each is of: start, stop), names of special tokens as
+    these tokens.
+
+    tokenizer: one of ours, or a fast one of `transformers`. ValueError for one that cannot tell.
+    """
+    if hasattr(tokenizer, "located"):
+        return tokenizer.located(text)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"chat: got {type(tokenizer).__name__}, which cannot tell the characters of a token, wanted a tokenizer "
+            "with a tokenizer.json; open it with data.load_tokenizer(folder)"
+        )
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return np.asarray(found["input_ids"], np.int64), np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
+
+
+def chat_row(
+    tokenizer: Any,
+    messages: Messages,
+    roles: Sequence[str] = ("assistant",),
+    template: ChatTemplate | None = None,
+    **more: Any,
+) -> Row:
+    """{"tokens", "labels" int64 [n - 1], "mask" bool [n - 1]} of a chat of n tokens: True where the label is of a
+    message of one of these roles.
+
+    What an answer is, the template's {% generation %} marks say, where it has them and `roles` are ("assistant",).
+    Else it is the text by which the template's output grows with the message, with what the template puts behind it;
+    the header of an answer (what it writes before one, `add_generation_prompt`) is no part of it. A token belongs to
+    an answer if one of its characters does.
+
+    Args:
+        tokenizer: of `fmegatron.data` (`load_tokenizer`), or a fast one of `transformers`.
+        messages: [{"role": ..., "content": ...}, ...].
+        roles: whose messages are learned.
+        template: in the place of the tokenizer's own.
+        more: values that the template knows, such as tools=[...].
+
+    Raises ValueError for a tokenizer without a template, and where neither marks nor growth tell: for a template
+    without marks whose output for the first messages is no beginning of its output for all.
+    """
+    by = template_of(tokenizer, template)
+    text, spans = by.render(messages, **more), None
+    if tuple(roles) == ("assistant",):
+        spans = by.marks(messages, **more)
+    if spans is None:
+        spans = _grown(by, text, messages, roles, more)
+    ids, characters = located(tokenizer, text)
+    learned = np.zeros(len(text) + 2, dtype=np.int64)
+    for start, stop in spans:
+        learned[start + 1 : stop + 1] = 1
+    before = learned.cumsum()  # of each place in the text, how many characters in front of it are learned
+    mask = before[np.maximum(characters[:, 1], characters[:, 0] + 1)] > before[characters[:, 0]]
+    return {"tokens": ids[:-1], "labels": ids[1:], "mask": mask[1:]}
+
+
+def _grown(
+    by: ChatTemplate, text: str, messages: Messages, roles: Sequence[str], more: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """(start, stop) of the characters by which each message of these roles makes the text longer."""
+    found = []
     for n, message in enumerate(messages):
         if message.get("role") not in roles:
             continue
-        before = _ids(tokenizer, messages[:n], message["role"] == "assistant") if n else ids[:0]
-        after = _ids(tokenizer, messages[: n + 1])
-        if not np.array_equal(ids[: len(after)], after) or not np.array_equal(ids[: len(before)], before):
+        before = by.render(messages[:n], message["role"] == "assistant", **more) if n else ""
+        after = by.render(messages[: n + 1], **more)
+        if not text.startswith(after) or not after.startswith(before):
             raise ValueError(
-                f"chat: message {n}: got a template whose text of the first {n + 1} messages is no beginning of its "
-                "text of all of them, wanted one that only adds; use a template without a look at later messages"
+                f"chat: message {n}: got a template without {{% generation %}} marks whose text of the first "
+                f"{n + (not text.startswith(after))} messages is no beginning of its text of all of them, so that "
+                "nothing tells what belongs to a message, wanted one that only adds; mark the answers in the template, "
+                "or use one without a look at other messages"
             )
-        of_answers[len(before) : len(after)] = True
-    return {"tokens": ids[:-1], "labels": ids[1:], "mask": of_answers[1:]}
-
-
-def _ids(tokenizer: Templated, messages: Messages, prompt: bool = False) -> np.ndarray:
-    found = tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=prompt)
-    found = found["input_ids"] if isinstance(found, Mapping) or hasattr(found, "input_ids") else found
-    return np.asarray(found, dtype=np.int64).reshape(-1)
+        found.append((len(before), len(after)))
+    return found
 
 
 @dataclass(frozen=True)
 class Chats:
     """A source of chats as one of rows, for `SourceBatches`: item i is `chat_row` of source[i], cut after seq_len.
 
-    source: items are lists of messages, or mappings with them in `key`. roles: whose messages are learned.
+    source: items are lists of messages, or mappings with them in `key`, and perhaps "tools". roles: whose messages are
+    learned. template: in the place of the tokenizer's own.
     """
 
     source: Source
-    tokenizer: Templated
+    tokenizer: Any
     seq_len: int
     key: str = "messages"
     roles: tuple[str, ...] = ("assistant",)
+    template: ChatTemplate | None = None
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Row:
         item = self.source[index]
-        messages = item[self.key] if isinstance(item, Mapping) else item
-        return {name: x[: self.seq_len] for name, x in chat_row(self.tokenizer, messages, self.roles).items()}
+        mapping = isinstance(item, Mapping)
+        more = {"tools": item["tools"]} if mapping and item.get("tools") else {}
+        row = chat_row(self.tokenizer, item[self.key] if mapping else item, self.roles, self.template, **more)
+        return {name: x[: self.seq_len] for name, x in row.items()}

@@ -73,8 +73,8 @@ class StepBatches:
     def describe(self) -> dict[str, Any]:
         """What a checkpoint states of this data, as JSON: what samples depend on, and digests of their data.
 
-        As a fact of a run (`loop.Settings(config, data=batches.describe())`) a resume with other data is refused, and
-        the error names what differs. The batch size is none of it: it may change.
+        `loop.Run` puts it into every checkpoint, and refuses a resume with other data by what differs. The batch size
+        is none of it: it may change.
         """
         raise TypeError(f"{type(self).__name__}.describe: got a class without it, wanted one of Batches, Blend, ...")
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fmegatron.data.template import ChatTemplate, load_template
 from fmegatron.data.tokenizers import checked_ids, smallest_dtype
 from fmegatron.data.whole_files import content_of, names_in
 
@@ -40,19 +41,21 @@ class SubwordTokenizer:
 
     kind: which package reads it. content: the file's bytes. special: ids of "bos", "eos", "pad", "unk" that there are
     (attributes `bos`, `eos`, `pad`, `unk`, None where there is none). settings: what else its maths needs; of tiktoken
-    "pattern" and "special", text -> id. Nothing is added to a text: bos and eos are the caller's.
+    "pattern" and "special", text -> id. Nothing is added to a text: bos and eos are the caller's. chat: the template of
+    chats, which is saved with it, and changes neither an id nor the digest.
     """
 
     kind: Kind
     content: bytes = field(repr=False)
     special: Mapping[str, int] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    chat: ChatTemplate | None = field(default=None, repr=False, compare=False)
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __reduce__(self):  # the package's own object, which is made when it is needed, does not travel
-        return SubwordTokenizer, (self.kind, self.content, dict(self.special), dict(self.settings))
+        return SubwordTokenizer, (self.kind, self.content, dict(self.special), dict(self.settings), self.chat)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -104,6 +107,25 @@ class SubwordTokenizer:
             ids = self._reader.encode(text, disallowed_special=())
         return np.asarray(ids, dtype=smallest_dtype(self.vocab_size))
 
+    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], characters int64 [n, 2]: start, stop in the text of what each id is of); names of special
+        tokens become these.
+
+        ValueError for SentencePiece's files, whose special tokens no text has.
+        """
+        if self.kind == "huggingface":
+            found = self._reader.encode(text, add_special_tokens=False)
+            return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
+        if self.kind == "tiktoken":
+            ids = self._reader.encode(text, allowed_special="all")
+            starts = self._reader.decode_with_offsets(ids)[1]
+            places = np.array([*starts, len(text)], np.int64)
+            return np.array(ids, np.int64), np.stack([places[:-1], places[1:]], 1)
+        raise ValueError(
+            f"tokenizer: got one of kind {self.kind!r} and a text with names of special tokens, wanted a "
+            "tokenizer.json; most models of Hugging Face have one: load_tokenizer(folder)"
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids (any integer array or tensor), special ones included; ValueError for an id there is not."""
         known = checked_ids(ids, self.vocab_size).tolist()
@@ -118,18 +140,20 @@ class SubwordTokenizer:
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a JSON file, which `load_tokenizer` reads: `describe()`, the settings and the file's bytes."""
+        """Write a JSON file, which `load_tokenizer` reads: `describe()`, settings, chat template, the file's bytes."""
+        saved = {**self.describe(), "settings": dict(self.settings)}
+        if self.chat is not None:
+            saved["chat"] = {"text": self.chat.text, "special": dict(self.chat.special)}
         content = base64.b64encode(self.content).decode("ascii")
-        Path(path).write_text(
-            json.dumps({**self.describe(), "settings": dict(self.settings), "content": content}) + "\n", "utf-8"
-        )
+        Path(path).write_text(json.dumps({**saved, "content": content}) + "\n", "utf-8")
 
 
 def from_saved(saved: Mapping[str, Any]) -> SubwordTokenizer:
     """The tokenizer of a file that `save` wrote; ValueError where its bytes have another digest."""
     try:
         content = base64.b64decode(saved["content"], validate=True)
-        found = SubwordTokenizer(saved["kind"], content, dict(saved["special"]), dict(saved["settings"]))
+        chat = None if "chat" not in saved else ChatTemplate(saved["chat"]["text"], dict(saved["chat"]["special"]))
+        found = SubwordTokenizer(saved["kind"], content, dict(saved["special"]), dict(saved["settings"]), chat)
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise ValueError(
             f"tokenizer of kind {saved.get('kind')!r}: got no 'content' ({error}), wanted what `save` writes"
@@ -147,7 +171,7 @@ def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
 
     tokenizer.json (with special tokens of the tokenizer_config.json beside it), *.model of SentencePiece, and lines
     of base64 and rank of tiktoken (Llama 3's tokenizer.model; its pattern, and special tokens of a
-    tokenizer_config.json).
+    tokenizer_config.json). The chat template is that of the folder (`load_template`).
     Raises ValueError for other content, FileNotFoundError for no file.
     """
     path = Path(path)
@@ -160,20 +184,21 @@ def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
             )
         path = path / names[0]
     content = path.read_bytes()
-    kind = _kind_of(path, content)
+    kind, chat = _kind_of(path, content), load_template(path.parent)
     named = _named_by_config(path.with_name("tokenizer_config.json"))
     if kind == "tiktoken":
         ranks = _ranks(path, content)
         names = {text: len(ranks) + i for i, text in enumerate(named.pop("added", []))}
         settings = {"pattern": _WORDS, "special": names}
-        return SubwordTokenizer(kind, content, {k: names[v] for k, v in named.items() if v in names}, settings)
+        special = {k: names[v] for k, v in named.items() if v in names}
+        return SubwordTokenizer(kind, content, special, settings, chat)
     named.pop("added", None)
     reader = _open(kind, content, {})
     if kind == "sentencepiece":
         ids = {name: getattr(reader, f"{name}_id")() for name in SPECIAL}
-        return SubwordTokenizer(kind, content, {name: value for name, value in ids.items() if value >= 0})
+        return SubwordTokenizer(kind, content, {name: value for name, value in ids.items() if value >= 0}, {}, chat)
     ids = {name: reader.token_to_id(text) for name, text in named.items()}
-    return SubwordTokenizer(kind, content, {name: value for name, value in ids.items() if value is not None})
+    return SubwordTokenizer(kind, content, {name: x for name, x in ids.items() if x is not None}, {}, chat)
 
 
 def _kind_of(path: Path, content: bytes) -> Kind:

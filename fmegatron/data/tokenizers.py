@@ -43,6 +43,12 @@ class ByteTokenizer:
         """The UTF-8 bytes of a text: uint8 [bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
+    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], characters int64 [n, 2]: start, stop in the text of what each id is of)."""
+        points = _code_points(text)
+        character = np.repeat(np.arange(len(text)), 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF))
+        return self.encode(text).astype(np.int64), np.stack([character, character + 1], 1)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of UTF-8 bytes (any integer array or tensor); bytes that are no UTF-8 become U+FFFD."""
         return checked_ids(ids, self.vocab_size).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
@@ -111,6 +117,11 @@ class CharTokenizer:
                 "ByteTokenizer, which knows every text"
             )
         return found.astype(smallest_dtype(self.vocab_size))
+
+    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], characters int64 [n, 2]: start, stop in the text of what each id is of)."""
+        character = np.arange(len(text))
+        return self.encode(text).astype(np.int64), np.stack([character, character + 1], 1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids (any integer array or tensor); ValueError when an id is outside of the vocabulary."""

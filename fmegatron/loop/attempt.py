@@ -36,6 +36,8 @@ class _Attempts:
 
     def __init__(self, run: Any, reading: Reading, length: tuple[str, int], pulse: Pulse, stop: Stop):
         self.run, self.reading, self.length, self.pulse, self.stop = run, reading, length, pulse, stop
+        about = reading.describe()
+        self.settings = run.settings if about is None else run.settings.about(data=about)
         self.inject = Injector(run.inject, run.world.rank, run.directory / "injected")
         self.finished, self.began, self.count = 0, False, 0
         # The checkpoint that the next attempt begins with; 0: a new run; None: the newest.
@@ -78,7 +80,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
     pulse.enter("setup")
     with ExitStack() as open_:
         inject("setup", 0)
-        begun = run.settings.begin(run.manager, run.specs, run.init, local=run.local, step=own.back_to)
+        begun = own.settings.begin(run.manager, run.specs, run.init, local=run.local, step=own.back_to)
         own.back_to, run.start, run.state, own.finished = None, begun.step, begun.state, begun.step
         left_out = tuple((a, b) for a, b in begun.metadata.get("skip", ()))
         data = own.reading.begin(begun.samples, begun.step, (*own.skip, *left_out))
@@ -86,7 +88,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         if first:
             started(run.directory / "starts.json", begun.step, run.restart, world)
         if lead:
-            run.settings.write(run.directory / "config.json")
+            own.settings.write(run.directory / "config.json")
             if first and (text := _startup(run, own.reading, data, steps)):
                 print(text, flush=True)
         records = JsonLines(run.directory / "metrics.jsonl", after=run.start, mesh=str(run.mesh))
@@ -242,7 +244,7 @@ class _Saves:
             if whole:
                 self.claim.check()
                 own.inject("save", info.step, info.state)
-            known = {**run.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
+            known = {**own.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
             finite = info.finite()
             if near and run.local is not None:
                 self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)

@@ -29,6 +29,12 @@ class Reading:
     batch_sizes: tuple[tuple[int, int], ...] = ()
     skip: Ranges = ()
 
+    def describe(self) -> dict[str, Any] | None:
+        """What a checkpoint states of the data; None for data that do not say what they are: a plain function."""
+        of: Any = self.at if self.data is None else self.data
+        stated = getattr(type(of), "describe", None)
+        return None if stated is None or stated is StepBatches.describe else of.describe()
+
     def length(self, steps: int | None, samples: int | None, tokens: int | None) -> tuple[str, int]:
         """What the length is given in, and the length. ValueError for none, or several of them."""
         given = {name: n for name, n in (("steps", steps), ("samples", samples), ("tokens", tokens)) if n is not None}

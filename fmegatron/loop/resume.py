@@ -1,12 +1,13 @@
 """The settings of a run as JSON, beside its checkpoints and in them; a resume names what has changed, or refuses it."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -17,6 +18,7 @@ from fmegatron.loop.flags import PREFIX, UsageError
 from fmegatron.loop.plain import fields, plain
 
 _ABSENT = object()
+_KNOWN = ("data", "tokenizer")  # facts that are there without a word: of the batches, and of `kept`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Begun:
 class Settings:
     """The Config of a run and facts that its numbers depend on, as JSON values.
 
-        settings = Settings(config, allow=config.allow, data=data.fingerprint(tokens))
+        settings = Settings(config, allow=config.allow).about(data=batches.describe())
         begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank))
         batches = batches.after(begun.samples, begun.step)
         ...
@@ -62,8 +64,9 @@ class Settings:
 
     config: a dataclass; what a change of its fields means is stated beside them (`loop.field`), and in fields of a
     dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
-    facts whose change is not refused this time. kept: JSON values that a checkpoint has as well, by name, compared with
-    nothing: `model.kept(decoder, tokenizer)`, so that it can be opened without the program.
+    facts whose change is not refused this time. kept: JSON values that a checkpoint has as well, by name:
+    `model.kept(decoder, tokenizer)`, so that it can be opened without the program; of these only "tokenizer" is
+    compared, as a fact, where both have one.
     Raises UsageError for an allowed name that there is not; ValueError for values whose change could not be seen (a
     lambda, an object without a repr of its own; see `plain`) in what is not declared free, and for arguments of another
     kind.
@@ -83,11 +86,17 @@ class Settings:
         self.facts = {name: plain(value, name) for name, value in facts.items()}
         self.kept = dict(kept or {})
         self._classes, self._defaults, self._nested = _declared(config)
-        names = {*self._classes, *_names(self.config, self._nested), *self.facts}
+        names = {*self._classes, *_names(self.config, self._nested), *self.facts, *_KNOWN}
         for name in self.allow:
             if not isinstance(name, str) or name not in names:
                 near = tree.did_you_mean(name, sorted(names)) if isinstance(name, str) else ""
                 raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
+
+    def about(self, **facts: object) -> Self:
+        """These settings with more facts; one that they have stays what it is. `Run` adds `data=batches.describe()`."""
+        found = copy.copy(self)
+        found.facts = {name: plain(value, name) for name, value in facts.items()} | self.facts
+        return found
 
     def metadata(self, samples: int | None) -> dict[str, Any]:
         """What a checkpoint holds about the run: `config`, `facts`, `samples`, how many its state has seen, and `kept`.
@@ -115,17 +124,21 @@ class Settings:
         if not isinstance(before, dict):
             return Changes(unknown="the checkpoint has no configuration: whether anything has changed cannot be said")
         found: dict[str, list[str]] = {name: [] for name in ("allowed", *CLASSES)}
+        changed = {}
         for name, was, now in self._pairs(before, self.config):
             if _same(was, now):
                 continue
+            changed[name] = was, now
             kind = self._class(name)
             if now is _ABSENT or was is _ABSENT and _same(now, self._defaults.get(name, _ABSENT)):
                 kind = "named"
             found["allowed" if kind == "refused" and self._allowed(name) else kind].append(_change(name, was, now))
         facts = metadata.get("facts")
-        facts = facts if isinstance(facts, dict) else {}
-        for name in [*self.facts, *(name for name in facts if name not in self.facts)]:
-            was, now = facts.get(name, _ABSENT), self.facts.get(name, _ABSENT)
+        facts, own = facts if isinstance(facts, dict) else {}, self.facts
+        if "tokenizer" in metadata and "tokenizer" in self.kept and not {"tokenizer"} & (facts.keys() | own.keys()):
+            facts, own = ({**of, "tokenizer": x["tokenizer"]} for of, x in ((facts, metadata), (own, self.kept)))
+        for name in [*own, *(name for name in facts if name not in own)]:
+            was, now = _without(changed, facts.get(name, _ABSENT), own.get(name, _ABSENT))
             if not _same(was, now):
                 one = was is _ABSENT or now is _ABSENT
                 kind = "named" if one else "allowed" if name in self.allow else "refused"
@@ -263,6 +276,15 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def _without(changed: Mapping[str, tuple[Any, Any]], was: Any, now: Any) -> tuple[Any, Any]:
+    """Two dicts without entries that changed as a field of the same name did: a seed is named once."""
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        return was, now
+    twice = {key for key in was.keys() & now.keys() if key in changed and _same([was[key], now[key]], [*changed[key]])}
+    was, now = ({key: value for key, value in side.items() if key not in twice} for side in (was, now))
+    return was, now
 
 
 def _change(name: str, was: Any, now: Any) -> str:

@@ -49,7 +49,8 @@ class Run:
         specs: tree of ArraySpecs of the state: its layouts, and its initial values.
         world: the ranks; None for one process.
         settings: `Settings`, or the Config dataclass itself (its field `allow`, if it has one, names changes that are
-            not refused): what a resumed run is compared with. None: nothing is compared.
+            not refused): what a resumed run is compared with. What the batches say of themselves (`describe()`: digest
+            of the data, tokenizer, order, blend, seed) is compared in any case, as the fact "data".
         key: of the initial values.
         init: makes the state of a new run, on the device of the world; default `tree.init(specs, key, ...)`.
         evaluate: state -> metrics, every `eval_every` steps and at the end; several by name: `{"wiki": ..., "code":
@@ -188,7 +189,8 @@ class Run:
 
         Args:
             batches: `data.Batches` (rows are given to ranks as the step declares), one rank's part of them
-                (`for_rank`), or a function from position to this rank's batch.
+                (`for_rank`), or a function from position to this rank's batch; an object with a method `describe() ->
+                JSON values` is compared with that of the checkpoint, as `data.Batches` are.
             steps: updates in all, those of earlier processes included.
             samples, tokens: the length of the run in their place, for `data.Batches`; the last batch is a full one.
             batch_sizes: (updates after which it holds, batch size), for `data.Batches`: ((0, 16), (200, 32)). The step

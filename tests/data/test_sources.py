@@ -1,4 +1,4 @@
-"""Other people's data: sources and iterators as batches, chats by a template, fill-in-the-middle, descriptions."""
+"""Other people's data: sources and iterators as batches, fill-in-the-middle, descriptions."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fmegatron import data, loop
 from fmegatron.checkpoint import rank_state
-from fmegatron.data import Batches, Blend, Chats, FillInTheMiddle, Mapped, SourceBatches, Stream, chat_row
+from fmegatron.data import Batches, Blend, FillInTheMiddle, Mapped, SourceBatches, Stream
 from fmegatron.layout import Mesh
 from tests.data.test_batches import COUNTING
 
@@ -79,39 +79,6 @@ def test_a_stream_goes_on_from_its_state_even_if_it_was_read_ahead():
         Stream([1, 2])
     with pytest.raises(RuntimeError, match="no item in a new epoch"):
         Stream(Loader(0)).at(0)
-
-
-class Template:
-    """<0> role characters <1>, and an answer's header before one."""
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        assert tokenize
-        out = []
-        for m in messages:
-            out += [0, ord(m["role"][0]), *map(ord, m["content"]), 1]
-        return {"input_ids": out + [0, ord("a")] * add_generation_prompt}
-
-
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "!"}]  # fmt: skip
-
-
-def test_only_answers_are_learned():
-    row = chat_row(Template(), CHAT)
-    assert [chr(t) for t in row["labels"][row["mask"]]] == ["y", "o", "\1", "!", "\1"]
-    assert row["tokens"].tolist() == Template().apply_chat_template(CHAT, True, False)["input_ids"][:-1]
-    asked = chat_row(Template(), CHAT, roles=("user",))
-    assert [chr(t) for t in asked["labels"][asked["mask"]]] == ["u", "h", "i", "\1", "\0", "u", "?", "\1"]
-    chats = Chats([{"messages": CHAT}, {"messages": CHAT[:2]}], Template(), 12)
-    batch = SourceBatches(chats, 2, 12, 0, shuffle=False).at(0)
-    assert batch["tokens"].shape == (2, 12) and batch["mask"].sum(1).tolist() == [3, 3]
-
-    class Looks(Template):
-        def apply_chat_template(self, messages, **options):
-            return {"input_ids": [len(messages), *super().apply_chat_template(messages, **options)["input_ids"]]}
-
-    with pytest.raises(ValueError, match="message 1: got a template whose text of the first 2 messages is no"):
-        chat_row(Looks(), CHAT)
 
 
 @settings(max_examples=40, deadline=None)

@@ -230,7 +230,7 @@ def test_every_field_says_what_a_change_of_it_means():
 def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monkeypatch):
     shakespeare.main(config(tmp_path, steps=3))
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["config"]["heads"] == 2 and written["facts"]["data"].startswith("1115394 tokens, xxh3 ")
+    assert written["config"]["heads"] == 2 and written["facts"]["data"]["tokens"].startswith("1115394 tokens, xxh3 ")
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for change, words in (
         ({"heads": 4}, "heads 2 -> 4"),
@@ -242,7 +242,10 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
             shakespeare.main(config(tmp_path, **change))
     text = tmp_path / "other.txt"
     text.write_text(shakespeare.TEXT.read_text().replace("ROMEO", "RAMEO"))
-    with monkeypatch.context() as patched, pytest.raises(loop.UsageError, match='data "1115394 tokens.* -> "1115394'):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(loop.UsageError, match='data {"tokens": "1115394 tokens.* -> {"tokens": "1115394'),
+    ):
         patched.setattr(shakespeare, "TEXT", text)
         shakespeare.main(config(tmp_path))
     text.unlink()

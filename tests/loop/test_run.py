@@ -209,3 +209,90 @@ def test_errors(tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         make(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def reading(folder, batches, **options):
+    def update(state, batch):
+        return {"w": state["w"] + batch["tokens"].sum(), "n": state["n"] + 1}, {"loss": state["w"].sum()}
+
+    run = Run(folder, update, SPECS, **options)
+    list(run(batches, steps=run.manager.latest() + 1 if run.manager.latest() else 2))
+
+
+def test_data_of_another_kind_are_refused_without_a_word(tmp_path, capsys):
+    """A corpus, a tokenizer, a seed that is no field of the Config: each is named, and may be allowed."""
+    corpora = {}
+    for name, ids in (("a", TOKENS), ("b", TOKENS[::-1])):
+        corpora[name] = data.write_indexed(tmp_path / name, [ids], "uint16")
+    (tmp_path / "a.json").write_text(json.dumps({"tokenizer": {"kind": "byte"}}))
+    folder, first = tmp_path / "run", data.Batches(corpora["a"], 2, 8, 0)
+    reading(folder, first)
+    stated = checkpoint.metadata(folder / "checkpoints" / "step_00000002")["facts"]["data"]
+    assert stated == json.loads(json.dumps(first.describe()))
+    others = {
+        "tokens": data.Batches(corpora["b"], 2, 8, 0),
+        "seed": data.Batches(corpora["a"], 2, 8, 1),
+        "parts": data.Blend([(1, first)]),
+    }
+    for name, batches in others.items():
+        with pytest.raises(UsageError, match=rf'other settings: data {{.*"{name}".*allow=\(.data.,\)'):
+            reading(folder, batches)
+    (tmp_path / "a.json").write_text(json.dumps({"tokenizer": {"kind": "char", "vocab": "ab"}}))
+    with pytest.raises(
+        UsageError, match=r'data {"tokenizer": "[0-9a-f]{16}"} -> {"tokenizer": "[0-9a-f]{16}"}\. These'
+    ):
+        reading(folder, first)
+    reading(folder, first, settings=Config(allow=("data",)))
+    assert 'allowed    data {"tokenizer"' in capsys.readouterr().out
+    reading(folder, data.Batches(corpora["a"], 4, 8, 0))  # another batch size is no other data
+    reading(folder, batch_at_of(first))
+    assert "named      data {" in capsys.readouterr().out  # a function says nothing: it is said that it does not
+
+
+def batch_at_of(batches):
+    return lambda position: batches.at(position)
+
+
+def test_a_change_of_the_config_is_not_named_twice(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        seed: int = 0
+        allow: tuple[str, ...] = loop.field((), resume="free")
+
+    reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=Own())
+    with pytest.raises(UsageError, match=r"settings: seed 0 -> 1\. These"):
+        reading(tmp_path, data.Batches(TOKENS, 2, 8, 1), settings=Own(1))
+    with pytest.raises(UsageError, match=r'seed 0 -> 1, data {"seed": 0} -> {"seed": 2}\. These'):
+        reading(tmp_path, data.Batches(TOKENS, 2, 8, 2), settings=Own(1))
+    reading(tmp_path, data.Batches(TOKENS, 2, 8, 1), settings=Own(1, allow=("seed",)))
+
+
+def test_another_tokenizer_kept_with_the_model_is_refused(tmp_path):
+    """The ids are the same array; what they mean is not."""
+    char = data.CharTokenizer
+    was, now, again = (loop.Settings(Config(), kept={"tokenizer": char(x).describe()}) for x in ("ab", "ba", "ab"))
+    reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=was)
+    with pytest.raises(UsageError, match=r'settings: tokenizer {"vocab": "ab"} -> {"vocab": "ba"}\. These'):
+        reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=now)
+    reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=again)
+    reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=Config())  # one without a tokenizer says nothing
+
+
+class Own:
+    """Data of one's own that say what they are."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, position):
+        return {"tokens": batch_at(position)}
+
+    def describe(self):
+        return {"name": self.name}
+
+
+def test_data_of_ones_own_that_describe_themselves(tmp_path):
+    reading(tmp_path, Own("a"))
+    with pytest.raises(UsageError, match=r'data {"name": "a"} -> {"name": "b"}'):
+        reading(tmp_path, Own("b"))
+    reading(tmp_path, Own("a"))

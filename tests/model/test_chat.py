@@ -137,3 +137,28 @@ def test_a_decoder_comes_back_from_json(name):
 def test_a_description_makes_nothing_else(change, message):
     with pytest.raises(ValueError, match=message):
         model.described(model.description(tiny()) | change)
+
+
+JINJA = (
+    "{% for m in messages %}{{ m.role | upper }} {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT {% endif %}"
+)
+
+
+def test_a_template_makes_the_prompts(run, tmp_path, capsys):
+    """Greedy answers to what the template makes of the messages; an answer ends with what it puts behind one."""
+    folder, decoder, params = run
+    (tmp_path / "chat.jinja").write_text(JINJA.replace("\n{% endfor", "7{% endfor"))
+    how = ("--tokens", 6, "--temperature", 0, "--template", tmp_path / "chat.jinja", "--system", "BE")
+    writer = model.inference(params, decoder, model.layouts(decoder, Mesh()), Axes(Mesh()))
+    wanted, messages = [], "SYSTEM BE7"
+    for line in ("WHO", "AND"):
+        messages += f"USER {line}7ASSISTANT "
+        shown = messages if not wanted else "SYSTEM BE7USER AND7ASSISTANT "  # 40 tokens: the first exchange is left out
+        new = model.generate(writer, [TOKENIZER.encode(shown)], 6, temperature=0)[0]
+        wanted.append(TOKENIZER.decode(new).partition("7")[0])
+    assert ask("chat", folder, *how, lines="WHO\nAND\n") == (0, "".join(x + "\n" for x in wanted))
+    assert "40 tokens are full: the oldest exchange is left out" in capsys.readouterr().err
+    assert ask("chat", folder, "--system", "BE", lines="WHO\n")[0] == 1
+    assert "--system: got a tokenizer without a chat template" in capsys.readouterr().err
+    assert ask("chat", folder, *how, "--turn", "Q{}", lines="WHO\n")[0] == 0

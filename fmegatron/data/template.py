@@ -1,0 +1,185 @@
+"""ChatTemplate: messages as text, by a Jinja template of Hugging Face, rendered in jinja2's sandbox.
+
+Source of the format: transformers, docs "Chat templates": chat_template.jinja, or "chat_template" in
+tokenizer_config.json; what an answer is may be marked {% generation %} ... {% endgeneration %}.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fmegatron.data.whole_files import content_of, names_in
+
+Messages = Sequence[Mapping[str, Any]]
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has: around what is marked
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template. text: Jinja. special: what it knows beside the messages, such as {"bos_token": "<s>"}.
+
+    The template comes from elsewhere: it sees plain JSON values only, in a sandbox that lets it call nothing of ours.
+    Rendering raises ValueError for a template that is wrong, or refuses the messages; ImportError without jinja2.
+    """
+
+    text: str
+    special: Mapping[str, str] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __reduce__(self):  # what is compiled does not travel
+        return ChatTemplate, (self.text, dict(self.special))
+
+    @functools.cached_property
+    def _compiled(self) -> tuple[Any, Any]:
+        """Without and with characters where marks begin and end."""
+        return _compiled(self.text, "", ""), _compiled(self.text, _BEGIN, _END)
+
+    def render(self, messages: Messages, prompt: bool = False, **more: Any) -> str:
+        """The text of messages. prompt: with the header of an answer behind them (`add_generation_prompt`). more: JSON
+        values that the template knows, such as tools=[...]."""
+        return self._render(0, messages, prompt, more)
+
+    def marks(self, messages: Messages, **more: Any) -> list[tuple[int, int]] | None:
+        """(start, stop) of the characters of `render(messages)` that {% generation %} marks; None for a template
+        without marks.
+
+        Raises ValueError where marks change the text (a template that trims what is marked).
+        """
+        if "endgeneration" not in self.text:
+            return None
+        marked, found, at, begin = self._render(1, messages, False, more), [], 0, 0
+        for character in marked:
+            if character == _BEGIN:
+                begin = at
+            elif character == _END:
+                found.append((begin, at))
+            else:
+                at += 1
+        if marked.replace(_BEGIN, "").replace(_END, "") != self._render(0, messages, False, more):
+            raise ValueError(
+                "chat template: got one whose text changes with its {% generation %} marks, wanted marks around what "
+                "is written; take the filters out of the template that work on marked text"
+            )
+        return found
+
+    def _render(self, which: int, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
+        known = {"tools": None, "documents": None, **self.special, **more}
+        known = _plain({**known, "messages": list(messages), "add_generation_prompt": prompt})
+        try:
+            return self._compiled[which].render(known)
+        except ImportError:
+            raise
+        except Exception as error:  # what a template does with messages may fail in every way
+            raise ValueError(
+                f"chat template: got {type(error).__name__}: {error}, wanted a text of the {len(messages)} messages; "
+                "see what the template asks of their roles and contents"
+            ) from None
+
+
+def load_template(path: str | os.PathLike, name: str = "default") -> ChatTemplate | None:
+    """The template of a folder of Hugging Face, or of a .jinja file; None where there is none.
+
+    chat_template.jinja, else "chat_template" of tokenizer_config.json or chat_template.json; texts of special tokens
+    are those of the tokenizer_config.json. name: of one of several that a configuration has.
+    Raises ValueError for a damaged configuration, and for a name that it does not have.
+    """
+    path = Path(path)
+    folder = path if names_in(path) is not None else path.parent
+    content = content_of(path) if folder is not path else content_of(folder / "chat_template.jinja")
+    configurations = [_object(folder / file) for file in ("tokenizer_config.json", "chat_template.json")]
+    text = None if content is None else content.decode("utf-8")
+    for known in configurations:
+        text = _named(known.get("chat_template"), name, folder) if text is None else text
+    if text is None:
+        return None
+    special = {key: x.get("content") if isinstance(x, dict) else x for key, x in configurations[0].items()
+               if key.endswith("_token")}  # fmt: skip
+    return ChatTemplate(text, {key: x for key, x in special.items() if isinstance(x, str)})
+
+
+def _named(found: Any, name: str, folder: Path) -> str | None:
+    if not isinstance(found, list):
+        return found if isinstance(found, str) else None
+    texts = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if not isinstance(texts.get(name), str):
+        raise ValueError(
+            f"{folder}: got chat templates named {', '.join(map(str, texts))}, wanted {name!r} among them; give "
+            "data.load_template(path, name=...) one of these names"
+        )
+    return texts[name]
+
+
+def _object(path: Path) -> dict:
+    if (content := content_of(path)) is None:
+        return {}
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: got no JSON ({error}), wanted a configuration of Hugging Face") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    """JSON values only: an object of ours would bring its methods into the sandbox."""
+    if value is None or isinstance(value, bool | str | int | float):
+        if isinstance(value, str) and (_BEGIN in value or _END in value):
+            raise ValueError("chat: got U+FDD0 or U+FDD1 in a message, wanted text without noncharacters; remove them")
+        if isinstance(value, str):
+            return str.__str__(value)  # of an enum, say, its text alone
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return int(value) if whole else float(value) if isinstance(value, float) else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(x) for x in value]
+    raise ValueError(f"chat: got {type(value).__name__} {value!r:.40}, wanted JSON values; give the texts of messages")
+
+
+def _compiled(text: str, begin: str, end: str) -> Any:
+    try:
+        from jinja2 import TemplateError, TemplateSyntaxError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise ImportError("chat template: got one without the package that renders it, wanted it; "
+                          "pip install 'jinja2>=3.1.6'") from None  # fmt: skip
+
+    class Generation(Extension):
+        """{% generation %} body {% endgeneration %}: the body between two characters, in a scope of its own."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            first, last = (nodes.Output([nodes.TemplateData(mark)]) for mark in (begin, end))
+            return nodes.Scope([first, *body, last]).set_lineno(line)
+
+    def refused(message: object):
+        raise TemplateError(str(message))
+
+    def as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = as_json
+    environment.globals.update(
+        raise_exception=refused, strftime_now=lambda form: time.strftime(form), dict=lambda *x, **more: dict(*x, **more)
+    )
+    try:
+        return environment.from_string(text)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"chat template: got a text that is no Jinja at line {error.lineno} ({error}), wanted a chat template"
+        ) from None

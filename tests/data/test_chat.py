@@ -1,0 +1,181 @@
+"""Chats: templates of Hugging Face give transformers' texts and masks, and only answers are learned."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+from fmegatron.data import ByteTokenizer, CharTokenizer, Chats, ChatTemplate, SourceBatches, chat_row, load_tokenizer
+from fmegatron.data.template import load_template
+
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "    {%- if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role ' + m.role) }}{% endif %}\n"
+    "<|{{ m.role }}|>\n{{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}\n"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+TOOLS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% set ns.last = loop.index %}{% if loop.first and tools %}"
+    "{{ tools | tojson }} {{ tools | tojson(indent=2) }}{% endif %}{% if m.content is none %}{% continue %}{% endif %}"
+    "{{ loop.index0 }}:{{ m.content }}{{ eos_token }}{% endfor %}[{{ ns.last }}]"
+)
+LOOKS = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"  # at other messages
+CHAT = [
+    {"role": "system", "content": " be brief "}, {"role": "user", "content": "héllo 😀 <b>"},
+    {"role": "assistant", "content": "1 + 1 = 2"}, {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "naïve 漢字"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator(["1 + 1 = 2 and hello be brief"] * 9, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": PLAIN}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(folder):
+    """(ours, transformers')."""
+    return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("text", [PLAIN, MARKED, TOOLS], ids=["plain", "marked", "tools"])
+def test_texts_and_ids_are_those_of_transformers(both, text, prompt):
+    ours, theirs = both
+    tools = [{"name": "f", "about": "<é>"}]
+    chat = [*CHAT, {"role": "assistant", "content": None}] if text is TOOLS else CHAT
+    template = ChatTemplate(text, ours.chat.special)
+    options = {"chat_template": text, "add_generation_prompt": prompt, "tools": tools}
+    assert template.render(chat, prompt, tools=tools) == theirs.apply_chat_template(chat, tokenize=False, **options)
+    wanted = theirs.apply_chat_template(chat, **options)["input_ids"]
+    assert ours.located(template.render(chat, prompt, tools=tools))[0].tolist() == wanted
+
+
+def learned(tokenizer, row):
+    return tokenizer.decode(row["labels"][row["mask"]])
+
+
+def test_marks_say_what_is_learned(both):
+    ours, theirs = both
+    for tokenizer in both:
+        row = chat_row(tokenizer, CHAT, template=ChatTemplate(MARKED, ours.chat.special))
+        assert learned(ours, row) == "1 + 1 = 2</s>naïve 漢字</s>"
+    ascii_ = CHAT[:3]  # of a character of several tokens transformers marks the first alone, where an answer ends so
+    options = {"chat_template": MARKED, "return_assistant_tokens_mask": True, "return_dict": True}
+    wanted = theirs.apply_chat_template(ascii_, **options)
+    row = chat_row(ours, ascii_, template=ChatTemplate(MARKED, ours.chat.special))
+    assert row["mask"].tolist() == [bool(x) for x in wanted["assistant_masks"][1:]]
+    assert row["tokens"].tolist() == wanted["input_ids"][:-1] and row["labels"].tolist() == wanted["input_ids"][1:]
+
+
+def test_without_marks_the_growth_of_the_text_says_it(both):
+    ours, theirs = both
+    for tokenizer in both:
+        assert learned(ours, chat_row(tokenizer, CHAT)) == "1 + 1 = 2</s>\nnaïve 漢字</s>\n"
+    asked = learned(ours, chat_row(ours, CHAT, roles=("user",)))
+    assert asked == "<|user|>\nhéllo 😀 <b></s>\n<|user|>\nand?</s>\n"
+    assert learned(ours, chat_row(ours, CHAT, ("user",), ChatTemplate(MARKED, ours.chat.special))) == asked
+    for text, message in (
+        (LOOKS, r"message 2: got a template without {% generation %} marks .* first 3 messages is no beginning"),
+        (PLAIN.replace("<|assistant|>\n{% endif", "<|other|>{% endif"), "message 2: .* the first 2 messages is no"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chat_row(ours, CHAT, template=ChatTemplate(text, ours.chat.special))
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [ByteTokenizer(), CharTokenizer.from_text(json.dumps(CHAT, ensure_ascii=False) + "\n|")]
+)
+def test_bytes_and_characters(tokenizer):
+    row = chat_row(tokenizer, CHAT, template=ChatTemplate(MARKED, {"eos_token": "|"}))
+    assert learned(tokenizer, row) == "1 + 1 = 2|naïve 漢字|"
+    ids, places = tokenizer.located(text := "aé漢😀")
+    assert tokenizer.decode(ids) == text and {text[a:b] for a, b in places} == set(text)
+
+
+def test_chats_are_a_source(both):
+    ours, _ = both
+    chats = Chats([{"messages": CHAT}, {"messages": CHAT[:3]}], ours, 12)
+    assert len(chats[0]["tokens"]) == 12
+    batch = SourceBatches(Chats([CHAT, CHAT[:3]], ours, 99), 2, 99, 0, shuffle=False).at(0)
+    assert batch["tokens"].shape == (2, 99)
+    assert learned(ours, {name: x[1].numpy() for name, x in batch.items()}) == "1 + 1 = 2</s>\n"
+
+
+def test_the_template_is_kept_with_the_tokenizer(folder, tmp_path):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.chat.special == {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer.save(tmp_path / "saved.json")
+    for again in (load_tokenizer(tmp_path / "saved.json"), pickle.loads(pickle.dumps(tokenizer))):
+        assert again.chat == tokenizer.chat and again.chat.render(CHAT) == tokenizer.chat.render(CHAT)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    bare = load_tokenizer(tmp_path)
+    assert bare.chat is None and bare.digest == load_tokenizer(tmp_path / "tokenizer.json").digest
+    with pytest.raises(ValueError, match="got a tokenizer without a chat template, wanted one; load the folder"):
+        chat_row(bare, CHAT)
+    several = {"chat_template": [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(several))
+    assert load_tokenizer(tmp_path).chat.text == "d" and load_template(tmp_path, "rag").text == "r"
+    with pytest.raises(ValueError, match="named default, rag, wanted 'x' among them"):
+        load_template(tmp_path, "x")
+    (tmp_path / "chat_template.jinja").write_text("j")
+    assert load_tokenizer(tmp_path).chat.text == "j" == load_template(tmp_path / "chat_template.jinja").text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{ raise_exception('alternate') }}", "got TemplateError: alternate, wanted a text of the 5 messages"),
+        ("a\n{% if %}", "no Jinja at line 2"),
+        ("{{ messages[9].content }}", "got UndefinedError"),
+        ("{{ ''.__class__.__mro__ }}", "got SecurityError"),
+        ("{{ messages.append(1) }}", "got SecurityError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "got OverflowError"),
+        ("{{ raise_exception.__globals__ }}", "got SecurityError"),
+        ("{{ cycler.__init__.__globals__.os }}", "got SecurityError"),
+    ],
+)  # fmt: skip
+def test_templates_that_cannot_be_rendered(text, message):
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate(text).render(CHAT)
+
+
+class Sneaky(str):
+    def run(self):
+        raise AssertionError("a template called a method of ours")
+
+
+def test_only_json_values_reach_a_template():
+    run = ChatTemplate("{{ messages[0].content.run() }}")
+    with pytest.raises(ValueError, match="UndefinedError"):
+        run.render([{"role": "user", "content": Sneaky("x")}])
+    assert ChatTemplate("{{ messages[0].content }}").render([{"content": Sneaky("x")}]) == "x"
+    with pytest.raises(ValueError, match="got ndarray .* wanted JSON values"):
+        run.render([{"role": "user", "content": np.zeros(2)}])
+    with pytest.raises(ValueError, match="got U.FDD0 or U.FDD1"):
+        run.render([{"role": "user", "content": "\ufdd0"}])
+    trims = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}"
+    with pytest.raises(ValueError, match="text changes with its {% generation %} marks"):
+        ChatTemplate(trims).marks(CHAT)
