@@ -116,7 +116,7 @@ def test_edges(name):
     make = functools.partial(train_step, strategy=HSDP, of=of)
     layouts = tree.layouts(given(mesh, HSDP, of)[0])
     found = assert_parity(make, mesh, state, batch, layouts=(layouts, rows), steps=2, floor=1e-12)
-    imbalance = found.sharded.metrics["imbalance"].item()
+    imbalance = found.sharded.metrics["imbalance"]
     assert {1: imbalance == 8, 8: imbalance == 1}.get(router.top_k, imbalance > 1)
 
 
