@@ -8,7 +8,7 @@ compiled step. The peer: the ring of torch.distributed.tensor.experimental (`_te
 backward), with and without its balancing, in eager mode, as it hides collectives in a context manager. torch has no
 entry for the CPU's flash kernel there: the peer's ring is given that kernel here, ours uses it too. Outputs and
 gradients must be equal before anything is timed. A ratio is the median over rounds of ours / peer, each the slowest
-rank's; bytes are counted in the graph. JSON lines on stdout, a table on stderr.
+rank's; bytes are counted in the graph, peaks are of the whole heap (heap.py). JSON lines on stdout, a table on stderr.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from heap import counted_in_children, peak_bytes
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
 from fmegatron import nn, step
@@ -94,8 +95,9 @@ def race(rank: int, numbers: tuple[int, ...], form: str, rounds: int, backend: s
         found, wanted = compiled(*given, positions), peer()
         error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
         sent = sum(c.sent for c in step.collectives_of(compiled.graph("overlap"), mesh))
-        times = paired_seconds(lambda: compiled(*given, positions), peer, rounds, before=dist.barrier)
-    return {"pairs": times, "error": error, "sent": sent}
+        works = (lambda: compiled(*given, positions), peer)
+        times, peaks = paired_seconds(*works, rounds, before=dist.barrier), [peak_bytes(work) for work in works]
+    return {"pairs": times, "error": error, "sent": sent, "peaks": peaks}
 
 
 def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> None:
@@ -110,10 +112,14 @@ def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> No
     block = 4 * sizes.rows * sizes.length // RANKS * sizes.heads * sizes.width  # bytes of this rank's part of one array
     positions = 8 * sizes.length // RANKS
     # A ring: n - 1 hops of k, v and positions forward, again backward, and n hops of their gradients.
-    ring = 2 * (RANKS - 1) * (2 * block + positions) + RANKS * 2 * block
-    formula = {"ring": ring, "balanced": ring, "gathered": (RANKS - 1) * (4 * block + positions)}
+    # Balanced without documents and window it makes no mask of positions, which stay.
+    hops = 2 * (RANKS - 1) + RANKS
+    ring = hops * 2 * block + 2 * (RANKS - 1) * positions
+    formula = {"ring": ring, "balanced": hops * 2 * block, "gathered": (RANKS - 1) * (4 * block + positions)}
     with contextlib.ExitStack() as stack:
-        pool = pool or stack.enter_context(contextlib.closing(RankPool(RANKS)))
+        if pool is None:
+            stack.enter_context(counted_in_children())
+            pool = stack.enter_context(contextlib.closing(RankPool(RANKS)))
         for form in formula:
             ranks = pool.run(race, tuple(sizes), form, rounds, flags.backend, ranks=RANKS, timeout_s=LIMIT_S)
             error = max(r["error"] for r in ranks)
@@ -125,6 +131,9 @@ def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> No
             bar = "<= 1.0" if form == "balanced" and not flags.quick else None  # the form for work that is even
             name = "torch's balanced ring" if form == "balanced" else "torch's ring"
             report(f"cp_{form}_time", ratios, unit="ratio", against=name, bar=bar, where=where, note=f"{least:.0f} ms")
+            mine, theirs = (max(r["peaks"][f] for r in ranks) / 2**20 for f in (0, 1))
+            note = f"{mine:.1f} of {theirs:.1f} MiB above the arguments"
+            report(f"cp_{form}_peak", [mine / theirs], unit="ratio", against=name, bar=bar, where=where, note=note)
 
 
 if __name__ == "__main__":
