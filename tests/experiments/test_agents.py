@@ -45,7 +45,7 @@ def test_a_job_goes_on_with_the_node_that_is_left(python, ranks, tmp_path):
     got, wanted = losses(tmp_path / "run"), losses(tmp_path / "clean")
     assert sorted(got) == list(range(1, STEPS + 1))
     assert max(abs(got[n] - wanted[n]) / wanted[n] for n in wanted) <= 1e-10
-    jobs[1][0].wait()
+    ended(jobs[1], tmp_path)
     assert_nothing_works_in(tmp_path)
 
 
