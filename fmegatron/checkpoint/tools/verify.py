@@ -89,8 +89,7 @@ def verify(path: Saved, jobs: int | None = None) -> Report:
 
 def _report_of(source: Source) -> Report:
     """As `_report`, of another system's checkpoint. Raises ValueError where its files have no checksums."""
-    reader, leaves, damages, nbytes = source.snapshot.reader, source.leaves(), [], 0
-    files: set[str] = set()
+    reader, leaves, damages, files, nbytes = source.snapshot.reader, source.leaves(), [], set[str](), 0
     assert reader is not None, "it is of another system"
     if not reader.verifies:
         raise ValueError(
