@@ -13,6 +13,7 @@ SILENCED = re.compile(r"#\s*(?:type|pyright):\s*ignore(?P<rule>\[[\w, -]+\])?(?P
 ANYTHING = {
     "checkpoint.Manager.restore": "its options go on to `restore`, which names their types",
     "checkpoint.Manager.restore_latest": "its options go on to `restore`, which names their types",
+    "checkpoint.start": "its options go on to `restore`, which names their types",
     **{
         f"collectives.Precision.{name}": "its changes are fields of Precision by name, which have types of their own"
         for name in ("fp32", "fp64", "bf16", "fp8_wire", "bf16_wire")

@@ -138,7 +138,7 @@ def _count(args: Mapping[str, Any], key: str, where: str) -> int:
 
 def _number(args: Mapping[str, Any], key: str, where: str) -> float:
     value = args.get(key)
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where}.{key}: got {value!r:.60}, wanted a number; make the Decoder by model.llama")
     return float(value)
 

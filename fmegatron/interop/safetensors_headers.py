@@ -67,8 +67,9 @@ def headers(path: str | os.PathLike) -> Headers:
             if key in places:
                 raise CheckpointError(f"{file}: {key[:80]}: is in {places[key].file} too; {_AGAIN}")
             places[key] = place
-    if lost := [key for key in owners or () if key not in places]:
-        raise CheckpointError(f"{root}: {lost[0][:80]}: got no such tensor in {owners[lost[0]]}; {_AGAIN}")
+    for key, name in (owners or {}).items():
+        if key not in places:
+            raise CheckpointError(f"{root}: {key[:80]}: got no such tensor in {name}; {_AGAIN}")
     return Headers(places, sizes, texts[0] if texts else {}, digest(repr(digests).encode()) >> 1)
 
 

@@ -1,6 +1,6 @@
 """Safetensors files as a source of restores: only the ranges that a rank holds are read, transposed on the way.
 
-A few threads share blocks of at most 2 MiB. A block goes straight into the tensor where it lies there in one run; else
+A few threads share blocks of at most 2 MiB. A block goes straight into the tensor where it is one run there; else
 into a buffer, and from there to its place (`Target.put`). Positioned reads, not maps: a file that gets shorter while it
 is read is an error and no SIGBUS.
 """

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from fmegatron.layout import Box, Layout, row_major_strides
 
 _BLOCK_BYTES = 4 << 20
 _MOST_THREADS = 4
-_METADATA = {"format": "pt"}
+_METADATA = MappingProxyType({"format": "pt"})
 
 
 class _Piece(NamedTuple):
@@ -196,7 +197,7 @@ def _blocks(piece: _Piece) -> Iterator[_Piece]:
 def _write_block(fd: int, at: int, shape: tuple[int, ...], block: _Piece) -> None:
     """Write a block's elements as runs of the file. at: first byte of the tensor.  shape: of the tensor."""
     x, width = block.x, block.x.element_size()
-    data = memoryview(_dense(bits(x)).reshape(-1).view(torch.uint8).numpy())
+    data = _dense(bits(x)).reshape(-1).view(torch.uint8).numpy().data
     dim = len(shape)  # dims from here on are written in full
     while dim and x.shape[dim - 1] == shape[dim - 1]:
         dim -= 1

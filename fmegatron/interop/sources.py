@@ -1,4 +1,4 @@
-"""`source(path)`: any checkpoint as what restores, Managers and tools take, recognised by its files.
+"""`source(path)`: any checkpoint as what restores and tools take, by the files that it has.
 
     state = checkpoint.restore(interop.source("iter_0000100"), layouts, rules=[...], world=world)
 
@@ -26,7 +26,7 @@ def source(path: str | os.PathLike | Store | Snapshot | Foreign) -> str | os.Pat
     """What `checkpoint.restore`, `explain`, `describe`, `layouts`, `open_snapshot` and `checkpoint.start` take.
 
     path: of a directory or file; a URL, a Store and what is opened already come back as they are, and so does a path
-    that is of no other system: what is wrong with it is said by who reads it.
+    that is of no other system: who reads it reports what is wrong with it.
 
     Raises OSError for what cannot be looked at.
     """

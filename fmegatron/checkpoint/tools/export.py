@@ -80,7 +80,7 @@ def export(
 ) -> Exported:
     """Write the leaves of a checkpoint as safetensors, with its step and metadata; verified while they are read.
 
-    Nothing is held whole, whatever the rules do: each tensor is written in blocks of rows, for which what they are made
+    Memory is bounded, whatever the rules do: each tensor is written in blocks of rows, for which what they are made
     of is read.
 
     Args:

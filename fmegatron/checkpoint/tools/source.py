@@ -59,7 +59,7 @@ class Source:
             raise ValueError(f"got the pattern {pattern!r}, wanted a regular expression: {error}") from None
         found = [path for path in paths if wanted.search(path)]
         if not found:
-            near = tree.did_you_mean(pattern, paths)
+            near = tree.did_you_mean(pattern, list(paths))
             raise ValueError(f"{self.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
         return found
 

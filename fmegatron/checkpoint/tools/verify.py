@@ -33,7 +33,6 @@ from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot, on_sna
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
 from fmegatron.checkpoint.tools.source import Source, stream
-from fmegatron.layout import Box, row_major_strides
 
 _BANDS_PER_JOB = 16
 _MOST_THREADS = 64
@@ -89,19 +88,21 @@ def verify(path: Saved, jobs: int | None = None) -> Report:
 
 
 def _report_of(source: Source) -> Report:
-    """As `_report`, of a checkpoint of another system. Raises ValueError where its files have no checksums."""
-    reader, leaves, damages, nbytes = source.snapshot.reader, source.leaves(), [], 0
+    """As `_report`, of another system's checkpoint. Raises ValueError where its files have no checksums."""
+    reader, leaves, damages, files, nbytes = source.snapshot.reader, source.leaves(), [], set[str](), 0
     assert reader is not None, "it is of another system"
     if not reader.verifies:
-        what = f"{source.text}: got {reader.kind}, which have no checksums, wanted files that can be verified"
-        raise ValueError(f"{what}; their headers and sizes are right: `show --stats` reads the elements")
+        raise ValueError(
+            f"{source.text}: got {reader.kind}, which have no checksums, wanted files that can be verified; `show"
+            " --stats` reads the elements (headers and sizes are right)"
+        )
     for leaf in leaves:
+        for box in layout_from_json(leaf, source.manifest.meshes).boxes(0):
+            files.update(file for file, _ in reader.reads(leaf.path, box))
         try:
             nbytes += sum(x.nbytes for _, x in stream(source, [leaf]))
         except CheckpointError as error:
             damages.append(Damage("bytes", "", str(error), leaf.path))
-    boxes = ((leaf.path, Box((0,) * len(leaf.shape), leaf.shape, 0, row_major_strides(leaf.shape))) for leaf in leaves)
-    files = {file for path, box in boxes for file, _ in reader.reads(path, box)}
     return Report(source.text, source.manifest.step, len(leaves), len(files), nbytes, tuple(damages))
 
 
