@@ -44,12 +44,12 @@ demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample
 test: $(STAMP)  ## the default tests, doctests included, over all cores: at most 10 minutes on 2
 	@$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.stamp-logs  ## the same and the full sweeps, and loggers against the real packages (extra `logs`)
+test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs the extras logs, data and eval
 	@$(PYTEST) -m 'slow or not slow' $(ARGS)
 
-$(VENV)/.stamp-logs: $(STAMP)
-	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[logs]'; \
-		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[logs]'; fi
+$(VENV)/.stamp-more: $(STAMP)
+	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[logs,data,eval]'; \
+		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[logs,data,eval]'; fi
 	@touch $@
 
 lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is changed

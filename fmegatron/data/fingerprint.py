@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
 import numpy as np
 import xxhash
 
@@ -9,6 +12,13 @@ from fmegatron.data.documents import Tokens
 
 _WHOLE = 1 << 20  # tokens that are all looked at
 _PIECES, _PIECE = 1024, 1024  # of more, evenly spaced, the first and the last among them
+
+
+@runtime_checkable
+class Pieces(Protocol):
+    """Tokens that are far away: many places are asked for at once."""
+
+    def pieces(self, starts: Sequence[int], count: int, /) -> list[np.ndarray]: ...
 
 
 def fingerprint(tokens: Tokens) -> str:
@@ -21,8 +31,13 @@ def fingerprint(tokens: Tokens) -> str:
     '3 tokens, xxh3 7fb6f0c094f81c5d'
     """
     count, digest = len(tokens), xxhash.xxh3_64()
-    starts = [0] if count <= _WHOLE else [i * (count - _PIECE) // (_PIECES - 1) for i in range(_PIECES)]
-    for start in starts:
-        piece = np.asarray(tokens[start : start + (_WHOLE if count <= _WHOLE else _PIECE)])
+    starts = [i * (count - _PIECE) // (_PIECES - 1) for i in range(_PIECES)]
+    if count <= _WHOLE:
+        pieces = [tokens[:]]
+    elif isinstance(tokens, Pieces):
+        pieces = tokens.pieces(starts, _PIECE)
+    else:
+        pieces = (tokens[start : start + _PIECE] for start in starts)
+    for piece in pieces:
         digest.update(np.ascontiguousarray(piece, dtype="<i8").tobytes())
     return f"{count} tokens, xxh3 {digest.hexdigest()}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -19,7 +19,8 @@ import numpy as np
 import tensorstore as ts
 
 from fmegatron.data.open_tokenizer import Tokenizer, tokenizer_from
-from fmegatron.data.ranged import Ranged, exact_size, open_url, ranged
+from fmegatron.data.ranged import Ranged, exact_size, open_url, ranged, whole_object
+from fmegatron.data.whole_files import content_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = 34
@@ -74,7 +75,7 @@ class IndexedTokens:
                 head = file.read(HEADER)
         else:
             size, head = None, ranged(store, idx, 0, HEADER)
-        self.is_local = store is None
+        self._store, self._key, self.is_local = store, key, store is None
         dtype, N, D = _header(head, f"{self.prefix}.idx")
         want = HEADER + 12 * N + 8 * D
         got = exact_size(store, idx, (want, want + N)) if store is not None else size
@@ -125,11 +126,25 @@ class IndexedTokens:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that PREFIX.json names, which `prepare` writes; None where there is no such file."""
-        try:
-            found = json.loads(Path(f"{self.prefix}.json").read_text()) if self.is_local else {}
-        except FileNotFoundError:
-            found = {}
-        return None if found.get("tokenizer") is None else tokenizer_from(found["tokenizer"], self.prefix)
+        stated = self._beside(".json")
+        found = None if stated is None else json.loads(stated).get("tokenizer")
+        if found is None:
+            return None
+        if self._store is not None and (saved := self._beside(".tokenizer.json")) is not None:
+            found = {**json.loads(saved), "digest": found.get("digest")}  # another file beside the data is an error
+        return tokenizer_from(found, self.prefix)
+
+    def _beside(self, suffix: str) -> bytes | None:
+        """The file or object PREFIX + suffix, None where there is none."""
+        if self._store is not None:
+            return whole_object(self._store, self._key + suffix)
+        return content_of(self._key + suffix)
+
+    def pieces(self, starts: Sequence[int], count: int) -> list[np.ndarray]:
+        """`count` tokens from each of these on; of an object store all are asked for at once."""
+        if isinstance(self.ids, Ranged):
+            return self.ids.pieces(starts, count)
+        return [self.ids[start : start + count] for start in starts]
 
     def document(self, number: int) -> tuple[int, int]:
         """(start, stop): the tokens of a document. IndexError for one that there is not."""

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -24,7 +24,7 @@ from fmegatron.data.tokenizers import ByteTokenizer
 from fmegatron.data.whole_files import content_of, whole_file
 from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, move_indexed, token_dtype
 
-_TOGETHER = 1 << 20  # tokens that are written at once
+_TOGETHER = 1 << 18  # characters of texts that are encoded at once
 
 
 def prepare(
@@ -171,22 +171,31 @@ def tokenize_part(
 ) -> tuple[int, dict[str, int]]:
     """Write one part as a corpus, and its statistics beside it when it is complete."""
     tool = _tokenizer(tokenizer)
-    end = np.array([] if eod is None else [eod], dtype=dtype)
-    bytes_, documents, waiting = 0, [], 0
+    bytes_ = 0
     with IndexedWriter(prefix, dtype) as writer:
-        for text in texts_of(part, key):
-            ids = np.asarray(tool.encode(text))
-            documents.append(ids if eod is None else np.concatenate([ids, end]))
-            bytes_ += len(text) if text.isascii() else len(text.encode("utf-8"))
-            waiting += len(ids)
-            if waiting >= _TOGETHER:
-                writer.add_documents(documents)
-                documents, waiting = [], 0
-        writer.add_documents(documents)
+        for texts in _together(texts_of(part, key)):
+            ids, lengths = tool.encode_many(texts)
+            if eod is not None:
+                ids, lengths = np.insert(ids.astype(dtype), np.cumsum(lengths), eod), lengths + 1
+            writer.add_documents(ids, lengths)
+            bytes_ += sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         stats = {"tokens": writer.tokens, "documents": writer.documents, "bytes": bytes_}
     with whole_file(f"{prefix}.json") as file:
         file.write(json.dumps(stats).encode())
     return number, stats
+
+
+def _together(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Lists of texts, of `_TOGETHER` characters or a text more."""
+    found, characters = [], 0
+    for text in texts:
+        found.append(text)
+        characters += len(text)
+        if characters >= _TOGETHER:
+            yield found
+            found, characters = [], 0
+    if found:
+        yield found
 
 
 def _split(tokens: IndexedTokens, split: str) -> dict[str, list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 from types import MappingProxyType
 
@@ -50,6 +50,14 @@ class Ranged:
         data, begin = b"".join(blocks), first // _BLOCK * _BLOCK
         return np.frombuffer(data[first - begin : last - begin], self._dtype)
 
+    def pieces(self, starts: Sequence[int], count: int) -> list[np.ndarray]:
+        """`count` entries from each of these on, asked for all at once and not kept: for places that lie far apart."""
+        size = self._dtype.itemsize
+        places = [self._offset + start * size for start in starts]
+        asked = [self._store.read(self._key, byte_range=slice(a, a + count * size)) for a in places]
+        found = [_value(one, self._key, a, count * size) for one, a in zip(asked, places, strict=True)]
+        return [np.frombuffer(data, self._dtype) for data in found]
+
     def _block(self, number: int) -> bytes:
         with self._lock:
             if number in self._blocks:
@@ -66,8 +74,21 @@ class Ranged:
 
 def ranged(store: ts.KvStore, key: str, start: int, size: int) -> bytes:
     """Bytes of an object. Raises OSError where there are fewer, FileNotFoundError where there is no object."""
+    return _value(store.read(key, byte_range=slice(start, start + size)), key, start, size)
+
+
+def whole_object(store: ts.KvStore, key: str) -> bytes | None:
+    """An object, None where there is none. Raises OSError where the store fails."""
     try:
-        found = store.read(key, byte_range=slice(start, start + size)).result()
+        found = store.read(key).result()
+    except (ValueError, RuntimeError) as error:
+        raise OSError(errno.EIO, f"cannot be read: {str(error)[:500]}", key) from None
+    return found.value if found.state == "value" else None
+
+
+def _value(asked: ts.Future, key: str, start: int, size: int) -> bytes:
+    try:
+        found = asked.result()
     except (ValueError, RuntimeError) as error:
         raise OSError(errno.EIO, f"bytes {start} to {start + size} cannot be read: {str(error)[:500]}", key) from None
     if found.state != "value":

@@ -11,9 +11,10 @@ import binascii
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +107,17 @@ class SubwordTokenizer:
         else:
             ids = self._reader.encode(text, disallowed_special=())
         return np.asarray(ids, dtype=smallest_dtype(self.vocab_size))
+
+    def encode_many(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all texts, one after the other; how many are of each: int64 [texts])."""
+        if self.kind == "huggingface":
+            rows = [one.ids for one in self._reader.encode_batch_fast(list(texts), add_special_tokens=False)]
+        elif self.kind == "sentencepiece":
+            rows = self._reader.encode(list(texts))
+        else:
+            rows = [self._reader.encode(text, disallowed_special=()) for text in texts]
+        lengths, dtype = np.array([len(row) for row in rows], np.int64), smallest_dtype(self.vocab_size)
+        return np.fromiter(itertools.chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
 
     def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], characters int64 [n, 2]: start, stop in the text of what each id is of); names of special

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from fmegatron.data.whole_files import names_in
 
@@ -24,6 +24,8 @@ _KINDS = MappingProxyType(
         ".parquet": "parquet",
     }
 )
+_BLOCK = 1 << 20  # bytes that are read at once
+_ROWS = 1000  # of a dataset
 
 
 class Part(NamedTuple):
@@ -45,8 +47,11 @@ def kind_of(path: str | os.PathLike) -> str:
     for suffix, kind in _KINDS.items():
         if name.endswith(suffix):
             return kind
-    if {"state.json", "dataset_info.json"} & set(names_in(name) or ()):
+    names = set(names_in(name) or ())
+    if {"state.json", "dataset_info.json"} & names:
         return "dataset"
+    if "dataset_dict.json" in names:
+        raise ValueError(f"{name}: got a folder of several splits, wanted one of them; name {name}/train, or another")
     raise ValueError(
         f"{name}: got a file of an unknown kind, wanted .jsonl, .jsonl.gz, .jsonl.zst, .txt, .parquet, or a folder "
         "that datasets.Dataset.save_to_disk wrote; rename or convert it"
@@ -80,50 +85,108 @@ def texts_of(part: Part, key: str) -> Iterator[str]:
             if part.start:
                 file.seek(part.start - 1)
                 file.readline()  # the line that began before belongs to the part before
-            yield from _lines(file, part.path, key, part.stop)
+            begin = file.tell()
+            yield from _lines(_blocks(file, part.stop - begin), part.path, key, begin)
     elif part.kind == "gzip":
         try:
             with gzip.open(part.path, "rb") as file:
-                yield from _lines(file, part.path, key)
-        except (EOFError, gzip.BadGzipFile) as error:
+                yield from _lines(_blocks(file), part.path, key)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{part.path}: got a damaged gzip file ({error}), wanted a complete one") from None
     elif part.kind == "zstd":
-        try:
-            import zstandard
-        except ImportError:
-            raise ImportError(f"{part.path}: zstd needs a package; pip install zstandard") from None
-        with open(part.path, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-            yield from _lines(io.BufferedReader(stream), part.path, key)
+        yield from _lines(_zstd(part.path), part.path, key)
     elif part.kind == "parquet":
         file = _parquet(part.path)
         if key not in file.schema_arrow.names:
             raise _no_key(part.path, key, file.schema_arrow.names)
-        for batch in file.iter_batches(row_groups=list(range(part.start, part.stop)), columns=[key]):
-            yield from batch.column(0).to_pylist()
+        try:
+            for batch in file.iter_batches(row_groups=list(range(part.start, part.stop)), columns=[key]):
+                where = f"{part.path}, row group {part.start}"
+                yield from _texts(batch.column(0).to_pylist(), where, key, file.schema_arrow.names)
+        except OSError as error:
+            raise ValueError(f"{part.path}: got a damaged Parquet file ({error}), wanted a complete one") from None
     else:
         rows = _dataset(part.path)
         if key not in rows.column_names:
             raise _no_key(part.path, key, rows.column_names)
-        yield from (rows[i][key] for i in range(part.start, part.stop))
+        column = rows.select_columns([key])
+        for a in range(part.start, part.stop, _ROWS):
+            where = f"{part.path}, rows {a} to {min(a + _ROWS, part.stop) - 1}"
+            yield from _texts(column[a : min(a + _ROWS, part.stop)][key], where, key, rows.column_names)
 
 
-def _lines(file: io.BufferedIOBase, path: str, key: str, stop: int | None = None) -> Iterator[str]:
-    at = file.tell()
-    while stop is None or at < stop:
-        line = file.readline()
-        if not line:
-            return
-        if line.strip():
+def _texts(values: list, where: str, key: str, names: Iterable[str]) -> list[str]:
+    if not all(isinstance(value, str) for value in values):
+        kinds = ", ".join(sorted({type(value).__name__ for value in values} - {"str"}))
+        raise ValueError(
+            f"{where}: got {kinds} in {key!r}, one of the fields {', '.join(names)}, wanted texts; name another field "
+            "with --key, or leave out rows without a text"
+        )
+    return values
+
+
+def _blocks(file: IO[bytes], size: int | None = None) -> Iterator[bytes]:
+    """Whole lines, many at a time: those that begin in the next `size` bytes; None: all."""
+    while data := file.read(_BLOCK if size is None else min(_BLOCK, max(size, 0))):
+        if data[-1:] != b"\n":
+            data += file.readline()
+        yield data
+        size = None if size is None else size - len(data)
+
+
+def _zstd(path: str) -> Iterator[bytes]:
+    """Whole lines, many at a time, of all frames of a file."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ImportError(f"{path}: zstd needs a package; pip install zstandard") from None
+    unpack, left, inside = zstandard.ZstdDecompressor(max_window_size=1 << 31), b"", False
+    frame = unpack.decompressobj()
+    try:
+        with open(path, "rb") as file:
+            while data := file.read(_BLOCK):
+                while data:
+                    left += frame.decompress(data)
+                    data, inside = frame.unused_data, not frame.eof
+                    if frame.eof:
+                        frame = unpack.decompressobj()
+                whole = left.rfind(b"\n") + 1
+                if whole:
+                    yield left[:whole]
+                    left = left[whole:]
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{path}: got a damaged zstd file ({error}), wanted a complete one") from None
+    if inside:
+        raise ValueError(f"{path}: got a zstd file that was cut off, wanted a complete one")
+    if left:
+        yield left
+
+
+def _lines(blocks: Iterator[bytes], path: str, key: str, at: int = 0) -> Iterator[str]:
+    """The texts of JSON lines, in order; at: the byte with which the first block begins."""
+    for data in blocks:
+        lines = _decoded(data, path, at).split("\n")
+        for number, line in enumerate(lines):
+            if not line or line.isspace():
+                continue
             try:
-                found = json.loads(_decoded(line, path, at))
+                found = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"{path}: got a line at byte {at} that is no JSON ({error}), wanted one object a line"
+                    f"{path}: got a line at byte {_place(lines, number, at)} that is no JSON ({error}), wanted one "
+                    "object a line"
                 ) from None
-            if not isinstance(found, dict) or not isinstance(found.get(key), str):
-                raise _no_key(f"{path}, byte {at}", key, found if isinstance(found, dict) else [])
-            yield found[key]
-        at += len(line)
+            text = found.get(key) if isinstance(found, dict) else None
+            if not isinstance(text, str):
+                where = f"{path}, byte {_place(lines, number, at)}"
+                raise _no_key(where, key, found if isinstance(found, dict) else [])
+            yield text
+        at += len(data)
+
+
+def _place(lines: list[str], number: int, at: int) -> int:
+    """The byte of a line."""
+    return at + sum(len(line.encode()) + 1 for line in lines[:number])
 
 
 def _no_key(where: str, key: str, names) -> ValueError:
@@ -143,7 +206,10 @@ def _parquet(path: str):
         import pyarrow.parquet
     except ImportError:
         raise ImportError(f"{path}: Parquet needs a package; pip install pyarrow") from None
-    return pyarrow.parquet.ParquetFile(path)
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: got a damaged Parquet file ({error}), wanted a complete one") from None
 
 
 def _dataset(path: str):

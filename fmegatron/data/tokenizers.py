@@ -6,7 +6,7 @@ dict` (plain JSON, the inverse of `open_tokenizer.tokenizer_from`) and `save(pat
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The UTF-8 bytes of a text: uint8 [bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def encode_many(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all texts, one after the other; how many are of each: int64 [texts])."""
+        parts = [text.encode("utf-8") for text in texts]
+        return np.frombuffer(b"".join(parts), dtype=np.uint8), np.array([len(part) for part in parts], np.int64)
 
     def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], characters int64 [n, 2]: start, stop in the text of what each id is of)."""
@@ -117,6 +122,10 @@ class CharTokenizer:
                 "ByteTokenizer, which knows every text"
             )
         return found.astype(smallest_dtype(self.vocab_size))
+
+    def encode_many(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all texts, one after the other; how many are of each: int64 [texts])."""
+        return self.encode("".join(texts)), np.array([len(text) for text in texts], np.int64)
 
     def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], characters int64 [n, 2]: start, stop in the text of what each id is of)."""

@@ -24,8 +24,9 @@ MARKED = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 TOOLS = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% set ns.last = loop.index %}{% if loop.first and tools %}"
-    "{{ tools | tojson }} {{ tools | tojson(indent=2) }}{% endif %}{% if m.content is none %}{% continue %}{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% set ns.last = loop.index %}"
+    "{% if loop.first and tools %}{{ tools | tojson }} {{ tools | tojson(indent=2) }}{% endif %}"
+    "{% if m.content == 'and?' %}{% continue %}{% endif %}"
     "{{ loop.index0 }}:{{ m.content }}{{ eos_token }}{% endfor %}[{{ ns.last }}]"
 )
 LOOKS = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"  # at other messages
@@ -49,7 +50,7 @@ def folder(tmp_path_factory):
     )  # fmt: skip
     made.train_from_iterator(["1 + 1 = 2 and hello be brief"] * 9, trainer)
     made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": PLAIN}))
     return folder
 
@@ -65,12 +66,11 @@ def both(folder):
 def test_texts_and_ids_are_those_of_transformers(both, text, prompt):
     ours, theirs = both
     tools = [{"name": "f", "about": "<é>"}]
-    chat = [*CHAT, {"role": "assistant", "content": None}] if text is TOOLS else CHAT
     template = ChatTemplate(text, ours.chat.special)
     options = {"chat_template": text, "add_generation_prompt": prompt, "tools": tools}
-    assert template.render(chat, prompt, tools=tools) == theirs.apply_chat_template(chat, tokenize=False, **options)
-    wanted = theirs.apply_chat_template(chat, **options)["input_ids"]
-    assert ours.located(template.render(chat, prompt, tools=tools))[0].tolist() == wanted
+    assert template.render(CHAT, prompt, tools=tools) == theirs.apply_chat_template(CHAT, tokenize=False, **options)
+    wanted = theirs.apply_chat_template(CHAT, **options)["input_ids"]
+    assert ours.located(template.render(CHAT, prompt, tools=tools))[0].tolist() == wanted
 
 
 def learned(tokenizer, row):
@@ -153,7 +153,7 @@ def test_the_template_is_kept_with_the_tokenizer(folder, tmp_path):
         ("{{ ''.__class__.__mro__ }}", "got SecurityError"),
         ("{{ messages.append(1) }}", "got SecurityError"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "got OverflowError"),
-        ("{{ raise_exception.__globals__ }}", "got SecurityError"),
+        ("{{ raise_exception.__globals__.os }}", "got SecurityError"),
         ("{{ cycler.__init__.__globals__.os }}", "got SecurityError"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from fmegatron.data import Batches, IndexedTokens, load_packing, prepare
+from fmegatron.data import Batches, IndexedTokens, load_packing, prepare, texts
 from fmegatron.data.__main__ import main
 from fmegatron.data.texts import Part, parts_of, texts_of
 
@@ -175,3 +175,62 @@ def test_optional_packages_are_named(tmp_path, monkeypatch, name, package):
     with pytest.raises(ImportError, match=f"pip install {package}"):
         prepare([tmp_path / name], tmp_path / "c")
     assert list(texts_of(Part(str(tmp_path / "a.jsonl.zst"), "lines", 0, 0), "text")) == []
+
+
+@pytest.fixture
+def packages(monkeypatch, tmp_path):
+    """The extra `data`, which `make test-all` installs."""
+    for name in ("zstandard", "pyarrow", "datasets"):
+        pytest.importorskip(name, reason="the extra `data` is not installed; `make test-all` installs it")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.slow  # three seconds of imports
+@pytest.mark.filterwarnings("ignore")  # of these packages about one another
+def test_kinds_of_the_extra(packages, lines, tmp_path, capsys, monkeypatch):
+    """zstd of several frames, Parquet of several row groups, a folder of datasets: the same corpus."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet
+    import zstandard
+
+    content, pack = lines.read_bytes(), zstandard.ZstdCompressor()
+    frames = [pack.compress(content[:1001]), pack.compress(b""), pack.compress(content[1001:])]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    table = pa.table({"n": range(62), "text": pa.array(TEXTS, pa.large_string())})
+    pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=25)
+    rows = datasets.Dataset.from_dict({"n": range(62), "text": TEXTS})
+    rows.save_to_disk(str(tmp_path / "a"))
+    datasets.DatasetDict(train=rows).save_to_disk(str(tmp_path / "splits"))
+    for name, parts in (("a.jsonl.zst", 1), ("a.parquet", 3), ("a", 1), ("splits/train", 1)):
+        assert len(parts_of(tmp_path / name, 300)) == parts
+        prepare([tmp_path / name], tmp_path / "c", eod=256, fresh=True)
+        assert documents(IndexedTokens(tmp_path / "c")) == wanted(256), name
+    monkeypatch.setattr(texts, "_ROWS", 7)
+    assert list(texts_of(Part(str(tmp_path / "a"), "dataset", 3, 29), "text")) == TEXTS[3:29]
+
+    (tmp_path / "cut.jsonl.zst").write_bytes(b"".join(frames)[:-9])
+    (tmp_path / "bad.jsonl.zst").write_bytes(frames[0] + b"garbage!")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1" + b"\0" * 99)
+    pa.parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "none.parquet")
+    for name, message in (
+        ("cut.jsonl.zst", r"cut.jsonl.zst: got a zstd file that was cut off|byte \d+ that is no JSON"),
+        ("bad.jsonl.zst", "a damaged zstd file"),
+        ("bad.parquet", "bad.parquet: got a damaged Parquet file"),
+        ("none.parquet", "none.parquet, row group 0: got NoneType in 'text', .* wanted texts"),
+        ("splits", "got a folder of several splits, wanted one of them; name .*splits/train"),
+    ):
+        assert main(["prepare", str(tmp_path / name), "--output", str(tmp_path / "d"), "--fresh"]) == 2
+        assert re.search(message, capsys.readouterr().err), name
+    assert main(["prepare", str(tmp_path / "a"), "--output", str(tmp_path / "d"), "--key", "txt", "--fresh"]) == 2
+    assert "got the fields n, text, wanted a text in 'txt'" in capsys.readouterr().err
+
+
+def test_many_texts_at_once_are_each_of_them(lines, tmp_path, monkeypatch):
+    """The end of a document behind each, also of one that has no token; blocks of lines of any size."""
+    monkeypatch.setattr(module, "_TOGETHER", 100)
+    monkeypatch.setattr(texts, "_BLOCK", 64)
+    prepare([lines], tmp_path / "c", eod=256, part_bytes=1000)
+    assert documents(IndexedTokens(tmp_path / "c")) == wanted(256)
+    prepare([lines], tmp_path / "c")
+    assert documents(IndexedTokens(tmp_path / "c")) == wanted()

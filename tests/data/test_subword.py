@@ -70,6 +70,9 @@ def test_ids_are_those_of_the_package_and_texts_come_back(opened):
         ids = tokenizer.encode(text)
         assert ids.tolist() == encode(text) and ids.dtype == np.uint16 and ids.max(initial=0) < tokenizer.vocab_size
         assert tokenizer.decode(ids) == text
+    ids, lengths = tokenizer.encode_many(["", TEXT, HARD])
+    assert ids.tolist() == encode(TEXT) + encode(HARD) and ids.dtype == np.uint16
+    assert lengths.tolist() == [0, len(encode(TEXT)), len(encode(HARD))] and tokenizer.encode_many([])[0].size == 0
     assert dict(tokenizer.special) == special
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (special.get("bos"), special["eos"], None)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ from tests.model.test_reference import leaves_that_differ, tiny
 
 DECODER = tiny(vocab_size=256, max_seq=24)
 TOKENIZER = data.ByteTokenizer()
+QUESTIONS = [f"question {i}:" for i in range(6)]
+WHY = "the extra `eval` is not installed; `make test-all` installs it"
 
 
 @pytest.fixture(scope="module")
@@ -67,19 +70,61 @@ def test_the_adapter_answers_requests(reader):
     assert math.isclose(score, total(reader, b"to be", b" or")) and not greedy
 
 
-def test_a_local_task(reader, tmp_path):
-    lm_eval = pytest.importorskip("lm_eval")
-    pytest.importorskip("datasets")
-    from lm_eval.evaluator import simple_evaluate
+TASKS = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/local.jsonl}}, cache_dir: {folder}}}
+test_split: test
+"""
+CHOICE = """
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: ["yes", "no"]
+doc_to_target: right
+metric_list: [{metric: acc}]
+"""
+ROLLING = """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{q}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+UNTIL = """
+output_type: generate_until
+doc_to_text: "{{q}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
 
-    rows = [{"q": f"question {i}:", "right": i % 2} for i in range(6)]
+
+@pytest.mark.slow  # the imports of lm_eval and its packages
+@pytest.mark.filterwarnings("ignore")  # of these packages about one another
+def test_local_tasks(reader, tmp_path, monkeypatch):
+    """YAML files and a JSONL file, no network: what the harness counts is `model.score`, `perplexity`, `generate`."""
+    lm_eval, datasets = (pytest.importorskip(name, reason=WHY) for name in ("lm_eval", "datasets"))
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    def no_network(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    new = {q: model.generate(reader, torch.tensor([list(q.encode())]), 4, temperature=0)[0] for q in QUESTIONS}
+    texts = {q: TOKENIZER.decode(ids).partition("\n")[0] for q, ids in new.items()}
+    rows = [{"q": q, "right": i % 2, "answer": texts[q] if i < 4 else "?"} for i, q in enumerate(QUESTIONS)]
     (tmp_path / "local.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "local", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "local.jsonl")}, "cache_dir": str(tmp_path)},
-        "doc_to_text": "{{q}}", "doc_to_choice": ["yes", "no"], "doc_to_target": "{{right}}",
-    }  # fmt: skip
-    found = simple_evaluate(model=model.harness(reader, TOKENIZER), tasks=[task], bootstrap_iters=0)
-    best = [max((0, 1), key=lambda c, q=row["q"]: total(reader, q.encode(), (b" yes", b" no")[c])) for row in rows]
-    wanted = sum(a == row["right"] for a, row in zip(best, rows, strict=True)) / len(rows)
-    assert found["results"]["local"]["acc,none"] == pytest.approx(wanted), lm_eval.__version__
+    for name, what in (("choice", CHOICE), ("rolling", ROLLING), ("until", UNTIL)):
+        (tmp_path / f"{name}.yaml").write_text(TASKS.format(name=name, folder=tmp_path) + what)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    options = {"task_manager": manager, "bootstrap_iters": 0}
+    got = simple_evaluate(model=model.harness(reader, TOKENIZER), tasks=["choice", "rolling", "until"], **options)
+
+    best = [max((0, 1), key=lambda c, q=q: total(reader, q.encode(), (b" yes", b" no")[c])) for q in QUESTIONS]
+    right = sum(a == row["right"] for a, row in zip(best, rows, strict=True)) / len(rows)
+    assert got["results"]["choice"]["acc,none"] == pytest.approx(right), lm_eval.__version__
+    logs = [total(reader, b"\0", q.encode()) for q in QUESTIONS]
+    bits = -sum(logs) / sum(len(q.encode()) for q in QUESTIONS) / math.log(2)
+    assert got["results"]["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
+    assert got["results"]["until"]["exact_match,none"] == pytest.approx(4 / 6)
