@@ -18,6 +18,7 @@ ANYTHING = {
         f"collectives.Precision.{name}": "its changes are fields of Precision by name, which have types of their own"
         for name in ("fp32", "fp64", "bf16", "fp8_wire", "bf16_wire")
     },
+    "data.chat_row": "a tokenizer of ours or of transformers, which no room imports",
     "interop.FmegatronReader.read_metadata": "torch calls it with what its releases add",
     "interop.FmegatronReader.set_up_storage_reader": "torch calls it with what its releases add",
     "interop.FmegatronWriter.set_up_storage_writer": "torch calls it with what its releases add",

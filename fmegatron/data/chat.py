@@ -32,7 +32,7 @@ def located(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
     """(ids int64 [n], characters int64 [n, 2] of the text that each is of: start, stop), names of special tokens as
     these tokens.
 
-    tokenizer: one of ours, or a fast one of `transformers`. ValueError for one that cannot tell.
+    tokenizer: one of ours, or a fast one of `transformers`. ValueError for one that does not know.
     """
     if hasattr(tokenizer, "located"):
         return tokenizer.located(text)
@@ -50,12 +50,12 @@ def chat_row(
     messages: Messages,
     roles: Sequence[str] = ("assistant",),
     template: ChatTemplate | None = None,
-    **more: Any,
+    **more: object,
 ) -> Row:
     """{"tokens", "labels" int64 [n - 1], "mask" bool [n - 1]} of a chat of n tokens: True where the label is of a
     message of one of these roles.
 
-    What an answer is, the template's {% generation %} marks say, where it has them and `roles` are ("assistant",).
+    An answer is what the template's {% generation %} marks enclose, where it has them and `roles` are ("assistant",).
     Else it is the text by which the template's output grows with the message, with what the template puts behind it;
     the header of an answer (what it writes before one, `add_generation_prompt`) is no part of it. A token belongs to
     an answer if one of its characters does.
@@ -67,11 +67,11 @@ def chat_row(
         template: in the place of the tokenizer's own.
         more: values that the template knows, such as tools=[...].
 
-    Raises ValueError for a tokenizer without a template, and where neither marks nor growth tell: for a template
-    without marks whose output for the first messages is no beginning of its output for all.
+    Raises ValueError for a tokenizer without a template, and for a template without marks whose output for the first
+    messages is no beginning of its output for all.
     """
     by = template_of(tokenizer, template)
-    text, spans = by.render(messages, **more), None
+    text, spans = by.render(messages, False, **more), None
     if tuple(roles) == ("assistant",):
         spans = by.marks(messages, **more)
     if spans is None:

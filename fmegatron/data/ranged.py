@@ -51,7 +51,7 @@ class Ranged:
         return np.frombuffer(data[first - begin : last - begin], self._dtype)
 
     def pieces(self, starts: Sequence[int], count: int) -> list[np.ndarray]:
-        """`count` entries from each of these on, asked for all at once and not kept: for places that lie far apart."""
+        """`count` entries from each of these on, asked for all at once and not kept: for places that are far apart."""
         size = self._dtype.itemsize
         places = [self._offset + start * size for start in starts]
         asked = [self._store.read(self._key, byte_range=slice(a, a + count * size)) for a in places]

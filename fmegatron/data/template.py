@@ -43,12 +43,12 @@ class ChatTemplate:
         """Without and with characters where marks begin and end."""
         return _compiled(self.text, "", ""), _compiled(self.text, _BEGIN, _END)
 
-    def render(self, messages: Messages, prompt: bool = False, **more: Any) -> str:
+    def render(self, messages: Messages, prompt: bool = False, **more: object) -> str:
         """The text of messages. prompt: with the header of an answer behind them (`add_generation_prompt`). more: JSON
         values that the template knows, such as tools=[...]."""
         return self._render(0, messages, prompt, more)
 
-    def marks(self, messages: Messages, **more: Any) -> list[tuple[int, int]] | None:
+    def marks(self, messages: Messages, **more: object) -> list[tuple[int, int]] | None:
         """(start, stop) of the characters of `render(messages)` that {% generation %} marks; None for a template
         without marks.
 
@@ -134,9 +134,10 @@ def _plain(value: Any) -> Any:
         if isinstance(value, str) and (_BEGIN in value or _END in value):
             raise ValueError("chat: got U+FDD0 or U+FDD1 in a message, wanted text without noncharacters; remove them")
         if isinstance(value, str):
-            return str.__str__(value)  # of an enum, say, its text alone
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return int(value) if whole else float(value) if isinstance(value, float) else value
+            return str.__str__(value)  # of an enum its text alone
+        if isinstance(value, int) and not isinstance(value, bool):
+            return int(value)
+        return float(value) if isinstance(value, float) else value
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):

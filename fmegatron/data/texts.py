@@ -125,8 +125,8 @@ def _texts(values: list, where: str, key: str, names: Iterable[str]) -> list[str
     return values
 
 
-def _blocks(file: IO[bytes], size: int | None = None) -> Iterator[bytes]:
-    """Whole lines, many at a time: those that begin in the next `size` bytes; None: all."""
+def _blocks(file: IO[bytes] | gzip.GzipFile, size: int | None = None) -> Iterator[bytes]:
+    """Complete lines, many at a time: those that begin in the next `size` bytes; None: all."""
     while data := file.read(_BLOCK if size is None else min(_BLOCK, max(size, 0))):
         if data[-1:] != b"\n":
             data += file.readline()
@@ -135,7 +135,7 @@ def _blocks(file: IO[bytes], size: int | None = None) -> Iterator[bytes]:
 
 
 def _zstd(path: str) -> Iterator[bytes]:
-    """Whole lines, many at a time, of all frames of a file."""
+    """Complete lines, many at a time, of all frames of a file."""
     try:
         import zstandard
     except ImportError:

@@ -30,7 +30,7 @@ class Reading:
     skip: Ranges = ()
 
     def describe(self) -> dict[str, Any] | None:
-        """What a checkpoint states of the data; None for data that do not say what they are: a plain function."""
+        """What a checkpoint states of the data; None for data that do not describe themselves: a plain function."""
         of: Any = self.at if self.data is None else self.data
         stated = getattr(type(of), "describe", None)
         return None if stated is None or stated is StepBatches.describe else of.describe()

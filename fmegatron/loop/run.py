@@ -49,7 +49,7 @@ class Run:
         specs: tree of ArraySpecs of the state: its layouts, and its initial values.
         world: the ranks; None for one process.
         settings: `Settings`, or the Config dataclass itself (its field `allow`, if it has one, names changes that are
-            not refused): what a resumed run is compared with. What the batches say of themselves (`describe()`: digest
+            not refused): what a resumed run is compared with. What the batches state (`describe()`: digest
             of the data, tokenizer, order, blend, seed) is compared in any case, as the fact "data".
         key: of the initial values.
         init: makes the state of a new run, on the device of the world; default `tree.init(specs, key, ...)`.

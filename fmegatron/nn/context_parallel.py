@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -241,7 +242,9 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sinks, at, o, lse = ctx.saved_tensors
         how, widths = ctx.how, (k.shape[-1], v.shape[-1])
         do = declare(do, how.cp, "own", 2) if how.balanced else do
-        dq, dkv, dsinks = 0.0, 0.0, None
+        dq: Any = 0.0
+        dkv: Any = 0.0
+        dsinks = None
         if sinks is not None:  # a key of value 0: p (0 - do o)
             of_tokens_BHS = (sinks.to(lse.dtype)[:, None] - lse).exp() * (_wide(do) * o).sum(-1)
             dsinks = -declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
@@ -273,7 +276,7 @@ def _plain(how, hop, found, rows, keys):
 
 def _plain_backward(how, hop, rows, keys):
     (q, at, do, o, lse), (k, v, at_k) = rows, keys
-    return [_wide(g) for g in block_backward(do, q, k, v, o, lse, *how.seen(at, at_k), how.softcap)]
+    return [_wide(g) for g in block_backward(do, q, k, v, o, lse, *how.seen(at, at_k), softcap=how.softcap)]
 
 
 # ---- balanced: of a block that came from rank s, rank r needs two of four parts --------------------------------------
@@ -312,13 +315,13 @@ def _balanced(how, hop, found, rows, keys):
 
 def _balanced_backward(how, hop, rows, keys):
     if how.whole and hop == 0:
-        q, _, do, o, lse = rows
-        return list(map(_wide, block_backward(do, q, *keys[:2], o, lse, causal=True)))
+        (q, _, do, o, lse), (k, v, _) = rows, keys
+        return list(map(_wide, block_backward(do, q, k, v, o, lse, causal=True)))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (do0, do1), (o0, o1), (l0, l1), (k0, k1), (v0, v1), (b0, b1) = pairs
 
     def backward(do, q, k, v, o, lse, seen):
-        return block_backward(do, q, k, v, o, lse, *seen, how.softcap)
+        return block_backward(do, q, k, v, o, lse, *seen, softcap=how.softcap)
 
     dq1, dk0, dv0 = map(_wide, backward(do1, q1, k0, v0, o1, l1, how.seen(a1, b0)))
     if hop == 0:

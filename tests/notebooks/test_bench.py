@@ -25,6 +25,7 @@ def said(notebook):
             )
             losses = [float(loss) for _, loss in LOSS.findall(text)]
             text = re.sub(r"\d+\.\d s\b|.*save_seconds.*\n?", "", LOSS.sub(r"\1", text))
+            text = re.sub(r"\.py:\d+\b", ".py", text)  # lines of sources move
             yield cell.source, losses, (text.split(), pictures)
 
 
