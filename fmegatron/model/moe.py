@@ -79,7 +79,7 @@ class MoE:
         out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, fsdp, tp), parts, **fixed), "down": down}
         out["router"] = Array((dim, E))
         if self.choice_bias:
-            out["choice_bias"] = Array((E,), init=zero)
+            out["choice_bias"] = Array((E,), init=zero, full=True)
         if self.biases:
             out["router_bias"] = Array((E,), init=zero)
             out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep)

@@ -69,7 +69,8 @@ def specs(
         layout = Layout(array.shape, decoder.param_dtype, mesh, spec)
         stack = (0,) if path.partition("/")[0] in decoder.stacks else ()
         if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
-            layout = _beside(strategy, array.kept).params_layout(layout, whole=stack)
+            full = tuple(range(len(array.shape))) if array.full else stack
+            layout = _beside(strategy, array.kept).params_layout(layout, whole=full)
         elif not layout.is_even:
             layout = _moved_data_axes(layout, stack)
         for dim, (size, entry) in enumerate(zip(array.shape, layout.spec, strict=True)):

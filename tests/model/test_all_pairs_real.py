@@ -60,7 +60,7 @@ def test_compiled_on_gloo_ranks(ranks, name):
 
 
 def test_twelve_of_them():
-    """With each form of cp and each place of experts, on two and four ranks."""
-    assert len(settings.REAL) >= 12 and {settings.made(case).mesh.size for case in settings.REAL} == {2, 4}
+    """With each value of every option, on two ranks or four."""
+    assert len(settings.REAL) >= 12 and {settings.made(case).mesh.size for case in settings.REAL} <= {2, 4}
     for name, values in settings.OPTIONS.items():
         assert {case[name] for case in settings.REAL} == set(values), name

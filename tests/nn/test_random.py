@@ -205,7 +205,7 @@ WRONG = {
     "count": (lambda: nn.uniform(X, key=1, count=3), "got the count 3, wanted an int64 tensor, .* the same numbers in"),
     "count of floats": (lambda: nn.uniform(X, key=1, count=torch.ones(())), "a tensor of torch.float32"),
     "counts": (lambda: nn.dropout(X, 0.5, key=1, count=torch.arange(6)), r"counts of shape \(6,\) .* \(4, 6\)"),
-    "counts of pairs": (lambda: nn.dropout(X, 0.5, key=1, count=torch.ones(4, 6).long()), r"counts of shape \(4, 6\)"),
+    "counts of pairs": (lambda: nn.dropout(X, 0.5, key=1, count=torch.ones(4, 5).long()), r"counts of shape \(4, 5\)"),
     "whole numbers": (lambda: nn.dropout(X.long(), 0.5, key=1, count=COUNT), "got a value of torch.int64"),
     "layout": (
         lambda: nn.dropout(X, 0.5, key=1, count=COUNT, layout=Layout((4, 6), X.dtype, MESH, ("dp",)), axes=Axes(MESH)),
