@@ -31,7 +31,7 @@ MODULES = (
 )
 DRAWN = (sampling, sampling.seeds, pairs.rotating, pairs.turns)  # a module that has one of them draws its cases by day
 FOLDER = pytest.StashKey[str]()
-LONG_DAYS = 4  # each test marked long runs on one of so many days
+LONG_DAYS = 7  # each test marked long runs on one of so many days
 WORKERS = 8  # each may start a pool of 4 ranks
 
 

@@ -58,6 +58,7 @@ def files(root):
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.long
 def test_same_files_as_save(saver, tmp_path):
     state = a_state()
     checkpoint.save(tmp_path / "sync", state, LAYOUTS, metadata={"a": [1, None]}, step=3)
@@ -115,6 +116,7 @@ def test_several_in_flight_end_in_order(tmp_path):
         fake_world.assert_same_bits(checkpoint.restore(tmp_path / str(i), LAYOUTS), state)
 
 
+@pytest.mark.long
 def test_same_path_again_waits_for_the_first(saver, tmp_path):
     first = checkpoint.save_async(tmp_path / "c", a_state(1), LAYOUTS, saver=saver)
     second = checkpoint.save_async(tmp_path / "c", a_state(2), LAYOUTS, saver=saver)

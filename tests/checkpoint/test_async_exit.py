@@ -202,6 +202,7 @@ def leave(path, how, seen):
             seen += [handle, writer]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "state"),
     [

@@ -54,6 +54,7 @@ def poll_until_error(handle):
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_full_disk(saver, tmp_path):
     path = old_checkpoint(tmp_path / "c")
     _, most = resource.prlimit(saver.writer_pid, resource.RLIMIT_FSIZE)

@@ -101,6 +101,7 @@ def test_a_save_that_is_not_begun_leaves_nothing(tmp_path, saver):
     saver.save(tmp_path / "a", state(2), LAYOUTS).result()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["listen", "poll"])
 def test_no_report_of_the_writer_is_lost(tmp_path, saver, monkeypatch, call):
     """A "committed" that is taken from the socket and forgotten would be waited for until the job is killed."""

@@ -115,6 +115,7 @@ def test_several_in_flight_and_temporary_ones(saver, tmp_path):
     assert manager.steps() == [3, 4] and manager.steps(temporary=True) == []
 
 
+@pytest.mark.long
 def test_the_same_step_again(saver, tmp_path):
     """One after the other: the later state is there in the end, whoever was asked to wait."""
     manager = Manager(tmp_path, saver=saver)
@@ -146,6 +147,7 @@ def test_a_writer_that_is_killed(saver, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000003"]
 
 
+@pytest.mark.long
 def test_failures_can_be_raised(saver, tmp_path):
     manager = Manager(tmp_path, saver=saver, on_failure="raise")
     stop(saver)
@@ -186,6 +188,7 @@ def test_an_error_in_the_block_finishes_what_needs_no_other_rank(saver, tmp_path
     assert manager.steps() == [1]
 
 
+@pytest.mark.long
 def test_its_own_saver_is_closed(tmp_path, monkeypatch):
     """A Manager that was given none makes one when it is needed; after Ctrl-C what is pending is given up, at once."""
     with Manager(tmp_path) as manager:

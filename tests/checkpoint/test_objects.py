@@ -57,6 +57,7 @@ def tokens(store):
     return sorted({k.partition("/")[0] for k in store.values.names()})
 
 
+@pytest.mark.long
 def test_saved_and_resharded(store):
     assert save_all(store, state(), layouts_on(), metadata={"loss": 1.5}, step=7) == [None] * 4
     assert_same_bits(checkpoint.restore(store, ONE), state())
@@ -159,6 +160,7 @@ def die():
         yield end
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
 def test_killed_at_every_moment(monkeypatch, die, existing):
     """Old or new, bit for bit, whatever the last request was; the next save works and leaves nothing behind."""
@@ -237,6 +239,7 @@ def test_what_is_no_checkpoint_is_not_replaced(memory):
 # ---- directories of checkpoints
 
 
+@pytest.mark.long
 def test_children(store):
     folder = store.inner if hasattr(store, "inner") else store
     for name in ("step_00000001", "step_00000002"):
@@ -316,5 +319,6 @@ def save_on_s3(rank, endpoint):
         return torch.equal(got["w"], x[rank * 128 : rank * 128 + 128]) and int(got["n"]) == 5
 
 
+@pytest.mark.long
 def test_two_real_ranks(ranks, endpoint):
     assert ranks.run(save_on_s3, endpoint, ranks=2) == [True, True]

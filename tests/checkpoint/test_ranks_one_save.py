@@ -181,6 +181,7 @@ def test_torchs_own_load_compares_too(two):
     assert seed_of(into) == 2
 
 
+@pytest.mark.long
 def test_a_directory_of_torch_that_ranks_see_differently(tmp_path):
     layouts = {"w": TWO["w"]}
     for seed in (1, 2):
@@ -197,4 +198,6 @@ def test_a_directory_of_torch_that_ranks_see_differently(tmp_path):
         if good:
             assert all(torch.equal(x["w"], state(1)["w"][:4]) for x in got)
         else:
-            assert all(type(error) is RuntimeError and "the ranks see different saves" in str(error) for error in got), got
+            assert all(
+                type(error) is RuntimeError and "the ranks see different saves" in str(error) for error in got
+            ), got

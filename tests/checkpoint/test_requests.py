@@ -196,6 +196,7 @@ def test_what_no_reader_would_take_back_is_never_written(saver, tmp_path, option
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.long
 def test_a_path_that_is_wrong_on_one_rank_is_told_to_all(tmp_path):
     layouts = {"w": Layout((2, 4), torch.float32, Mesh(fsdp=2), ("fsdp",))}
     state = {"w": torch.ones(1, 4)}

@@ -139,6 +139,7 @@ def test_real_sizes_and_small_leaves(tmp_path, monkeypatch, source, target, most
         assert_same_bits(got, locals_[rank])
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_layout_to_any_layout(data):

@@ -62,6 +62,7 @@ def test_exactly_what_no_rule_wants(saved, rules, protected):
     assert gone == sorted(s.step for s in saved if not wanted(s, saved, rules) and s.step not in protected)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(RUNS, RULES, st.sets(st.integers(0, 60)), st.randoms())
 def test_what_never_goes(saved, rules, protected, random):

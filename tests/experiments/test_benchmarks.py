@@ -108,6 +108,7 @@ def test_the_largest_model_fits(benchmark):
         assert 0.6 * (gib << 30) < state < 0.9 * (gib << 30)
 
 
+@pytest.mark.long
 def test_experts_equal_a_loop(benchmark, capsys, ranks):
     benchmark("moe").main(["--quick", "--backend=eager"], pool=ranks)
     lines = lines_of(capsys)

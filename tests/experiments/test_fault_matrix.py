@@ -50,6 +50,7 @@ def unharmed(ranks):
     return ranks.run(train_without_loop, 4, STEPS, "float64")[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, rank, place", CASES)
 def test_every_fault_everywhere(python, tmp_path, unharmed, kind, rank, place):
     seconds = {"diskfull": ",seconds=3", "slow": ",seconds=0.1"}.get(kind, "")

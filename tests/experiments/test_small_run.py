@@ -18,6 +18,7 @@ def losses(run):
     return {r["step"]: r["loss"] for r in loop.read_metrics(run / "metrics.jsonl") if "loss" in r}
 
 
+@pytest.mark.long
 def test_a_number_that_is_not_finite_loses_nothing(tmp_path, monkeypatch):
     """Saves after it say so, whatever `keep` is the newest sound one stays, and the next start goes on from there."""
     train = loop.train

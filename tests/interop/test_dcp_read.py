@@ -156,6 +156,7 @@ def test_cast_strict_and_errors(tmp_path):
         interop.dcp_objects(tmp_path / "nowhere")
 
 
+@pytest.mark.long
 def test_every_flipped_byte_is_noticed_or_does_not_matter(tmp_path):
     """Data files: an error that names the tensor, or the very same elements (bytes of padding, of unused members)."""
     x = whole((4, 16), torch.float32)

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tests.layout.arrays import cut, execute, numbered, reference_local
 from tests.layout.strategies import layouts, meshes, shapes
 
 
+@pytest.mark.long
 @settings(max_examples=250, deadline=None)
 @given(layouts(unreduced=True))
 def test_every_element_is_held_exactly_once_per_replica(layout):
@@ -35,6 +37,7 @@ def test_every_element_is_held_exactly_once_per_replica(layout):
     check_cover(layout)
 
 
+@pytest.mark.long
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_reshard_plans_are_exact_and_invertible(data):

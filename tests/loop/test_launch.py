@@ -125,11 +125,13 @@ def test_a_bad_flag_ends_a_script_with_one_line(start):
     assert err == "script.py: Unknown command line flag 'config_secnds'. Did you mean: config_seconds ?\nTry --help.\n"
 
 
+@pytest.mark.long
 def test_an_error_ends_a_script_with_its_traceback(start):
     status, _, err = ended(start(1, "--config_do=raise"))
     assert status == 1 and err.rstrip().endswith("ValueError: a bad thing")
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_ends_well(start):
     process = start(1)
     until(process, "pid")
@@ -149,6 +151,7 @@ def test_ctrl_c_saves_and_ends_with_130(start):
     assert "saved step" in err and "script.py: stopped by Ctrl-C" in err and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_at_once(start):
     process = start(1, "--config_seconds=1000")
     until(process, "within a step")

@@ -37,6 +37,7 @@ def records(path, name="loss"):
     return [r["step"] for r in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()) if name in r]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("log_every", [1, 7])
 def test_roll_back_leaves_the_bad_data_out(tmp_path, log_every):
     """As if the data of update 12 had never been there; and so for a run that is resumed behind it."""
@@ -83,6 +84,7 @@ def test_roll_back_does_not_go_on_for_ever(tmp_path):
     assert "10 roll backs of this process are behind it" in raised.value.__notes__[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("once, verdict", [(True, "transient"), (False, "deterministic")])
 def test_rerun_tells_accident_from_program(tmp_path, once, verdict):
     due = [True]

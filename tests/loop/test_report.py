@@ -234,6 +234,7 @@ def test_ticks_and_thinning():
     assert len(few) <= 802 and (777, 50.0) in few and few == sorted(few) and set(few) <= set(points)
 
 
+@pytest.mark.long
 def test_a_browser_shows_it(tmp_path):
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
     browser = next(filter(None, map(shutil.which, names)), None)

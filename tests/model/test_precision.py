@@ -33,6 +33,7 @@ def test_weights_gathered_in_fp8(mesh):
     check(config_of(FP8, tied=mesh["fsdp"] == 2 if "fsdp" in mesh else False), mesh)
 
 
+@pytest.mark.long
 def test_weights_gathered_in_fp8_by_compiled_layers():
     check(config_of(FP8), Mesh(fsdp=2, tp=2), save="inputs")
 

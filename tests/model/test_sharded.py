@@ -87,6 +87,7 @@ def test_with_compiled_layers(save, sequence_parallel):
     check(config, Mesh(fsdp=2, tp=2), save=save)
 
 
+@pytest.mark.long
 def test_with_other_rules():
     """Norms sharded too, weights over dp and fsdp jointly: the model follows its layouts, not a fixed scheme."""
     rules = [

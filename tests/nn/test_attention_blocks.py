@@ -123,6 +123,7 @@ def test_in_a_compiled_layer(save):
     torch.testing.assert_close(jit(step, backend="aot_eager")(p, x), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 def test_compiled():
     q, k, v = (rand(B, S, heads, K, seed=i).detach() for i, heads in enumerate((H, G, G)))
     step = value_and_grad(lambda p: sum(x.square().sum() for x in attention_with_lse(p["q"], p["k"], p["v"])))

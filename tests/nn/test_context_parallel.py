@@ -124,6 +124,7 @@ def test_one_kv_head_on_a_rank_of_tp_that_ranks_of_cp_share():
     assert report.ok, str(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balanced", [False, True])
 def test_bf16(balanced):
     """Sums are wide: the error is that of the products of one rank, not of the hops."""
@@ -160,6 +161,7 @@ def products(graph):
     return sum(a[-2] * a[-1] * b[-1] for a, b in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [CP2, CP4], ids=str)
 @pytest.mark.parametrize("form, packed", [("ring", True), ("ring", False), ("balanced", True), ("balanced", False)])
 def test_hops_and_products(form, packed, mesh, monkeypatch):
@@ -258,6 +260,7 @@ def test_gloo_ranks(ranks, form, packed, backend, overlap):
         torch.testing.assert_close(found, sim.outputs[rank], rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.long
 def test_in_a_compiled_layer():
     """A layer keeps what its policy says, the ring inside of it runs again: the same as without."""
     cp = Axes(CP2)["cp"]

@@ -59,6 +59,7 @@ def test_values_and_poison(counts, dtype, filled_memory):
         torch.testing.assert_close(got.double(), right, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled(dtype, backend, filled_memory):

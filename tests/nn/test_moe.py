@@ -118,6 +118,7 @@ def test_rows_that_do_not_even_arrive():
     assert sim.metrics["overflow"] > 0 and sim.globals()[0][0].isnan().all()
 
 
+@pytest.mark.long
 def test_a_token_travels_once_to_a_rank():
     """Counted: rows of tokens, there and back and the same for gradients; with K = E each token goes to each rank."""
     for top_k, mesh in ((E, Mesh(ep=2)), (3, Mesh(ep=4)), (1, Mesh(ep=4))):

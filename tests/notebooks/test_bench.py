@@ -24,7 +24,7 @@ def said(notebook):
                 sorted(text.strip() for text in texts if text.partition("]")[2].strip() or "]" not in text)
             )
             losses = [float(loss) for _, loss in LOSS.findall(text)]
-            text = re.sub(r"\d+\.\d s\b|.*save_seconds.*\n?", "", LOSS.sub(r"\1", text))
+            text = re.sub(r"\d+\.\d s\b|.*(save_seconds|with compiling; peak).*\n?", "", LOSS.sub(r"\1", text))
             text = re.sub(r"\.py:\d+\b", ".py", text)  # lines of sources move
             yield cell.source, losses, (text.split(), pictures)
 

@@ -164,6 +164,7 @@ def test_decoupled_rates_and_frozen_leaves_are_torchs_groups(tied):
         torch.testing.assert_close(x, named[path].detach(), rtol=1e-9, atol=1e-12, msg=path)
 
 
+@pytest.mark.long
 def test_a_frozen_matrix_of_the_decoder_costs_no_product():
     """One for each layer: the gradient of w_down is not computed, that of its input is."""
 

@@ -76,6 +76,7 @@ def test_an_error_before_anything_is_written_leaves_the_state_alive(backend, hap
     assert step(state)["b"].tolist() == [4, 4]
 
 
+@pytest.mark.long
 def test_an_error_after_a_write_ends_the_state(happens, monkeypatch):
     """A peer that dies in the middle of a collective, say: what is then in memory is neither old nor new."""
     step = jit(after_writes, donate=0)
@@ -185,6 +186,7 @@ def test_other_threads_donate_too():
     assert found[0]["a"].tolist() == [2, 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_ctrl_c_at_any_line_leaves_all_old_or_all_new(backend):
     """At each line of the package that a call goes through: three of 60 tries left a training state torn before."""

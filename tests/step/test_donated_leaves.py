@@ -81,6 +81,7 @@ def test_it_can_be_shown():
     assert isinstance(state["w"], torch.Tensor) and hash(state["w"]) and "shape" in dir(state["w"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_step_from_the_same_state_is_an_error(backend):
     """It was wrong without a word: both results were one."""
@@ -133,6 +134,7 @@ def test_no_memory_is_kept_by_the_dead():
     assert torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor, and Python's object of the storage
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_result_is_of_plain_tensors(backend):
     """What is donated may be parameters of a module, or need a gradient; what comes back is as without donation."""
@@ -156,6 +158,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_view_keeps_the_old_values(backend):
     """The usual ways to keep a state, in torch: before, all of them were overwritten without a word."""

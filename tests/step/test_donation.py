@@ -58,6 +58,7 @@ def test_without_donation_no_argument_changes(wide, undonated):
     assert not set(pointers((new, metrics))) & set(pointers((state, batch)))
 
 
+@pytest.mark.long
 def test_memory(wide, donated, undonated):
     """Above the state: the gradients once, and activations; without donation, the new state too."""
     state, batch = donated(tiny.copied(wide[0]), wide[1])[0], wide[1]
@@ -122,6 +123,7 @@ def test_the_old_value_returned_beside_the_new_one(backend):
         assert old[name].untyped_storage().data_ptr() != new[name].untyped_storage().data_ptr(), name
 
 
+@pytest.mark.long
 @backends(turn=2)
 def test_a_result_never_shares_memory_with_an_argument(backend):
     x = torch.randn(3, 3)

@@ -117,6 +117,7 @@ def test_what_has_no_gradient_says_so(name, offload):
     assert not layer(p["x"].requires_grad_(), {k: p[k] for k in "ab"}).requires_grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_other_shapes_and_dtypes(backend):
     """One layer, called with other numbers of rows (one and none too), other strides and another dtype."""
@@ -141,6 +142,7 @@ def test_other_shapes_and_dtypes(backend):
     assert len(layer.halves) == 6
 
 
+@pytest.mark.long
 def test_microbatches_and_nested_layers():
     """A layer in a layer in a gradient that is one node of the step, run for each of two microbatches."""
 

@@ -150,6 +150,7 @@ def mixed_stacks(**changes):
     return dataclasses.replace(of, blocks=(of.blocks[0], narrow, narrow, of.blocks[0]))
 
 
+@pytest.mark.long
 def test_blocks_of_two_kinds():
     of = mixed_stacks(kv_heads=2, sequence_parallel=True)
     assert {name: stack.depths for name, stack in of.stacks.items()} == {"blocks": (0, 3), "blocks2": (1, 2)}
