@@ -169,6 +169,7 @@ def test_the_device(saved):
     assert checkpoint.restore(saved, LAYOUTS, device="meta")["step"].device.type == "meta"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options, said",
     [

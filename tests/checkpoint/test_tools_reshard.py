@@ -35,6 +35,7 @@ def snapshot(root):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "source, bound", turns(2, zip(MESHES[1:6], (1000, 1 << 20, 400, 5000, 200), strict=True), map(str, MESHES[1:6]))
 )

@@ -87,6 +87,7 @@ def of_gpu_without_a_gpu(benchmark, capsys, ranks):
 FORMS = {"parallel": of_parallel, "gpu": of_gpu_without_a_gpu, "context": of_context, "moe": of_moe}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", turns(1, [(form,) for form in FORMS.values()], FORMS))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
 def test_smallest_forms(form, benchmark, capsys, ranks):

@@ -15,6 +15,7 @@ def test_it_learns(capsys):
     assert capsys.readouterr().out.startswith("step 1: 4.1")
 
 
+@pytest.mark.long
 def test_it_does_not_train_numbers_that_are_not_finite(monkeypatch):
     draw = tree.init
     monkeypatch.setattr(tree, "init", lambda *args, **kw: tree.map(lambda x: x * math.inf, draw(*args, **kw)))

@@ -68,6 +68,7 @@ def stopped(rank, name, config):
         importlib.import_module(f"experiments.{name}").main(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", turns(2, [(name,) for name in CASES], CASES))
 def test_it_learns_on_one_rank_and_goes_on_there_from_two(name, tmp_path, ranks):
     case, main = CASES[name], importlib.import_module(f"experiments.{name}").main

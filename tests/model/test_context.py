@@ -51,6 +51,7 @@ def dealt_to(form, mesh):
 CASES = [case for case in mixed(FORMS, MESHES, VARIANTS, BATCHES) if case[0] != "ulysses" or case[1]["cp"] < 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "mesh", "name", "kind"), turns(2, CASES, ["-".join(map(str, c)) for c in CASES]))
 def test_loss_and_each_gradient(form, mesh, name, kind):
     config = small(context=form, **{"max_seq": 16} | VARIANTS[name])
@@ -60,6 +61,7 @@ def test_loss_and_each_gradient(form, mesh, name, kind):
 CAPPED = mixed(FORMS, [Mesh(cp=2), TWO, Mesh(fsdp=2, cp=2, tp=2), Mesh(cp=2, cpi=2, tp=2)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "mesh"), turns(2, CAPPED, ["-".join(map(str, c)) for c in CAPPED]))
 def test_caps_and_sinks(form, mesh):
     """Sinks are one key more, behind all blocks of a ring; their gradient is a sum over the ranks of cp."""
@@ -78,6 +80,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "strategy"), turns(1, STEPS, [str(mesh) for mesh, _ in STEPS]))
 def test_a_train_step_is_proven_and_the_same(mesh, strategy):
     """The state of the optimizer, and parameters, are sharded over cp too where the strategy states it."""

@@ -102,6 +102,7 @@ def batch_of(packed, zigzag=1, i=0):
     return {name: x[:, nn.zigzag(SEQ, zigzag)].contiguous() for name, x in batch.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in CASES], CASES))
 def test_equal_to_one_rank_and_proven(name):
     """Loss, gradients (first moments), norms and two updates, fp64; and it is not the model without dropout."""

@@ -28,6 +28,7 @@ CASES = mixed(MESHES, [1, 4], [False, True], [False, True])
 IDS = ["-".join(map(str, case)) for case in CASES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), turns(1, CASES, IDS))
 def test_loss_and_each_gradient(mesh, groups, sequence_parallel, documents, monkeypatch):
     """One layer: the other kind has its own tests, and both are in those of the families."""
@@ -83,6 +84,7 @@ SPLIT = mixed([Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2)], [1
 SPLIT_IDS = ["-".join(map(str, case)) for case in SPLIT]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "groups", "documents"), turns(1, SPLIT, SPLIT_IDS))
 def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
     """Documents begin on other ranks, at their first token, and come back under the same id."""
@@ -97,6 +99,7 @@ def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
     check(hybrid(groups, 1, sequence_parallel=groups == 1), mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "groups", "documents"), turns(1, SPLIT, SPLIT_IDS))
 def test_a_split_sequence_is_proven(mesh, groups, documents):
     others = {"documents": True, "positions": True} if documents else {}

@@ -29,6 +29,7 @@ def experts(name):
     return tiny(layers=1, mlp=model.MoE(ffn_dim=24, **fields), sequence_parallel="sequence" in name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in SETTINGS], SETTINGS))
 def test_loss_and_each_gradient(name):
     of, mesh = experts(name), SETTINGS[name][0]

@@ -100,6 +100,7 @@ EDGES = {
 EDGE_MESHES = {"one token on a rank": Mesh(dp=2, ep=2), "one document over all ranks": Mesh(cp=2, ep=2)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in EDGES], list(EDGES)))
 def test_edges(name):
     """The bias sends all tokens to expert 3 where one is to get all."""

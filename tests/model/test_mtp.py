@@ -117,6 +117,7 @@ MESHED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in MESHED], MESHED))
 def test_on_a_mesh(name):
     """Rows have other numbers of tokens that count: the divisor of each depth is the global one."""
@@ -130,6 +131,7 @@ def test_on_a_mesh(name):
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence_parallel", turns(1, [(False,), (True,)], ["", "sequence parallel"]))
 def test_every_output_is_proven(sequence_parallel):
     assert_proven(further(layers=1, sequence_parallel=sequence_parallel), Mesh(fsdp=2, tp=2))

@@ -98,6 +98,7 @@ def gradients(precision, mesh, dtype=None):
     return sim.globals()
 
 
+@pytest.mark.long
 def test_exact_sums_of_what_travels_in_16_bits():
     """bf16 on the wire and fp32 sums: bit for bit what fp32 on the wire gives, and closer than sums in bf16."""
     mesh = Mesh(fsdp=4)

@@ -222,6 +222,7 @@ def on_rank(rank, backend):
         return step(w, batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gloo_ranks_equal_one(ranks, backend):
     one = Mesh(ep=1)
@@ -244,6 +245,7 @@ def layer_on_rank(rank, backend):
         return jit(layer(mesh, 3), world=world, backend=backend)(*local)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_layer_on_gloo_ranks(ranks, backend):
     sim, _ = layer_of(Mesh(ep=2), 3)

@@ -61,6 +61,7 @@ COMPILED = mixed(["uniform", "dropout"], [(1003,), (17, 31)])
 NORMAL = [pytest.param("normal", shape, marks=pytest.mark.slow) for shape in [(1003,), (17, 31)]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "shape"), [*turns(1, COMPILED), *NORMAL])
 def test_the_same_bits_compiled(kind, shape):
     """Sizes at which a vectorized loop has a rest; a factor that a compiler could contract with what is before it."""

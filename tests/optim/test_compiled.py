@@ -63,6 +63,7 @@ def test_a_tensor_meets_only_scalars_that_are_stored(name, dtype):
     assert met >= 2 * len(params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("opt", turns(1, [(opt,) for opt in OPTIMIZERS.values()], OPTIMIZERS))
 def test_compiled_is_eager(opt):
     atol = 1e-13 if opt is OPTIMIZERS["soap"] else 1e-15

@@ -78,6 +78,7 @@ def test_the_checker_proves_the_update(rules):
     proven(adamw_in(rules), make_specs(DTYPES["bf16"], mesh), mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", turns(1, [(rules,) for rules in FLAT_FORMATS.values()], FLAT_FORMATS))
 def test_the_checker_proves_flattened_leaves(rules):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

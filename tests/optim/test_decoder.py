@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh, share", turns(1, CASES, map(str, CASES)))
 def test_a_mesh_trains_as_one_rank(mesh, share):
     state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer(ONE))

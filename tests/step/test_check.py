@@ -75,6 +75,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fields", turns(1, [(fields,) for fields in FIELDS], map(str, FIELDS)))
 def test_every_broken_collective_is_found(fields):
     traced, given, wanted, data = traced_problem(*problem(MESH, optim.sgd(1e-2), **fields))

@@ -86,6 +86,7 @@ def test_wrong_flags(experiment, capsys):
     assert run(experiment)[0] == 2
 
 
+@pytest.mark.long
 def test_as_a_program(python):
     command = [sys.executable, "-m", "fmegatron.check", "experiments/shakespeare.py", "--mesh", "dp=2,fsdp=2,tp=2"]
     done = python.run(command, cwd=ROOT, timeout=600)

@@ -114,6 +114,7 @@ def test_policies(save, microbatches, backend):
     assert_equal_states(state, wanted[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("compute", "tolerance"),
     [pytest.param(*case, marks=pytest.mark.slow if case[0] == torch.float32 else ()) for case in PRECISIONS],

@@ -165,6 +165,7 @@ def _assigned_at(to, i, v):
 ALL_BACKENDS = ["inductor", pytest.param("compile", marks=pytest.mark.slow), "aot_eager", "eager"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("half", turns(1, [(0,), (1,)]))
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_what_is_written_into_the_old_value_is_not_the_new_value(backend, half):

@@ -21,6 +21,7 @@ MESH = Mesh(fsdp=4)
 NATIVE = re.compile(r"all_gather_into_tensor|reduce_scatter_tensor")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "overlap"),
     [(None, None), (None, Overlap()), *turns(1, itertools.product(["bf16", "sums in bf16"], [None, Overlap()]))],

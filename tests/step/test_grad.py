@@ -66,6 +66,7 @@ def test_a_gradient_of_a_gradient():
 
 
 # ---- microbatches ----------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("n", "backend"),
     [(1, None), (2, None), (4, None), *turns(1, [(2, "aot_eager"), (4, "aot_eager"), (1, "aot_eager")])],
@@ -89,6 +90,7 @@ def test_accumulate_equals_the_whole_batch(n, backend):
 SHARDED = mixed([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], [None, "inputs"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "save"), turns(1, SHARDED, map(str, SHARDED)))
 def test_accumulate_under_fsdp(mesh, save):
     """Four microbatches of each rank's rows, three steps: the state of one rank with the whole batch."""

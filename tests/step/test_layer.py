@@ -163,6 +163,7 @@ def loss_over(layer):
 RETURNED = [("inductor", [name]) for name in ("residual only", "two residuals", "times ones")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend, names", [(None, LAYERS), ("aot_eager", LAYERS), *turns(1, RETURNED)])
 def test_gradients(backend, names):
     """The layers in one step, each used twice; also eagerly."""

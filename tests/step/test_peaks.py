@@ -99,6 +99,7 @@ def peak(run, state, batch):
     return peak_bytes(lambda: run(state, batch))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mesh", [MESHES[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[::2])], ids=str)
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in STRATEGIES], STRATEGIES))

@@ -40,6 +40,7 @@ def check_fp64(name, mesh, microbatches, clip_norm, steps):
         assert relative_error(a, b) <= 1e-10, path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(FIELDS, turns(2, QUICK, map(str, QUICK)))
 def test_five_steps_equal_torch(name, mesh, microbatches, clip_norm):
     check_fp64(name, mesh, microbatches, clip_norm, steps=5)
@@ -54,6 +55,7 @@ def test_ten_steps_equal_torch_all(case):
 ON_RANKS = [case for case in ALL if case[1].size > 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(FIELDS, turns(1, ON_RANKS, map(str, ON_RANKS)))
 def test_losses_in_fp32(name, mesh, microbatches, clip_norm):
     losses, _, _ = simulated(
@@ -77,6 +79,7 @@ def in_bf16(name, mesh, policy="bf16", microbatches=1, clip_norm=None):
     return simulated(config, mesh, STRATEGIES[name], 5, microbatches=microbatches, clip_norm=clip_norm)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, policy", turns(1, IN_ORDER, map(" ".join, IN_ORDER)))
 def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order(name, policy):
     """On two ranks a sum has one order: where the gradients lie, and who updates them, changes no bit."""
@@ -92,6 +95,7 @@ def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order(name, policy):
 BF16 = [case for case in mixed(STRATEGIES, MESHES, POLICIES, (1, 3), (None, 0.05)) if case[1].size > 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, mesh, policy, microbatches, clip_norm", turns(1, BF16, map(str, BF16)))
 def test_bf16_stays_near_one_rank(name, mesh, policy, microbatches, clip_norm):
     """bf16 has 8 bits: five losses stay within 2^-7 of those of the same policy on one rank."""

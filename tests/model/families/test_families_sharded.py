@@ -69,6 +69,7 @@ COPIES = [(Mesh(tp=4), 2), (Mesh(fsdp=2, tp=2), 1), (Mesh(tp=2), 2), (Mesh(tp=4)
 OF_COPIES = [(*case, bias) for case in COPIES for bias in (False, True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "kv_heads", "bias"), turns(1, OF_COPIES, [" ".join(map(str, c)) for c in OF_COPIES]))
 def test_copies_of_kv_heads(mesh, kv_heads, bias):
     of = tiny(kv_heads=kv_heads, kv_copies=True, bias=bias, out_bias=bias, sequence_parallel=bias)
@@ -111,6 +112,7 @@ def test_documents_do_not_see_each_other(name):
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", turns(1, [(name,) for name in PACKED], PACKED))
 def test_documents_on_a_mesh(name):
     of = tiny(**PACKED[name], sequence_parallel=True)

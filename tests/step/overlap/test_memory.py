@@ -103,6 +103,7 @@ def test_where_memory_is_highest_overlap_gives_way():
     assert launches(limited) == launches(free).replace("F3 w:G4 G5 R0 w:G5", "F3 w:G4 R0 G5 w:G5")
 
 
+@pytest.mark.long
 def test_where_it_is_highest_at_the_end_the_ends_part():
     """Where layers save only inputs the peak is where the gradients of all layers are stacked, which needs the first
     block's: joined with it, the shard of the embedding's gradient is there already."""

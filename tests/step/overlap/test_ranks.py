@@ -77,6 +77,7 @@ def compared(rank, settings, backend, **options):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", [SETTINGS[1::2], pytest.param(SETTINGS[::2], marks=pytest.mark.slow)], ids=["default", "others"]
 )
@@ -153,6 +154,7 @@ def generated(rank, overlap, backend, make):
         return launches(graph), in_code(codes[-1], launched(graph)), equal, timeline(step, after, make(rank)[2](0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "setting", "backend"),
     [
