@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,21 @@ from fmegatron.loop.train import StepInfo
 SECTIONS = ("data", "log", "save", "evaluation", "caller")  # and "step", which `train` measures
 # What the records hold of it beside `mfu`; the table on a terminal leaves it out.
 QUIET = ("memory_gb", "joules", "time_exposed", "time_step", *(f"time_{name}" for name in SECTIONS))
+
+
+class _Section(contextlib.AbstractContextManager[None]):
+    """A block whose time is added to `seconds[name]`; three of them a step, so no generator."""
+
+    __slots__ = ("_began", "_name", "_seconds")
+
+    def __init__(self, seconds: dict[str, float], name: str):
+        self._seconds, self._name, self._began = seconds, name, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._began
 
 
 class Meter:
@@ -77,14 +92,9 @@ class Meter:
 
         return timed_batch
 
-    @contextlib.contextmanager
-    def section(self, name: str) -> Iterator[None]:
+    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Count the time of this block as one of `SECTIONS`."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - began
+        return _Section(self._seconds, name)
 
     def measured_exposed(self, seconds: float) -> None:
         """The next record states these seconds per step of exposed communication: `step.timeline(...).waiting`."""
