@@ -56,6 +56,9 @@ class Attention:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Attention.{name}: got {value!r}, wanted a whole number of at least 1")
+        for name in ("window", "softcap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"Attention.{name}: got {value}, wanted a number above 0; or None for none")
         require_form(self.context, "Attention")
         require_rate(self.dropout, "Attention.dropout")
         if self.heads % self.kv_heads:

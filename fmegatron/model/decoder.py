@@ -38,6 +38,15 @@ class Part:
 
     def __post_init__(self):
         require_rate(self.dropout, "Part.dropout")
+        if not isinstance(self.name, str) or not self.name or "/" in self.name:
+            raise ValueError(f"Part.name: got {self.name!r}, wanted a name without '/'; it is a step of a path")
+        try:
+            hash(self.mixer)
+        except TypeError:
+            raise ValueError(
+                f"Part.mixer: got a {type(self.mixer).__name__} that has no hash, wanted a value, since equal mixers "
+                "share what is compiled; write @dataclass(frozen=True), with tuples for lists"
+            ) from None
 
     def arrays(self, dim: int) -> dict[str, Arrays]:
         """Those of the mixer and of the norms around it."""
@@ -47,6 +56,20 @@ class Part:
 
 
 Block: TypeAlias = tuple[Part, ...]
+
+
+def _require_names(parts: Block, where: str, own: tuple[str, ...] = ()) -> None:
+    """ValueError where two arrays of a block would have one name: they would be one array, in silence."""
+    names = list(own)
+    for part in parts:
+        names += [part.name]
+        names += [
+            f"{part.name}_{kind}" for kind, norm in (("norm", part.norm), ("after", part.after)) if norm is not None
+        ]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"{where}: got the name {twice[0]!r} twice in a block, wanted one for each part and norm; rename a Part"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,6 +89,9 @@ class MTP:
     def __post_init__(self):
         if not isinstance(self.depths, int) or isinstance(self.depths, bool) or self.depths < 1:
             raise ValueError(f"MTP.depths: got {self.depths!r}, wanted a whole number of at least 1; or no MTP")
+        if not self.weight >= 0:
+            raise ValueError(f"MTP.weight: got {self.weight}, wanted 0 or more")
+        _require_names(self.block, "MTP.block", ("embed_norm", "hidden_norm", "proj", "out_norm"))
 
     def arrays(self, dim: int) -> dict[str, Arrays]:
         """Of one depth: {"embed_norm", "hidden_norm", "proj": [2D, D], "out_norm"}, and those of the block."""
@@ -123,6 +149,8 @@ class Decoder:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Decoder.{name}: got {value!r}, wanted a whole number of at least 1")
+        for parts in dict.fromkeys(map(tuple, self.blocks)):
+            _require_names(parts, "Decoder.blocks")
         if self.precision is not None:
             object.__setattr__(self, "param_dtype", self.precision.param)
             object.__setattr__(self, "compute_dtype", self.precision.compute)

@@ -49,6 +49,12 @@ def block(
         y_BSD = part.mixer(*given, axes) if mix is None else mix(part, *given)
         if isinstance(y_BSD, tuple):
             y_BSD, statistics[part.name] = y_BSD
+        if not isinstance(y_BSD, Tensor) or y_BSD.shape != u_BSD.shape:
+            got = tuple(y_BSD.shape) if isinstance(y_BSD, Tensor) else y_BSD
+            raise ValueError(
+                f"{type(part.mixer).__name__} of the part {part.name!r}: got {got} from it, wanted the shape of its "
+                f"argument, {tuple(u_BSD.shape)}; return what is added to the stream, or (it, statistics)"
+            )
         y_BSD = y_BSD if part.after is None else part.after(y_BSD, w[f"{part.name}_after"], at, axes)
         x_BSD = x_BSD + dropped(y_BSD, part.dropout, part.name, at, axes)
     return (x_BSD, statistics) if statistics else x_BSD

@@ -65,6 +65,20 @@ class MoE:
                 f"MoE.bias_rate: got {self.bias_rate} with choice_bias={self.choice_bias}, wanted 0 or more, and a "
                 "bias that it moves; set choice_bias=True"
             )
+        if isinstance(self.ep, str) or len(set(self.ep)) != len(self.ep):
+            raise ValueError(f"MoE.ep: got {self.ep!r}, wanted a tuple of axes; write ({self.ep!r:.20},)")
+        whole = {"ffn_dim": self.ffn_dim, "chunks": self.chunks} | ({} if self.rows is None else {"rows": self.rows})
+        for name, value in whole.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"MoE.{name}: got {value!r}, wanted a whole number of at least 1")
+        if self.capacity is not None and (not self.capacity > 0 or self.rows is not None):
+            raise ValueError(
+                f"MoE.capacity: got {self.capacity} with rows={self.rows}, wanted a number above 0, which is the room"
+                " of an expert by itself; leave rows out, or capacity"
+            )
+        for name in ("balance", "sequence_balance", "z_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"MoE.{name}: got {getattr(self, name)}, wanted 0 or more")
         for name, value, most in (("jitter", self.jitter, 1), ("noise", self.noise, math.inf)):
             if not 0 <= value <= most:
                 raise ValueError(f"MoE.{name}: got {value}, wanted a number from 0 to {most}")

@@ -293,5 +293,6 @@ def _require_experts(experts: int, ep: Axis, data: Axis, sequence: Axis) -> None
     if others := [name for name in ep.names if name not in data.names + sequence.names]:
         raise ValueError(
             f"moe: got experts over {others[0]!r}, whose ranks all have the same tokens, wanted axes of data and "
-            "sequence, or every row would be sent several times; split the sequence over it (collectives.shard) first"
+            "sequence, or every row would be sent several times; name it among those of the data, Axes(mesh, data=...) "
+            "and the strategy, or split the sequence over it (collectives.shard) first"
         )

@@ -32,7 +32,8 @@ class Rule:
         return self.step(views, *self.arguments)
 
     def __repr__(self) -> str:
-        return f"{self.step.__name__.removeprefix('_')}({', '.join(map(repr, self.arguments))})"
+        texts = (text if len(text := repr(one)) <= 200 else text[:200] + "..." for one in self.arguments)
+        return f"{self.step.__name__.removeprefix('_')}({', '.join(texts)})"
 
 
 # ---- the rules

@@ -87,7 +87,9 @@ _NAMES = MappingProxyType(
 )
 
 
-def _read(keys: Keys, router: nn.Router, choice_bias: bool, interleaved: bool, **changes: Any) -> Decoder:
+def _read(
+    keys: Keys, router: nn.Router, choice_bias: bool, interleaved: bool, dense: int, shared: int, **changes: Any
+) -> Decoder:
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
     keys.only("mlp_bias", False)
@@ -102,14 +104,14 @@ def _read(keys: Keys, router: nn.Router, choice_bias: bool, interleaved: bool, *
     eps, moe_dim = keys.take("rms_norm_eps", 1e-6), keys.take("moe_intermediate_size")
     attention = MLA(
         keys.take("num_attention_heads"),
-        keys.take("q_lora_rank", None),
+        keys.take("q_lora_rank", None, absent=1536),
         keys.take("kv_lora_rank"),
         nope,
         keys.take("v_head_dim"),
         Rope(rotated, theta, interleaved, scaling),
         scale=(nope + rotated) ** -0.5 * sharper**2,
     )
-    shared = keys.take("n_shared_experts", None)
+    shared = keys.take("n_shared_experts", None, absent=shared)
     of = {
         "vocab_size": keys.take("vocab_size"),
         "dim": keys.take("hidden_size"),
@@ -118,7 +120,7 @@ def _read(keys: Keys, router: nn.Router, choice_bias: bool, interleaved: bool, *
         "attention": attention,
         "mlp": MLP(keys.take("intermediate_size")),
         "moe": MoE(router, moe_dim, MLP(shared * moe_dim) if shared else None, choice_bias),
-        "dense_layers": keys.take("first_k_dense_replace", 0),
+        "dense_layers": keys.take("first_k_dense_replace", 0, absent=dense),
         "norm_eps": eps,
         "tied": keys.take("tie_word_embeddings", False),
         "mtp_depths": depths,
@@ -129,7 +131,7 @@ def _read(keys: Keys, router: nn.Router, choice_bias: bool, interleaved: bool, *
 def _read_v2(keys: Keys, **changes: Any) -> Decoder:
     keys.only("scoring_func", "softmax")
     keys.only("norm_topk_prob", False)
-    experts, top_k, scale = _choice(keys)
+    experts, top_k, scale = _choice(keys, 1.0)
     groups: dict[str, Any] = {}
     kind = keys.take("topk_method", "greedy")
     if kind == "group_limited_greedy":
@@ -137,21 +139,21 @@ def _read_v2(keys: Keys, **changes: Any) -> Decoder:
     else:
         keys.only("topk_method", "greedy")
         keys.ignore("n_group", "topk_group")
-    return _read(keys, nn.Router(experts, top_k, scale=scale, **groups), False, True, **changes)
+    return _read(keys, nn.Router(experts, top_k, scale=scale, **groups), False, True, 0, 2, **changes)
 
 
 def _read_v3(keys: Keys, **changes: Any) -> Decoder:
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
-    experts, top_k, scale = _choice(keys)
+    experts, top_k, scale = _choice(keys, 2.5)
     groups = {"groups": keys.take("n_group", 8), "top_groups": keys.take("topk_group", 4), "group_best": 2}
     normalised = keys.take("norm_topk_prob", True)
     router = nn.Router(experts, top_k, "sigmoid", normalised=normalised, scale=scale, **groups)
-    return _read(keys, router, True, keys.take("rope_interleave", True), **changes)
+    return _read(keys, router, True, keys.take("rope_interleave", True), 3, 1, **changes)
 
 
-def _choice(keys: Keys) -> tuple[int, int, float]:
-    scale = keys.take("routed_scaling_factor", 1.0)
+def _choice(keys: Keys, scale: float) -> tuple[int, int, float]:
+    scale = keys.take("routed_scaling_factor", scale)
     return keys.take("n_routed_experts"), keys.take("num_experts_per_tok"), scale
 
 

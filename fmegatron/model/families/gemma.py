@@ -61,32 +61,31 @@ GEMMA_NAMES = MappingProxyType(
 )
 
 
-def _common(keys: Keys, of: dict) -> dict[str, Any]:
+def _common(keys: Keys, of: dict, cap: float | None = None) -> dict[str, Any]:
     keys.ignore("hidden_act")  # what counts is hidden_activation
     own = {"activation": keys.activation("hidden_activation", "gelu_pytorch_tanh")}
-    own["logit_softcap"] = keys.take("final_logit_softcapping", None)
+    own["logit_softcap"] = keys.take("final_logit_softcapping", None, absent=cap)
     return {name: of[name] for name in ("vocab_size", "dim", "ffn_dim", "max_seq", "norm_eps", "tied")} | own
 
 
 def _layers(keys: Keys, of: dict, local: Callable[[int], bool], make: Callable[..., Attention]) -> list[Attention]:
-    kinds, width = keys.take("layer_types", None), keys.take("sliding_window", 4096)
-    slides = [local(i) if kinds is None else kinds[i] == "sliding_attention" for i in range(of["layers"])]
+    width, slides = keys.take("sliding_window", 4096), keys.slides(of["layers"], local)
     keys.only("use_bidirectional_attention", False)
     bias = keys.take("attention_bias", False)
     fields = {"bias": bias, "out_bias": bias, "scale": keys.take("query_pre_attn_scalar", 256) ** -0.5}
-    fields["softcap"] = keys.take("attn_logit_softcapping", None)
     return [make(is_local=one, window=width if one else None, **fields) for one in slides]
 
 
 def _read_gemma2(keys: Keys, **changes: Any) -> Decoder:
-    head_dim, of = keys.take("head_dim", 256), sizes(keys, eps=1e-6, tied=True)
+    head_dim, of = keys.take("head_dim", 256), sizes(keys, eps=1e-6, tied=True, kv_heads=4)
     rope = Rope(head_dim, of["rope_theta"], scaling=of["rope_scaling"])
+    softcap = keys.take("attn_logit_softcapping", None, absent=50.0)
 
     def make(is_local: bool, **fields: Any) -> Attention:
-        return Attention(of["heads"], of["kv_heads"], head_dim, rope, **fields)
+        return Attention(of["heads"], of["kv_heads"], head_dim, rope, softcap=softcap, **fields)
 
     attention = _layers(keys, of, lambda i: i % 2 == 0, make)
-    return gemma(**{**_common(keys, of), "attention": attention, **changes})
+    return gemma(**{**_common(keys, of, cap=30.0), "attention": attention, **changes})
 
 
 def _read_gemma3(keys: Keys, **changes: Any) -> Decoder:
@@ -95,7 +94,8 @@ def _read_gemma3(keys: Keys, **changes: Any) -> Decoder:
     local_theta, local_scaling = keys.take("rope_local_base_freq", 1e4), None
     if "rope_parameters" in keys.config:
         local_theta, local_scaling = keys.rope(1e4, "sliding_attention")
-    of = sizes(keys, eps=1e-6, tied=True)
+    of = sizes(keys, eps=1e-6, tied=True, kv_heads=4, layers_of="full_attention")
+    keys.only("attn_logit_softcapping", None)  # transformers has the key and does nothing with it
     ropes = (Rope(head_dim, theta, scaling=scaling), Rope(head_dim, local_theta, scaling=local_scaling))
     norm, every = RMSNorm(of["norm_eps"], offset=1.0), keys.take("sliding_window_pattern", 6)
     keys.ignore("_sliding_window_pattern")

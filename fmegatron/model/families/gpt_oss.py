@@ -11,8 +11,9 @@ from typing import Any
 from fmegatron import nn
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.families.family import Family, linear, plain
-from fmegatron.model.families.keys import Keys
+from fmegatron.model.families.keys import Keys, yarn_scale
 from fmegatron.model.families.llama import LAYER, NAMES, UNUSED, llama, sizes
+from fmegatron.model.families.moe import balance
 from fmegatron.model.moe import MoE
 
 _EXPERTS = LAYER + "mlp.experts."
@@ -33,15 +34,19 @@ _NAMES = MappingProxyType(
 def _read(keys: Keys, **changes: Any) -> Decoder:
     keys.only("hidden_act", "silu")
     keys.only("swiglu_alpha", 1.702)
-    keys.ignore("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length")
-    width, kinds = keys.take("sliding_window", 128), keys.take("layer_types", None)
-    bias, of = keys.take("attention_bias", True), sizes(keys, eps=1e-5, theta=150000.0)
+    keys.ignore("experts_per_token", "initial_context_length")
+    width = keys.take("sliding_window", 128)
+    bias, of = keys.take("attention_bias", True), sizes(keys, eps=1e-5, theta=150000.0, kv_heads=8)
+    if all(keys.config.get(key) is None for key in ("rope_parameters", "rope_scaling")):
+        of["rope_scaling"] = nn.Yarn(32.0, 4096, 32.0, 1.0, yarn_scale(32.0), False)
+    slides = keys.slides(of["layers"], lambda i: i % 2 == 0)
     router = nn.Router(keys.take("num_local_experts", 128), keys.take("num_experts_per_tok", 4), normalised=True)
 
     def window(i: int) -> int | None:
-        return width if (i % 2 == 0 if kinds is None else kinds[i] == "sliding_attention") else None
+        return width if slides[i] else None
 
-    mlp = MoE(router, of["ffn_dim"], biases=True, limit=keys.take("swiglu_limit", 7.0))
+    mlp = MoE(router, of["ffn_dim"], biases=True, limit=keys.take("swiglu_limit", 7.0), balance=balance(keys))
+    of["head_dim"] = keys.take("head_dim", of["head_dim"], absent=64)
     own = {"bias": bias, "out_bias": bias, "sinks": True, "window": window, "mlp": mlp}
     return llama(**{**of, **own, **changes})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,12 @@ ACTIVATIONS = MappingProxyType(
         "relu2": "relu2",
     }
 )
+_NEEDED = MappingProxyType(
+    {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+)
 _MISSING = object()
 
 
@@ -42,9 +48,14 @@ class Keys:
     def __init__(self, config: Mapping[str, Any], family: str):
         self.config, self.family, self.left = config, family, set(config) - IGNORED
 
-    def take(self, key: str, default: Any = _MISSING) -> Any:
-        """The value of a key; the default where it is absent or null. Without a default it must be there."""
+    def take(self, key: str, default: Any = _MISSING, absent: Any = _MISSING) -> Any:
+        """The value of a key; the default where it is absent or null. Without a default it must be there.
+
+        absent: what a key that is not there means, where that is something else than null.
+        """
         self.left.discard(key)
+        if absent is not _MISSING and key not in self.config:
+            return absent
         value = self.config.get(key)
         if value is not None:
             return value
@@ -65,6 +76,26 @@ class Keys:
     def ignore(self, *keys: str) -> None:
         """Keys that do not change the function of this family."""
         self.left.difference_update(keys)
+
+    def slides(self, layers: int, unless: Callable[[int], bool]) -> list[bool]:
+        """For each layer whether its tokens see a window only: by `layer_types`, or where that is not given `unless`.
+
+        ValueError for kinds of layers, or a number of them, that do not fit.
+        """
+        kinds = self.take("layer_types", None)
+        if kinds is None:
+            return [unless(i) for i in range(layers)]
+        known = ("sliding_attention", "full_attention")
+        if len(kinds) != layers:
+            raise ValueError(
+                f"config.json: layer_types: got {len(kinds)} layers, wanted num_hidden_layers={layers}; name each"
+            )
+        if strange := [kind for kind in kinds if kind not in known]:
+            raise ValueError(
+                f"config.json: layer_types: got {strange[0]!r}, wanted {' or '.join(known)}, which is all that "
+                f"{self.family} is read with; write a family of your own (BUILD.md)"
+            )
+        return [kind == known[0] for kind in kinds]
 
     def activation(self, key: str, default: str) -> str:
         """A name of `nn.ACTIVATIONS` for Hugging Face's."""
@@ -96,6 +127,14 @@ class Keys:
                 "rotates; write a family of your own (BUILD.md)"
             )
         found: nn.Scaling | None = None
+        for name in _NEEDED.get(kind, ()):
+            if given.get(name) is None:
+                raise ValueError(f"config.json: rope scaling {kind}: {name}: got no value, wanted one; add it")
+        if nested := [name for name, value in given.items() if kind == "default" and isinstance(value, dict)]:
+            raise ValueError(
+                f"config.json: rope_parameters: got those of {nested[0]!r} by themselves, wanted the same for all "
+                f"layers, which is all that {self.family} is read with; write a family of your own (BUILD.md)"
+            )
         if kind == "linear":
             found = nn.Linear(given.pop("factor"))
         elif kind == "llama3":

@@ -93,17 +93,34 @@ NAMES = MappingProxyType(
 UNUSED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 
 
-def sizes(keys: Keys, *, eps: float, theta: float = 10000.0, tied: bool = False) -> dict[str, Any]:
-    """Arguments of `llama` that all its relatives store under one name, with the defaults of their configurations."""
+def sizes(
+    keys: Keys,
+    *,
+    eps: float,
+    theta: float = 10000.0,
+    tied: bool = False,
+    kv_heads: int | None = None,
+    layers_of: str | None = None,
+) -> dict[str, Any]:
+    """Arguments of `llama` that all its relatives store under one name, with the defaults of their configurations.
+
+    Args:
+        keys: of config.json.
+        eps: of the norms.
+        theta: base of the angles.
+        tied: whether the head is the embedding.
+        kv_heads: what an absent num_key_value_heads means; None: as many as there are heads.
+        layers_of: the kind of layers whose rotation it gives, in a family where that depends on the kind.
+    """
     keys.only("attention_dropout", 0.0, 0)
     heads = keys.take("num_attention_heads")
-    theta, scaling = keys.rope(theta)
+    theta, scaling = keys.rope(theta, layers_of)
     return {
         "vocab_size": keys.take("vocab_size"),
         "dim": keys.take("hidden_size"),
         "layers": keys.take("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": keys.take("num_key_value_heads", heads),
+        "kv_heads": keys.take("num_key_value_heads", heads, kv_heads or heads),
         "ffn_dim": keys.take("intermediate_size"),
         "max_seq": keys.take("max_position_embeddings"),
         "head_dim": keys.take("head_dim", keys.take("hidden_size") // heads),

@@ -12,8 +12,8 @@ from fmegatron.model.families.llama import NAMES, UNUSED, llama, sizes
 
 def _read(keys: Keys, **changes: Any) -> Decoder:
     keys.only("hidden_act", "silu")
-    window = keys.take("sliding_window", None)
-    return llama(**{**sizes(keys, eps=1e-6), "window": window, **changes})
+    window = keys.take("sliding_window", None, absent=4096)
+    return llama(**{**sizes(keys, eps=1e-6, kv_heads=8), "window": window, **changes})
 
 
 MISTRAL = Family("mistral", _read, NAMES, UNUSED)

@@ -17,25 +17,25 @@ from fmegatron.model.norm import RMSNorm
 
 def windows(keys: Keys) -> Callable[[int], int | None]:
     """The window of each layer: by `layer_types`, or from `max_window_layers` on where windows are used."""
-    used, width = keys.take("use_sliding_window", False), keys.take("sliding_window", None)
-    first, kinds = keys.take("max_window_layers", 28), keys.take("layer_types", None)
-
-    def window(i: int) -> int | None:
-        slides = used and (i >= first if kinds is None else kinds[i] == "sliding_attention")
-        return width if slides else None
-
-    return window
+    used, width = keys.take("use_sliding_window", False), keys.take("sliding_window", None, absent=4096)
+    first = keys.take("max_window_layers", 28)
+    slides = keys.slides(keys.take("num_hidden_layers"), lambda i: i >= first)
+    return lambda i: width if used and slides[i] else None
 
 
 def _read_qwen2(keys: Keys, **changes: Any) -> Decoder:
     keys.only("hidden_act", "silu")
     keys.only("use_mrope", False)
-    return llama(**{**sizes(keys, eps=1e-6), "bias": True, "window": windows(keys), **changes})
+    return llama(**{**sizes(keys, eps=1e-6, kv_heads=32), "bias": True, "window": windows(keys), **changes})
 
 
 def _read_qwen3(keys: Keys, **changes: Any) -> Decoder:
     keys.only("hidden_act", "silu")
-    head_dim, bias, of = keys.take("head_dim", 128), keys.take("attention_bias", False), sizes(keys, eps=1e-6)
+    head_dim, bias, of = (
+        keys.take("head_dim", 128),
+        keys.take("attention_bias", False),
+        sizes(keys, eps=1e-6, kv_heads=32),
+    )
     own = {"head_dim": head_dim, "bias": bias, "out_bias": bias, "qk_norm": RMSNorm(of["norm_eps"])}
     return llama(**{**of, **own, "window": windows(keys), **changes})
 
