@@ -44,6 +44,16 @@ class _Attempts:
         self.back_to: int | None = None
         self.newest = reading.begin(0, 0)  # the data of the newest attempt
         self.skip: tuple[tuple[int, int], ...] = ()
+        self.asked = False
+
+    def ask_of_metric(self, logged: Any) -> None:
+        """Once, when all kinds of records were made: warn of a metric that is to end the run and is in none."""
+        run = self.run
+        if self.asked or not logged or (run.evaluations and not run.metrics):
+            return
+        self.asked = True
+        if run.world.rank == 0 and (text := run.until.unknown({**logged, **run.metrics})):
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[StepInfo]:
@@ -154,6 +164,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                         run.metrics = run.evaluate()
                     log(info.step, run.metrics)
                 if stop.signal is None:
+                    own.ask_of_metric(info.metrics)
                     stop.signal = run.until.reached({**info.metrics, **run.metrics}, look=lead and bool(info.metrics))
                 pulse.enter("caller")
                 events.step = info.step
