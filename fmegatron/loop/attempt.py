@@ -155,9 +155,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                     _compare(run, info)
                 with meter.section("save"):
                     saves.due(info)
-                for report in manager.poll():
-                    log(report.step, report.record())
-                    events("saved", report.step, durable=report.durable, error=report.error, **report.record())
+                _record_saves(manager, log, events)
                 if run.evaluations and (info.last or info.step % run.eval_every == 0):
                     with _section(pulse, "evaluation"), meter.section("evaluation"):
                         inject("evaluation", info.step, info.state)
@@ -179,6 +177,15 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             manager.close(wait=world.size == 1)
             raise
         pulse.enter("end")
+        manager.close()  # finishes the saves in the background that the last one, which is waited for, has overtaken
+        _record_saves(manager, log, events)
+
+
+def _record_saves(manager: checkpoint.Manager, log: Log, events: Events) -> None:
+    """The saves that have ended, for records and events."""
+    for report in manager.poll():
+        log(report.step, report.record())
+        events("saved", report.step, durable=report.durable, error=report.error, **report.record())
 
 
 def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
