@@ -44,6 +44,16 @@ class _Attempts:
         self.back_to: int | None = None
         self.newest = reading.begin(0, 0)  # the data of the newest attempt
         self.skip: tuple[tuple[int, int], ...] = ()
+        self.asked = False
+
+    def ask_of_metric(self, logged: Any) -> None:
+        """Once, when all kinds of records were made: warn of a metric that is to end the run and is in none."""
+        run = self.run
+        if self.asked or not logged or (run.evaluations and not run.metrics):
+            return
+        self.asked = True
+        if run.world.rank == 0 and (text := run.until.unknown({**logged, **run.metrics})):
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[StepInfo]:
@@ -145,15 +155,14 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                     _compare(run, info)
                 with meter.section("save"):
                     saves.due(info)
-                for report in manager.poll():
-                    log(report.step, report.record())
-                    events("saved", report.step, durable=report.durable, error=report.error, **report.record())
+                _record_saves(manager, log, events)
                 if run.evaluations and (info.last or info.step % run.eval_every == 0):
                     with _section(pulse, "evaluation"), meter.section("evaluation"):
                         inject("evaluation", info.step, info.state)
                         run.metrics = run.evaluate()
                     log(info.step, run.metrics)
                 if stop.signal is None:
+                    own.ask_of_metric(info.metrics)
                     stop.signal = run.until.reached({**info.metrics, **run.metrics}, look=lead and bool(info.metrics))
                 pulse.enter("caller")
                 events.step = info.step
@@ -168,6 +177,15 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             manager.close(wait=world.size == 1)
             raise
         pulse.enter("end")
+        manager.close()  # finishes the saves in the background that the last one, which is waited for, has overtaken
+        _record_saves(manager, log, events)
+
+
+def _record_saves(manager: checkpoint.Manager, log: Log, events: Events) -> None:
+    """The saves that have ended, for records and events."""
+    for report in manager.poll():
+        log(report.step, report.record())
+        events("saved", report.step, durable=report.durable, error=report.error, **report.record())
 
 
 def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:

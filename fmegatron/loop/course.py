@@ -7,6 +7,7 @@ behind the samples of the piece before (`Batches.after`).
 """
 
 import bisect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -123,7 +124,7 @@ def course(
 
 def check_sizes(batch_sizes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """ValueError for what is no schedule of batch sizes."""
-    sizes = tuple((int(first), int(size)) for first, size in batch_sizes)
+    sizes = _pairs("batch_sizes", batch_sizes, "((0, 16), (200, 32))")
     if any(size < 1 or first < 0 for first, size in sizes) or [f for f, _ in sizes] != sorted({f for f, _ in sizes}):
         raise ValueError(
             f"batch_sizes: got {sizes}, wanted (updates, size) with sizes of at least 1 and rising updates; such as "
@@ -135,7 +136,7 @@ def check_sizes(batch_sizes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int]
 def joined(skip: Sequence[tuple[int, int]]) -> Ranges:
     """Ranges in rising order, those that touch as one; ValueError for what is no range."""
     found: list[tuple[int, int]] = []
-    for start, stop in sorted((int(start), int(stop)) for start, stop in skip):
+    for start, stop in sorted(_pairs("skip", skip, "((4096, 4160),)")):
         if not 0 <= start < stop:
             raise ValueError(f"skip: got {(start, stop)}, wanted ranges (start, stop) with 0 <= start < stop")
         if found and start <= found[-1][1]:
@@ -143,3 +144,11 @@ def joined(skip: Sequence[tuple[int, int]]) -> Ranges:
         else:
             found.append((start, stop))
     return tuple(found)
+
+
+def _pairs(name: str, given: Sequence[tuple[int, int]], example: str) -> Ranges:
+    """What is given as pairs of whole numbers; ValueError for anything else."""
+    try:
+        return tuple((operator.index(a), operator.index(b)) for a, b in given)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: got {given!r:.80}, wanted pairs of whole numbers; such as {example}") from None

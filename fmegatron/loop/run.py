@@ -18,6 +18,7 @@ from typing import Any
 from fmegatron import checkpoint, tree
 from fmegatron.collectives import World
 from fmegatron.data import RankBatches, StepBatches
+from fmegatron.loop.arguments import check_hashes, check_injections, check_loggers, check_policies, check_windows
 from fmegatron.loop.attempt import running
 from fmegatron.loop.faults import Injection, Patience
 from fmegatron.loop.hardware import Peak
@@ -139,6 +140,16 @@ class Run:
         if not layouts:
             raise ValueError("Run: specs: got a tree without leaves, wanted the ArraySpecs of the state")
         check_action("Run: on_nonfinite", on_nonfinite)
+        check_policies(
+            world=(world, World, "connect(mesh)"),
+            spike=(spike, LossSpike, "LossSpike(factor=3.0)"),
+            stuck=(stuck, LossStuck, "LossStuck(updates=1000)"),
+            patience=(None if isinstance(patience, bool) else patience, Patience, "Patience(step=300)"),
+            restart=(restart, Restart, "Restart(most=3)"),
+            local=(local, checkpoint.LocalReplicas, "LocalReplicas(folder, world=world)"),
+            until=(until, Until, "Until(hours=11.5)"),
+            peak=(peak, Peak, "Peak(989e12, 'dense bf16 of an H100')"),
+        )
         if on_difference not in ("raise", "roll back", "rerun"):
             raise ValueError(f"Run: on_difference: got {on_difference!r:.60}, wanted 'raise', 'roll back' or 'rerun'")
         if on_failed_save not in ("raise", "warn", None):
@@ -152,19 +163,20 @@ class Run:
         self.manager = checkpoint.Manager(where, keep, world=self.world, on_failure=in_background)
         self.settings = settings if isinstance(settings, Settings) else _settings(settings)
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
-        self.async_save, self.loggers, self.on_nonfinite = async_save, tuple(loggers), on_nonfinite
+        self.async_save, self.loggers, self.on_nonfinite = async_save, check_loggers(loggers), on_nonfinite
         self.spike, self.stuck, self.on_failed_save = spike, stuck, on_failed_save or "raise"
         if patience is True:
             patience = Patience() if self.world.size > 1 and not is_interactive() else None
         self.patience = patience or None
-        self.restart, self.local, self.local_every, self.hash_every = restart, local, local_every, hash_every
+        self.restart, self.local, self.local_every = restart, local, local_every
+        self.hash_every = check_hashes(hash_every, layouts, self.world.size)
         self.on_difference, self.straggler_ratio = on_difference, straggler_ratio
         self.until, self.signals, self.deterministic = until or Until(), signals, deterministic
-        self.inject = Injection.parse(inject) if isinstance(inject, str) else tuple(inject)
         self.init = init or (lambda: tree.init(specs, key, self.world.rank, self.world.device))
         self.evaluations = _by_name(evaluate)
+        self.inject = check_injections(inject, self.world.size, bool(self.evaluations))
         self.flops_per_token, self.planned_bytes = flops_per_token, planned_bytes
-        self.peak, self.profile = peak, windows(profile)
+        self.peak, self.profile = peak, check_windows(windows(profile), self.world.size)
         self.start, self.state, self.stopped = 0, None, False
         self.metrics: dict[str, float] = {}
 
@@ -207,7 +219,13 @@ class Run:
         """The metrics of all evaluations of the state."""
         found = {}
         for name, evaluate in self.evaluations.items():
-            found.update({f"{name}_{key}" if name else key: value for key, value in evaluate(self.state).items()})
+            got = evaluate(self.state)
+            if not isinstance(got, Mapping):
+                what = f"evaluate{name and f'[{name!r}]'}"
+                raise ValueError(
+                    f"Run: {what}: got {got!r:.60}, wanted a mapping of name to number; return {{'loss': x}}"
+                )
+            found.update({f"{name}_{key}" if name else key: value for key, value in got.items()})
         return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fmegatron import tree
 from fmegatron.checkpoint.files.look import is_there
 
 
@@ -47,3 +48,10 @@ class Until:
         if value is not None and self.at_least is not None and value >= self.at_least:
             return f"{self.metric} is {value:g}, at least {self.at_least:g} was wanted"
         return None
+
+    def unknown(self, metrics: Mapping[str, Any]) -> str | None:
+        """In words, that the metric is none of these; None when it is one, or none is asked for."""
+        if self.metric is None or self.metric in metrics:
+            return None
+        near = tree.did_you_mean(self.metric, list(metrics))
+        return f"Until: metric: got {self.metric!r}, wanted one of {', '.join(metrics)}{near}; it will not end the run"

@@ -234,6 +234,14 @@ def test_ticks_and_thinning():
     assert len(few) <= 802 and (777, 50.0) in few and few == sorted(few) and set(few) <= set(points)
 
 
+def test_files_that_cannot_be_read_are_notes(tmp_path):
+    names = ("metrics.jsonl", "config.json", "ranks.jsonl", "events.jsonl")
+    for name in names:
+        (tmp_path / name).mkdir()
+    run = read_run(tmp_path)
+    assert all(any(note.startswith(name) for note in run.notes) for name in names) and report_page([run])
+
+
 @pytest.mark.long
 def test_a_browser_shows_it(tmp_path):
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")

@@ -296,3 +296,11 @@ def test_data_of_ones_own_that_describe_themselves(tmp_path):
     with pytest.raises(UsageError, match=r'data {"name": "a"} -> {"name": "b"}'):
         reading(tmp_path, Own("b"))
     reading(tmp_path, Own("a"))
+
+
+def test_each_save_in_the_background_is_recorded_also_one_that_ends_last(tmp_path):
+    """The steps take no time, so that most saves are under way when the last one, which is waited for, begins."""
+    run = Run(tmp_path, halve, SPECS, save_every=1, async_save=True, keep=None)
+    assert [info.step for info in run(batch_at, steps=4)] == [1, 2, 3, 4]
+    saved = [event["step"] for event in loop.read_events(tmp_path / "events.jsonl") if event["event"] == "saved"]
+    assert sorted(saved) == [1, 2, 3, 4] == list(run.manager.steps())

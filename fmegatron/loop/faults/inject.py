@@ -62,6 +62,12 @@ class Injection:
             raise ValueError(f"inject: got {self.kind!r}, wanted one of {', '.join(KINDS)}{near}")
         if self.at not in PLACES:
             raise ValueError(f"inject: {self.kind}: at: got {self.at!r}, wanted one of {', '.join(PLACES)}")
+        if self.step < 1 and self.at != "setup":
+            raise ValueError(f"inject: {self.kind}: step: got {self.step}, wanted at least 1, the first update")
+        if self.rank is not None and self.rank < 0:
+            raise ValueError(f"inject: {self.kind}: rank: got {self.rank}, wanted at least 0, or all")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise ValueError(f"inject: {self.kind}: seconds: got {self.seconds}, wanted a number of at least 0")
         if self.seconds is None:
             object.__setattr__(self, "seconds", KINDS[self.kind][0])
         elif KINDS[self.kind][0] is None:
@@ -96,7 +102,9 @@ def _one(text: str) -> Injection:
     kind, _, rest = text.strip().partition(":")
     found = {}
     for part in filter(None, rest.split(",")):
-        name, _, value = part.partition("=")
+        name, _, value = part.strip().partition("=")
+        if name in found:
+            raise ValueError(f"inject: {text}: got {name} twice, wanted it once; join several faults by '+'")
         try:
             found[name] = None if (name, value) == ("rank", "all") else _READ[name](value)
         except (KeyError, ValueError):

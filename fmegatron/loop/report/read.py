@@ -98,6 +98,9 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         notes.append(f"{file.name} is not there: no log point was reached")
         return
+    except OSError as error:
+        notes.append(f"{file.name}: cannot be read: {error}"[:200])
+        return
     bad = 0
     for line in lines:
         if not line.strip():
@@ -121,7 +124,12 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 def _ranks(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """A run of one rank has no such file."""
     bad = 0
-    for line in file.read_text(errors="replace").split("\n") if is_there(str(file)) else ():
+    try:
+        text = file.read_text(errors="replace") if is_there(str(file)) else ""
+    except OSError as error:
+        notes.append(f"{file.name}: cannot be read: {error}"[:200])
+        return
+    for line in text.split("\n"):
         if not line.strip():
             continue
         try:
@@ -155,7 +163,12 @@ def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     if not is_there(str(file)):
         notes.append(f"{file.name} is not there")
         return
-    for event in read_events(file):
+    try:
+        found = read_events(file)
+    except OSError as error:
+        notes.append(f"{file.name}: cannot be read: {error}"[:200])
+        return
+    for event in found:
         if _is_number(event.get("time")) and _is_number(event.get("step")) and math.isfinite(event["time"]):
             yield event
 
@@ -167,7 +180,7 @@ def _config(file: Path, notes: list[str]) -> Mapping[str, Any] | None:
         return {**flat(parts[0]), **flat(parts[1], "facts.")}
     except FileNotFoundError:
         notes.append(f"{file.name} is not there")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         notes.append(f"{file.name}: cannot be read: {error}"[:200])
     return None
 
