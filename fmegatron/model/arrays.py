@@ -21,8 +21,8 @@ class Array:
     so that gathers and reduce-scatters copy nothing. parts: widths of the matrices that lie side by side in the last
     dim, each of which its axes split. residual: its products are added to the stream, so its standard deviation is
     divided by the root of the number of such arrays on the way (GPT-2). used: share of it that one token multiplies
-    with. kept: axes of the data that still split it when a block uses it (experts). full: no strategy splits it over the
-    data axes, since a rule after the step sets it on every rank (`settled`).
+    with. kept: axes of the data that still split it when a block uses it (experts). full: no strategy splits it over
+    the data axes, since a rule after the step sets it on every rank (`settled`).
     """
 
     shape: tuple[int, ...]
