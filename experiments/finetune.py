@@ -90,6 +90,8 @@ def token_ids(config: Config, vocab_size: int):
 def main(config: Config) -> dict[str, float]:
     """Train, or go on, and write the folder; returns the last metrics."""
     with loop.set_up():
+        if os.path.exists(config.out):
+            raise ValueError(f"out: {config.out}: got a path that exists already, wanted a new one; choose another")
         world, (train_step, specs, _) = connect(config.mesh), describe(config)
         of, layouts, tokenizer = decoder(config), tree.layouts(specs.params), tokenizer_of(config)
         batches = data.Batches(token_ids(config, of.vocab_size), config.batch_size, config.seq_len, seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -25,6 +26,7 @@ from fmegatron.data.whole_files import content_of, whole_file
 from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, move_indexed, token_dtype
 
 _TOGETHER = 1 << 18  # characters of texts that are encoded at once
+_IDS = 1 << 31
 
 
 def prepare(
@@ -63,8 +65,9 @@ def prepare(
     prefix, tool = bare(prefix), _tokenizer(tokenizer)
     if workers < 1 or part_bytes < 1:
         raise ValueError(f"prepare: got workers={workers}, part_bytes={part_bytes}, wanted 1 or more")
-    if eod is not None and eod < 0:
-        raise ValueError(f"prepare: eod: got {eod}, wanted an id of 0 or more")
+    if eod is not None and not 0 <= eod < _IDS:
+        raise ValueError(f"prepare: eod: got {eod}, wanted an id of 0 to {_IDS - 1}, which int32 holds")
+    shares = None if split is None else _shares(split)  # before the work of hours, not behind it
     dtype = token_dtype(max(tool.vocab_size, 0 if eod is None else eod + 1))
     parts = [part for path in inputs for part in parts_of(path, part_bytes)]
     if not parts:
@@ -94,14 +97,14 @@ def prepare(
         "dtype": tokens.dtype.name,
         "text_bytes": text,
         "bytes_per_token": round(text / max(1, len(tokens)), 3),
-        "document_tokens": {"min": int(lengths.min(initial=0)) if len(lengths) else 0,
+        "document_tokens": {"min": int(lengths.min()) if len(lengths) else 0,
                             "mean": round(float(lengths.mean()), 1) if len(lengths) else 0.0,
                             "max": int(lengths.max(initial=0)), "empty": int((lengths == 0).sum())},
         "digest": fingerprint(tokens),
         "eod": eod,
         "tokenizer": tool.describe(),
         "tokenizer_digest": digest_of(tool.describe()),
-        "split": None if split is None else _split(tokens, split),
+        "split": None if shares is None else _split(tokens, shares),
         "inputs": files,
     }  # fmt: skip
     keep_beside(tool, prefix)
@@ -198,11 +201,19 @@ def _together(texts: Iterator[str]) -> Iterator[list[str]]:
         yield found
 
 
-def _split(tokens: IndexedTokens, split: str) -> dict[str, list[int]]:
-    """Ranges of tokens for training, validation and test that begin with a document, nearest to the shares."""
-    shares = [float(x) for x in split.split(",")]
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+def _shares(split: str) -> list[float]:
+    """The numbers of "969,30,1". ValueError for what is not one to three of 0 or more, one of them above it."""
+    try:
+        shares = [float(x) for x in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= x < math.inf for x in shares) or not sum(shares):
         raise ValueError(f"split: got {split!r}, wanted two or three shares, such as 969,30,1")
+    return shares
+
+
+def _split(tokens: IndexedTokens, shares: list[float]) -> dict[str, list[int]]:
+    """Ranges of tokens for training, validation and test that begin with a document, nearest to the shares."""
     ends = np.cumsum(shares) / sum(shares) * tokens.documents
     starts = tokens.document_starts()
     cuts = [0, *(int(starts[round(end)]) for end in ends)]

@@ -26,6 +26,7 @@ _KINDS = MappingProxyType(
 )
 _BLOCK = 1 << 20  # bytes that are read at once
 _ROWS = 1000  # of a dataset
+_MARK = "\ufeff"  # the byte order mark that editors of Windows put before a file; it is no text
 
 
 class Part(NamedTuple):
@@ -79,7 +80,7 @@ def texts_of(part: Part, key: str) -> Iterator[str]:
     """
     if part.kind == "text":
         with open(part.path, "rb") as file:
-            yield _decoded(file.read(), part.path, 0)
+            yield _decoded(file.read(), part.path, 0).removeprefix(_MARK)
     elif part.kind == "lines":
         with open(part.path, "rb") as file:
             if part.start:
@@ -170,8 +171,8 @@ def _lines(blocks: Iterator[bytes], path: str, key: str, at: int = 0) -> Iterato
             if not line or line.isspace():
                 continue
             try:
-                found = json.loads(line)
-            except json.JSONDecodeError as error:
+                found = json.loads(line if at or number else line.removeprefix(_MARK))
+            except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of too deep arrays
                 raise ValueError(
                     f"{path}: got a line at byte {_place(lines, number, at)} that is no JSON ({error}), wanted one "
                     "object a line"
@@ -179,7 +180,18 @@ def _lines(blocks: Iterator[bytes], path: str, key: str, at: int = 0) -> Iterato
             text = found.get(key) if isinstance(found, dict) else None
             if not isinstance(text, str):
                 where = f"{path}, byte {_place(lines, number, at)}"
-                raise _no_key(where, key, found if isinstance(found, dict) else [])
+                if not isinstance(found, dict):
+                    raise ValueError(
+                        f"{where}: got a line that is a {type(found).__name__}, wanted one object a line; write each "
+                        "of its objects in a line of its own"
+                    )
+                raise _no_key(where, key, found)
+            if "\\u" in line and not _is_unicode(text):
+                raise ValueError(
+                    f"{path}, byte {_place(lines, number, at)}: got half of a surrogate pair in {key!r}, such as "
+                    "\\ud83d alone, wanted Unicode; replace it in the text, by text.encode('utf-16', "
+                    "'surrogatepass').decode('utf-16', 'replace')"
+                )
             yield text
         at += len(data)
 
@@ -187,6 +199,15 @@ def _lines(blocks: Iterator[bytes], path: str, key: str, at: int = 0) -> Iterato
 def _place(lines: list[str], number: int, at: int) -> int:
     """The byte of a line."""
     return at + sum(len(line.encode()) + 1 for line in lines[:number])
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: half of a surrogate pair, which JSON can escape, cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_key(where: str, key: str, names) -> ValueError:

@@ -26,7 +26,7 @@ from fmegatron.model.arrays import At
 from fmegatron.model.choose import Choice, choose, seen_in
 from fmegatron.model.decoder import Decoder, Part, round_up
 from fmegatron.model.forward import block, read_out
-from fmegatron.model.text import Spoken, Tokenizer, hear
+from fmegatron.model.text import Spoken, Tokenizer, hear, texts_of
 from fmegatron.model.weights import block_weights, embedded, gather_weights, prepared
 from fmegatron.step import layer_layout, unstack
 
@@ -297,14 +297,14 @@ def stream(
     Raises ValueError: prompt and count do not fit into decoder.max_seq, stop texts without a tokenizer, or a choice
     that cannot be meant.
     """
-    how, texts = Choice(**cast("Any", choice)), texts_of(prompts)
+    how, texts = Choice(**cast("Any", choice)), texts_of(prompts, of.decoder.vocab_size)
     if stop_texts and (tokenizer is None or not all(stop_texts) or isinstance(stop_texts, str)):
         raise ValueError(
             f"stop_texts: got {stop_texts!r}, wanted texts of one character or more, and a tokenizer; pass "
             "stop_texts=('\\n\\n',), tokenizer=tokenizer"
         )
     longest = max(map(len, texts))
-    if not min(map(len, texts)) or longest + count > of.decoder.max_seq:
+    if not min(map(len, texts)) or count < 0 or longest + count > of.decoder.max_seq:
         raise ValueError(
             f"generate: got prompts of {min(map(len, texts))} to {longest} and {count} new tokens, wanted 1 or more "
             f"and together at most Decoder.max_seq={of.decoder.max_seq}; cut the prompt (prompt[:, -n:]), or ask for "
@@ -375,18 +375,6 @@ def _read(of: Inference, texts: list[Tensor], count: int, device: torch.device) 
         piece_BC = torch.stack([row[at : at + C] for row in rows]).to(device)
         cache, logits_BV = of.read[slots](cache, of.weights, piece_BC, slot, padding_B)
     return cache, logits_BV, padding_B, torch.full((), padded, dtype=torch.int64, device=device), of.write[slots]
-
-
-def texts_of(prompts: Tensor | Sequence[Sequence[int] | Tensor]) -> list[Tensor]:
-    """int64 [P] of each row. ValueError for none, and for ids of another kind."""
-    texts = [torch.as_tensor(row) for row in prompts]
-    wrong = [text for text in texts if text.dim() != 1 or text.is_floating_point()]
-    if wrong and wrong[0].numel() or not texts:
-        raise ValueError(
-            f"prompts: got {tree.in_words(wrong[0]) if wrong else 'no row'}, wanted a row of ids for each text; for "
-            "one text pass [ids]"
-        )
-    return [text.to("cpu", torch.int64) for text in texts]
 
 
 def generate(

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fmegatron.model.sample import Inference, texts_of
+from fmegatron.model.sample import Inference
+from fmegatron.model.text import texts_of
 
 
 class Score(NamedTuple):
@@ -62,7 +63,7 @@ def score(
     Raises ValueError for other numbers of prompts and continuations, a prompt of no token, and for texts that do not
     fit into decoder.max_seq.
     """
-    before, behind = texts_of(prompts), texts_of(continuations)
+    before, behind = (texts_of(rows, of.decoder.vocab_size) for rows in (prompts, continuations))
     if len(before) != len(behind):
         raise ValueError(f"continuations: got {len(behind)} rows, wanted one for each of the {len(before)} prompts")
     rows = [torch.cat(pair) for pair in zip(before, behind, strict=True)]
@@ -99,7 +100,7 @@ def perplexity(
 
     Raises ValueError for a text or a stride that is too short or too long.
     """
-    [ids], most = texts_of([text]), of.decoder.max_seq
+    [ids], most = texts_of([text], of.decoder.vocab_size), of.decoder.max_seq
     stride = most if stride is None else stride
     if len(ids) < 2 or not 1 <= stride <= most:
         raise ValueError(

@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
+from fmegatron import tree
+
 _INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 _LONGEST = 3  # of them at the end of a text may become one with the next token
 
@@ -92,3 +97,20 @@ def pieces(ids: Iterable[int], tokenizer: Tokenizer, stop_texts: Sequence[str] =
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of a text that a stop text begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def texts_of(prompts: Tensor | Sequence[Sequence[int] | Tensor], vocab_size: int) -> list[Tensor]:
+    """int64 [P] of each row. ValueError for none, for ids of another kind, and for those that the model has not."""
+    texts = [torch.as_tensor(row) for row in prompts]
+    wrong = [text for text in texts if text.dim() != 1 or text.is_floating_point()]
+    if wrong and wrong[0].numel() or not texts:
+        raise ValueError(
+            f"prompts: got {tree.in_words(wrong[0]) if wrong else 'no row'}, wanted a row of ids for each text; for "
+            "one text pass [ids]"
+        )
+    rows = [text.to("cpu", torch.int64) for text in texts]
+    if wrong_ids := [i for row in rows for i in row[(row < 0) | (row >= vocab_size)].tolist()]:
+        raise ValueError(
+            f"prompts: got the id {wrong_ids[0]}, wanted 0 to {vocab_size - 1}; encode with the model's tokenizer"
+        )
+    return rows

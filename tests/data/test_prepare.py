@@ -152,7 +152,7 @@ def bad(tmp_path, name, content):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl: got a line at byte 14 that is no JSON"),
         ("a.jsonl", b'{"txt": "a"}\n', "a.jsonl, byte 0: got the fields txt, wanted a text in 'text'; .* --key"),
-        ("a.jsonl", b"[1]\n", "wanted a text in 'text'"),
+        ("a.jsonl", b"[1]\n", "a.jsonl, byte 0: got a line that is a list, wanted one object a line"),
         ("a.jsonl", b'{"text": "\xff"}\n', "no UTF-8 at byte 10"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a damaged gzip file"),
         ("a.csv", b"a", "got a file of an unknown kind"),
@@ -234,3 +234,36 @@ def test_many_texts_at_once_are_each_of_them(lines, tmp_path, monkeypatch):
     assert documents(IndexedTokens(tmp_path / "c")) == wanted(256)
     prepare([lines], tmp_path / "c")
     assert documents(IndexedTokens(tmp_path / "c")) == wanted()
+
+
+def test_odd_lines_are_read_or_named(tmp_path):
+    """A byte order mark is no text; what cannot be read is named with its byte."""
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "\\ud83d\\ude00"}\r\n')
+    assert [t for part in parts_of(path, 9) for t in texts_of(part, "text")] == ["a", "\U0001f600"]
+    (tmp_path / "odd.txt").write_bytes(b"\xef\xbb\xbfabc")
+    assert list(texts_of(Part(str(tmp_path / "odd.txt"), "text", 0, 1), "text")) == ["abc"]
+    deep, digits = b"[" * 100_000 + b"]" * 100_000, b"9" * 10_000
+    for line, words in [
+        (b'{"text": "x\\ud83dy"}', "half of a surrogate pair"),
+        (b'{"text": "x", "y": ' + deep + b"}", "no JSON"),
+        (b'{"text": "x", "y": ' + digits + b"}", "no JSON"),
+        (b'[{"text": "x"}]', "is a list, wanted one object a line"),
+    ]:
+        path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
+        with pytest.raises(ValueError, match=words) as info:
+            prepare([path], tmp_path / "c", fresh=True)
+        assert "byte 14" in str(info.value) and "odd.jsonl" in str(info.value)
+
+
+@pytest.mark.parametrize("wrong", [{"split": "a,b"}, {"split": "nan,1"}, {"split": "1,inf"}, {"eod": 1 << 31}])
+def test_wrong_arguments_are_found_before_the_work(lines, tmp_path, wrong):
+    with pytest.raises(ValueError, match="wanted"):
+        prepare([lines], tmp_path / "c", **wrong)
+    assert not (tmp_path / "c.parts").exists()
+
+
+def test_the_shortest_document(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "abc"}\n{"text": "ab"}\n')
+    assert prepare([path], tmp_path / "c")["document_tokens"]["min"] == 2

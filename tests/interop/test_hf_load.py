@@ -181,6 +181,16 @@ def test_a_folder_that_is_there_is_refused_by_all(tmp_path):
     assert all("exists already" in str(error) for error in got) and os.listdir(tmp_path / "b") == []
 
 
+def test_a_tensor_that_a_folder_lacks_is_named_in_few_words(tmp_path):
+    """The table of the family, which is a rule's argument, does not bury it."""
+    write(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(ValueError, match=r"got no tensor 'model.layers.3\..*is config.json of this folder") as info:
+        hf.load(tmp_path / "a", *opened(tmp_path / "a", Mesh()))
+    assert len(str(info.value)) < 700
+
+
 def command(*argv):
     out, err = io.StringIO(), io.StringIO()
     return main([str(a) for a in argv], out, err), out.getvalue(), err.getvalue()

@@ -67,3 +67,19 @@ def test_errors():
 def test_a_decoder_comes_back_from_its_description(changes):
     decoder = tiny(**changes)
     assert model.described(model.description(decoder)) == decoder
+
+
+@pytest.mark.parametrize("wrong", [-1, TINY.vocab_size])
+def test_ids_that_the_model_does_not_have(wrong):
+    """Rows that only pad a table, and what ranks of tp would take for zeros."""
+    *_, reader = setup()
+    for call in (
+        lambda: model.generate(reader, [[1, wrong]], 2),
+        lambda: model.score(reader, [[wrong]], [[1]]),
+        lambda: model.score(reader, [[1]], [[wrong]]),
+        lambda: model.perplexity(reader, [1, wrong, 2]),
+    ):
+        with pytest.raises(ValueError, match=f"got the id {wrong}, wanted 0 to {TINY.vocab_size - 1}"):
+            call()
+    with pytest.raises(ValueError, match="-1 new tokens"):
+        model.generate(reader, [[1]], -1)

@@ -19,6 +19,7 @@ from fmegatron.checkpoint.reading.pattern import checked, expand, regex
 from fmegatron.checkpoint.reading.view import Fill, View
 
 Views = dict[str, View]
+_SHOWN = 200  # characters of a rule's arguments in an error
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Rule:
         return self.step(views, *self.arguments)
 
     def __repr__(self) -> str:
-        texts = (text if len(text := repr(one)) <= 200 else text[:200] + "..." for one in self.arguments)
-        return f"{self.step.__name__.removeprefix('_')}({', '.join(texts)})"
+        arguments = ", ".join(map(repr, self.arguments))
+        if len(arguments) > _SHOWN:  # the table of a family would hide the error that names the rule
+            arguments = arguments[:_SHOWN] + "…"
+        return f"{self.step.__name__.removeprefix('_')}({arguments})"
 
 
 # ---- the rules

@@ -111,8 +111,13 @@ class Keys:
         family rotates.
         """
         given = dict(self.take("rope_parameters", {}))
-        given = dict(given[of]) if of in given else given
         old = self.take("rope_scaling", {})
+        if old and given and of not in given and _rope_kind(old) != _rope_kind(given):
+            raise ValueError(  # transformers takes the first, and loses what only the second has
+                f"config.json: rope_scaling: got {_rope_kind(old)!r} beside rope_parameters of "
+                f"{_rope_kind(given)!r}, wanted one of the two; put its keys into rope_parameters"
+            )
+        given = dict(given[of]) if of in given else given
         base = float(given.pop("rope_theta", None) or self.take("rope_theta", theta))
         self.ignore("rope_theta")
         return base, self._scaling({**old, **given}, int(self.take("max_position_embeddings", 0)), part)
@@ -165,6 +170,10 @@ class Keys:
                 f"config.json: {left[0]}: got {self.config[left[0]]!r:.60}, wanted a key that {self.family} reads; if "
                 "it does not change the function, remove it, else write a family of your own (BUILD.md)"
             )
+
+
+def _rope_kind(given: dict) -> str:
+    return given.get("rope_type") or given.get("type") or "default"
 
 
 def _yarn(given: dict, longest: int) -> nn.Yarn:

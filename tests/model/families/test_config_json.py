@@ -86,3 +86,12 @@ def test_any_unknown_key_is_refused(name):
     config = {**READ[name][0], "a_new_multiplier": 2.0}
     with pytest.raises(ValueError, match=r"config.json: a_new_multiplier: got 2.0, wanted a key that .*BUILD"):
         model.families.family_of(config).decoder(config)
+
+
+def test_two_places_of_rope_that_differ_are_refused():
+    """What READMEs say to add beside what transformers 5 has saved: it counts there, and must not be lost here."""
+    changed = {key: value for key, value in READ["Qwen2.5-7B"][0].items() if key not in ("rope_theta", "rope_scaling")}
+    given = {**changed, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    assert model.families.family_of(given).decoder({**given, "rope_scaling": None})
+    with pytest.raises(ValueError, match="rope_scaling: got 'yarn' beside rope_parameters of 'default'"):
+        model.families.family_of(given).decoder({**given, "rope_scaling": {"type": "yarn", "factor": 4.0}})
