@@ -317,7 +317,7 @@ def save(
 
     def finish() -> None:
         if ranks.rank == 0:
-            copy_others(like, draft)
+            copy_others(like, draft, {layout.dtype for layout in wanted.values()})
             sync_directory(draft)
             os.rename(draft, path)
             sync_directory(os.path.dirname(path))

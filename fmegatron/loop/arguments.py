@@ -50,7 +50,8 @@ def check_injections(faults: Any, ranks: int, evaluates: bool) -> tuple[Injectio
             raise ValueError(f"Run: inject: got {fault!r:.60}, wanted a text, or a tuple of loop.Injection")
         if fault.at == "evaluation" and not evaluates:
             raise ValueError(
-                f"Run: inject: got {fault}, wanted a fault of another place in a run without evaluations; give evaluate=, or another at="
+                f"Run: inject: got {fault}, wanted a fault of another place in a run without evaluations; give "
+                "evaluate=, or another at="
             )
         _warn_of_rank("inject", f"{fault}", fault.rank, ranks)
     return found

@@ -172,6 +172,23 @@ def test_a_checkpoint_is_exported_by_the_same_names(tmp_path, prefix):
     assert_folder(tmp_path / "b", stored)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_configuration_states_the_dtype_that_is_written(tmp_path, key):
+    """transformers loads weights in it: trained fp32 weights would be rounded in silence."""
+    write(tmp_path / "a", **{key: "bfloat16"})
+    decoder, layouts = opened(tmp_path / "a", Mesh())
+    params = hf.load(tmp_path / "a", decoder, layouts)
+    checkpoint.save(tmp_path / "c", params)
+    written = {"b": tree.leaves(layouts)[0].dtype, "d": torch.float16, "e": torch.bfloat16}
+    hf.save(tmp_path / "b", params, decoder, layouts, like=tmp_path / "a")
+    for name in ("d", "e"):
+        hf.export(tmp_path / "c", tmp_path / name, like=tmp_path / "a", cast=written[name])
+    like = json.loads((tmp_path / "a" / "config.json").read_text())
+    for name, dtype in written.items():
+        assert checkpoint.restore(interop.source(tmp_path / name))["lm_head.weight"].dtype == dtype
+        assert json.loads((tmp_path / name / "config.json").read_text()) == like | {key: str(dtype)[6:]}
+
+
 def test_a_folder_that_is_there_is_refused_by_all(tmp_path):
     write(tmp_path / "a")
     decoder, layouts = opened(tmp_path / "a", Mesh(tp=2))

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -131,7 +131,7 @@ def export(
         contents = (_elements(source, part, entries, most) for part in shards)
         names = write(draft, groups, contents, metadata, index=not single)
         if like is not None:
-            copy_others(like, draft)
+            copy_others(like, draft, {entry.dtype for entry in entries.values()})
         sync_directory(draft)
         os.rename(os.path.join(draft, names[0]) if single else draft, path)
         sync_directory(parent)
@@ -217,11 +217,32 @@ def _elements(
             yield raw(memory.pop().reshape(-1)).view(np.uint8)
 
 
-def copy_others(like: str | os.PathLike, folder: str) -> None:
-    """Copy the files of a folder of Hugging Face besides its weights. Raises OSError."""
+def copy_others(like: str | os.PathLike, folder: str, dtypes: Collection[torch.dtype] = ()) -> None:
+    """Copy the files of a folder of Hugging Face besides its weights. Raises OSError.
+
+    dtypes: of the weights that are written: where the floating ones are one, config.json states it, as transformers
+    loads weights in the dtype that it finds there.
+    """
     for name in names_in(os.fspath(like)):
         if is_file(at := os.path.join(like, name)) and not name.endswith(_WEIGHTS):
             shutil.copy(at, os.path.join(folder, name))
+    floating = {dtype_text(dtype) for dtype in dtypes if dtype.is_floating_point}
+    if len(floating) == 1 and is_file(path := os.path.join(folder, "config.json")):
+        _state_dtype(path, floating.pop())
+
+
+def _state_dtype(path: str, dtype: str) -> None:
+    """Let a configuration that states a dtype state this one."""
+    with open(path, encoding="utf-8") as text:
+        try:
+            found = json.load(text)
+        except ValueError:  # who opens it says what is wrong with it
+            return
+    stated = [key for key in ("dtype", "torch_dtype") if isinstance(found, dict) and key in found]
+    if any(found[key] != dtype for key in stated):
+        with open(path, "w", encoding="utf-8") as text:
+            json.dump(found | dict.fromkeys(stated, dtype), text, indent=2)
+            text.write("\n")
 
 
 def _entries(
