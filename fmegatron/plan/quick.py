@@ -26,6 +26,8 @@ from fmegatron.step import Overlap, Rates, placements
 
 __all__ = ["Quick", "quick", "quick_of"]
 
+_INLINED = 4  # reads of a value that Inductor computes where it is used (its realize_reads_threshold)
+
 
 @dataclass(frozen=True)
 class Quick:
@@ -165,12 +167,26 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
     if setting.decoder is None:
         return moments, ("activations and logits: the loss is not model.loss bound by functools.partial; see exact",)
     in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]
-    stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0))
+    stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0), int(sum(in_blocks) * (1 + _terms(setting))))
     found, unknown = _of_microbatch(setting, sum(in_blocks))
     found["gradients stacked"] = stacked
     if late < grads:  # they meet the shards that the optimizer has: what is sent, and what arrives
         found["gradients reduced"] = 2 * grads
     return {**{name: value + waiting for name, value in found.items()}, **moments}, unknown
+
+
+def _terms(setting: Setting) -> float:
+    """Bytes of what the sums of the blocks' gradients are made of, as a share of the sums, while these are stacked.
+
+    A sum that is made on arrival (`Wire.exact`) of at most four terms is computed by Inductor where it is read, in the
+    stack of all blocks, and for one block after another: until then the terms are kept. 0 for all other sums.
+    """
+    ways = setting.mesh.extent(setting.mesh.axes(setting.strategy.params))
+    policy = None if setting.decoder is None else setting.decoder.policy
+    if policy is None or not 1 < ways <= _INLINED:
+        return 0.0
+    wires = tree.leaves(policy.wires(setting.params))
+    return max((ways * wire.reduce.itemsize / 4 for wire in wires if wire.exact and wire.reduce is not None), default=0)
 
 
 def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[str, ...]]:
