@@ -52,7 +52,7 @@ def test_405b_on_16384_ranks_computes_nothing():
 
 @pytest.mark.parametrize("ways, kept", [(2, 1.0), (4, 2.0), (8, 0.0)])
 def test_terms_of_few_ranks_are_kept_until_they_are_stacked(ways, kept):
-    """In bf16, for sums in fp32, as `exact` shows it: 36.3 MiB of a deep model on dp2·fsdp2, of which 33.8 are known."""
+    """In bf16, for sums in fp32, as `exact` shows it: 36.3 MiB of a deep model on dp2·fsdp2; the formula has 33.8."""
     found, mesh = {}, Mesh(fsdp=ways)
     for name in ("bf16", "bf16_wire"):
         how = {"precision": getattr(Precision, name)(), "layers": 48}

@@ -236,7 +236,7 @@ def _state_dtype(path: str, dtype: str) -> None:
     with open(path, encoding="utf-8") as text:
         try:
             found = json.load(text)
-        except ValueError:  # who opens it says what is wrong with it
+        except ValueError:  # reported by who opens it
             return
     stated = [key for key in ("dtype", "torch_dtype") if isinstance(found, dict) and key in found]
     if any(found[key] != dtype for key in stated):
