@@ -8,7 +8,8 @@ Command  torchrun --nproc-per-node=4 experiments/finetune.py --config_model=Qwen
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,7 @@ class Config:
     model: str = field("model", resume="refused", least=1)  # the folder it comes from
     out: str = field("runs/finetune/model", resume="free", least=1)  # and that it goes to, new
     text: str = field(str(TEXT), resume="refused", least=1)  # or PREFIX.bin
-    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp
+    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp; ep for experts, cp for long sequences
     run: str = field("runs/finetune", resume="free", least=1)  # checkpoints and metrics; resumed if it is there
     seq_len: int = field(256, resume="refused", least=2)
     batch_size: int = field(8, resume="refused", least=1)
@@ -45,8 +46,9 @@ class Config:
 
 def describe(config: Config):
     """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
-    strategy, optimizer = DataParallel.hsdp(), optim.adamw(optim.cosine(config.lr, config.steps, config.steps // 10))
-    of, axes = decoder(config), Axes(config.mesh)
+    strategy = DataParallel(("dp", "fsdp", "ep"), ("fsdp",), ("fsdp",), ("fsdp",))  # HSDP; ep has rows of its own, too
+    optimizer = optim.adamw(optim.cosine(config.lr, config.steps, config.steps // 10))
+    of, axes = decoder(config), Axes(config.mesh, data=strategy.tokens)
     specs = model.specs(of, config.mesh, strategy=strategy)
     layouts = tree.layouts(specs)
 
@@ -62,7 +64,14 @@ def decoder(config: Config) -> model.Decoder:
     """The model of the folder, as this run computes it."""
     precision = getattr(Precision, config.precision)()
     of = hf.decoder(config.model, precision=precision, sequence_parallel=config.sequence_parallel)
-    return of if config.dropout else model.deterministic(of)
+    of = of if config.dropout else model.deterministic(of)
+    return of if config.mesh["cp"] == 1 else replace(of, blocks=tuple(tuple(map(ringed, block)) for block in of.blocks))
+
+
+def ringed(part: model.Part) -> model.Part:
+    """The same part; its attention, if it is one, goes round the ranks of cp."""
+    fields = {field.name for field in fields_of(part.mixer)}
+    return replace(part, mixer=replace(part.mixer, context="ring")) if "context" in fields else part
 
 
 def tokenizer_of(config: Config) -> data.Tokenizer:

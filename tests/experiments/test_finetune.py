@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments import finetune
-from fmegatron import loop
+from fmegatron import loop, step
 from fmegatron.data.__main__ import main as data_command
 from fmegatron.layout import Mesh
 from fmegatron.model.__main__ import main as model_command
@@ -49,20 +49,37 @@ def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
 
 
 @pytest.mark.long
-def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks):
-    folder("llama3.1", tmp_path / "model")
+@pytest.mark.parametrize(
+    "kind, meshes",
+    [("llama3.1", (Mesh(tp=2), Mesh(fsdp=2))), ("mixtral", (Mesh(ep=2),)), ("gemma2", (Mesh(cp=2),))],
+    ids=["tp, fsdp", "ep", "cp"],
+)
+def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks, kind, meshes):
+    folder(kind, tmp_path / "model")
     tuned = []
-    for name, mesh in (("one", Mesh()), ("two", Mesh(tp=2)), ("fsdp", Mesh(fsdp=2))):
-        places = {"out": str(tmp_path / f"{name}_out"), "run": str(tmp_path / name)}
+    for mesh in (Mesh(), *meshes):
+        places = {"out": str(tmp_path / f"{mesh}_out"), "run": str(tmp_path / f"{mesh}_run")}
         config = finetune.Config(model=str(tmp_path / "model"), mesh=mesh, **places, **{**TINY, "steps": 2, "lr": 1e-3})
         if mesh.size == 1:
             finetune.main(config)
         else:
             ranks.run(finetuned, config, ranks=2)
-        tuned.append(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_out").state_dict())
+        tuned.append(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{mesh}_out").state_dict())
     for path, one in tuned[0].items():
         for other in tuned[1:]:  # Adam's first steps have the sign of the gradient, also of one that is rounding only
             assert ((other[path] - one).abs() > 1e-5).double().mean() < 0.01, path
+
+
+@pytest.mark.parametrize(
+    "kind, mesh",
+    [("mixtral", Mesh(fsdp=2, ep=2, tp=2)), ("qwen3-moe", Mesh(ep=2, cp=2)), ("deepseek-v3", Mesh(fsdp=2, ep=2))],
+    ids=str,
+)
+@pytest.mark.long
+def test_steps_of_experts_are_proven(tmp_path, kind, mesh):
+    folder(kind, tmp_path / "model")
+    report = step.check(*finetune.describe(finetune.Config(model=str(tmp_path / "model"), mesh=mesh, **TINY)), mesh)
+    assert report.ok and not report.unproven, str(report)
 
 
 @pytest.mark.long
@@ -85,6 +102,8 @@ def test_a_corpus_is_trained_on_and_the_result_talks(tmp_path):
     assert len(out.getvalue()) > 5  # and no error: most ids of the model are none of the tokenizer
     (tmp_path / "model" / "tokenizer.json").unlink()  # now its tokens are bytes
     with pytest.raises(loop.UsageError, match="text: .*got a corpus of another tokenizer, wanted the model's"):
+        finetune.main(dataclasses.replace(config, run=str(tmp_path / "other"), out=str(tmp_path / "other_out")))
+    with pytest.raises(loop.UsageError, match="out: .*got a path that exists already"):  # before it trains
         finetune.main(dataclasses.replace(config, run=str(tmp_path / "other")))
     assert not (tmp_path / "other").exists()
 
