@@ -32,7 +32,7 @@ from fmegatron.plan import (
 from fmegatron.step import Overlap, Rates
 
 _WRITES = 1e9  # bytes/s of a rank that saves, where nothing is measured
-_DEEP = 13  # layers from which on a plan is continued from shallower models
+_DEEP = 16  # layers from which on a plan is continued from shallower models
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:

@@ -30,7 +30,10 @@ from fmegatron.step.timeline import planned
 
 __all__ = ["Exact", "deep", "exact", "in_mib"]
 
-_FEW = (4, 6, 8)  # depths that are scheduled in the place of a deeper model
+# Depths that are scheduled in the place of a deeper model: Inductor writes a stack of up to 8 in another way.
+_FEW = (4, 10)
+_OTHERWISE = "plan all layers (exact), or give other depths (few=)"
+_Calls = Mapping[str, tuple[int, ...]]
 _SHOWN = 12  # groups of what is alive that are printed
 
 
@@ -72,7 +75,9 @@ class Exact:
         ]
         of = ""
         if self.depth is not None:
-            lines.append(f"  continued to {self.depth[0]} layers from {', '.join(map(str, self.depth[1]))}")
+            top = max(self.phases, key=self.phases.__getitem__)
+            few = " and ".join(map(str, self.depth[1]))
+            lines.append(f"  continued to {self.depth[0]} layers from {few}, whose peaks were counted; it is in the {top}")
             of = f" of {self.depth[1][-1]} layers"
         lines.append(f"  alive at the peak{of}:")
         groups: dict[str, list[Held]] = {}
@@ -120,7 +125,7 @@ def exact(
     Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
     """
     with _world(mesh, rank) as world:
-        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, options)
+        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, options)[0]
 
 
 def deep(
@@ -135,49 +140,100 @@ def deep(
     patches: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Exact:
-    """`exact` of a model of `depth` equal layers, at the cost of shallow ones: O(1) of depth.
+    """`exact` of a model of `depth` equal layers, at the cost of two shallow ones: O(1) of depth.
 
-    The peaks of each part of the step (`plan.wrapper`) are counted at the depths `few`, whose differences must be the
-    same and even (the backward is looked at in halves); what a layer adds there is then added for the layers that are
-    missing. build(n) gives (step, state_specs, batch_layouts) of n layers. The other arguments are those of `exact`. A
-    depth that is no more than 3/2 of the largest of `few` is counted itself.
+    The peaks of each part of the step (`plan.wrapper`) are counted at the two depths `few`, and what a layer adds there
+    is added for the layers that are missing. In forward and backward that is what one call of a layer adds to what is
+    alive; all must add the same, and the calls of the deeper graph be those of the shallower one with others put in.
+    Before the first and behind the last layer (the update) it is what two depths say. Layers themselves are counted
+    once. build(n) gives (step, state_specs, batch_layouts) of n layers. The other arguments are those of `exact`. A
+    depth that is no more than 3/2 of the larger of `few` is counted itself.
 
-    Raises ValueError where the peaks do not grow evenly, so that nothing can be continued: plan all layers by `exact`.
+    Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
+    that nothing can be continued: plan all layers by `exact`.
     """
     few = tuple(few)
-    steps = {b - a for a, b in itertools.pairwise(few)}
-    if len(few) != 3 or few[0] < 4 or len(steps) != 1 or min(steps) <= 0 or min(steps) % 2:
+    if len(few) != 2 or few[0] < 4 or few[1] - few[0] < 4 or (few[1] - few[0]) % 2:
         raise ValueError(
-            f"deep: got few={few}, wanted three depths from 4 on at equal, even distances; give some such as {_FEW}"
+            f"deep: got few={few}, wanted two depths from 4 on, 4 or more apart, by an even number; give some such as "
+            f"{_FEW}"
         )
     how = (overlap, donate, patches, options)
     began = time.process_time()
-    with _world(mesh, rank) as world:
-        known: dict[Any, Counted] = {}
-        if depth <= few[-1] * 3 // 2:
-            return _exact(world, known, *build(depth), *how)
-        found = [_exact(world, known, *build(n), *how) for n in few]
-    state, batch = _bytes(build(depth)[1], rank), found[0].batch
-    missing = (depth - few[2]) // (few[2] - few[1])
-    phases, changes = {}, {}
-    for name in found[-1].phases:
-        a, b, c = (one.phases.get(name, 0) for one in found)
-        phases[name] = c + (depth - few[2]) * (c - b) // (few[2] - few[1])
-        changes[name] = abs((c - b) - (b - a))
-    top = max(phases.values(), default=0)
-    for name, value in phases.items():  # a part that does not grow evenly yet must stay below the peak if it goes on so
-        if changes[name] > 0.02 * value and (value == top or value + missing * changes[name] > top):
-            counts = ", ".join(str(one.phases.get(name, 0)) for one in found)
+    if depth <= few[-1] * 3 // 2:
+        return exact(*build(depth), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches, options=options)
+    known: dict[str, Counted] = {}
+    counts, last = [], None
+    for n in few:
+        with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
+            last, found = _exact(world, known, *build(n), *how)
+            counts.append(found)
+    shallow, deeper = counts
+    layers, missing = few[1] - few[0], depth - few[1]
+    grows = {name: (value - shallow.phases.get(name, 0)) / layers for name, value in deeper.phases.items()}
+    grows |= _of_layers(shallow.calls, deeper.calls, layers, missing, deeper.peak + missing * max(grows.values()))
+    phases = {name: value + int(missing * grows[name]) for name, value in deeper.phases.items()}
+    assert last is not None, "two depths"
+    state, took = _bytes(build(depth)[1], rank), time.process_time() - began
+    top = max(phases.values())
+    return Exact(mesh, rank, state, last.batch, top, last.held, last.graph, phases, (depth, few), took)
+
+
+def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: float) -> dict[str, float]:
+    """By how many bytes the peak of each part between layers grows with each layer.
+
+    layers: how many more the deeper graph has. missing: how many are to be added; equal layers may differ by so much
+    that it comes to 2 % of the peak, about `top`.
+    """
+    if not deeper:
+        raise ValueError(f"deep: got a step without layers that are compiled once, wanted calls of them; {_OTHERWISE}")
+    adds = {}
+    for name, live in deeper.items():
+        a, b = ([y - x for x, y in itertools.pairwise(calls)] for calls in (shallow.get(name, ()), live))
+        more = len(b) - len(a)
+        adds[name] = _put_in(a, b, layers, 0.02 * top / missing) if more > 0 and more % layers == 0 else None
+        if adds[name] is None:
             raise ValueError(
-                f"deep: {name}: got peaks of {counts} bytes with {', '.join(map(str, few))} layers, wanted them to "
-                "grow evenly; plan all layers (exact), or give other depths (few=)"
+                f"deep: {name}: got {b} bytes more from call to call, and {a} with {layers} layers fewer, wanted layers "
+                f"that add the same; {_OTHERWISE}"
             )
-    last = found[-1]
-    took = time.process_time() - began
-    return Exact(mesh, rank, state, batch, top, last.held, last.graph, phases, (depth, few), took)
+    grows = {}
+    for name, live in deeper.items():
+        outer = name.removesuffix("forward")
+        if outer == name:
+            continue
+        before = (live[0] - shallow[name][0]) / layers
+        forward, backward = before + adds[name], adds.get(f"{outer}backward", 0.0)
+        grows |= {name: max(before, forward), f"{outer}turn": forward}
+        grows[f"{outer}backward"] = forward + max(backward, 0.0) / 2  # its first half
+        grows[f"{outer}late backward"] = forward + max(backward, backward / 2)
+    return grows
 
 
-def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patches, options) -> Exact:
+def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) -> float | None:
+    """What a layer adds: the mean of the steps that the deeper list has beside those of the shallower one, if these are
+    equal, by ones or twos; else None. allowed: by how much they may differ.
+
+    A buffer that is taken again or not, by chance, makes other steps differ.
+    """
+    more = len(deeper) - len(shallow)
+    period = 2 * more // layers
+
+    def apart(at: int) -> tuple[bool, int]:
+        """(whether those put in there differ, how far the steps are that both have), the least is best."""
+        others = zip(shallow, deeper[:at] + deeper[at + more :], strict=True)
+        windows = [sum(deeper[i : i + period]) for i in range(at, at + more - period + 1)]
+        return max(windows) - min(windows) > 2 * allowed, sum(abs(x - y) for x, y in others)
+
+    at = min(range(len(shallow) + 1), key=apart)
+    differ, of_both = apart(at)
+    even = not differ and of_both <= 0.15 * sum(map(abs, deeper))
+    return sum(deeper[at : at + more]) / layers if even else None
+
+
+def _exact(
+    world, known, step, state_specs, batch_layouts, overlap, donate, patches, options
+) -> tuple[Exact, Counted]:
     began = time.process_time()
     layouts = [_layouts(state_specs), _layouts(batch_layouts)]
     for which, given in zip(("state", "batch"), layouts, strict=True):
@@ -191,17 +247,21 @@ def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patc
     graph = compiled.stages["overlap"].graph
     state, batch = (_bytes(given, world.rank) for given in layouts)
     took = time.process_time() - began
-    return Exact(world.mesh, world.rank, state, batch, found.peak, found.held, graph, found.phases, None, took)
+    plan = Exact(world.mesh, world.rank, state, batch, found.peak, found.held, graph, found.phases, None, took)
+    return plan, found
 
 
-def _count(program: Program, options: Mapping[str, Any], known: dict[Any, Counted], label: str) -> Counted:
-    """The memory of a program, its layers first. known: operator -> what is counted already."""
+def _count(program: Program, options: Mapping[str, Any], known: dict[str, Counted], label: str) -> Counted:
+    """The memory of a program, its layers first. known: name of a graph, by its content -> what is counted already."""
+    inside = {}
     for bound in opaque_entries(program.graph_module.graph):
-        if bound.op not in known:
-            known[bound.op] = _count(bound.program, {}, known, bound.label)
+        if bound.name not in known:
+            known[bound.name] = _count(bound.program, {}, known, bound.label)
+        inside[bound.op] = known[bound.name]
     target = program.target
     order = target.overlap.options if target.overlap else {}
-    return counted(program.graph_module, program.fakes, {**dict(target.patches), **order, **options}, known, label)
+    patches = {**dict(target.patches), **order, **options}
+    return counted(program.graph_module, program.fakes, patches, inside, label)
 
 
 def _world(mesh: Mesh, rank: int) -> SizedWorld:

@@ -54,12 +54,14 @@ class Counted:
 
     peak: bytes. held: what is alive there, largest first, with what is alive inside of the opaque node that runs.
     phases: name of a part of the graph -> its peak; parts lie between the first and last calls of layers, see
-    `_Phases`. returned: bytes of its results. results: of each the operator that makes it, and its line.
+    `_Phases`. calls: "forward", "backward" -> what is alive at each call of a layer there, named as parts are.
+    returned: bytes of its results. results: of each the operator that makes it, and its line.
     """
 
     peak: int
     held: tuple[Held, ...]
     phases: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, tuple[int, ...]] = field(default_factory=dict)
     returned: int = 0
     results: tuple[tuple[str, str], ...] = ()
 
@@ -93,7 +95,7 @@ def counted(
         held += inside[again.running].held
     held.sort(key=lambda one: -one.nbytes)
     results = tuple(_made_by(node) for node in items_of(module.graph.output_node().args[0]))
-    return Counted(first.peak, tuple(held), first.phases.found, first.returned, results)
+    return Counted(first.peak, tuple(held), first.phases.found, first.phases.calls, first.returned, results)
 
 
 def _made_by(node: fx.Node) -> tuple[str, str]:
@@ -174,6 +176,20 @@ class _Phases:
             for name, value in (several or {part: live + alone}).items():
                 peaks[name] = max(peaks.get(name, 0), value)
         return peaks
+
+    @property
+    def calls(self) -> dict[str, tuple[int, ...]]:
+        """What is alive at each call of a layer, by the names of parts; of a graph inside, where it is called last."""
+        at = {kind: [i for i, e in enumerate(self.events) if e[0] == kind] for kind in ("F", "B")}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, kind in (("forward", "F"), ("backward", "B")):
+            if at[kind]:
+                found[name] = tuple(self.events[i][1] for i in at[kind])
+        for i, (_, live, op) in enumerate(self.events):
+            part = self._part(i, at["F"], at["B"])
+            within = {} if op is None else self.inside[op].calls
+            found |= {f"{part}: {name}": tuple(live + more for more in calls) for name, calls in within.items()}
+        return found
 
     @staticmethod
     def _part(i: int, forward: list[int], backward: list[int]) -> str:

@@ -120,7 +120,7 @@ class Bound:
     def __init__(self, entry: Entry, target: Target, name: str):
         self.program = Program(entry.graph_module, entry.fakes, entry.fake_mode, target)
         self.run: Callable[..., Any] | None = None
-        self.label = entry.name.rpartition("_")[0]  # without the digest
+        self.name, self.label = entry.name, entry.name.rpartition("_")[0]  # with the digest of the graph, and without
         self.graph_module = self.program.graph_module
         self.op = _define(_COMPILED, name, self._call, entry.out_meta, self)
 
