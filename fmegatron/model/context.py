@@ -73,9 +73,9 @@ def attend(
     if form == "gathered":
         return nn.gathered_attention(*given, cp, **how)
     if form == "ulysses":
-        return nn.ulysses_attention(*given, cp, **how)
+        return nn.ulysses_attention(*given, cp, **how, tp=axes["tp"])
     if form in ("two_level", "two_level_balanced"):
-        return nn.two_level_attention(*given, axes["cp"], axes["cpi"], **how, balanced=balanced)
+        return nn.two_level_attention(*given, axes["cp"], axes["cpi"], **how, balanced=balanced, tp=axes["tp"])
     return nn.ring_attention(*given, cp, **how, balanced=balanced)
 
 

@@ -113,11 +113,13 @@ def ulysses_attention(
     inside: Callable[..., Tensor] | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    tp: Axis | None = None,
 ) -> Tensor:
     """The same with heads exchanged for positions: each rank has all positions of H/n heads, then its own of all.
 
     Fewer kv heads than ranks are copied as often as it takes. inside: (q, k, v, positions, documents, sinks_H=) ->
     o for these heads, by default attention on this rank with window and softcap; others as of `ring_attention`.
+    tp: what splits the heads already, for the check: one head of keys, or sinks in parts, leave no trace of it in sizes.
     Source: Jacobs et al. 2023, arXiv 2309.14509.
     Raises ValueError for heads that cannot be given to the ranks in equal parts.
     """
@@ -133,7 +135,10 @@ def ulysses_attention(
     if groups % n:
         k_BSGK, v_BSGK = (x.repeat_interleave(n // groups, 2) for x in (k_BSGK, v_BSGK))
     q_BTHK, k_BTGK, v_BTGK = all_to_all_many([q_BSHK, k_BSGK, v_BSGK], cp, [2] * 3, [1] * 3)
-    sinks_H = None if sinks_H is None else _of_heads(sinks_H, cp)
+    if k_BTGK.shape[2] == 1 and inside is None and (softcap is not None or sinks_H is not None):
+        for axis in (cp,) if tp is None else (tp, cp):
+            k_BTGK, v_BTGK = (declare(x, axis, backward=("sharded", 2)) for x in (k_BTGK, v_BTGK))
+    sinks_H = None if sinks_H is None else _of_heads(sinks_H, cp, tp)
     o_BTHK = local(q_BTHK, k_BTGK, v_BTGK, all_gather(positions, cp, -1), _gathered(documents, cp), sinks_H=sinks_H)
     return all_to_all(o_BTHK, cp, 1, 2)
 
@@ -150,13 +155,14 @@ def two_level_attention(
     balanced: bool = False,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    tp: Axis | None = None,
 ) -> Tensor:
     """Heads exchanged over `inner` (fast links), a ring over `outer`; the sequence is split over both, outer major.
 
-    Arguments as of `ring_attention`; balanced: in the order of `zigzag` over `outer`.
+    Arguments as of `ring_attention` and `ulysses_attention`; balanced: in the order of `zigzag` over `outer`.
     """
     ring = functools.partial(ring_attention, cp=outer, window=window, balanced=balanced, softcap=softcap)
-    return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, inside=ring, sinks_H=sinks_H)
+    return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, inside=ring, sinks_H=sinks_H, tp=tp)
 
 
 def zigzag(length: int, n: int) -> Tensor:
@@ -173,8 +179,14 @@ def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window, softcap=None, s
     return attention(q_BSHK, k_BSGK, v_BSGK, mask, softcap=softcap, sinks_H=sinks_H)
 
 
-def _of_heads(sinks_H: Tensor, cp: Axis) -> Tensor:
-    """Those of the heads that this rank gets; their gradient is its term, 0 for the others."""
+def _of_heads(sinks_H: Tensor, cp: Axis, tp: Axis | None) -> Tensor:
+    """Those of the heads that this rank gets; their gradient is its term, 0 for the others.
+
+    Of a gradient for parts of parts sizes tell another order of the axes: it is the rank's own, in the place that its
+    sinks had.
+    """
+    if tp is not None:
+        sinks_H = declare(declare(sinks_H, tp, backward=("sharded", 0)), tp, backward="own")
     sinks_NH = declare(sinks_H, cp, backward="partial").unflatten(0, (cp.size, -1))
     own_H = sinks_NH.index_select(0, axis_index(cp, like=sinks_H).view(1)).squeeze(0)
     return declare(own_H, cp, ("sharded", 0))

@@ -77,7 +77,9 @@ class Exact:
         if self.depth is not None:
             top = max(self.phases, key=self.phases.__getitem__)
             few = " and ".join(map(str, self.depth[1]))
-            lines.append(f"  continued to {self.depth[0]} layers from {few}, whose peaks were counted; it is in the {top}")
+            lines.append(
+                f"  continued to {self.depth[0]} layers from {few}, whose peaks were counted; it is in the {top}"
+            )
             of = f" of {self.depth[1][-1]} layers"
         lines.append(f"  alive at the peak{of}:")
         groups: dict[str, list[Held]] = {}
@@ -231,9 +233,7 @@ def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) 
     return sum(deeper[at : at + more]) / layers if even else None
 
 
-def _exact(
-    world, known, step, state_specs, batch_layouts, overlap, donate, patches, options
-) -> tuple[Exact, Counted]:
+def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patches, options) -> tuple[Exact, Counted]:
     began = time.process_time()
     layouts = [_layouts(state_specs), _layouts(batch_layouts)]
     for which, given in zip(("state", "batch"), layouts, strict=True):

@@ -50,8 +50,25 @@ def test_triples(i):
     assert_equal_and_proven(triples()[of_today])
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
 SIMPLE = {name: values[0] for name, values in settings.OPTIONS.items()}
+FOUND = (  # by triples: the check refused the first, and could not prove the others, though all were right
+    {"family": "deepseek_v3", "dp": 2, "microbatches": 2, "state": "zero1", "batch": "mask"},
+    {"family": "gpt_oss", "fsdp": 2, "tp": "tp", "cp": "ulysses"},
+    {"family": "gemma2", "tp": "tp", "cp": "ulysses"},
+    {"family": "gpt_oss", "tp": "tp", "cp": "two_level", "state": "hsdp"},
+)
+
+
+@pytest.mark.parametrize("values", FOUND, ids=lambda values: " ".join(map(str, values.values())))
+def test_what_triples_found_is_proven(values):
+    case = {**SIMPLE, **values}
+    of = settings.made(case)
+    rows = settings.rows_of(of, settings.batch_of(case))
+    report = step.check(settings.train_step(of.mesh, of), settings.specs_of(of, of.mesh), rows, of.mesh)
+    assert report.ok and not report.unproven, str(report)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 def complete(values):

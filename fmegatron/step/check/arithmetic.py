@@ -171,6 +171,8 @@ def _is_zero(node: Node, kind: str, values: Sequence[Value]) -> bool:
     factors = {"product": values, "quotient": values[:1]}.get(kind, ())
     if kind in ("same", "abs", "square", "sqrt", "sum"):
         return all(v.constant == 0 for v in values)
+    if kind == "select":
+        return all(v.constant == 0 for v in values[1:])
     if op_name(node) == "pow" and isinstance(node.args[1], (int, float)) and node.args[1] > 0:
         factors = values[:1]
     return any(v.constant == 0 for v in factors)
