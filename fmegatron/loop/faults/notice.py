@@ -20,6 +20,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fmegatron.collectives import FailedOnRank, meet
+from fmegatron.loop.signals import told_to_end
 
 POLL_SECONDS = 0.5
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
@@ -83,7 +84,8 @@ class Faults:
         """Report that this rank failed; return the line of the rank that reported first, this one's included.
 
         An echo of another rank's failure is not reported, as that rank speaks for itself: a lost connection, or what
-        failed on it in something that all do together. This waits some seconds for its word.
+        failed on it in something that all do together. This waits some seconds for its word, unless the launcher has
+        told this process to end: it has then seen another end, whose word would be here.
         """
         line = f"rank {self.place.rank}: {_said(error)}"
         if not self._reached() or self._board is None:
@@ -91,7 +93,7 @@ class Faults:
         with contextlib.suppress(RuntimeError, OSError):
             if not (lost_peer(error) or isinstance(error, FailedOnRank) and error.rank != self.place.rank):
                 return self._board.compare_set("failed", "", line).decode()
-            until = time.monotonic() + LAST_WORD_SECONDS
+            until = time.monotonic() + (0.0 if told_to_end(error) else LAST_WORD_SECONDS)
             while (reason := self.reason()) is None and time.monotonic() < until:
                 time.sleep(POLL_SECONDS / 5)
             return reason or line
@@ -186,6 +188,8 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     if first != own:
         same = first.partition(": ")[2] == own.partition(": ")[2]
         end("" if same else f"rank {place.rank} ends because another failed: {first}", status)
+    if lost and told_to_end(error):  # all is said above, and the cause is not here
+        end("", status)
     handler = get_error_handler()
     handler.initialize()
     with contextlib.suppress(OSError):
