@@ -59,8 +59,8 @@ def catch(others: Mapping[str, str] | None = None) -> Iterator[Stop]:
 
     At the end of the block an agreed Ctrl-C is raised as KeyboardInterrupt (exit status 130), after the loop has saved;
     in IPython and notebooks it is not, so that the rest of the cell runs: `StepInfo.stopping` states what happened.
-    After SIGTERM the program just goes on behind the block, and ends with status 0; an error that leaves the block gets a
-    note of it (`told_to_end`). A second Ctrl-C, at least a second after the first, is raised at once: nothing more is
+    After SIGTERM the program just goes on behind the block, and ends with status 0; an error that leaves the block gets
+    a note of it (`told_to_end`). A second Ctrl-C, at least a second after the first, is raised at once: nothing more is
     saved, and complete checkpoints stay as they are.
     Outside the main thread, where Python allows no handlers, the `Stop` is never set.
     """

@@ -84,8 +84,8 @@ class Faults:
         """Report that this rank failed; return the line of the rank that reported first, this one's included.
 
         An echo of another rank's failure is not reported, as that rank speaks for itself: a lost connection, or what
-        failed on it in something that all do together. This waits some seconds for its word, unless the launcher has
-        told this process to end: it has then seen another end, whose word would be here.
+        failed on it in something that all do together. This waits some seconds for its word, unless the launcher ends
+        this process (SIGTERM): it has then seen another end, whose word would be here.
         """
         line = f"rank {self.place.rank}: {_said(error)}"
         if not self._reached() or self._board is None:
@@ -188,7 +188,7 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     if first != own:
         same = first.partition(": ")[2] == own.partition(": ")[2]
         end("" if same else f"rank {place.rank} ends because another failed: {first}", status)
-    if lost and told_to_end(error):  # all is said above, and the cause is not here
+    if lost and told_to_end(error):  # its one line is printed above, and the cause is not here
         end("", status)
     handler = get_error_handler()
     handler.initialize()
