@@ -51,7 +51,7 @@ test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs t
 $(VENV)/.stamp-more: $(STAMP)
 	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[logs,data,eval]'; \
 		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[logs,data,eval]'; fi
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps "nvidia-resiliency-ext==0.4.1; python_version < '3.12'"
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps "nvidia-resiliency-ext==0.4.1; python_version < '3.12'" defusedxml
 	@touch $@
 
 lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is changed
