@@ -23,6 +23,7 @@ from fmegatron.collectives import FailedOnRank, meet
 from fmegatron.loop.signals import told_to_end
 
 POLL_SECONDS = 0.5
+MEET_SECONDS = 1.0  # how long one that ends waits for the ranks to have met here
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
 LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
 # What torch 2.11 to 2.13 report, over gloo and NCCL, when a peer is gone, and when it does not come.
@@ -105,7 +106,7 @@ class Faults:
 
     def leave(self, how: str) -> None:
         """Note that this rank ends well, for those that may still wait for it."""
-        if self._open.is_set() and self._board is not None:
+        if self._open.wait(MEET_SECONDS) and self._board is not None:  # it may leave as soon as it has come
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.compare_set("left", "", f"rank {self.place.rank} {how}")
 
@@ -117,14 +118,14 @@ class Faults:
     def left(self) -> str | None:
         """How the rank that ended well first did so, None while all are there."""
         with contextlib.suppress(RuntimeError, OSError):
-            return self._read("left") if self._open.is_set() else None
+            return self._read("left") if self._open.wait(MEET_SECONDS) else None
 
     def _read(self, key: str) -> str | None:
         board = self._board
         return board.get(key).decode() if board is not None and board.check([key]) else None
 
     def _reached(self) -> bool:
-        if self._open.wait(1.0) or self._store is None:  # ranks start seconds apart
+        if self._open.wait(MEET_SECONDS) or self._store is None:  # ranks start seconds apart
             return self._open.is_set()
         return self._open.wait(START_SECONDS)
 
