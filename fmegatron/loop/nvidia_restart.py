@@ -63,7 +63,7 @@ def nvidia_restart(
         ValueError: without the package. What `train` raised, when it is not called again.
     """
     try:
-        from nvidia_resiliency_ext import inprocess
+        from nvidia_resiliency_ext.inprocess import CallWrapper, Compose, Wrapper
         from nvidia_resiliency_ext.inprocess.abort import Abort
         from nvidia_resiliency_ext.inprocess.exception import RestartAbort
         from nvidia_resiliency_ext.inprocess.initialize import RetryController
@@ -98,7 +98,7 @@ def nvidia_restart(
             ranks.wake(state.iteration)
             return state
 
-    def attempt(call: inprocess.CallWrapper = None):  # pyright: ignore[reportArgumentType]
+    def attempt(call: CallWrapper = None):  # pyright: ignore[reportArgumentType]
         with ranks.attempt(call.iteration) as world:
             try:
                 return train(world, call)
@@ -108,10 +108,10 @@ def nvidia_restart(
     limits = RetryController(max_iterations=most + 1, min_world_size=mesh.size)
     for name, own in (("abort", Wake()), ("initialize", limits)):
         theirs = settings.get(name)
-        settings[name] = own if theirs is None else inprocess.Compose(theirs, own)
+        settings[name] = own if theirs is None else Compose(theirs, own)
     try:
         where["word"] = room.get("word").decode()
-        return inprocess.Wrapper(store_factory=Store, store_kwargs=where, **settings)(attempt)()
+        return Wrapper(store_factory=Store, store_kwargs=where, **settings)(attempt)()
     except RestartAbort as last:
         if isinstance(last.__cause__, FINAL):
             raise last.__cause__ from None

@@ -49,6 +49,6 @@ def test_a_fault_that_comes_again_ends_all(python, tmp_path):
 
 
 def test_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext.inprocess", None)
     with pytest.raises(ValueError, match=r"pip install 'fmegatron\[resiliency\]'"):
         nvidia_restart(lambda world, call: None, Mesh(dp=2))
