@@ -44,12 +44,14 @@ demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample
 test: $(STAMP)  ## the default tests, doctests included, over all cores: at most 10 minutes on 2
 	@$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs the extras logs, data and eval
+test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs the extras logs, data, eval and resiliency
 	@$(PYTEST) -m 'slow or not slow' $(ARGS)
 
+# The extra `resiliency` without the package pynvml, by which every import of torch warns; nvidia-ml-py is in `logs`.
 $(VENV)/.stamp-more: $(STAMP)
 	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[logs,data,eval]'; \
 		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[logs,data,eval]'; fi
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps "nvidia-resiliency-ext==0.4.1; python_version < '3.12'" defusedxml
 	@touch $@
 
 lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is changed
@@ -75,7 +77,7 @@ notebooks: $(STAMP)  ## run every notebook again and write its outputs back
 bench-peers-env: .venv-peers/.stamp  ## an environment of their own for the peers that benchmarks compare with
 
 # One file a benchmark: experiments/benchmarks/NAME.py; JSON lines on stdout, a table for people on stderr.
-bench-%: $(STAMP)  ## benchmark NAME: step, init, layout, checkpoint, parallel, context, moe, data, interop, generate, plan, loop, gpu
+bench-%: $(STAMP)  ## benchmark NAME: step, init, layout, checkpoint, parallel, context, moe, data, interop, generate, plan, loop, faults, gpu
 	@if [ ! -f experiments/benchmarks/$*.py ]; then echo "no benchmark '$*'; there are: $$(cd experiments/benchmarks 2>/dev/null && ls *.py | sed 's/.py//' | xargs)" >&2; exit 1; fi
 	@$(PY) experiments/benchmarks/$*.py
 

@@ -15,6 +15,7 @@ from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
+from fmegatron.loop.nvidia_restart import nvidia_restart
 from fmegatron.loop.replicas import ReplicasDifferError, hashes
 from fmegatron.loop.report import Recorded, read_run, report_page
 from fmegatron.loop.rerun import RerunError
@@ -71,6 +72,7 @@ __all__ = [
     "launch",
     "load_experiment",
     "mean",
+    "nvidia_restart",
     "parse",
     "peak_of",
     "plot_loss",

@@ -68,7 +68,7 @@ class Restarts:
 
         False: the error is to be raised. given_up: whether the run is to end (a signal).
         """
-        if self.rules is None or isinstance(error, FINAL) or not self._all_know(error):
+        if self.rules is None or isinstance(error, FINAL) or not self._all_know(error, given_up):
             return False
         self.pulse.enter("restart", step)
         with self._lock:
@@ -93,13 +93,16 @@ class Restarts:
             say(f"restart {self.count} in the process, after {step} updates ({seconds:.2f} s to meet): {word}")
         return True
 
-    def _all_know(self, error: Exception) -> bool:
-        """Whether the failure is, or becomes, known to all ranks; an echo of another's is not reported as an own."""
+    def _all_know(self, error: Exception, given_up: Callable[[], bool]) -> bool:
+        """Whether the failure is, or becomes, known to all ranks; an echo of another's is not reported as an own.
+
+        A launcher that ends this process (`given_up`) has seen another end: no word comes any more.
+        """
         if self.world.size == 1:
             return True
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone
             until = time.monotonic() + (WORD_SECONDS if lost_peer(error) else 0.0)
-            while self.pulse.fault() is None and time.monotonic() < until:
+            while self.pulse.fault() is None and time.monotonic() < until and not given_up():
                 time.sleep(0.05)
             if self.pulse.fault() is not None:
                 return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 # torchrun hands a Ctrl-C on to ranks that the terminal has signalled already; only a later one is a second Ctrl-C.
 SECOND_CTRL_C_SECONDS = 1.0
 ALWAYS = ("SIGTERM", "SIGINT")  # save and stop
+TOLD_TO_END = "Meanwhile this process was sent SIGTERM."
 OTHERS = (("SIGUSR1", "save"), ("SIGHUP", "stop"))  # batch systems announce the end of a job so (Slurm's --signal)
 
 
@@ -58,8 +59,9 @@ def catch(others: Mapping[str, str] | None = None) -> Iterator[Stop]:
 
     At the end of the block an agreed Ctrl-C is raised as KeyboardInterrupt (exit status 130), after the loop has saved;
     in IPython and notebooks it is not, so that the rest of the cell runs: `StepInfo.stopping` states what happened.
-    After SIGTERM the program just goes on behind the block, and ends with status 0. A second Ctrl-C, at least a second
-    after the first, is raised at once: nothing more is saved, and complete checkpoints stay as they are.
+    After SIGTERM the program just goes on behind the block, and ends with status 0; an error that leaves the block gets
+    a note of it (`told_to_end`). A second Ctrl-C, at least a second after the first, is raised at once: nothing more is
+    saved, and complete checkpoints stay as they are.
     Outside the main thread, where Python allows no handlers, the `Stop` is never set.
     """
     stop, first = Stop(), [float("inf")]
@@ -91,11 +93,20 @@ def catch(others: Mapping[str, str] | None = None) -> Iterator[Stop]:
             before[number] = signal.signal(number, on_signal)
     try:
         yield stop
+    except Exception as error:
+        if stop.signal == "SIGTERM":
+            error.add_note(TOLD_TO_END)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if (stop.interrupted or stop.signal == "SIGINT") and not is_interactive():
         raise KeyboardInterrupt("stopped by Ctrl-C: the step under way was finished")
+
+
+def told_to_end(error: BaseException) -> bool:
+    """Whether SIGTERM came before this error left `catch`: whoever started this process need not wait for it."""
+    return TOLD_TO_END in getattr(error, "__notes__", ())
 
 
 def _write(text: str) -> None:

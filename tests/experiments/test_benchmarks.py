@@ -84,7 +84,21 @@ def of_gpu_without_a_gpu(benchmark, capsys, ranks):
     assert lines["gpu_least_speed_over_compile"]["value"] > 0 < lines["gpu_least_speed_over_fsdp2"]["value"]
 
 
-FORMS = {"parallel": of_parallel, "gpu": of_gpu_without_a_gpu, "context": of_context, "moe": of_moe}
+def of_faults(benchmark, capsys, ranks):
+    """One job with three faults; only at a high load are the bars not held."""
+    benchmark("faults").main(["--quick"])
+    lines = lines_of(capsys)
+    assert set(lines) == {"stacks_after_sleep", "end_after_sleep", "restart_in_process", "restart_by_torchrun"}
+    assert lines["restart_in_process"]["holds"] and lines["restart_by_torchrun"]["value"] > 0
+
+
+FORMS = {
+    "parallel": of_parallel,
+    "gpu": of_gpu_without_a_gpu,
+    "context": of_context,
+    "moe": of_moe,
+    "faults": of_faults,
+}
 
 
 @pytest.mark.long

@@ -3,15 +3,21 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from fmegatron.collectives import World
-from fmegatron.loop import Restart
-from fmegatron.loop.restart import started
+from fmegatron.layout import Mesh
+from fmegatron.loop import Pulse, Restart, catch
+from fmegatron.loop.faults.notice import Faults, Place
+from fmegatron.loop.restart import Restarts, started
 from tests.house import ROOT
 
 
@@ -47,6 +53,26 @@ def test_restarts_leave_nothing_behind(python, tmp_path, backend):
         assert rank["graphs"] == 1 and rank["inductor"] <= 1
     clean, _ = restarted(python, tmp_path / "clean", backend, 3)
     assert ranks[0]["graphs"] == clean[0]["graphs"] == 1
+
+
+def test_one_that_is_told_to_end_waits_for_no_word():
+    """torchrun ends the others after a rank was killed; until they have ended it starts nothing."""
+    pulse, board, lost = Pulse(rank=0), HashStore(), RuntimeError("Connection closed by peer")
+    pulse.opened(board)
+    restarts = Restarts(Restart(), World(Mesh(dp=2), 0, torch.device("cpu")), pulse)
+    began = time.monotonic()
+    assert not restarts.again(lost, 3, given_up=lambda: True)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"), catch():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise lost
+    assert lost.__notes__ == ["Meanwhile this process was sent SIGTERM."]
+    faults = Faults(Place(0, 2), "nowhere", 0)
+    faults._board = board
+    faults._open.set()
+    assert faults.report(lost) == "rank 0: RuntimeError: Connection closed by peer"
+    assert time.monotonic() - began < 2
+    board.set("failed", "rank 1: a word")  # one that is there already is heard
+    assert faults.report(lost) == "rank 1: a word"
 
 
 def test_starts_that_get_no_further_are_counted(tmp_path, monkeypatch):

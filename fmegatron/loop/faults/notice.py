@@ -20,8 +20,10 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fmegatron.collectives import FailedOnRank, meet
+from fmegatron.loop.signals import told_to_end
 
 POLL_SECONDS = 0.5
+MEET_SECONDS = 1.0  # how long one that ends waits for the ranks to have met here
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
 LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
 # What torch 2.11 to 2.13 report, over gloo and NCCL, when a peer is gone, and when it does not come.
@@ -83,7 +85,8 @@ class Faults:
         """Report that this rank failed; return the line of the rank that reported first, this one's included.
 
         An echo of another rank's failure is not reported, as that rank speaks for itself: a lost connection, or what
-        failed on it in something that all do together. This waits some seconds for its word.
+        failed on it in something that all do together. This waits some seconds for its word, unless the launcher ends
+        this process (SIGTERM): it has then seen another end, whose word would be here.
         """
         line = f"rank {self.place.rank}: {_said(error)}"
         if not self._reached() or self._board is None:
@@ -91,7 +94,7 @@ class Faults:
         with contextlib.suppress(RuntimeError, OSError):
             if not (lost_peer(error) or isinstance(error, FailedOnRank) and error.rank != self.place.rank):
                 return self._board.compare_set("failed", "", line).decode()
-            until = time.monotonic() + LAST_WORD_SECONDS
+            until = time.monotonic() + (0.0 if told_to_end(error) else LAST_WORD_SECONDS)
             while (reason := self.reason()) is None and time.monotonic() < until:
                 time.sleep(POLL_SECONDS / 5)
             return reason or line
@@ -103,7 +106,7 @@ class Faults:
 
     def leave(self, how: str) -> None:
         """Note that this rank ends well, for those that may still wait for it."""
-        if self._open.is_set() and self._board is not None:
+        if self._open.wait(MEET_SECONDS) and self._board is not None:  # it may leave as soon as it has come
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.compare_set("left", "", f"rank {self.place.rank} {how}")
 
@@ -115,14 +118,14 @@ class Faults:
     def left(self) -> str | None:
         """How the rank that ended well first did so, None while all are there."""
         with contextlib.suppress(RuntimeError, OSError):
-            return self._read("left") if self._open.is_set() else None
+            return self._read("left") if self._open.wait(MEET_SECONDS) else None
 
     def _read(self, key: str) -> str | None:
         board = self._board
         return board.get(key).decode() if board is not None and board.check([key]) else None
 
     def _reached(self) -> bool:
-        if self._open.wait(1.0) or self._store is None:  # ranks start seconds apart
+        if self._open.wait(MEET_SECONDS) or self._store is None:  # ranks start seconds apart
             return self._open.is_set()
         return self._open.wait(START_SECONDS)
 
@@ -186,6 +189,8 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     if first != own:
         same = first.partition(": ")[2] == own.partition(": ")[2]
         end("" if same else f"rank {place.rank} ends because another failed: {first}", status)
+    if lost and told_to_end(error):  # its one line is printed above, and the cause is not here
+        end("", status)
     handler = get_error_handler()
     handler.initialize()
     with contextlib.suppress(OSError):
