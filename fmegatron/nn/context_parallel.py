@@ -119,7 +119,7 @@ def ulysses_attention(
 
     Fewer kv heads than ranks are copied as often as it takes. inside: (q, k, v, positions, documents, sinks_H=) ->
     o for these heads, by default attention on this rank with window and softcap; others as of `ring_attention`.
-    tp: what splits the heads already, for the check: one head of keys, or sinks in parts, leave no trace of it in sizes.
+    tp: what splits the heads already, for the check: one head of keys and parts of sinks leave no trace of it in sizes.
     Source: Jacobs et al. 2023, arXiv 2309.14509.
     Raises ValueError for heads that cannot be given to the ranks in equal parts.
     """

@@ -196,8 +196,8 @@ def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: 
         adds[name] = _put_in(a, b, layers, 0.02 * top / missing) if more > 0 and more % layers == 0 else None
         if adds[name] is None:
             raise ValueError(
-                f"deep: {name}: got {b} bytes more from call to call, and {a} with {layers} layers fewer, wanted layers "
-                f"that add the same; {_OTHERWISE}"
+                f"deep: {name}: got {b} bytes more from call to call, and {a} with {layers} layers fewer, wanted "
+                f"layers that add the same; {_OTHERWISE}"
             )
     grows = {}
     for name, live in deeper.items():
