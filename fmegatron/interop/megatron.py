@@ -49,7 +49,7 @@ _NAMES = MappingProxyType(
     }
 )
 _MATRICES = r"(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12]|mlp\.router)\.weight"
-# Masters are "param" in fully_reshardable, "fp32_param" in fsdp_dtensor and fully_sharded_model_space.
+# Masters are "param" in fully_reshardable, "fp32_param" in older forms and of the optimizer that is not distributed.
 _STATES = MappingProxyType({"exp_avg": "opt/adam/m", "exp_avg_sq": "opt/adam/v", "(?:fp32_)?param": "opt/master"})
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
 _OPTIMIZER = r"(?:chained_\d+\.)?optimizer\."
