@@ -5,7 +5,8 @@
 For each FOLDER/NAME.npz (tokens, lengths of sequences, sequences of each document, perhaps modes) it writes NAME.theirs
 with IndexedDatasetBuilder, and reads that pair and NAME.ours, which must be equal to the arrays. Those of uint16
 without modes are put together in merged.theirs. For each line of FOLDER/orders.json (corpus, sequences, seed, samples,
-extra_token, drop_last, seq_len) all samples of a GPTDataset go to FOLDER/samples.npz, by the line's number.
+extra_token, drop_last, seq_len) all samples of a GPTDataset go to FOLDER/samples.npz, by the line's number; for each of
+FOLDER/weights.json its choices of 2,000 samples of a blend, [2, 2000]: the source, and which sample of it.
 """
 
 import json
@@ -82,7 +83,9 @@ def samples(folder: Path, line: dict, cache: Path) -> np.ndarray:
 
 def main(folder: Path) -> None:
     """Write and check what the folder asks for."""
+    from megatron.core.datasets import helpers
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from megatron.core.datasets.utils import normalize
 
     merged = IndexedDatasetBuilder(str(folder / "merged.theirs.bin"), dtype=np.uint16)
     for number, path in enumerate(sorted(folder.glob("*.npz"))):
@@ -97,6 +100,11 @@ def main(folder: Path) -> None:
     found = {}
     for number, line in enumerate(lines):  # a cache each: its names do not tell all that the index depends on
         found[str(number)] = samples(folder, line, folder / f"cache{number}")
+    for number, weights in enumerate(json.loads((folder / "weights.json").read_text())):
+        which, sample = np.zeros(2000, np.int16), np.zeros(2000, np.int64)
+        weights = normalize(normalize(weights))  # by BlendedMegatronDatasetBuilder, and by BlendedDataset again
+        helpers.build_blending_indices(which, sample, weights, len(weights), 2000, False)
+        found[f"blend{number}"] = np.stack([which, sample])
     np.savez(folder / "samples.npz", **found)
 
 

@@ -1,6 +1,6 @@
 """Pairs and orders of megatron-core itself: its builder's files are ours to the byte, its samples those of our order.
 
-What an independent rewrite gives is in test_indexed.py and test_megatron_order.py, which need no other environment.
+Its blends choose as ours do under rule="megatron". What an independent rewrite gives is in test_indexed.py and test_megatron_order.py, which need no other environment.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fmegatron.data import Batches, IndexedTokens, IndexedWriter, Megatron, merge_indexed
+from fmegatron.data.shares import Shares
 from tests import peer_python
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "float64", "uint16")
@@ -23,6 +24,9 @@ LINES = [
     for seed, part, samples, extra in SETTINGS
 ]  # fmt: skip
 LINES += [{**line, "drop_last": False} for line in LINES if line["samples"] is None]
+
+WEIGHTS = [[0.7, 0.3], [0.5, 0.5], [1.0], [0.945, 0.02, 0.015, 0.01, 0.01], [0.25] * 4, [0.6, 0.3, 0.1], [6.0, 3, 1]]
+WEIGHTS += (np.random.default_rng(0).integers(1, 20, (50, 4)) / 10).tolist()
 
 
 def given(dtype, kind):
@@ -60,6 +64,7 @@ def folder(tmp_path_factory):
     ids = random.integers(0, 60_000, int(lengths.sum())).astype(np.uint16)
     write_ours(folder / "order.ours", {"ids": ids, "lengths": lengths, "documents": np.full(30, 3)})
     (folder / "orders.json").write_text(json.dumps(LINES))
+    (folder / "weights.json").write_text(json.dumps(WEIGHTS))
     peer_python.run(Path(__file__).with_name("files_of_megatron.py"), folder)
     return folder
 
@@ -98,3 +103,10 @@ def test_every_sample_is_that_of_its_dataset(folder, number):
     real = found.get("mask", torch.ones_like(found["tokens"], dtype=torch.bool)).numpy()
     assert np.array_equal(found["tokens"].numpy(), samples[:, :-1])
     assert np.array_equal(found["labels"].numpy()[real], samples[:, 1:][real])
+
+
+def test_a_blend_chooses_as_its_helper_does(folder):
+    samples = np.load(folder / "samples.npz")
+    for number, weights in enumerate(WEIGHTS):
+        which, sample = Shares([(0, weights)], "megatron").of(np.arange(2000))
+        assert np.array_equal(np.stack([which, sample]), samples[f"blend{number}"]), weights
