@@ -29,7 +29,7 @@ class Shares:
         self._begins = [begin for begin, _ in phases]
         given = [np.array(weights, dtype=np.float64) for _, weights in phases]
         # Megatron's builder and its BlendedDataset each divide by the sum: the last bit of a weight decides where
-        # sources lag alike, as 0.6, 0.3, 0.1 do often.
+        # two sources lag by the same, as with 0.6, 0.3, 0.1.
         for _ in range(2 if rule == "megatron" else 1):
             given = [weights / np.sum(weights) for weights in given]
         self._weights = [weights.tolist() for weights in given]

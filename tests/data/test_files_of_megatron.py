@@ -1,6 +1,7 @@
 """Pairs and orders of megatron-core itself: its builder's files are ours to the byte, its samples those of our order.
 
-Its blends choose as ours do under rule="megatron". What an independent rewrite gives is in test_indexed.py and test_megatron_order.py, which need no other environment.
+Its blends choose as ours do under rule="megatron". What independent rewrites give is in test_indexed.py,
+test_megatron_order.py and test_blend.py, which need no other environment.
 """
 
 import itertools
