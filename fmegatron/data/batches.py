@@ -278,7 +278,7 @@ def _windows_at(tokens: Tokens, starts: np.ndarray, count: int) -> np.ndarray:
     """[n, count]: so many tokens from each of `starts` on, in their own dtype; of an array in memory with one gather
     from the view of all its windows, as a slice for each row costs more than its bytes."""
     ids = tokens.ids if isinstance(tokens, IndexedTokens | TokenArray) else tokens
-    if isinstance(ids, np.ndarray) and ids.flags.c_contiguous:
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.flags.c_contiguous:
         every = np.ndarray((len(ids) - count + 1, count), ids.dtype, ids, strides=(ids.itemsize, ids.itemsize))
         return every[starts]
     return np.stack([tokens[start : start + count] for start in starts.tolist()])
