@@ -70,7 +70,7 @@ notebooks: $(STAMP)  ## run every notebook again and write its outputs back
 .venv-peers/.stamp:
 	@$(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check '$(TORCH)'
-	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check numpy safetensors jax orbax-checkpoint packaging pyyaml einops
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check numpy safetensors jax orbax-checkpoint packaging pyyaml einops grain torchdata
 	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check --no-deps megatron-core==0.16.1
 	@touch $@
 

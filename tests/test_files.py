@@ -30,5 +30,6 @@ def test_finished():
 
 
 def test_no_test_is_left_out():
+    """But those that need an optional package (`importorskip`), or megatron-core in the peers' environment."""
     words = r"mark\.(sk" + "ip|xf" + "ail)|pytest.sk" + r"ip\("
-    none(line for path in sources("tests") for line in lines_with(words, path))
+    none(line for path in sources("tests") if path.name != "peer_python.py" for line in lines_with(words, path))

@@ -22,7 +22,7 @@ OPTIONAL = {
 OPTIONAL |= {"mlflow", "opentelemetry", "pynvml", "nvidia_resiliency_ext"}
 OPTIONAL |= {"zstandard", "pyarrow", "datasets", "jinja2"}
 # Peers of benchmarks, which run in an environment of their own.
-PEERS = {"jax", "orbax", "megatron", "transformers"}
+PEERS = {"jax", "orbax", "megatron", "transformers", "grain", "torchdata"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}
 # Files beside the rooms that are run (`python -m fmegatron.check`): they may import every room, and none imports them.
 PROGRAMS = {"fmegatron/check.py", "fmegatron/doctor.py", "fmegatron/parity.py", "fmegatron/report.py"}

@@ -15,12 +15,11 @@ import pathlib
 import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
 import torch
+from peers.process import started
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.writing.plan import plan
@@ -29,8 +28,6 @@ from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import RankPool, paired_seconds, report, seconds
 
 PEERS = ("dcp", "safetensors", "orbax", "megatron")
-HERE = pathlib.Path(__file__).parent
-PEER_PYTHON = HERE.parents[1] / ".venv-peers/bin/python"
 
 
 def state_of(mib: int, mesh: Mesh | None = None, spec=()) -> tuple[dict, dict]:
@@ -230,41 +227,12 @@ def save_one(rank: int, path: str, layout: Layout) -> None:
 # ---- peers
 
 
-class Peer:
-    """A peer's process (peers/checkpoint.py); None answers when it cannot be started."""
-
-    def __init__(self, name: str, mib: int, folder: str):
-        self.name, self.log = name, tempfile.TemporaryFile("w+")
-        interpreters = [sys.executable, str(PEER_PYTHON)] if name in ("dcp", "safetensors") else [str(PEER_PYTHON)]
-        self.process = None
-        for python in filter(os.path.exists, interpreters):
-            command = [python, str(HERE / "peers/checkpoint.py"), name, str(mib), folder]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
-            )
-            if self.process.stdout.readline() == "ready\n":
-                return
-        self.process = None
-
-    def ask(self, what: str) -> float:
-        """Seconds of "save" or "restore". Raises RuntimeError with what the peer wrote when it died."""
-        self.process.stdin.write(f"{what}\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            self.log.seek(0)
-            raise RuntimeError(f"the peer {self.name} died: {self.log.read()[-500:]}")
-        return float(answer)
-
-
 def peers(flags) -> None:
     """Save and restore against torch DCP, safetensors, Orbax and Megatron's format, all in turns."""
     state, layouts = state_of(flags.mib)
     with memory_folder() as folder:
         ours = pathlib.Path(folder) / "ours"
-        found = [peer for peer in (Peer(name, flags.mib, folder) for name in PEERS) if peer.process]
-        if missing := set(PEERS) - {peer.name for peer in found}:
-            print(f"left out: {', '.join(sorted(missing))} (make bench-peers-env)", file=sys.stderr)
+        found = started("checkpoint.py", PEERS, flags.mib, folder, own=("dcp", "safetensors"))
         kept: list = []
         for what, bar in (("save", ">= 1.1"), ("restore", ">= 1.1")):
             theirs, own = {peer.name: [] for peer in found}, []
@@ -281,8 +249,7 @@ def peers(flags) -> None:
                 report(f"{what}_vs_{name}", [a / b for a, b in list(zip(times, own, strict=True))[1:]], unit="ratio",
                        against=name, bar=bar, where=where(flags))  # fmt: skip
         for peer in found:
-            peer.process.stdin.close()
-            if peer.process.wait(60):
+            if peer.end():
                 raise RuntimeError(f"the peer {peer.name} restored other bits than it saved")
 
 

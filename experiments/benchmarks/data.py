@@ -3,11 +3,12 @@
     make bench-data
     python experiments/benchmarks/data.py [--rounds=9] [--quick]
 
-Processor seconds of this process, which are wall seconds on an idle core, both sides alternating. The peer of the first
-line is written here in numpy as Megatron's GPTDataset and its DataLoader work (three index arrays, samples joined from
-documents, torch's default collate, masks and positions cached), as megatron-core's own needs a compiler and CUDA's
-packages: so it is a rewrite, and named so. The huge corpus is sparse: 10^9 documents of 1,000 tokens, of whose files
-those entries exist that opening looks at. JSON lines on stdout, a table on stderr.
+Processor seconds of one process, which are wall seconds on an idle core, both sides alternating. Peers are processes of
+their own (peers/data.py, `make bench-peers-env`): megatron-core's GPTDataset with torch's DataLoader, grain, torchdata;
+those that cannot be started are left out and named. Without megatron-core its line has a rewrite of its dataset (three
+index arrays, samples joined from documents, torch's default collate, masks and positions cached), and says so. The huge
+corpus is sparse: 10^9 documents of 1,000 tokens, of whose files those entries exist that opening looks at. JSON lines
+on stdout, a table on stderr.
 """
 
 import argparse
@@ -21,30 +22,40 @@ import struct
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from peers.process import Peer, started
 
 from fmegatron import data
 from fmegatron.data.indexed import HEADER, checked_places
 from fmegatron.testing import report
 
+S, B = 2048, 8
 WHERE = f"1 process, 1 thread, processor time, {platform.machine()}, torch {torch.__version__}"
 
 
-def paired(first: Callable[[], object], second: Callable[[], object], rounds: int) -> list[float]:
+def paired(first: Callable[[], float], second: Callable[[], float], rounds: int) -> list[float]:
     """second / first of each round, in processor seconds, after a round that warms up; the order alternates."""
     ratios = []
     for i in range(rounds + 1):
-        taken = {}
-        for work in (first, second) if i % 2 else (second, first):
-            start = time.process_time()
-            work()
-            taken[work] = time.process_time() - start
+        taken = {work: work() for work in ((first, second) if i % 2 else (second, first))}
         ratios.append(taken[second] / taken[first])
     return ratios[1:]
+
+
+def timed(work: Callable[[], object]) -> Callable[[], float]:
+    """The work as a function that returns its processor seconds in this process."""
+
+    def seconds() -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    return seconds
 
 
 class GPTDataset(torch.utils.data.Dataset):
@@ -93,40 +104,71 @@ def corpus(path: Path, count: int) -> data.IndexedTokens:
     return data.write_indexed(path, np.split(ids, np.cumsum(lengths)[:-1]), np.uint16)
 
 
-def bench_batches(folder: Path, rounds: int, quick: bool) -> None:
-    """Batches.at against the rewrite; Megatron's order against it, with the same samples."""
-    S, B, steps = 2048, 8, 50 if quick else 200
+def bench_batches(folder: Path, rounds: int, quick: bool) -> list[Peer]:
+    """Batches.at against the peers and its floor; Megatron's order against Megatron, with the same samples."""
+    steps = 50 if quick else 200
     tokens = corpus(folder / "corpus", 4_000_000 if quick else 40_000_000)
-    dataset = GPTDataset(tokens, S, 1)
-    same = data.Batches(tokens, B, S, 1, order=data.Megatron(keep=False))
-    for n in (0, 7):
-        peer = torch.utils.data.default_collate([dataset[n * B + i] for i in range(B)])
-        assert torch.equal(peer["labels"], same.at(n)["labels"]), "the rewrite and Megatron's order differ"
-    windows = data.Batches(tokens, B, S, 1)
+    windows, same = (data.Batches(tokens, B, S, 1, order=order) for order in ("own", data.Megatron(keep=False)))
 
-    def peers():
-        sampler = [list(range(n * B, n * B + B)) for n in range(steps)]
-        for _ in torch.utils.data.DataLoader(dataset, batch_sampler=sampler):
-            pass
-
-    def ours(batches):
-        begins = itertools.count(0, steps)  # other steps each round, so that their order is made anew
-
-        def work():
-            begin = next(begins)
+    def reading(batches: data.Batches) -> Callable[[int], float]:
+        def work(begin):
             for n in range(begin, begin + steps):
                 batches.at(n)
 
-        return work
+        return lambda begin: timed(lambda: work(begin))()
 
-    against = "numpy rewrite of Megatron's GPTDataset + DataLoader"
-    for name, batches, bar in (("batches", windows, ">= 10"), ("batches_in_megatrons_order", same, None)):
-        report(f"{name}_vs_gpt_dataset", paired(ours(batches), peers, rounds), unit="times as fast", against=against,
-               bar=bar, where=f"{B} x {S} uint16, {WHERE}")  # fmt: skip
+    def going_on(read: Callable[[int], float], endless: bool = False) -> Callable[[], float]:
+        """Other steps each round; of what has one epoch, those again."""
+        last = int(windows.steps_per_epoch) - steps
+        begins = itertools.count(0, steps) if endless else itertools.cycle(range(0, last, steps))
+        return lambda: read(next(begins))
+
+    peers = started("data.py", ("megatron", "grain", "torchdata"), folder / "corpus", B, S, 1, folder)
+    sides = {peer.name: lambda begin, peer=peer: peer.ask(f"batches {begin} {steps}") for peer in peers}
+    against = {"grain": "grain.MapDataset, read by number", "torchdata": "torchdata's StatefulDataLoader"}
+    if "megatron" in sides:
+        against["megatron"] = "megatron-core's GPTDataset + DataLoader"
+        for n in (0, 7):
+            assert peers[0].ask(f"labels {n}") == zlib.crc32(same.at(n)["labels"].numpy()), "other samples"
+    else:
+        against["megatron"] = "numpy rewrite of Megatron's GPTDataset + DataLoader"
+        sides["megatron"] = rewritten(tokens, same, steps)
+    at, bars = f"{B} x {S} uint16, {WHERE}", {"megatron": ">= 10", "grain": ">= 2.5", "torchdata": ">= 1.8"}
+    for name, side in sides.items():
+        ratios = paired(going_on(reading(windows), endless=True), going_on(side), rounds)
+        report(f"batches_vs_{name}", ratios, unit="times as fast", against=against[name], bar=bars[name], where=at)
+    ratios = paired(going_on(reading(same)), going_on(sides["megatron"]), rounds)
+    report("batches_in_megatrons_order", ratios, unit="times as fast", against=against["megatron"], where=at)
+
+    ids, (tokens_BS, labels_BS) = np.zeros((B, S + 1), np.uint16), np.empty((2, B, S), np.int64)
+
+    def converted():
+        for _ in range(steps):
+            tokens_BS[:], labels_BS[:] = ids[:, :-1], ids[:, 1:]
+
+    ratios = paired(timed(converted), going_on(reading(windows), endless=True), rounds)
+    report("batches_over_floor", ratios, unit="ratio", where=at,
+           against="the same ids, which lie in the cache, converted into two arrays that are there")  # fmt: skip
+    return peers
 
 
-def bench_order(folder: Path, quick: bool) -> None:
-    """Megatron's order made for many documents, and mapped when it is there."""
+def rewritten(tokens: data.IndexedTokens, same: data.Batches, steps: int) -> Callable[[int], float]:
+    """Processor seconds of so many steps of the rewrite, which has the samples of `same`."""
+    dataset = GPTDataset(tokens, S, 1)
+    for n in (0, 7):
+        batch = torch.utils.data.default_collate([dataset[n * B + i] for i in range(B)])
+        assert torch.equal(batch["labels"], same.at(n)["labels"]), "the rewrite and Megatron's order differ"
+
+    def work(begin: int) -> None:
+        sampler = [list(range(n * B, n * B + B)) for n in range(begin, begin + steps)]
+        for _ in torch.utils.data.DataLoader(dataset, batch_sampler=sampler):
+            pass
+
+    return lambda begin: timed(lambda: work(begin))()
+
+
+def bench_order(folder: Path, rounds: int, quick: bool, peers: list[Peer]) -> None:
+    """Megatron's order made for many documents against Megatron's index, and mapped when it is there."""
     count = 10**5 if quick else 10**7
     starts = np.arange(count + 1)
     with open(folder / "many.idx", "wb") as file:
@@ -136,11 +178,23 @@ def bench_order(folder: Path, quick: bool) -> None:
     with open(folder / "many.bin", "wb") as file:
         file.truncate(count * 1000)
     tokens = data.IndexedTokens(folder / "many")
-    for name in ("made", "mapped"):
-        start = time.process_time()
-        data.Batches(tokens, 8, 2048, 1, order=data.Megatron())
-        taken = time.process_time() - start
-        report(f"megatron_order_{name}", [taken], unit="s", where=f"{count:,} documents, 1 epoch, {WHERE}")
+    where, taken = f"{count:,} documents, 1 epoch, {WHERE}", []
+    work = timed(lambda: data.Batches(tokens, 8, 2048, 1, order=data.Megatron()))
+
+    def made() -> float:
+        for stored in folder.glob("many.*.order"):
+            stored.unlink()
+        taken.append(work())
+        return taken[-1]
+
+    for peer in peers:
+        if peer.name == "megatron":
+            ratios = paired(made, lambda: peer.ask(f"order {folder / 'many'}"), min(rounds, 5))  # noqa: B023
+            report("megatron_order_vs_its_own", ratios, unit="times as fast", where=where, bar=">= 1.0",
+                   against="megatron-core's GPTDataset, C++, index stored")  # fmt: skip
+    made()
+    report("megatron_order_made", taken, unit="s", where=where)
+    report("megatron_order_mapped", [work()], unit="s", where=where)
 
 
 def bench_open(folder: Path, rounds: int) -> None:
@@ -216,7 +270,8 @@ def bench_prepare(folder: Path, rounds: int, quick: bool) -> None:
     def ours():
         data.prepare([folder / "in.jsonl"], folder / "prepared", str(folder / "tokenizer.json"))
 
-    report("prepare_vs_plain_loop", paired(ours, plain, rounds), unit="times the tokens per second", bar=">= 1.0",
+    ratios = paired(timed(ours), timed(plain), rounds)
+    report("prepare_vs_plain_loop", ratios, unit="times the tokens per second", bar=">= 1.0",
            against="json.loads, encode, tofile in one process", where=f"characters, {WHERE}")  # fmt: skip
     assert (folder / "plain.bin").read_bytes() == (folder / "prepared.bin").read_bytes()
 
@@ -232,8 +287,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(Path(__file__).parents[2]):
         folder = Path(name)
         bench_open(folder, rounds)  # first: its memory is seen while this process is small
-        bench_batches(folder, rounds, options.quick)
-        bench_order(folder, options.quick)
+        peers = bench_batches(folder, rounds, options.quick)
+        bench_order(folder, rounds, options.quick, peers)
+        for peer in peers:
+            peer.end()
         bench_ahead(folder, rounds)
         bench_prepare(folder, rounds, options.quick)
 

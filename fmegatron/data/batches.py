@@ -16,6 +16,7 @@ import torch
 
 from fmegatron.data.documents import Tokens, check_documents, document_ends, document_entries
 from fmegatron.data.fingerprint import fingerprint
+from fmegatron.data.indexed import IndexedTokens
 from fmegatron.data.megatron_order import Megatron, MegatronOrder
 from fmegatron.data.order import shuffled, shuffled_rows
 from fmegatron.data.packing import Packing
@@ -30,6 +31,7 @@ from fmegatron.data.steps import (
     numbers_in,
 )
 from fmegatron.data.stored import digest_of
+from fmegatron.data.tokens import TokenArray
 from fmegatron.layout import DataParallel, Layout, Mesh
 
 
@@ -264,12 +266,19 @@ def _cut(of: Batches | EvaluationBatches, windows: np.ndarray) -> dict[str, np.n
     S = of.seq_len
     if isinstance(of, Batches) and of.packing is not None:
         return of.packing.read(of.tokens, windows)
-    starts = (_range(of)[0] + windows * S).tolist()
-    tokens, labels = (np.empty((len(starts), S), dtype=np.int64) for _ in range(2))
-    ids = [of.tokens[start : start + S + 1] for start in starts]
-    for row, cut in enumerate(ids):
-        tokens[row], labels[row] = cut[:-1], cut[1:]
-    batch = {"tokens": tokens, "labels": labels}
+    starts = _range(of)[0] + windows * S
+    ids = _windows_at(of.tokens, starts, S + 1)
+    batch = {"tokens": ids[:, :-1].astype(np.int64), "labels": ids[:, 1:].astype(np.int64)}
     if of.documents is not False:
-        batch |= document_entries(document_ends(of.tokens, starts, np.stack(ids), of.documents))
+        batch |= document_entries(document_ends(of.tokens, starts.tolist(), ids, of.documents))
     return batch
+
+
+def _windows_at(tokens: Tokens, starts: np.ndarray, count: int) -> np.ndarray:
+    """[n, count]: so many tokens from each of `starts` on, in their own dtype; of an array in memory with one gather
+    from the view of all its windows, as a slice for each row costs more than its bytes."""
+    ids = tokens.ids if isinstance(tokens, IndexedTokens | TokenArray) else tokens
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.flags.c_contiguous:
+        every = np.ndarray((len(ids) - count + 1, count), ids.dtype, ids, strides=(ids.itemsize, ids.itemsize))
+        return every[starts]
+    return np.stack([tokens[start : start + count] for start in starts.tolist()])

@@ -18,6 +18,8 @@ from fmegatron.data.indexed import IndexedTokens
 from fmegatron.data.steps import whole
 from fmegatron.data.stored import digest_of, load_arrays, save_arrays
 
+_PART = 1 << 16  # lengths that are digested together, as int64: they need no array of that width
+
 
 @dataclass(frozen=True)
 class Megatron:
@@ -71,10 +73,11 @@ class MegatronOrder:
             raise ValueError(f"Megatron: sequences: got ({first}, {stop}), wanted a range of {tokens.sequences}")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed: got {seed}, wanted 0 to 2**32 - 1, which Megatron's generator takes")
-        self._lengths = np.asarray(tokens.lengths[first:stop], dtype=np.int64)
+        self._lengths = np.ascontiguousarray(tokens.lengths[first:stop], dtype=np.int32)
         self._first = first
+        parts = (self._lengths[a : a + _PART].astype(np.int64) for a in range(0, len(self._lengths), _PART))
         made_of = {"seq_len": seq_len, "seed": seed, "samples": options.samples, "extra_token": options.extra_token,
-                   "drop_last": options.drop_last, "first": first, "lengths": digest_of(self._lengths)}  # fmt: skip
+                   "drop_last": options.drop_last, "first": first, "lengths": digest_of(*parts)}  # fmt: skip
         arrays = self._kept(made_of)
         self._sequences, self._starts, self._shuffled = (arrays[name] for name in ("sequences", "starts", "shuffled"))
 
@@ -134,7 +137,7 @@ class MegatronOrder:
 
     def _made(self, seed: int) -> dict[str, np.ndarray]:
         S, extra, wanted = self.seq_len, int(self.options.extra_token), self.options.samples
-        per_epoch, epochs = int(self._lengths.sum()), 1
+        per_epoch, epochs = int(self._lengths.sum(dtype=np.int64)), 1
         if per_epoch == 0:
             raise ValueError(
                 f"{self.tokens.prefix}: got a split without tokens, wanted a window of {S + extra} or more"
@@ -144,13 +147,14 @@ class MegatronOrder:
         before_last, one = ((epochs - 1) * per_epoch - extra) // S, (per_epoch - extra) // S
         separate = epochs > 1 and wanted is not None and wanted - before_last < int(0.8 * one)
         random = np.random.RandomState(seed)
-        chosen = np.arange(self._first, self._first + len(self._lengths), dtype=np.int32)
-        parts = []
-        for count in (epochs - 1, 1) if separate else (epochs,):
-            part = np.tile(chosen, count)
-            random.shuffle(part)
-            parts.append(part)
-        sequences = np.concatenate(parts)
+        # Number and length of a sequence are shuffled as one integer of 64 bits, for which numpy's shuffle has a case
+        # of its own, so that lengths need not be gathered from all over the memory afterwards.
+        n, rounds = len(self._lengths), (epochs - 1, 1) if separate else (epochs,)
+        pairs = np.empty((epochs, n, 2), dtype=np.int32)
+        pairs[:, :, 0], pairs[:, :, 1] = np.arange(self._first, self._first + n, dtype=np.int32), self._lengths
+        for part in np.split(pairs, rounds[:-1]):
+            random.shuffle(part.reshape(-1).view(np.int64))
+        pairs = pairs.reshape(-1, 2)
         tokens = epochs * per_epoch - extra
         total = tokens // S if self.options.drop_last else -(-tokens // S)
         if total < 1:
@@ -158,12 +162,12 @@ class MegatronOrder:
                 f"{self.tokens.prefix}: got {per_epoch:,} tokens in the split, wanted one window of {S + extra:,}; "
                 "give a smaller seq_len or another split"
             )
-        starts = np.zeros(len(sequences) + 1, dtype=np.int64)
-        np.cumsum(self._lengths[sequences - self._first], out=starts[1:])
+        starts = np.zeros(len(pairs) + 1, dtype=np.int64)
+        np.cumsum(pairs[:, 1], out=starts[1:])
         first = before_last if separate else total
         dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
         shuffled = np.arange(total, dtype=dtype)
         random.shuffle(shuffled[:first])
         if first != total:
             random.shuffle(shuffled[first:])
-        return {"sequences": sequences, "starts": starts, "shuffled": shuffled}
+        return {"sequences": pairs[:, 0].copy(), "starts": starts, "shuffled": shuffled}

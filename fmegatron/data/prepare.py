@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -150,7 +151,7 @@ def _made(parts: list[Part], folder: Path, tokenizer: str, dtype: str, key: str,
         return
     # No fork: the threads of numpy and tensorstore would not be in the child, and their locks would.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context, initializer=_end_with_parent) as pool:
         running: set[Future] = set()
         try:
             while todo or running:
@@ -167,6 +168,13 @@ def _made(parts: list[Part], folder: Path, tokenizer: str, dtype: str, key: str,
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """In a worker: it would wait for work for ever where its parent was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def tokenize_part(

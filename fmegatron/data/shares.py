@@ -18,8 +18,8 @@ class Shares:
 
     rule "even": Tijdeman's schedule, under which the count of each of K sources in the first n samples differs from
     n w_k by at most 1 - 1/(2K - 2), for every n and also where weights change ("The chairman assignment problem",
-    1980). "megatron": always the source that lags most behind its share, as Megatron's `build_blending_indices` does;
-    its error can be above 1 (1.68 was seen with five sources).
+    1980). "megatron": always the source that lags most behind its share, as Megatron's `build_blending_indices` does
+    with the weights of its --data-path; its error can be above 1 (1.68 was seen with five sources).
 
     phases: (first sample, weights), the first of sample 0. Samples are computed in order in blocks of 4,096, about a
     microsecond each; counts at the blocks' beginnings are remembered.
@@ -27,10 +27,12 @@ class Shares:
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[float]]], rule: Rule) -> None:
         self._begins = [begin for begin, _ in phases]
-        sums = [np.sum(np.array(weights, dtype=np.float64)) for _, weights in phases]
-        self._weights = [
-            (np.array(w, dtype=np.float64) / total).tolist() for (_, w), total in zip(phases, sums, strict=True)
-        ]
+        given = [np.array(weights, dtype=np.float64) for _, weights in phases]
+        # Megatron's builder and its BlendedDataset each divide by the sum: the last bit of a weight decides where
+        # two sources lag by the same, as with 0.6, 0.3, 0.1.
+        for _ in range(2 if rule == "megatron" else 1):
+            given = [weights / np.sum(weights) for weights in given]
+        self._weights = [weights.tolist() for weights in given]
         self._base = [[0.0] * len(self._weights[0])]  # shares due when each phase begins
         for p, (begin, stop) in enumerate(zip(self._begins, self._begins[1:], strict=False)):
             last = self._base[p]

@@ -49,10 +49,11 @@ _NAMES = MappingProxyType(
     }
 )
 _MATRICES = r"(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12]|mlp\.router)\.weight"
-_STATES = MappingProxyType({"exp_avg": "opt/adam/m", "exp_avg_sq": "opt/adam/v", "fp32_param": "opt/master"})
+# Masters are "param" in fully_reshardable, "fp32_param" in older forms and of the optimizer that is not distributed.
+_STATES = MappingProxyType({"exp_avg": "opt/adam/m", "exp_avg_sq": "opt/adam/v", "(?:fp32_)?param": "opt/master"})
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
 _OPTIMIZER = r"(?:chained_\d+\.)?optimizer\."
-_MASTER = re.compile(rf"{_OPTIMIZER}state\.fp32_param\.(.*)")
+_MASTER = re.compile(rf"{_OPTIMIZER}state\.(?:fp32_)?param\.(.*)")
 # Arguments that change the function, with the values that are understood; one that is not there has the first.
 _ONLY = MappingProxyType(
     {

@@ -237,6 +237,38 @@ def test_from_a_token_file(tmp_path):
     assert torch.equal(batches.at(5)["labels"], Batches(ids, 4, 32, seed=0).at(5)["labels"])
 
 
+class Sliced:
+    """Tokens that are no array: slices of them are."""
+
+    def __init__(self, ids):
+        self.given = ids
+
+    def __len__(self):
+        return len(self.given)
+
+    def __getitem__(self, index):
+        return self.given[index]
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<i4", "<i8", "u1"])
+@pytest.mark.parametrize("documents", [False, 3])
+def test_tokens_in_every_form_give_the_same_batches(dtype, documents):
+    """Arrays are read with one gather, also where they lie askew; others, and every second entry, by slices."""
+    ids = np.random.default_rng(0).integers(0, 250, 1000).astype(dtype)
+    shifted = np.frombuffer(b"\0" + ids.tobytes(), dtype, offset=1)
+    forms = {"array": ids, "slices": Sliced(ids), "apart": np.repeat(ids, 2)[::2], "askew": shifted}
+    for split_ in (None, (17, 17 + 64 + 1)):
+        given = {name: Batches(x, 5, 16, 3, split_, documents=documents) for name, x in forms.items()}
+        for step in (0, 1, 40):
+            wanted = given["slices"].at(step)
+            for batches in given.values():
+                found = batches.at(step)
+                assert list(found) == list(wanted) and all(torch.equal(found[name], x) for name, x in wanted.items())
+    begin = ids.astype(np.int64).tolist()
+    rows = Batches(ids, 1, 999, seed=0).at(0)
+    assert (rows["tokens"].tolist(), rows["labels"].tolist()) == ([begin[:-1]], [begin[1:]])
+
+
 def test_split_ranges_do_not_touch():
     train, held_out = train_and_held_out(COUNTING, 0.1)
     assert (train, held_out) == ((0, 9000), (9000, 10_000))

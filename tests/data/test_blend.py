@@ -36,8 +36,9 @@ def test_less_than_one_sample_from_the_share_at_every_prefix(w, more, data):
 
 
 def greedy(w, size):
-    """Megatron's build_blending_indices, as its comments state it."""
+    """Megatron's build_blending_indices, as its comments state it, of weights that were divided by their sum twice."""
     w = np.array(w) / np.sum(np.array(w, dtype=np.float64))
+    w = w / np.sum(w)
     taken, out = np.zeros(len(w), dtype=np.int64), []
     for i in range(size):
         k = int(np.argmax(w * max(float(i), 1.0) - taken))

@@ -6,9 +6,12 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 
 from fmegatron.data import Batches, IndexedTokens, load_packing, prepare, texts
@@ -128,6 +131,22 @@ def test_a_killed_worker_is_an_error(lines, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="a worker has died .* the same command goes on with what is done"):
         prepare([tmp_path / "hangs.txt", lines], tmp_path / "c", workers=2)
     assert ended
+
+
+@pytest.mark.slow
+def test_a_killed_run_takes_its_workers_along_and_goes_on(lines, tmp_path):
+    """They waited for work for ever, each with its memory."""
+    arguments = ["prepare", str(lines), "--output", str(tmp_path / "c"), "--eod", "256", "--workers", "2"]
+    arguments += ["--part-bytes", "20"]
+    run = subprocess.Popen([sys.executable, "-m", "fmegatron.data", *arguments])
+    while not list(tmp_path.glob("c.parts/0*.json")) or not (workers := psutil.Process(run.pid).children()):
+        assert run.poll() is None
+        time.sleep(0.005)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert psutil.wait_procs(workers, timeout=30)[1] == [] and (tmp_path / "c.parts").exists()
+    assert main(arguments) == 0
+    assert documents(IndexedTokens(tmp_path / "c")) == wanted(256)
 
 
 def test_commands(lines, tmp_path, capsys):

@@ -28,7 +28,7 @@ ARGS = {
     "max_position_embeddings": 16, "untie_embeddings_and_output_weights": True, "padded_vocab_size": 128,
     "vocab_size": V, "num_experts": None, "params_dtype": torch.bfloat16,
 }  # fmt: skip
-PREFIXES = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", "optimizer.state.fp32_param.")
+PREFIXES = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 
 
 class Backend(enum.Enum):
@@ -148,12 +148,13 @@ def test_model_and_weights_on_any_mesh(tmp_path, case):
     assert checkpoint.describe(found).step == 7 and checkpoint.describe(found).format.endswith("of Megatron")
 
 
-@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("masters", ["param", "fp32_param", None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adamws_state(tmp_path, masters, dtype):
-    """bf16 or fp32 parameters of ours from Megatron's with and without masters; moments; step and count."""
+    """bf16 or fp32 parameters of ours from Megatron's with and without masters, by both names that it has for them;
+    moments; step and count."""
     parts = [by_hand(torch.bfloat16 if masters and not i else torch.float32, seed=i) for i in range(4)]
-    prefixes = PREFIXES if masters else PREFIXES[:3]
+    prefixes = (*PREFIXES, f"optimizer.state.{masters}.") if masters else PREFIXES
     stored = {
         f"{prefix}{n}": x for prefix, (theirs, _) in zip(prefixes, parts, strict=False) for n, x in theirs.items()
     }
