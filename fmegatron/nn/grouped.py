@@ -49,26 +49,27 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         x, w, ends = ctx.saved_tensors
-        dx = _rows_of_groups(g, w.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-        return dx, _product(x.t(), g, ends) if ctx.needs_input_grad[1] else None, None
+        # That of the weights first: x is free then when what follows from dx is made. Inductor would make it last.
+        dw = _product(x.t(), g, ends) if ctx.needs_input_grad[1] else None
+        return _rows_of_groups(g, w.transpose(1, 2), ends, dw) if ctx.needs_input_grad[0] else None, dw, None
 
 
-def _rows_of_groups(x, w, ends):
-    y = _product(x, w, ends)
+def _rows_of_groups(x, w, ends, after=None):
+    y = _product(x, w, ends, after)
     if x.dtype != torch.bfloat16:
         return y
     # torch leaves the rows behind the last group unwritten (pytorch#154557)
     return torch.where((torch.arange(x.shape[0], device=x.device) < ends[-1])[:, None], y, 0)
 
 
-def _product(a, b, ends):
-    """torch's where it can be traced, which is bf16 alone (2.13); else one by one."""
+def _product(a, b, ends, after=None):
+    """torch's where it can be traced, which is bf16 alone (2.13); else one by one, when `after` exists."""
     if a.dtype == torch.bfloat16:
         return torch_grouped_mm(a, b, offs=ends)
-    return torch.ops.fmegatron_nn.grouped_mm(a, b, ends)
+    return torch.ops.fmegatron_nn.grouped_mm(a, b, ends, after)
 
 
-def _one_by_one(self, mat2, offs):
+def _one_by_one(self, mat2, offs, after=None):
     ends = offs.tolist()
     groups = list(zip([0, *ends], ends, strict=False))
     if mat2.dim() == 3:
@@ -83,7 +84,7 @@ def _one_by_one(self, mat2, offs):
     return out
 
 
-def _shape_only(self, mat2, offs):
+def _shape_only(self, mat2, offs, after=None):
     if mat2.dim() == 3:
         return self.new_empty(self.shape[0], mat2.shape[2])
     return self.new_empty(offs.shape[0], self.shape[0], mat2.shape[1])
@@ -91,8 +92,8 @@ def _shape_only(self, mat2, offs):
 
 def _define_ops() -> torch.library.Library:
     library = torch.library.Library("fmegatron_nn", "DEF")
-    # The arguments of torch's, so that step.check has one rule for both.
-    library.define("grouped_mm(Tensor self, Tensor mat2, Tensor offs) -> Tensor")
+    # The arguments of torch's, so that step.check has one rule for both; `after` is only waited for.
+    library.define("grouped_mm(Tensor self, Tensor mat2, Tensor offs, Tensor? after=None) -> Tensor")
     library.impl("grouped_mm", _one_by_one, "CompositeExplicitAutograd")
     library.impl("grouped_mm", _shape_only, "Meta")
     return library
