@@ -37,6 +37,7 @@ from fmegatron.collectives.ops import (
 )
 from fmegatron.collectives.place import FLAT, Place
 from fmegatron.collectives.precision import Precision
+from fmegatron.collectives.product_forms import in_product_form
 from fmegatron.collectives.random_words import positions, random_words
 from fmegatron.collectives.real import Group
 from fmegatron.collectives.reshard import reshard, reshard_many, whole_parts
@@ -95,6 +96,7 @@ __all__ = [
     "enter",
     "flight_record",
     "held_interrupt",
+    "in_product_form",
     "largest_of",
     "meet",
     "pmax",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from typing import TYPE_CHECKING, cast, overload
 
 import torch
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # a str to type checkers only, in newer releases only
 
 __all__ = [
+    "allow_symmetric_memory",
     "flight_record",
     "functional_ops",
     "group_named",
@@ -41,6 +44,16 @@ def flight_record() -> bytes | None:
         return dump()
     except RuntimeError:  # the recorder is off
         return None
+
+
+def allow_symmetric_memory(name: str) -> None:
+    """Let a group's ranks read each other's buffers; newer releases need no such call, and warn of it."""
+    module = importlib.import_module("torch.distributed._symmetric_memory")  # takes a second, and few need it
+    allow = getattr(module, "enable_symm_mem_for_group", None)
+    if allow is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            allow(name)
 
 
 def functional_ops():

@@ -229,7 +229,8 @@ def jit(
             leaf shares with a view of yours or an array of numpy is left to you). Without donate no argument changes.
         world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
         backend: "inductor", "compile", "aot_eager" or "eager", see `step.compile.compile_graph`.
-        patches: Inductor's settings for all graphs.
+        patches: Inductor's settings for all graphs. With {"_micro_pipeline_tp": True} gathers and reduce-scatters have
+            the form in which Inductor joins them to the products beside them (on CUDA, in symmetric memory).
         options: Inductor's settings for the outer graph alone.
         check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a
             finding is a ValueError that lists all of them with their lines. Outputs that the check cannot prove refuse

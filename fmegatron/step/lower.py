@@ -11,6 +11,7 @@ from fmegatron.collectives import (
     Group,
     World,
     collective_of,
+    in_product_form,
     require_mesh_of_graph,
 )
 from fmegatron.step.graph.nodes import int_of, items_of, meta_of, symbolic_nodes
@@ -37,8 +38,12 @@ def copy_module(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return graph_module_of(graph_module, graph)
 
 
-def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, fake_mode) -> tuple:
+def lower(
+    graph_module: torch.fx.GraphModule, fakes: list, world: World | None, fake_mode, by_products: bool = False
+) -> tuple:
     """(new graph module, fakes, RankInputs) with every symbolic collective replaced by real ones of `world`.
+
+    by_products: those in a form in which torch finds the products beside them (`in_product_form`).
 
     `axis_index` becomes a placeholder after the others, so the graph is the same on all ranks.
     Raises ValueError when the graph communicates and there is no world, or a world of another mesh.
@@ -66,7 +71,7 @@ def lower(graph_module: torch.fx.GraphModule, fakes: list, world: World | None, 
                 last_placeholder.meta["val"] = node.meta["val"][0]
             results = [index_inputs[axes]] * len(items_of(node.args[0]))
         else:
-            results = _inline(graph, node, axes, world, fake_mode, snippets)
+            results = _inline(graph, node, axes, world, fake_mode, snippets, by_products)
         for item in list(node.users):  # operator.getitem, and nothing else takes a list apart
             item.replace_all_uses_with(results[int_of(item.args[1])])
             graph.erase_node(item)
@@ -91,7 +96,7 @@ def _collective(node: torch.fx.Node) -> Collective:
     return found
 
 
-def _inline(graph, node, axes, world, fake_mode, snippets) -> list[torch.fx.Node]:
+def _inline(graph, node, axes, world, fake_mode, snippets, by_products) -> list[torch.fx.Node]:
     """Put the nodes that the real binding makes for one before it -> the results; made once per kind of call."""
     collective, rest = _collective(node), node.args[3:]
     counts = [x for x in rest if isinstance(x, torch.fx.Node)]
@@ -100,11 +105,12 @@ def _inline(graph, node, axes, world, fake_mode, snippets) -> list[torch.fx.Node
     key = (collective, axes, len(counts), repr(fixed), tuple(meta_of(x.meta["val"]) for x in given))
     if key not in snippets:
         group, arguments = Group(world, axes), collective.read(fixed)
+        form = in_product_form(collective) if by_products else collective.real
 
         def real(*tensors: torch.Tensor) -> list[torch.Tensor]:
             own = iter(tensors[len(given) - len(counts) :])
             filled = [next(own) if x is None else x for x in arguments]
-            return list(collective.real(list(tensors[: len(given) - len(counts)]), group, *filled))
+            return list(form(list(tensors[: len(given) - len(counts)]), group, *filled))
 
         group.name  # noqa: B018  a real group, so it is made before fake tensors rule
         with outside_of_tracing(), torch.no_grad(), fake_mode:

@@ -39,6 +39,11 @@ class Target:
         """Whether the backend runs a graph op by op."""
         return self.backend in IN_ORDER
 
+    @property
+    def by_products(self) -> bool:
+        """Whether Inductor is to join collectives and products (`collectives.in_product_form`)."""
+        return bool(dict(self.patches).get("_micro_pipeline_tp"))
+
 
 class Program:
     """A traced graph after all passes, for one target: the outer graph of a jit, or that of an opaque layer.
@@ -95,8 +100,9 @@ def _lowered(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
             if entry_of(node) is not None:
                 node.target = entry_of(node).bind(program.target)
         graph_module.recompile()
-    world = program.target.world
-    lowered, program.fakes, program.rank_inputs = lower(graph_module, program.fakes, world, program.fake_mode)
+    target = program.target
+    found = lower(graph_module, program.fakes, target.world, program.fake_mode, target.by_products)
+    lowered, program.fakes, program.rank_inputs = found
     return lowered
 
 
@@ -112,7 +118,7 @@ def _written_back(graph_module: fx.GraphModule, program: Program) -> fx.GraphMod
 
 def _exchanged(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
     """Collectives have the form that suits the library of the world. After the write-back, which looks for gathers."""
-    return exchanged(graph_module, program.target.world)
+    return graph_module if program.target.by_products else exchanged(graph_module, program.target.world)
 
 
 # Each a function from a graph module and its program to a graph module.
