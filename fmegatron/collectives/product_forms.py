@@ -8,7 +8,7 @@ gathers lists of tensors from buffers. Source: Wang et al. 2022, doi 10.1145/356
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import torch
@@ -23,7 +23,7 @@ from fmegatron.collectives.torch_private import allow_symmetric_memory, function
 __all__ = ["in_product_form"]
 
 
-def in_product_form(collective: Collective) -> Callable[..., list[Tensor]]:
+def in_product_form(collective: Collective) -> Callable[..., Sequence[Tensor]]:
     """The real form of a collective beside products; its usual one where torch has no op for both."""
     return _FORMS.get(collective.name, collective.real)
 

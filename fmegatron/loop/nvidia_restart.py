@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore
@@ -31,7 +31,8 @@ def nvidia_restart(
     most: int = 3,
     meet_s: float = 60.0,
     leave_s: float = 5.0,
-    **settings: Any,
+    store_kwargs: Mapping[str, Any] | None = None,
+    **settings: object,
 ) -> T:
     """The result of `train(world, call)`, called again in the same processes on all ranks after an exception on one.
 
@@ -57,6 +58,7 @@ def nvidia_restart(
         meet_s: seconds that the ranks have to meet again.
         leave_s: seconds that `train` has to leave, once what it waited for has failed, before it is interrupted
             wherever it is.
+        store_kwargs: where their store is (torch's TCPStore); None: beside torchrun's.
         settings: of `inprocess.Wrapper`, but for its `store_factory`; an `abort` and an `initialize` come in addition.
 
     Raises:
@@ -76,7 +78,7 @@ def nvidia_restart(
     adopt_slurm(os.environ)
     ranks = _Ranks(mesh, meet_s, leave_s)
     # connect() may be the host of a store at the same place, where no torchrun is.
-    where = {"multi_tenant": True, **settings.pop("store_kwargs", {})}
+    where = {"multi_tenant": True, **(store_kwargs or {})}
     base = TCPStore(**where)
     room = meet(base, int(os.environ["RANK"]), mesh.size, "nvidia", meet_s)
     assert room is not None, "it is not given up"
@@ -98,7 +100,7 @@ def nvidia_restart(
             ranks.wake(state.iteration)
             return state
 
-    def attempt(call: CallWrapper = None):  # pyright: ignore[reportArgumentType]
+    def attempt(call: CallWrapper = None):  # pyright: ignore[reportArgumentType]  the wrapper fills it in
         with ranks.attempt(call.iteration) as world:
             try:
                 return train(world, call)
