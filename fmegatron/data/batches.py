@@ -259,7 +259,14 @@ def _check(of: Batches | EvaluationBatches) -> None:
             f"{name}: got {stop - start:,} tokens, wanted one window of seq_len + 1 = {of.seq_len + 1:,} or more; "
             "give a longer text, a smaller seq_len or another split"
         )
+    if isinstance(dtype := getattr(of.tokens, "dtype", None), np.dtype):
+        _require_ids(dtype)
     check_documents(of.documents, of.tokens, name)
+
+
+def _require_ids(dtype: np.dtype) -> None:
+    if dtype.kind not in "iu":
+        raise ValueError(f"Batches: tokens: got {dtype}, wanted whole numbers; convert them: tokens.astype(np.int32)")
 
 
 def _cut(of: Batches | EvaluationBatches, windows: np.ndarray) -> dict[str, np.ndarray]:
@@ -268,6 +275,7 @@ def _cut(of: Batches | EvaluationBatches, windows: np.ndarray) -> dict[str, np.n
         return of.packing.read(of.tokens, windows)
     starts = _range(of)[0] + windows * S
     ids = _windows_at(of.tokens, starts, S + 1)
+    _require_ids(ids.dtype)
     batch = {"tokens": ids[:, :-1].astype(np.int64), "labels": ids[:, 1:].astype(np.int64)}
     if of.documents is not False:
         batch |= document_entries(document_ends(of.tokens, starts.tolist(), ids, of.documents))

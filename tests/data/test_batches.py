@@ -340,3 +340,9 @@ def test_layouts_of_a_batch_are_not_a_layout():
     batches = Batches(np.arange(100), batch_size=4, seq_len=8, seed=0)
     with pytest.raises(ValueError, match="for_rank: got a dict of labels, tokens as the layout, wanted one Layout"):
         batches.for_rank({name: batches.layout(Mesh()) for name in ("tokens", "labels")}, 0)
+
+
+@pytest.mark.parametrize("tokens", [np.linspace(0, 1, 50), np.zeros(50, dtype=bool)])
+def test_tokens_that_are_no_whole_numbers_are_refused(tokens):
+    with pytest.raises(ValueError, match=r"tokens: got (float64|bool), wanted whole numbers; convert them"):
+        Batches(tokens, 2, 8, seed=0)

@@ -286,3 +286,12 @@ def test_the_shortest_document(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "abc"}\n{"text": "ab"}\n')
     assert prepare([path], tmp_path / "c")["document_tokens"]["min"] == 2
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", '{"text": ""}\n'])
+def test_inputs_without_any_text_are_refused(tmp_path, text):
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"in.jsonl: got no text, wanted some; look at the inputs and at key='text'"):
+        prepare([path], tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
