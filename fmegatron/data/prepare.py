@@ -87,7 +87,7 @@ def prepare(
             progress(len(found), len(parts), sum(one["tokens"] for one in found.values()))
     if not any(one["bytes"] for one in found.values()):
         shutil.rmtree(folder)
-        named = ", ".join(map(os.fspath, inputs))
+        named = ", ".join(str(path) for path in inputs)
         raise ValueError(f"prepare: {named:.200}: got no text, wanted some; look at the inputs and at key={key!r}")
     if len(parts) == 1:
         move_indexed(folder / "000000", prefix)

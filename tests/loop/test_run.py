@@ -197,7 +197,7 @@ def test_batches_are_given_to_ranks_as_the_step_declares(tmp_path, ranks, microb
     [
         (lambda at: Run(at, halve, SPECS, save_every=0), "Run: save_every: got 0, wanted a whole number of at least 1"),
         (lambda at: Run(at, halve, SPECS, async_save="no"), "Run: async_save: got 'no', wanted True or False"),
-        (lambda at: Run(at, halve, SPECS, straggler_ratio=-1), "got -1, wanted a number of 1 or more, or None"),
+        (lambda at: Run(at, halve, SPECS, straggler_ratio=-1), "got -1, wanted 1 or more, or None"),
         (lambda at: Run(at, halve, {}), "Run: specs: got a tree without leaves"),
         (
             lambda at: Run(at, halve, SPECS, world=World(Mesh(dp=2), 0, torch.device("cpu"))),
