@@ -157,9 +157,7 @@ class Run:
                 raise ValueError(f"Run: {name}: got {value!r:.60}, wanted True or False")
         number = isinstance(straggler_ratio, int | float) and not isinstance(straggler_ratio, bool)
         if straggler_ratio is not None and not (number and straggler_ratio >= 1):
-            raise ValueError(
-                f"Run: straggler_ratio: got {straggler_ratio!r:.60}, wanted a number of 1 or more, or None"
-            )
+            raise ValueError(f"Run: straggler_ratio: got {straggler_ratio!r:.60}, wanted 1 or more, or None")
         if on_failed_save not in ("raise", "warn", None):
             raise ValueError(f"Run: on_failed_save: got {on_failed_save!r:.60}, wanted 'raise', 'warn' or None")
         self.world = World.alone() if world is None else world
