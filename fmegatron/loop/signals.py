@@ -74,6 +74,10 @@ def catch(others: Mapping[str, str] | None = None) -> Iterator[Stop]:
         if not hasattr(signal, name) or what not in ("stop", "save"):
             raise ValueError(f"catch: got {name!r}: {what!r:.40}, wanted the name of a signal: 'stop' or 'save'")
 
+    def again(number) -> bool:
+        """Whether it is a second Ctrl-C, of which torchrun makes a SIGTERM."""
+        return number == signal.SIGINT or (number == signal.SIGTERM and stop.signal == "SIGINT")
+
     def on_signal(number, frame):
         del frame
         name = signal.Signals(number).name
@@ -83,7 +87,7 @@ def catch(others: Mapping[str, str] | None = None) -> Iterator[Stop]:
         elif stop.signal is None:
             stop.signal, first[0] = name, time.monotonic()
             _write(f"{name}: stops after this step or the next, and saves (Ctrl-C again: at once)")
-        elif number == signal.SIGINT and time.monotonic() - first[0] >= SECOND_CTRL_C_SECONDS:
+        elif again(number) and time.monotonic() - first[0] >= SECOND_CTRL_C_SECONDS:
             raise KeyboardInterrupt("a second Ctrl-C: stopped at once, nothing saved since the last checkpoint")
 
     before = {}

@@ -161,6 +161,9 @@ def two_level_attention(
 
     Arguments as of `ring_attention` and `ulysses_attention`; balanced: in the order of `zigzag` over `outer`.
     """
+    if outer.size == 1:
+        how = {"softcap": softcap, "sinks_H": sinks_H, "tp": tp}
+        return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, window, **how)
     ring = functools.partial(ring_attention, cp=outer, window=window, balanced=balanced, softcap=softcap)
     return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, inside=ring, sinks_H=sinks_H, tp=tp)
 

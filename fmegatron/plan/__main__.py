@@ -73,7 +73,7 @@ def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[st
         _print_seconds(by_formula, rates, options.measure, out)
     peak = None if by_formula is None else by_formula.peak
     if not options.quick:
-        counted = _counted(experiment, config, described, overlap, options)
+        counted = _counted(experiment, config, described, overlap, options, out)
         print(counted, file=out)
         if options.timeline:
             print(counted.timeline(rates), file=out)
@@ -89,7 +89,12 @@ def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[st
 
 
 def _counted(
-    experiment: ModuleType, config: Any, described: Described, overlap: Overlap | None, options: argparse.Namespace
+    experiment: ModuleType,
+    config: Any,
+    described: Described,
+    overlap: Overlap | None,
+    options: argparse.Namespace,
+    out: TextIO,
 ) -> Exact:
     layers = getattr(config, "layers", None)
     if isinstance(layers, int) and layers >= _DEEP and not options.all_layers:
@@ -97,7 +102,10 @@ def _counted(
         def build(depth: int) -> Described:
             return experiment.describe(dataclasses.replace(config, layers=depth))
 
-        return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
+        try:
+            return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
+        except ValueError as error:
+            print(f"exact: all layers are counted, one by one: {error}", file=out)
     return exact(*described, config.mesh, rank=options.rank, overlap=overlap)
 
 

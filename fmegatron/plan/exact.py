@@ -6,6 +6,7 @@ wrappers run on fake tensors (`plan.wrapper`), layers first: an opaque node coun
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -31,10 +32,14 @@ from fmegatron.step.timeline import planned
 __all__ = ["Exact", "deep", "exact", "in_mib"]
 
 # Depths that are scheduled in the place of a deeper model: Inductor writes a stack of up to 8 in another way.
-_FEW = (4, 10)
+_FEW = ((4, 10), (8, 14))  # the second where the first are too few: three dense layers of other kind, prefetches
 _OTHERWISE = "plan all layers (exact), or give other depths (few=)"
 _Calls = Mapping[str, tuple[int, ...]]
 _SHOWN = 12  # groups of what is alive that are printed
+
+
+class _UnevenError(ValueError):
+    """Layers that do not add the same at the depths that were counted."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def deep(
     depth: int,
     mesh: Mesh,
     *,
-    few: Sequence[int] = _FEW,
+    few: Sequence[int] | None = None,
     rank: int = 0,
     overlap: Overlap | None = None,
     donate: int | Sequence[int] | None = 0,
@@ -148,22 +153,39 @@ def deep(
     is added for the layers that are missing. In forward and backward that is what one call of a layer adds to what is
     alive; all must add the same, and the calls of the deeper graph be those of the shallower one with others put in.
     Before the first and behind the last layer (the update) it is what two depths say. Layers themselves are counted
-    once. build(n) gives (step, state_specs, batch_layouts) of n layers. The other arguments are those of `exact`. A
-    depth that is no more than 3/2 of the larger of `few` is counted itself.
+    once. The bytes of the state are known at every depth, and must grow evenly up to `depth`. build(n) gives (step,
+    state_specs, batch_layouts) of n layers. few: None: 4 and 10, where these do not do 8 and 14. Other arguments are
+    those of `exact`. A depth that is no more than 3/2 of the larger of `few` is counted itself.
 
     Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
     that nothing can be continued: plan all layers by `exact`.
     """
+    if few is None:
+        for one in _FEW[:-1]:
+            with contextlib.suppress(_UnevenError):
+                return deep(
+                    build, depth, mesh, few=one, rank=rank, overlap=overlap, donate=donate, patches=patches,
+                    options=options,
+                )  # fmt: skip
+        few = _FEW[-1]
     few = tuple(few)
     if len(few) != 2 or few[0] < 4 or few[1] - few[0] < 4 or (few[1] - few[0]) % 2:
         raise ValueError(
             f"deep: got few={few}, wanted two depths from 4 on, 4 or more apart, by an even number; give some such as "
-            f"{_FEW}"
+            f"{_FEW[0]}"
         )
     how = (overlap, donate, patches, options)
     began = time.process_time()
     if depth <= few[-1] * 3 // 2:
         return exact(*build(depth), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches, options=options)
+    layers, missing = few[1] - few[0], depth - few[1]
+    states = [_bytes(build(n)[1], rank) for n in (*few, depth)]
+    line = states[1] + missing * (states[1] - states[0]) / layers
+    if abs(states[2] - line) > 0.002 * line:
+        raise _UnevenError(
+            f"deep: got a state of {states[2]:,} bytes at {depth} layers, wanted {line:,.0f}, as {few[0]} and {few[1]} "
+            f"layers have {states[0]:,} and {states[1]:,}; layers differ: {_OTHERWISE}"
+        )
     known: dict[str, Counted] = {}
     counts, last = [], None
     for n in few:
@@ -171,14 +193,13 @@ def deep(
             last, found = _exact(world, known, *build(n), *how)
             counts.append(found)
     shallow, deeper = counts
-    layers, missing = few[1] - few[0], depth - few[1]
     grows = {name: (value - shallow.phases.get(name, 0)) / layers for name, value in deeper.phases.items()}
     grows |= _of_layers(shallow.calls, deeper.calls, layers, missing, deeper.peak + missing * max(grows.values()))
     phases = {name: value + int(missing * grows[name]) for name, value in deeper.phases.items()}
     assert last is not None, "two depths"
-    state, took = _bytes(build(depth)[1], rank), time.process_time() - began
+    took = time.process_time() - began
     top = max(phases.values())
-    return Exact(mesh, rank, state, last.batch, top, last.held, last.graph, phases, (depth, few), took)
+    return Exact(mesh, rank, states[2], last.batch, top, last.held, last.graph, phases, (depth, few), took)
 
 
 def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: float) -> dict[str, float]:
@@ -188,14 +209,16 @@ def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: 
     that it comes to 2 % of the peak, about `top`.
     """
     if not deeper:
-        raise ValueError(f"deep: got a step without layers that are compiled once, wanted calls of them; {_OTHERWISE}")
+        raise _UnevenError(
+            f"deep: got a step without layers that are compiled once, wanted calls of them; {_OTHERWISE}"
+        )
     adds = {}
     for name, live in deeper.items():
         a, b = ([y - x for x, y in itertools.pairwise(calls)] for calls in (shallow.get(name, ()), live))
         more = len(b) - len(a)
         adds[name] = _put_in(a, b, layers, 0.02 * top / missing) if more > 0 and more % layers == 0 else None
         if adds[name] is None:
-            raise ValueError(
+            raise _UnevenError(
                 f"deep: {name}: got {b} bytes more from call to call, and {a} with {layers} layers fewer, wanted "
                 f"layers that add the same; {_OTHERWISE}"
             )

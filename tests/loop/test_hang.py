@@ -4,13 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from fmegatron.loop import Patience, Pulse, read_events
 from fmegatron.loop.faults import siblings
-from fmegatron.loop.faults.hang import HANG
+from fmegatron.loop.faults.hang import HANG, _Watch
 from fmegatron.loop.faults.siblings import kill_siblings, own_process
 from tests.house import ROOT
 
@@ -88,3 +89,19 @@ def test_one_process_that_hangs(tmp_path, python, kind):
         assert (
             text.startswith("Timeout") and text.count("in hangs") == 2
         )  # from C while it held the GIL, and afterwards
+
+
+def test_a_fault_that_the_main_thread_learns_meanwhile(tmp_path):
+    """`Restarts.again` takes `on_fault` away while the watch asks the store: the watch goes on."""
+    pulse, heard = Pulse(rank=0), []
+    pulse.on_fault = heard.append
+
+    def fault():
+        pulse.on_fault = None
+        return "rank 1: a fault"
+
+    pulse.fault = fault
+    watch = _Watch(pulse, 2, tmp_path, threading.Event())
+    watch._see_faults()
+    watch._see_faults()
+    assert heard == ["rank 1: a fault"]

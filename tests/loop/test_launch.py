@@ -152,14 +152,15 @@ def test_ctrl_c_saves_and_ends_with_130(start):
 
 
 @pytest.mark.long
-def test_a_second_ctrl_c_ends_at_once(start):
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # torchrun makes the other one of it
+def test_a_second_ctrl_c_ends_at_once(start, second):
     process = start(1, "--config_seconds=1000")
     until(process, "within a step")
     process.send_signal(signal.SIGINT)
     while "stops after this step" not in (line := process.stderr.readline()):
         assert line, "it did not hear the first one"
     time.sleep(1.5)  # a second one within a second is taken for the same
-    process.send_signal(signal.SIGINT)
+    process.send_signal(second)
     status, _, err = ended(process)  # long before the step would
     assert status == 130
     assert "saved step" not in err and "a second Ctrl-C" in err

@@ -11,9 +11,9 @@ from fmegatron.layout import DataParallel, Layout, Mesh
 SIZES = {"vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "max_seq": 16}
 
 
-def decoder(mesh=Mesh(), strategy=None, save="mincut", microbatches=1, batch=8, **changes):  # noqa: B008
-    """(train_step, specs of its state, layouts of its batch)."""
-    config = model.llama(**SIZES | changes)
+def decoder(mesh=Mesh(), strategy=None, save="mincut", microbatches=1, batch=8, of=lambda decoder: decoder, **changes):  # noqa: B008
+    """(train_step, specs of its state, layouts of its batch). of: what becomes of the decoder."""
+    config = of(model.llama(**SIZES | changes))
     strategy = strategy or DataParallel.hsdp()
     specs, axes, optimizer = model.specs(config, mesh, strategy=strategy), Axes(mesh), optim.adamw(1e-3)
     layouts = tree.layouts(specs)

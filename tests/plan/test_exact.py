@@ -1,5 +1,7 @@
 """The exact plan: counted by hand, against the allocator of a real run, and continued in depth."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -93,8 +95,41 @@ def test_what_does_not_grow_evenly_is_refused():
     def build(depth):
         return tower(depth, width=8 * 2**depth, save="all")
 
-    with pytest.raises(ValueError, match="wanted layers that add the same; plan all layers"):
+    with pytest.raises(ValueError, match="layers differ: plan all layers"):
         plan.deep(build, 14, Mesh(), few=(4, 8))
+
+
+def with_wider(decoder, which):
+    """The decoder with an MLP of twice the width in these layers."""
+
+    def wider(part):
+        return replace(part, mixer=replace(part.mixer, ffn_dim=2 * part.mixer.ffn_dim)) if part.name == "mlp" else part
+
+    blocks = [tuple(map(wider, block)) if i in which else block for i, block in enumerate(decoder.blocks)]
+    return replace(decoder, blocks=tuple(blocks))
+
+
+@pytest.mark.slow
+def test_layers_that_differ_behind_the_depths_counted_are_refused():
+    """Found by a reviewer: a wider MLP from layer 12 on made a plan of 20 layers 41 % too low."""
+
+    def build(depth):
+        return decoder(layers=depth, of=lambda d: with_wider(d, range(12, depth)))
+
+    with pytest.raises(ValueError, match="deep: got a state of .* bytes at 22 layers, wanted .*; layers differ"):
+        plan.deep(build, 22, Mesh())
+
+
+@pytest.mark.slow
+def test_the_first_layers_may_be_of_another_kind():
+    """As of DeepSeek V3, which has three dense layers in front: 4 layers are too few then."""
+
+    def build(depth):
+        return decoder(layers=depth, of=lambda d: with_wider(d, range(3)))
+
+    shallow, whole = plan.deep(build, 24, Mesh()), plan.exact(*build(24), Mesh())
+    assert shallow.depth is not None and shallow.state == whole.state
+    assert shallow.transient == pytest.approx(whole.transient, rel=0.02)
 
 
 def test_depths_at_equal_distances():

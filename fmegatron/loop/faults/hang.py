@@ -133,9 +133,10 @@ class _Watch:
             self._declare(now, others, self._who(behind, others))
 
     def _see_faults(self) -> None:
-        if self.pulse.on_fault is not None and self.faults <= self.pulse.attempt and (text := self.pulse.fault()):
+        on_fault = self.pulse.on_fault  # the main thread takes it away when it knows of a fault itself
+        if on_fault is not None and self.faults <= self.pulse.attempt and (text := self.pulse.fault()):
             self.faults = self.pulse.attempt + 1
-            self.pulse.on_fault(text)
+            on_fault(text)
 
     def _beat(self, now: Now, left: bool = False) -> None:
         self.beats += 1
