@@ -227,11 +227,21 @@ def _check_plan(of: Batches) -> None:
             f"{int((of.packing.starts + of.packing.lengths).max()):,}, wanted rows of {of.seq_len} of the "
             f"{len(of.tokens):,} tokens; make one: data.pack(tokens.document_starts(), seq_len)"
         )
+    elif (bounds := getattr(of.tokens, "bounds", None)) is not None:
+        for piece in np.linspace(0, len(of.packing.starts) - 1, min(256, len(of.packing.starts))).astype(int).tolist():
+            start = int(of.packing.starts[piece])
+            stop = start + int(of.packing.lengths[piece]) + 1
+            if len(bounds(start, stop)):
+                raise ValueError(
+                    f"Batches: packing: got a plan in which tokens {start:,} to {stop:,} are of one document, wanted "
+                    "one of this corpus, where another begins among them; make it anew: "
+                    "data.pack(tokens.document_starts(), seq_len)"
+                )
 
 
 def _megatrons(order: MegatronOrder, samples: np.ndarray, documents: bool | int) -> dict[str, np.ndarray]:
     ids, ends, real = order.read(samples)
-    batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
+    batch = {"tokens": ids[:, :-1].copy(), "labels": ids[:, 1:].copy()}  # of one row both would be one memory
     if documents is not False:
         batch |= document_entries(ends if documents is True else ids[:, :-1] == documents)
         batch["mask"] &= real
@@ -261,6 +271,8 @@ def _check(of: Batches | EvaluationBatches) -> None:
         )
     if isinstance(dtype := getattr(of.tokens, "dtype", None), np.dtype):
         _require_ids(dtype)
+    if getattr(of.tokens, "ndim", 1) != 1:
+        raise ValueError(f"{name}: tokens: got shape {tuple(of.tokens.shape)}, wanted one dim; flatten them")
     check_documents(of.documents, of.tokens, name)
 
 

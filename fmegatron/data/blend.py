@@ -89,13 +89,20 @@ class Blend(StepBatches):
     def read(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays [n, S] of the samples of these numbers, int64 [n]; what only some parts have is made for all."""
         source, number = self._shares.of(samples)
-        found: dict[str, np.ndarray] = {}
+        found = {name: _default(name, len(samples), self.seq_len, dtype) for name, dtype in self._entries.items()}
         for k in np.unique(source).tolist():
             here = source == k
             for name, x in self.parts[k][1].read(number[here]).items():
-                if name not in found:
-                    found[name] = _default(name, len(samples), self.seq_len, x.dtype)
                 found[name][here] = x
+        return found
+
+    @cached_property
+    def _entries(self) -> dict[str, np.dtype]:
+        """What the samples of any part have: all rows of all ranks and steps have it, so that one step fits them."""
+        found: dict[str, np.dtype] = {}
+        for _, part in self.parts:
+            first = part.read(np.zeros(1, dtype=np.int64))
+            found |= {name: np.promote_types(found.get(name, x.dtype), x.dtype) for name, x in first.items()}
         return found
 
     def describe(self) -> dict[str, Any]:

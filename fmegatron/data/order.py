@@ -10,19 +10,21 @@ from fmegatron.data.permutation import permuted
 from fmegatron.data.steps import Ranges, numbers_in
 from fmegatron.tree import fold_in
 
-# Rows whose places in the order are computed at once, and at most one epoch. The cost of `permuted` is its number of
-# calls of numpy until there are thousands: of 20,000, 32 positions take 0.8 ms, 1,024 take 1.6, 8,192 take 2.4.
+# Rows whose places in the order are computed at once, of a batch's rows at most one epoch. `permuted` costs its number
+# of calls of numpy until there are thousands: of 20,000, 32 positions take 0.8 ms, 1,024 take 1.6, 8,192 take 2.4.
 _TOGETHER = 8192
+_EPOCHS = 16  # of few items, so many at once: each is a permutation by itself
 
 
 def shuffled(seed: int, size: int, samples: np.ndarray) -> np.ndarray:
     """Which of `size` the samples of these numbers (int64 [n]) show: int64 [n]."""
     found = np.empty(len(samples), dtype=np.int64)
-    blocks = samples // _TOGETHER
+    together = min(_TOGETHER, _EPOCHS * size)
+    blocks = samples // together
     for block in np.unique(blocks).tolist():
         here = blocks == block
-        order = _order(seed, size, _TOGETHER, ((0, _TOGETHER),), 1, block * _TOGETHER)[0]
-        found[here] = order[samples[here] - block * _TOGETHER]
+        order = _order(seed, size, together, ((0, together),), 1, block * together)[0]
+        found[here] = order[samples[here] - block * together]
     return found
 
 
@@ -37,7 +39,8 @@ def shuffled_rows(seed: int, size: int, batch_size: int, rows: Ranges, step: int
     return _order(seed, size, batch_size, rows, steps, offset + block * steps * batch_size)[at]
 
 
-@lru_cache(maxsize=32)  # the current block of several readers: ranks of a test, a run, its read-ahead, parts of a blend
+# The current block of several readers: ranks of a test, a run, its read-ahead, the parts of a blend; 64 KiB each.
+@lru_cache(maxsize=512)
 def _order(seed: int, windows: int, batch_size: int, ranges: Ranges, steps: int, first: int) -> np.ndarray:
     """Which windows some rows of a batch show in a block of steps that begins with sample `first`: int64 [steps, rows],
     read-only. One permutation of many positions costs little more than of few. A block may begin before sample 0

@@ -157,3 +157,11 @@ def test_it_is_stored_beside_the_data(corpus):
 def test_errors_for_people(corpus, make, message):
     with pytest.raises(ValueError, match=message):
         make(corpus[0])
+
+
+def test_tokens_and_labels_of_one_row_are_apart(tmp_path):
+    tokens = write_indexed(tmp_path / "c", [np.arange(1, 40)], np.uint16)
+    batch = Batches(tokens, 1, 8, seed=0, order=Megatron(keep=False)).at(0)
+    labels = batch["labels"].clone()
+    batch["tokens"].fill_(0)
+    assert batch["labels"].equal(labels)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.data import Batches, load_packing, pack
+from fmegatron.data import Batches, load_packing, pack, write_indexed
 from tests.data.test_batches import COUNTING
 
 
@@ -65,3 +65,12 @@ def test_errors_for_people(tmp_path, make, message):
     tmp_path.joinpath("x").write_bytes(b"fmplan01" + bytes(40))
     with pytest.raises(ValueError, match=message):
         make(tmp_path / "x")
+
+
+def test_a_plan_of_another_corpus_is_refused(tmp_path):
+    corpus = write_indexed(tmp_path / "a", [np.arange(10)] * 5, np.uint16)
+    other = write_indexed(tmp_path / "b", [np.arange(7)] * 20, np.uint16)
+    plan = pack(corpus.document_starts(), 8)
+    Batches(corpus, 2, 8, seed=0, packing=plan)
+    with pytest.raises(ValueError, match="packing: got a plan in which tokens .* are of one document, wanted"):
+        Batches(other, 2, 8, seed=0, packing=plan)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fmegatron.data.order import shuffled
 from fmegatron.data.permutation import permuted
 
 
@@ -50,3 +51,12 @@ def test_the_order_is_fixed_for_ever():
 def test_positions_outside_are_refused():
     with pytest.raises(ValueError, match="0 to 9"):
         permuted(np.array([10]), 10, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 600])
+def test_few_items_are_ordered_in_parts_of_some_epochs(size):
+    """Each epoch of few items is a permutation by itself: 8,192 samples of one item would be as many."""
+    samples = np.arange(5 * size, 25 * size)
+    by_one = [shuffled(3, size, np.array([n]))[0] for n in samples]
+    assert shuffled(3, size, samples).tolist() == by_one
+    assert all(sorted(by_one[a : a + size]) == list(range(size)) for a in range(0, len(by_one), size))
