@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import stat
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,13 @@ def _index(root: str) -> dict[str, str] | None:
     for name in set(found.values()):
         if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
             raise CheckpointError(f"{where}: names the file {name!r:.80}; only names without folders are read")
+    if WEIGHTS[0] not in found.values() and is_there(os.path.join(root, WEIGHTS[0])):
+        warnings.warn(
+            f"{root}: got {WEIGHTS[0]} and {INDEX}, which names other files; the first is read, as transformers does; "
+            "remove the one that is older",
+            stacklevel=2,
+        )
+        return None
     return found
 
 

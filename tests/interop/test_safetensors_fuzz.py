@@ -9,6 +9,7 @@ import tracemalloc
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from fmegatron import checkpoint, interop
 from fmegatron.checkpoint import CheckpointError
@@ -194,3 +195,16 @@ def test_what_is_refused_by_name(original, tmp_path):
     file.unlink()
     os.mkfifo(file)
     refused("is no regular file")
+
+
+def test_one_file_beside_an_index_is_what_transformers_reads(tmp_path):
+    """An older save in the same folder: told, and the same tensors are read."""
+    folder = tmp_path / "both"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    save_file({"a": torch.zeros(2)}, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.warns(UserWarning, match="got model.safetensors and model.safetensors.index.json, .* remove the one"):
+        found = checkpoint.restore(interop.source(folder))
+    assert found["a"].tolist() == [1, 1]
