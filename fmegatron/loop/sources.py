@@ -75,11 +75,11 @@ def of_file(path: str, config: Config) -> dict[str, Any]:
             raise SourceError(
                 f"{path}: got more than {_MOST_BYTES} bytes, wanted the values of a Config as TOML or JSON"
             )
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # editors put a byte order mark in front
         is_json = path.endswith(".json")
         values = json.loads(text) if is_json else tomllib.loads(text)
     except OSError as error:
-        raise SourceError(f"{path}: got no file to read ({error.strerror}), wanted the values of a Config") from error
+        raise SourceError(f"{path or '--config='}: got no file to read ({error.strerror}), wanted the values of a Config") from error
     except (ValueError, RecursionError) as error:  # of both formats, and of what is no UTF-8
         if isinstance(error, SourceError):
             raise

@@ -126,6 +126,12 @@ def test_wrong_files(toml, text, words):
     assert words in str(raised.value)
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbfsteps = 7\n")
+    assert parsed(f"--config={path}").steps == 7
+
+
 def test_no_file_and_wrong_variables(tmp_path):
     with pytest.raises(UsageError, match=r"got no file to read \(No such file"):
         parsed(f"--config={tmp_path / 'none.toml'}")
