@@ -271,8 +271,8 @@ def _check(of: Batches | EvaluationBatches) -> None:
         )
     if isinstance(dtype := getattr(of.tokens, "dtype", None), np.dtype):
         _require_ids(dtype)
-    if getattr(of.tokens, "ndim", 1) != 1:
-        raise ValueError(f"{name}: tokens: got shape {tuple(of.tokens.shape)}, wanted one dim; flatten them")
+    if (dims := getattr(of.tokens, "ndim", 1)) != 1:
+        raise ValueError(f"{name}: tokens: got an array of {dims} dims, wanted one of 1; flatten it")
     check_documents(of.documents, of.tokens, name)
 
 

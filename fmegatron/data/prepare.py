@@ -23,8 +23,8 @@ from fmegatron.data.open_tokenizer import keep_beside, load_tokenizer
 from fmegatron.data.stored import digest_of
 from fmegatron.data.texts import Part, parts_of, texts_of
 from fmegatron.data.tokenizers import ByteTokenizer
-from fmegatron.data.whole_files import content_of, whole_file
-from fmegatron.data.write_indexed import IndexedWriter, merge_indexed, move_indexed, token_dtype
+from fmegatron.data.whole_files import content_of, names_in, whole_file
+from fmegatron.data.write_indexed import IndexedWriter, link_indexed, merge_indexed, token_dtype
 
 _TOGETHER = 1 << 18  # characters of texts that are encoded at once
 _IDS = 1 << 31
@@ -78,9 +78,10 @@ def prepare(
     folder = Path(f"{prefix}.parts")
     _begin(folder, arguments, fresh)
     began, found = time.perf_counter(), {}
+    there = set(names_in(folder) or ())  # a run that ended while it removed them has left some of their files
     for number in range(len(parts)):
-        if (done := content_of(folder / f"{number:06d}.json")) is not None:
-            found[number] = json.loads(done)
+        if there >= {f"{number:06d}.{kind}" for kind in ("bin", "idx", "json")}:
+            found[number] = json.loads((folder / f"{number:06d}.json").read_bytes())
     for number, stats in _made(parts, folder, tokenizer, dtype.name, key, eod, workers, set(found)):
         found[number] = stats
         if progress is not None:
@@ -90,7 +91,7 @@ def prepare(
         named = ", ".join(str(path) for path in inputs)
         raise ValueError(f"prepare: {named:.200}: got no text, wanted some; look at the inputs and at key={key!r}")
     if len(parts) == 1:
-        move_indexed(folder / "000000", prefix)
+        link_indexed(folder / "000000", prefix)  # the part stays until PREFIX.json is there
     else:
         merge_indexed(prefix, [folder / f"{number:06d}" for number in range(len(parts))])
     tokens = IndexedTokens(prefix)
@@ -142,6 +143,8 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
                 "old arguments, or --fresh"
             )
     else:
+        for path in folder.glob("[0-9]*.json"):  # of a call that ended while it removed them, perhaps another
+            path.unlink()
         with whole_file(folder / "plan.json") as file:
             file.write(json.dumps(arguments).encode())
 

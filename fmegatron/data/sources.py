@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from fmegatron.data.order import shuffled
 from fmegatron.data.steps import StepBatches, check_sizes, require_from_start, whole
@@ -15,6 +18,7 @@ from fmegatron.data.stored import digest_of
 from fmegatron.tree import Tree, in_words
 
 Row = dict[str, np.ndarray]
+_IGNORED = -100  # a label that is none, of Hugging Face and of torch's cross_entropy
 _LOOKED_AT = 16  # items of a source that its description looks at
 
 
@@ -40,9 +44,10 @@ class SourceBatches(StepBatches):
 
     An item is an array of ids [n], n up to seq_len + 1, or a mapping of arrays [n] with "tokens", n up to seq_len, and
     perhaps "labels" (else the tokens that follow), "mask", "positions", "documents", and other integers. Rows are
-    padded with zeros, and "mask" is False there and where there is no label. Other fields of an item (texts) are left
-    out. shuffle: False for the order of the source. Raises ValueError for an empty source, and, when they are read, for
-    items that are longer, or of another form.
+    padded with zeros, and "mask" is False there and where there is no label. A mask is of 0 and 1 in any dtype; a label
+    of -100 is none. Other fields of an item (texts) are left out; all items have the same. shuffle: False for the order
+    of the source. Raises ValueError for an empty source, and, when they are read, for items that are longer, of another
+    form or of negative ids.
 
     >>> batches = SourceBatches([[1, 2, 3], [4, 5, 6, 7]], batch_size=2, seq_len=4, seed=0, shuffle=False)
     >>> batches.at(0)["tokens"].tolist(), batches.at(0)["mask"].tolist()
@@ -75,6 +80,12 @@ class SourceBatches(StepBatches):
         size = len(self.source)
         numbers = shuffled(self.seed, size, samples) if self.shuffle else samples % size
         rows = [row_of(self.source[number], self.seq_len, f"item {number}") for number in numbers.tolist()]
+        for number, row in zip(numbers.tolist(), rows, strict=True):
+            if row.keys() != rows[0].keys():
+                raise ValueError(
+                    f"item {number}: got the fields {', '.join(sorted(row))}, wanted those of item {numbers[0]}, "
+                    f"{', '.join(sorted(rows[0]))}; map the source to items of the same fields"
+                )
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def describe(self) -> dict[str, Any]:
@@ -91,13 +102,13 @@ class Mapped(StepBatches):
     """Batches whose rows went through a pure function: row n is `function(row, n)`.
 
     function: (row of arrays [S], number of the sample) -> such a row; what is random in it must be a function of the
-    number (`FillInTheMiddle` is). It gets copies.
+    number (`FillInTheMiddle` is). It gets copies. batch_size: default that of the batches.
     """
 
     batches: StepBatches
     function: Callable[[Row, int], Row]
     offset: int = 0  # see `after`
-    batch_size: int = field(init=False)
+    batch_size: int = 0
     seq_len: int = field(init=False)
     zigzag: int = field(init=False)
 
@@ -105,7 +116,8 @@ class Mapped(StepBatches):
         if not isinstance(self.batches, StepBatches) or not callable(self.function):
             raise ValueError(f"Mapped: got {in_words(self.batches)}, wanted Batches, and a function of (row, number)")
         require_from_start(self.batches, "Mapped: batches")
-        for name in ("batch_size", "seq_len", "zigzag"):
+        object.__setattr__(self, "batch_size", self.batch_size or self.batches.batch_size)
+        for name in ("seq_len", "zigzag"):
             object.__setattr__(self, name, getattr(self.batches, name))
 
     def read(self, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -119,8 +131,22 @@ class Mapped(StepBatches):
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint states of this data, as JSON: the function by its text."""
-        named = getattr(self.function, "__qualname__", None) or repr(self.function)
-        return {"kind": "mapped", "function": named, "of": self.batches.describe()}
+        return {"kind": "mapped", "function": _named(self.function), "of": self.batches.describe()}
+
+
+def _named(function: Any) -> str:
+    """A function's text, the same in every process. ValueError where there is none."""
+    if isinstance(function, functools.partial):
+        given = [repr(x) for x in function.args] + [f"{k}={x!r}" for k, x in sorted(function.keywords.items())]
+        named = f"partial({', '.join([_named(function.func), *given])})"
+    else:
+        named = getattr(function, "__qualname__", None) or repr(function)
+    if " at 0x" in named:
+        raise ValueError(
+            f"Mapped: function: got {named:.80}, whose text is another in every process, wanted one that a resume can "
+            "compare; give it a __repr__ (a dataclass has one)"
+        )
+    return named
 
 
 class Stream:
@@ -143,10 +169,10 @@ class Stream:
                     "load_state_dict (torchdata.stateful_dataloader, datasets.IterableDataset)"
                 )
         if state is not None:
-            iterable.load_state_dict(state)
+            iterable.load_state_dict(copy.deepcopy(state))
         self._iterable, self._next, self._keep = iterable, step, keep
         self._iterator: Iterator | None = None
-        self._states: OrderedDict[int, Any] = OrderedDict([(step, iterable.state_dict())])
+        self._states: OrderedDict[int, Any] = OrderedDict([(step, copy.deepcopy(iterable.state_dict()))])
 
     def at(self, step: int) -> Tree:
         """The next batch, which must be that of `step`; a new epoch where the iterable ends.
@@ -166,7 +192,7 @@ class Stream:
         else:
             raise RuntimeError("Stream.at: the iterable has no item in a new epoch; give one that is not used up")
         self._next += 1
-        self._states[self._next] = self._iterable.state_dict()
+        self._states[self._next] = copy.deepcopy(self._iterable.state_dict())  # it may be what it goes on to change
         while len(self._states) > self._keep:
             self._states.popitem(last=False)
         return item
@@ -175,7 +201,7 @@ class Stream:
         """The state that goes on with the batch of `step`; ValueError for one that is not remembered."""
         if step not in self._states:
             raise ValueError(f"Stream.state: got step {step}, wanted one of {list(self._states)}; keep more")
-        return self._states[step]
+        return copy.deepcopy(self._states[step])
 
 
 def row_of(item: Any, length: int, where: str) -> Row:
@@ -187,12 +213,13 @@ def row_of(item: Any, length: int, where: str) -> Row:
             f"{where}: got {', '.join(f'{len(x)} of {name!r}' for name, x in arrays.items())}, wanted arrays of one "
             f"length, at most seq_len={length}; cut it in the source"
         )
-    labelled = n
     if "labels" not in arrays:
-        arrays["labels"] = np.append(arrays["tokens"][1:], np.int64(0))[:n]
-        labelled = max(0, n - 1)
-    mask = np.arange(n) < labelled
-    arrays["mask"] = mask & arrays["mask"].astype(bool) if "mask" in arrays else mask
+        arrays["labels"] = np.append(arrays["tokens"][1:], np.int64(_IGNORED))[:n]
+    mask = arrays["labels"] != _IGNORED
+    arrays["labels"] = np.where(mask, arrays["labels"], 0)
+    arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
+    for name in ("tokens", "labels"):
+        _check_ids(arrays[name], name, where)
     return {
         name: np.concatenate([x, np.zeros(length - n, dtype=x.dtype)]) if n < length else x
         for name, x in arrays.items()
@@ -206,14 +233,41 @@ def _arrays(item: Any, where: str) -> Row:
                              "the source to items with it")  # fmt: skip
         found = {}
         for name, value in item.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value = value.double()  # numpy has no bfloat16
             x = np.asarray(value) if hasattr(value, "__len__") and not isinstance(value, str) else np.zeros(0, "U1")
-            if x.ndim == 1 and (x.dtype.kind in "iub" or not x.size):
+            if name == "mask":
+                found[name] = _zeros_and_ones(x, value, where)
+            elif x.ndim == 1 and (x.dtype.kind in "iub" or not x.size):
                 found[name] = x.astype(bool if x.dtype.kind == "b" else np.int64)
+            elif name == "labels":
+                raise ValueError(f"{where}: got 'labels' as {in_words(value)}, wanted integers [n]")
         if "tokens" not in found or found["tokens"].dtype != np.int64:
             raise ValueError(f"{where}: got 'tokens' as {in_words(item['tokens'])}, wanted integers [n]")
-        return {name: x for name, x in found.items() if x.size or name in ("tokens", "labels", "mask")}
+        known = ("tokens", "labels", "mask", *(() if found["tokens"].size else ("positions", "documents")))
+        return {name: x for name, x in found.items() if x.size or name in known}
     ids = np.asarray(item)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"{where}: got {in_words(item)}, wanted ids [n], or a mapping with 'tokens'")
     ids = ids.astype(np.int64)
-    return {"tokens": ids[:-1], "labels": ids[1:]} if len(ids) > 1 else {"tokens": ids, "labels": ids * 0}
+    _check_ids(ids, "tokens", where)
+    if len(ids) > 1:
+        return {"tokens": ids[:-1], "labels": ids[1:]}
+    return {"tokens": ids, "labels": np.full_like(ids, _IGNORED)}
+
+
+def _check_ids(ids: np.ndarray, name: str, where: str) -> None:
+    if ids.size and ids.min() < 0:
+        raise ValueError(
+            f"{where}: got {ids.min()} in {name!r}, wanted ids of 0 or more; only labels, beside 'tokens', may be "
+            f"{_IGNORED}, which is none"
+        )
+
+
+def _zeros_and_ones(x: np.ndarray, given: Any, where: str) -> np.ndarray:
+    """A mask as bool [n]."""
+    if x.ndim != 1 or x.size and x.dtype.kind not in "biuf":
+        raise ValueError(f"{where}: got 'mask' as {in_words(given)}, wanted numbers 0 and 1 [n]")
+    if x.size and (other := x[(x != 0) & (x != 1)]).size:
+        raise ValueError(f"{where}: got {other[0]} in 'mask', wanted 0 and 1; make weights of tokens a mask")
+    return x.astype(bool)

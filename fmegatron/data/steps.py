@@ -178,9 +178,11 @@ def whole(value: Any, what: str) -> int:
 
 
 def check_sizes(of: Any) -> None:
-    """batch_size, seq_len and zigzag as ints of 1 or more, a sequence that they divide; else ValueError."""
+    """batch_size, seq_len and zigzag as ints of 1 or more, a sequence that they divide, and a seed, where there is one,
+    as an int; else ValueError.
+    """
     name = type(of).__name__
-    for field in ("batch_size", "seq_len", "zigzag"):
+    for field in ("batch_size", "seq_len", "zigzag", *(("seed",) if hasattr(of, "seed") else ())):
         object.__setattr__(of, field, whole(getattr(of, field), f"{name}: {field}"))
     if of.batch_size < 1 or of.seq_len < 1:
         raise ValueError(f"{name}: got batch_size {of.batch_size} and seq_len {of.seq_len}, wanted 1 or more")

@@ -88,12 +88,16 @@ class SubwordTokenizer:
     def _reader(self) -> Any:
         return _open(self.kind, self.content, self.settings)
 
+    @functools.cached_property
+    def _size(self) -> int:
+        if self.kind == "huggingface":  # its own size is a count, and there may be gaps
+            return 1 + max(self._reader.get_vocab(with_added_tokens=True).values(), default=-1)
+        return self._reader.vocab_size() if self.kind == "sentencepiece" else self._reader.n_vocab
+
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special ones included: one more than the largest."""
-        if self.kind == "huggingface":
-            return self._reader.get_vocab_size(with_added_tokens=True)
-        return self._reader.vocab_size() if self.kind == "sentencepiece" else self._reader.n_vocab
+        """Number of ids, special ones and gaps included: one more than the largest."""
+        return self._size
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, nothing added: [tokens], uint8, uint16 or uint32, whichever holds `vocab_size` ids.
@@ -139,7 +143,9 @@ class SubwordTokenizer:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids (any integer array or tensor), special ones included; ValueError for an id there is not."""
+        """The text of ids (any integer array or tensor), special ones included; ValueError for one of `vocab_size`
+        or more. An id in a gap of the vocabulary has no text.
+        """
         known = checked_ids(ids, self.vocab_size).tolist()
         if self.kind == "huggingface":
             return self._reader.decode(known, skip_special_tokens=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -12,11 +14,15 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import CODES, MAGIC, IndexedTokens, bare
-from fmegatron.data.whole_files import sync_directory, sync_file
+from fmegatron.data.open_tokenizer import beside
+from fmegatron.data.stored import digest_of
+from fmegatron.data.whole_files import sync_directory, sync_file, whole_file
 
 _CODE = MappingProxyType({np.dtype(name): code for code, name in CODES.items()})
 _SLICE = 1 << 20  # entries or bytes that are in memory at once
+_FACTS = b'{\n  "documents":'  # with which each PREFIX.json of `prepare` and `merge_indexed` begins
 
 
 class IndexedWriter:
@@ -28,7 +34,8 @@ class IndexedWriter:
                 writer.end_document()
 
     Both files appear when the block ends without an exception, complete and durable; a pair of this name is replaced
-    then. dtype: uint8, int8, int16, int32, int64, uint16, float32 or float64. ValueError for ids that do not fit.
+    then, and what `prepare` stated of it in PREFIX.json is removed. dtype: uint8, int8, int16, int32, int64, uint16,
+    float32 or float64. ValueError for ids that do not fit.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: str | np.dtype | type) -> None:
@@ -178,19 +185,77 @@ def write_indexed(
 
 
 def merge_indexed(prefix: str | os.PathLike, prefixes: Iterable[str | os.PathLike]) -> IndexedTokens:
-    """Write the documents of several corpora of one dtype, in order, as one, and open it."""
+    """Write the documents of several corpora of one dtype, in order, as one, and open it.
+
+    Where all of them state the same tokenizer, in the PREFIX.json that `prepare` writes, the new one states it as well.
+    ValueError where two state different ones.
+    """
     parts = [IndexedTokens(part) for part in prefixes]
     if not parts:
         raise ValueError(f"{bare(prefix)}: got no corpus to merge, wanted one or more")
+    stated = [_stated(part) for part in parts]
+    known = [(part, facts) for part, facts in zip(parts, stated, strict=True) if facts]
+    for part, facts in known[1:]:
+        if facts["tokenizer"] != known[0][1]["tokenizer"]:
+            raise ValueError(
+                f"{bare(prefix)}: got {known[0][0].prefix} of the tokenizer {_short(known[0][1])} and {part.prefix} of "
+                f"{_short(facts)}, wanted corpora of one tokenizer; prepare one of them again"
+            )
+    saved = parts[0]._beside(".tokenizer.json")  # before PREFIX, which may be one of them, is replaced
     with IndexedWriter(prefix, parts[0].dtype) as writer:
         for part in parts:
             writer.extend(part)
-    return IndexedTokens(prefix)
+    merged = IndexedTokens(prefix)
+    if len(known) == len(parts):
+        facts, eods = known[0][1], {one.get("eod") for one in stated}
+        if saved is not None and "digest" in facts["tokenizer"]:
+            with whole_file(beside(merged.prefix)) as file:
+                file.write(saved)
+        found = {
+            "documents": merged.documents, "tokens": len(merged), "dtype": merged.dtype.name,
+            "digest": fingerprint(merged), "eod": eods.pop() if len(eods) == 1 else None,
+            "tokenizer": facts["tokenizer"], "tokenizer_digest": digest_of(facts["tokenizer"]),
+            "merged": [part.prefix for part in parts],
+        }  # fmt: skip
+        with whole_file(f"{merged.prefix}.json") as file:
+            file.write(json.dumps(found, indent=2).encode() + b"\n")
+    return merged
 
 
-def move_indexed(source: str | os.PathLike, prefix: str | os.PathLike) -> None:
-    """Give a corpus another name on the same file system, in the place of one that has it."""
-    _published({kind: f"{bare(source)}.{kind}" for kind in ("bin", "idx")}, bare(prefix))
+def _stated(of: IndexedTokens) -> dict[str, Any]:
+    """What PREFIX.json states; {} where there is none, or it names no tokenizer."""
+    with suppress(ValueError):
+        found = json.loads(of._beside(".json") or b"{}")
+        if isinstance(found, dict) and isinstance(found.get("tokenizer"), dict):
+            return found
+    return {}
+
+
+def _short(facts: dict[str, Any]) -> str:
+    """A tokenizer in words."""
+    found = facts["tokenizer"]
+    return f"{found.get('kind')!r} ({found.get('digest') or digest_of(found):.12})"
+
+
+def link_indexed(source: str | os.PathLike, prefix: str | os.PathLike) -> None:
+    """Give a corpus another name as well, in the place of one that has it; a copy where there are no hard links."""
+    source, prefix = bare(source), bare(prefix)
+    temporary = {kind: f"{prefix}.{kind}.{os.getpid()}.partial" for kind in ("bin", "idx")}
+    try:
+        for kind, path in temporary.items():
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            try:
+                os.link(f"{source}.{kind}", path)
+            except OSError:
+                with open(f"{source}.{kind}", "rb") as old, open(path, "wb") as new:
+                    shutil.copyfileobj(old, new, _SLICE)
+                    sync_file(new)
+        _published(temporary, prefix)
+    finally:
+        for path in temporary.values():  # a file that has both names keeps them when it is renamed
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def _published(files: dict[str, str], prefix: str) -> None:
@@ -199,6 +264,11 @@ def _published(files: dict[str, str], prefix: str) -> None:
         os.unlink(f"{prefix}.idx")
     for kind in ("bin", "idx"):
         os.replace(files[kind], f"{prefix}.{kind}")
+    with suppress(FileNotFoundError):  # what was stated of the pair before; a file of something else stays
+        with open(f"{prefix}.json", "rb") as file:
+            stale = file.read(len(_FACTS)) == _FACTS
+        if stale:
+            os.unlink(f"{prefix}.json")
     sync_directory(Path(prefix).parent)
 
 

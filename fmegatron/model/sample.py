@@ -12,6 +12,7 @@ a function of (key, row, token), so one key gives one text, whatever the mesh.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -273,7 +274,7 @@ def stream(
     *,
     key: int = 0,
     rows: Sequence[int] | None = None,
-    stop_ids: Collection[int] = (),
+    stop_ids: Collection[int] | Tensor = (),
     stop_texts: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     **choice: object,
@@ -289,13 +290,13 @@ def stream(
         count: the most tokens of a row.
         key: of the random choices: a function of it, the row's number and the number of the new token.
         rows: numbers of the rows, for the random choices; None: 0, 1, 2, ...
-        stop_ids: tokens that end a row; they are its last.
+        stop_ids: tokens that end a row, integers in any collection, array or tensor [n]; they are its last.
         stop_texts: texts that end a row with the token that completes one of them. A tokenizer is needed.
         tokenizer: of the model; ids that it does not have, as of a padded vocabulary, are not chosen.
         choice: fields of `Choice`: temperature, top_k, top_p, min_p, repetition_penalty.
 
-    Raises ValueError: prompt and count do not fit into decoder.max_seq, stop texts without a tokenizer, or a choice
-    that cannot be meant.
+    Raises ValueError: prompt and count do not fit into decoder.max_seq, stop texts without a tokenizer, stop ids that
+    are no integers, or a choice that cannot be meant.
     """
     how, texts = Choice(**cast("Any", choice)), texts_of(prompts, of.decoder.vocab_size)
     if stop_texts and (tokenizer is None or not all(stop_texts) or isinstance(stop_texts, str)):
@@ -312,7 +313,18 @@ def stream(
         )
     if rows is not None and len(rows) != len(texts):
         raise ValueError(f"rows: got {len(rows)} numbers, wanted one for each of the {len(texts)} prompts")
-    return _stream(of, texts, count, how, key, rows, frozenset(stop_ids), tuple(stop_texts), tokenizer)
+    return _stream(of, texts, count, how, key, rows, _ids(stop_ids), tuple(stop_texts), tokenizer)
+
+
+def _ids(stop_ids: Any) -> frozenset[int]:
+    """As ints: a tensor or array gives elements that are equal to no int of a set."""
+    try:
+        found = stop_ids.tolist() if hasattr(stop_ids, "tolist") else list(stop_ids)
+        if not any(isinstance(id, bool) for id in found):
+            return frozenset(operator.index(id) for id in found)
+    except TypeError:
+        pass
+    raise ValueError(f"stop_ids: got {stop_ids!r:.80}, wanted integers; pass stop_ids=(id,)")
 
 
 def _stream(

@@ -14,7 +14,18 @@ import numpy as np
 import psutil
 import pytest
 
-from fmegatron.data import Batches, IndexedTokens, load_packing, prepare, texts
+from fmegatron.data import (
+    Batches,
+    ByteTokenizer,
+    CharTokenizer,
+    IndexedTokens,
+    fingerprint,
+    load_packing,
+    merge_indexed,
+    prepare,
+    texts,
+    write_indexed,
+)  # fmt: skip
 from fmegatron.data.__main__ import main
 from fmegatron.data.texts import Part, parts_of, texts_of
 
@@ -100,6 +111,64 @@ def test_a_stopped_run_goes_on(lines, tmp_path, monkeypatch):
         prepare([lines], tmp_path / "c", part_bytes=400)
     prepare([lines], tmp_path / "c", part_bytes=400, eod=3, fresh=True)
     assert documents(IndexedTokens(tmp_path / "c")) == wanted(3) and not (tmp_path / "c.parts").exists()
+
+
+@pytest.mark.parametrize("stop", ["fingerprint", "replace", "rmtree"])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_run_of_one_part_that_was_stopped_at_its_end_goes_on(lines, tmp_path, monkeypatch, stop, links):
+    """Before PREFIX.json, between PREFIX.bin and PREFIX.idx, while the parts are removed."""
+    clean = prepare([lines], tmp_path / "clean")
+
+    def stops(path, *more):
+        if stop == "fingerprint" or stop == "replace" and str(more[0]).endswith("one.idx"):
+            raise KeyboardInterrupt
+        if stop == "replace":
+            return real(path, *more)
+        (path / "plan.json").unlink()
+        (path / "000000.bin").unlink()
+        raise KeyboardInterrupt
+
+    def refused(*_):
+        raise OSError("no links here")
+
+    place = {"fingerprint": module, "replace": os, "rmtree": module.shutil}[stop]
+    real = getattr(place, stop)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, stop, stops)
+        if not links:
+            patch.setattr(os, "link", refused)
+        prepare([lines], tmp_path / "one")
+    again = prepare([lines], tmp_path / "one")
+    assert {**again, "seconds": 0} == {**clean, "seconds": 0}
+    for kind in ("bin", "idx", "json"):
+        assert (tmp_path / f"one.{kind}").read_bytes() == (tmp_path / f"clean.{kind}").read_bytes()
+    names = [f"{name}.{kind}" for name in ("clean", "one") for kind in ("bin", "idx", "json")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.jsonl", *names])
+
+
+def test_facts_are_of_the_corpus_that_is_there(lines, tmp_path):
+    for name, tokenizer in (("a", "byte"), ("b", "byte"), ("c", str(tmp_path / "chars.json"))):
+        if name == "c":
+            CharTokenizer.from_text("".join(TEXTS)).save(tokenizer)
+        prepare([lines], tmp_path / name, tokenizer, eod=len(name))
+    a, b, c = (tmp_path / name for name in "abc")
+    with pytest.raises(
+        ValueError, match=r"/a of the tokenizer 'byte' .*/c of 'char' .*wanted corpora of one tokenizer"
+    ):
+        merge_indexed(tmp_path / "d", [a, b, c])
+    assert not (tmp_path / "d.idx").exists() and main(["merge", str(tmp_path / "d"), str(a), str(c)]) == 2
+    merge_indexed(a, [a, b])
+    facts, tokens = module.facts_of(a), IndexedTokens(a)
+    assert (facts["documents"], facts["tokens"], facts["eod"]) == (124, len(tokens), 1)
+    assert tokens.tokenizer == ByteTokenizer() and facts["digest"] == fingerprint(tokens)
+    write_indexed(tmp_path / "plain", [[1, 2]], "uint16")
+    merge_indexed(b, [b, tmp_path / "plain"])  # of which one states none
+    assert not (tmp_path / "b.json").exists() and IndexedTokens(b).tokenizer is None
+    write_indexed(c, [[1, 2]], "uint16")
+    assert not (tmp_path / "c.json").exists()
+    (tmp_path / "plain.json").write_text('{"text": "of the user"}')
+    write_indexed(tmp_path / "plain", [[3]], "uint16")
+    assert (tmp_path / "plain.json").exists(), "a file of something else was removed"
 
 
 @pytest.mark.slow

@@ -43,6 +43,39 @@ def test_items_may_be_mappings():
     assert batch["labels"].tolist() == [[8, 9]] and batch["positions"].tolist() == [[4, 5]] and batch["mask"].all()
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [[0.0, 1.0, 1.0], np.uint8([0, 1, 1]), torch.tensor([0, 1, 1]).bool(), torch.tensor([0, 1, 1]).bfloat16()],
+    ids=["floats", "uint8", "bool", "bfloat16"],
+)  # fmt: skip
+def test_a_mask_is_of_any_dtype(mask):
+    row = {"tokens": [1, 2, 3], "labels": [2, 3, 4], "mask": mask}
+    assert SourceBatches([row], 1, 4, 0).at(0)["mask"].tolist() == [[False, True, True, False]]
+
+
+def test_labels_that_are_none_are_masked():
+    rows = [{"tokens": [1, 2, 3], "labels": [-100, 3, -100]}, {"tokens": [1, 2, 3], "labels": [2, -100, 4]}]
+    batch = SourceBatches(rows, 2, 3, 0, shuffle=False).at(0)
+    assert batch["labels"].tolist() == [[0, 3, 0], [2, 0, 4]]
+    assert batch["mask"].tolist() == [[False, True, False], [True, False, True]]
+    assert not SourceBatches([np.array([5])], 1, 3, 0).at(0)["mask"].any(), "one token has no label"
+
+
+def test_items_without_tokens_have_the_fields_of_the_others():
+    rows = [{"tokens": [1, 2], "positions": [4, 5]}, {"tokens": [], "positions": []}]
+    assert SourceBatches(rows, 2, 3, 0, shuffle=False).at(0)["positions"].tolist() == [[4, 5, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("seed", [np.int64(7), torch.tensor(7)], ids=["numpy", "torch"])
+def test_seeds_are_integers_of_any_kind(seed):
+    for make in (lambda seed: Batches(COUNTING, 4, 8, seed), lambda seed: SourceBatches(ROWS, 4, 8, seed)):
+        assert torch.equal(make(seed).at(1)["tokens"], make(7).at(1)["tokens"])
+        assert json.dumps(make(seed).describe()) == json.dumps(make(7).describe())
+        for wrong in (None, 0.5, "7"):
+            with pytest.raises(ValueError, match=r"(Source)?Batches: seed: got .*, wanted a whole number"):
+                make(wrong)
+
+
 class Loader:
     """As torchdata's: iterates, and knows where it is."""
 
@@ -79,6 +112,31 @@ def test_a_stream_goes_on_from_its_state_even_if_it_was_read_ahead():
         Stream([1, 2])
     with pytest.raises(RuntimeError, match="no item in a new epoch"):
         Stream(Loader(0)).at(0)
+
+
+def test_a_stream_keeps_states_of_their_time():
+    """Also of an iterable whose state is one dict that it changes."""
+
+    class Own:
+        def __init__(self):
+            self.now = {"n": 0}
+
+        def __iter__(self):
+            while True:
+                self.now["n"] += 1
+                yield self.now["n"]
+
+        def state_dict(self):
+            return self.now
+
+        def load_state_dict(self, state):
+            self.now = state
+
+    stream = Stream(Own())
+    assert [stream.at(n) for n in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert [stream.state(n) for n in range(7)] == [{"n": n} for n in range(7)]
+    state = stream.state(2)
+    assert Stream(Own(), 2, state).at(2) == 3 and state == {"n": 2}
 
 
 @settings(max_examples=40, deadline=None)
@@ -167,6 +225,22 @@ def test_a_resume_on_other_data_names_what_differs(tmp_path):
         (lambda: SourceBatches([np.arange(12)], 1, 8, 0).at(0), "item 0: got 11 of 'tokens', 11 of 'labels'"),
         (lambda: SourceBatches([{"text": "a"}], 1, 8, 0).at(0), "got the fields text, wanted 'tokens'"),
         (lambda: SourceBatches([np.zeros(3)], 1, 8, 0).at(0), "item 0: got .*, wanted ids"),
+        (
+            lambda: SourceBatches([{"tokens": [1, 2], "mask": [0.0, 0.5]}], 1, 8, 0).at(0),
+            "item 0: got 0.5 in 'mask', wanted 0 and 1",
+        ),
+        (lambda: SourceBatches([{"tokens": [1], "mask": [[1]]}], 1, 8, 0).at(0), "item 0: got 'mask' as .*numbers 0"),
+        (
+            lambda: SourceBatches([{"tokens": [1], "labels": [1.5]}], 1, 8, 0).at(0),
+            "item 0: got 'labels' as .*integers",
+        ),
+        (lambda: SourceBatches([{"tokens": [1], "labels": [-1]}], 1, 8, 0).at(0), "item 0: got -1 in 'labels', wanted"),
+        (lambda: SourceBatches([{"tokens": [1, -100]}], 1, 8, 0).at(0), "item 0: got -100 in 'tokens', wanted ids"),
+        (lambda: SourceBatches([[1, 2, -100]], 1, 8, 0).at(0), "item 0: got -100 in 'tokens', wanted ids"),
+        (
+            lambda: SourceBatches([{"tokens": [1, 2], "a": [1, 2]}, {"tokens": [1]}], 2, 8, 0, shuffle=False).at(0),
+            "item 1: got the fields labels, mask, tokens, wanted those of item 0, a, labels, mask, tokens",
+        ),
         (lambda: Mapped(COUNTING, len), "wanted Batches"),
         (lambda: Mapped(Batches(COUNTING, 4, 8, 0).after(9, 2), len), r"got batches with after\(...\), wanted"),
         (lambda: FillInTheMiddle(1, 2, 3, 4, rate=2), "got rate=2"),

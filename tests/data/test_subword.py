@@ -105,6 +105,23 @@ def test_data_bring_it_back(opened):
     assert corpus[:5].tolist() == encode(TEXT)[:5]
 
 
+def test_a_vocabulary_with_gaps(tmp_path):
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 7, "<unk>": 2}, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 8 and tokenizer.encode("a c b ?").tolist() == [0, 7, 1, 2]
+    assert tokenizer.decode(tokenizer.encode("c a b c")) == "c a b c" and tokenizer.decode([7, 5]) == "c"
+    with pytest.raises(ValueError, match="got ids from 8 to 8, wanted 0 to 7"):
+        tokenizer.decode([8])
+    made.add_special_tokens(["<e>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    more = load_tokenizer(tmp_path)
+    ids = more.encode("c<e>")
+    assert more.vocab_size == max(made.get_vocab().values()) + 1 > ids.max() and more.decode(ids) == "c <e>"
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\x00\x01", b"{}", b'{"model": 1}', b"YQ== 0\nYg== 5\n", b"\n\x05hello", b"YQ== x"]
 )

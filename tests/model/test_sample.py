@@ -139,6 +139,19 @@ def test_stop_ids_end_each_row_for_itself():
     )
 
 
+def test_stop_ids_may_be_of_any_kind_of_integer():
+    *_, writer = setup()
+    prompt = make_batch(TINY)["tokens"][:1, :3]
+    stop = model.generate(writer, prompt, 8, key=4, temperature=1.5)[0, 2:3]
+    wanted = model.generate(writer, prompt, 8, key=4, temperature=1.5, stop_ids=stop.tolist())
+    assert wanted.shape[1] <= 3
+    for given in (stop, stop.int(), stop.numpy(), [stop[0]], list(stop.numpy())):
+        assert torch.equal(model.generate(writer, prompt, 8, key=4, temperature=1.5, stop_ids=given), wanted)
+    for wrong in (5, stop[0], [0.5], stop.double(), stop[None], ["a"], [True]):
+        with pytest.raises(ValueError, match="stop_ids: got .*, wanted integers"):
+            model.generate(writer, prompt, 8, stop_ids=wrong)
+
+
 def test_stop_texts_end_a_row_where_they_are_complete():
     *_, writer = setup()
     tokenizer = data.CharTokenizer("".join(map(chr, range(32, 82))))
