@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     path = Path(options.out or (first if first.is_dir() else first.parent) / "report.html")
     try:
         if not path.parent.is_dir():
-            raise ValueError(f"--out: got {path}, whose folder is not there, wanted a file in a folder that is; make it")
+            raise ValueError(
+                f"--out: got {path}, whose folder is not there, wanted a file in a folder that is; make it"
+            )
         page = report_page([read_run(run) for run in options.runs], options.title)
         beside = path.with_name(f".{path.name}.new")
         beside.write_text(page, encoding="utf-8", errors="replace")

@@ -10,14 +10,16 @@ A rank reads only what is in its shards. Nothing is executed, and no other packa
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,9 +28,10 @@ from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.commit import sync_directory
+from fmegatron.checkpoint.files.format import dtype_of, dtype_text
 from fmegatron.checkpoint.files.look import is_there
 from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES, INDEX
-from fmegatron.checkpoint.files.snapshot import Saved
+from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.checkpoint.reading.mapping import Views
 from fmegatron.checkpoint.reading.view import View
@@ -39,82 +42,36 @@ from fmegatron.collectives import World
 from fmegatron.interop.safetensors_headers import headers
 from fmegatron.interop.safetensors_write import write_state
 from fmegatron.interop.sources import source
-from fmegatron.model import Array, Decoder, arrays
-from fmegatron.model.families import Family, Stored, family_of
+from fmegatron.layout import Layout
+from fmegatron.model import Decoder
+from fmegatron.model.families import Family, family_of
+from fmegatron.model.families.pieces import VOCABULARY, Piece, pieces
 from fmegatron.tree import Tree
 
 _FURTHEST = 8  # depths of multi-token prediction that a folder may have
+_LONGEST, _COMPARED, _ALIKE = 300, 64, 0.75  # characters of a name, names that are compared, least ratio of a hint
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
-class Piece(NamedTuple):
-    """One stored tensor and the region of our leaf that it is: of layer, expert and columns, None for all.
+@dataclass(frozen=True)
+class _FromNames(Rule):
+    """A rule that errors name by the folder, since its table of names would bury them."""
 
-    of: the columns of the stored tensor that it is, where other pieces are beside it, None for all.
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def from_names(decoder: Decoder, family: Family, folder: str | os.PathLike | None = None) -> Rule:
+    """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros to our size.
+
+    folder: what is restored, for messages. A tensor that is missing or has another shape than the model's is an error.
     """
-
-    stored: str
-    path: str
-    layer: int | None
-    expert: int | None
-    columns: tuple[int, int] | None
-    form: Stored
-    of: tuple[int, int] | None = None
-
-
-def pieces(decoder: Decoder, family: Family) -> list[Piece]:
-    """Every stored tensor of a model. Raises ValueError for an array of ours that the family has no name for."""
-    whole, found = arrays(decoder), []
-    for path, array in zip(tree.paths(whole), tree.leaves(whole), strict=True):
-        first, _, rest = path.partition("/")
-        stack = decoder.stacks.get(first)
-        stored = family.names.get(path if stack is None else rest)
-        if stored is None:
-            raise ValueError(
-                f"{path}: got no name of {family.name} for it, wanted one; the model has an array that these folders "
-                "do not: add it to the family's names, or save it as a checkpoint"
-            )
-        for layer, depth in enumerate([None] if stack is None else stack.depths):
-            of_layer = None if stack is None else layer
-            experts = _experts(array, stack is not None) if "{e}" in "".join(stored.names) else [None]
-            for expert in experts:
-                at = 0
-                for j, name in enumerate(stored.names):
-                    width = array.parts[-len(stored.names) :][j] if len(stored.names) > 1 else 0
-                    columns = (at, at + width) if len(stored.names) > 1 else None
-                    at += width
-                    text = name.format(i=depth, e=expert)
-                    found.append(Piece(text, path, of_layer, expert, columns, stored, (0, width or array.shape[-1])))
-    return _side_by_side(found)
-
-
-def _side_by_side(found: list[Piece]) -> list[Piece]:
-    """The same, with `name#k` resolved: where each piece of a stored tensor is in it; the order of the pieces."""
-    beside: dict[str, dict[int, int]] = {}
-    for one in found:
-        name, _, k = one.stored.partition("#")
-        if k and one.of is not None:
-            beside.setdefault(name, {})[int(k)] = one.of[1]
-    out = []
-    for one in found:
-        name, _, k = one.stored.partition("#")
-        if not k:
-            out.append(one._replace(of=None))
-            continue
-        at = sum(beside[name][j] for j in range(int(k)))
-        out.append(one._replace(stored=name, of=(at, at + beside[name][int(k)])))
-    return out
-
-
-def _experts(array: Array, stacked: bool) -> Sequence[int]:
-    return range(array.shape[int(stacked)])
-
-
-def from_names(decoder: Decoder, family: Family) -> Rule:
-    """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros."""
     behind = "(?:" + "|".join(str(decoder.layers + n) for n in range(_FURTHEST)) + ")"
     unused = tuple(pattern.replace("{behind}", behind) for pattern in family.unused)
-    return Rule(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied))
+    text = f"names of {family.name}" if folder is None else os.fspath(folder)
+    return _FromNames(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied), text)
 
 
 def to_names(decoder: Decoder, family: Family) -> Rule:
@@ -133,16 +90,19 @@ def _written(decoder: Decoder, family: Family) -> list[Piece]:
 
 def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], tied: bool) -> Views:
     out: Views = {}
-    left = dict(views)
+    names = {one.stored for one in wanted}
+    ignored = [*unused, *([r"lm_head\.weight"] if tied else [])]
+    left = {name: view for name, view in views.items() if name not in names}
+    left = {name: view for name, view in left.items() if not any(re.fullmatch(p, name) for p in ignored)}
     tree_of: dict[str, dict[int | None, dict[int | None, list[View]]]] = {}
     for one in wanted:
         if one.stored not in views:
-            near = tree.did_you_mean(one.stored, sorted(left))
             raise ValueError(
-                f"{one.path}: got no tensor {one.stored!r}, wanted it{near}; is config.json of this folder?"
+                f"got no tensor {one.stored!r}, wanted it for {one.path}{_nearest(one.stored, left)}; "
+                "is config.json of this folder?"
             )
+        _check_shape(one, views[one.stored].shape)
         view = views[one.stored]
-        left.pop(one.stored, None)
         if one.form.depthwise:
             view = views_of.removed(view, 1)
         if one.form.transposed:
@@ -153,12 +113,45 @@ def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], ti
     for path, layers in tree_of.items():
         out[path] = _joined([_joined([_columns(cols) for cols in e.values()], None in e) for e in layers.values()],
                             None in layers)  # fmt: skip
-    for path in ("embed/table", "head/w"):
+    for path, dim in VOCABULARY.items():
         if path in out:
-            dim = 0 if path == "embed/table" else 1
             out[path] = replace(out[path], fits=((dim, "pad"),))
-    ignored = [*unused, *([r"lm_head\.weight"] if tied else [])]
-    return {**out, **{name: v for name, v in left.items() if not any(re.fullmatch(p, name) for p in ignored)}}
+    return {**out, **left}
+
+
+def _check_shape(one: Piece, got: tuple[int, ...]) -> None:
+    """Raises ValueError, naming the tensor, where a stored shape is not the model's."""
+    if got == one.shape:
+        return
+    where = f"tensor {one.stored}"
+    if one.path in VOCABULARY and len(got) == len(one.shape) and got[1:] == one.shape[1:]:
+        raise ValueError(
+            f"{where}: got {got[0]} rows, wanted vocab_size={one.shape[0]} of them; if the tensor is right, set "
+            f"vocab_size={got[0]} in config.json (rows are padded to the model's size by themselves)"
+        )
+    raise ValueError(
+        f"{where}: got shape {got}, wanted {one.shape} for {one.path}; correct the sizes in config.json, or store the "
+        "tensor anew: the two are of different models"
+    )
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    """' (did you mean ...?)' with stored names that nothing else is read from: of the same numbers and ending first."""
+
+    parts = name.split(".")
+    digits = [part for part in parts if part.isdigit()]
+
+    def ending(other: str) -> tuple[bool, int]:
+        theirs = other.split(".")
+        most = min(len(parts), len(theirs))
+        same = next((k for k in range(most) if parts[-1 - k] != theirs[-1 - k]), most)
+        return digits == [part for part in theirs if part.isdigit()], same
+
+    likely = sorted((other for other in candidates if len(other) < _LONGEST), key=ending, reverse=True)[:_COMPARED]
+    ranked = [(*ending(other), difflib.SequenceMatcher(None, name, other).ratio(), other) for other in likely]
+    near = [row for row in sorted(ranked, reverse=True) if row[1] > 1 or row[2] > _ALIKE]
+    near = [row for row in near if row[:2] == near[0][:2]]  # of a worse kind than the best: no help
+    return f" (did you mean {' or '.join(row[3] for row in near[:2])}?)" if near else ""
 
 
 def _transposed(view: View) -> View:
@@ -185,8 +178,8 @@ def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
                 view = views_of.removed(views_of.cut(view, 0, index, index + 1), 0)
         if one.columns is not None:
             view = views_of.cut(view, len(view.shape) - 1, *one.columns)
-        if one.path in ("embed/table", "head/w"):
-            view = views_of.cut(view, 0 if one.path == "embed/table" else 1, 0, vocab_size)
+        if one.path in VOCABULARY:
+            view = views_of.cut(view, VOCABULARY[one.path], 0, vocab_size)
         found.setdefault(one.stored, {})[0 if one.of is None else one.of[0]] = view
     out: Views = {}
     for name, beside in found.items():
@@ -260,7 +253,7 @@ def load(
         world: the ranks that load together, as `checkpoint.restore`; or
         rank: whose shards.
         read: "own", or "once": replicas read a part each, and exchange the parts.
-        cast: convert to the dtype of the layouts where another is stored.
+        cast: convert to the dtype of the layouts where another is stored; quantized weights are refused.
         device: where they go.
         family: one of your own; None: that of `model_type`.
 
@@ -269,9 +262,32 @@ def load(
         ValueError: names, shapes or dtypes that do not fit, each named.
     """
     family = family or family_of(config_of(folder))
-    rules = [from_names(decoder, family)]
+    rule, found = from_names(decoder, family, folder), source(folder)
     options = {"world": world, "rank": rank, "read": read, "cast": cast, "device": device}
-    return checkpoint.restore(source(folder), layouts, rules=rules, **options)
+    if isinstance(found, Foreign):  # looked at when it is opened, which is an error of all ranks
+        pairs = zip(tree.paths(layouts), tree.leaves(layouts), strict=True)
+        dtypes = {path: layout.dtype for path, layout in pairs if isinstance(layout, Layout)}
+        wanted = {one.stored: dtypes[one.path] for one in rule.arguments[0] if one.path in dtypes}
+        found = Foreign(found.text, partial(_not_quantized, found, wanted))
+    return checkpoint.restore(found, layouts, rules=[rule], **options)
+
+
+def _not_quantized(found: Foreign, wanted: Mapping[str, torch.dtype]) -> Snapshot:
+    """The folder, opened. Raises ValueError, naming the tensor, where numbers without their scales would be cast.
+
+    wanted: the dtype of each stored tensor that is read.
+    """
+    snapshot = found.look()
+    for name, dtype in wanted.items():
+        leaf = snapshot.manifest.leaves.get(name)
+        got = dtype if leaf is None else dtype_of(leaf.dtype)
+        if got != dtype and dtype.is_floating_point and (got.itemsize == 1 or not got.is_floating_point):
+            raise ValueError(
+                f"{found.text}: tensor {name}: got dtype {dtype_text(got)}, wanted float32, bfloat16 or float16: it is "
+                "quantized, and a cast would leave its scales out; dequantize the folder, or give one that is not "
+                "quantized"
+            )
+    return snapshot
 
 
 def save(

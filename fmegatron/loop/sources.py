@@ -79,7 +79,9 @@ def of_file(path: str, config: Config) -> dict[str, Any]:
         is_json = path.endswith(".json")
         values = json.loads(text) if is_json else tomllib.loads(text)
     except OSError as error:
-        raise SourceError(f"{path or '--config='}: got no file to read ({error.strerror}), wanted the values of a Config") from error
+        raise SourceError(
+            f"{path or '--config='}: got no file to read ({error.strerror}), wanted the values of a Config"
+        ) from error
     except (ValueError, RecursionError) as error:  # of both formats, and of what is no UTF-8
         if isinstance(error, SourceError):
             raise

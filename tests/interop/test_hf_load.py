@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import re
 import threading
 import tracemalloc
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fmegatron import checkpoint, interop, model, tree
 from fmegatron.checkpoint import CheckpointError
@@ -206,6 +208,62 @@ def test_a_tensor_that_a_folder_lacks_is_named_in_few_words(tmp_path):
     with pytest.raises(ValueError, match=r"got no tensor 'model.layers.3\..*is config.json of this folder") as info:
         hf.load(tmp_path / "a", *opened(tmp_path / "a", Mesh()))
     assert len(str(info.value)) < 700
+
+
+def rewritten(folder, changes, **options):
+    """The folder's weights in one file, some of them changed (None: removed)."""
+    found = write(folder, shards=1, **options) | changes
+    save_file({name: x for name, x in found.items() if x is not None}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("rows", (3, 90, 104, 200))
+@pytest.mark.parametrize("name", ("model.embed_tokens.weight", "lm_head.weight"))
+def test_a_vocabulary_of_another_size_is_refused(tmp_path, rows, name):
+    folder = rewritten(tmp_path / "a", {name: torch.ones(rows, 48)}, vocab_size=101)
+    with pytest.raises(ValueError, match=f"got {rows} rows, wanted vocab_size=101 of them; .*set vocab_size={rows} in"):
+        hf.load(folder, *opened(folder, Mesh(tp=2)), rank=1)
+    with pytest.raises(ValueError, match=rf"^{folder}: tensor {name}: got {rows} rows"):
+        hf.load(folder, *opened(folder, Mesh()))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    (
+        ("model.layers.1.mlp.up_proj.weight", (95, 48), (96, 48)),
+        ("model.layers.2.self_attn.k_proj.weight", (48, 47), (48, 48)),
+        ("model.layers.0.input_layernorm.weight", (1, 48), (48,)),
+        ("model.embed_tokens.weight", (131, 47), (131, 48)),
+        ("model.norm.weight", (), (48,)),
+    ),
+)
+def test_the_tensor_of_another_shape_is_named_first(tmp_path, name, shape, wanted):
+    folder = rewritten(tmp_path / "a", {name: torch.ones(shape)})
+    message = f"{folder}: tensor {name}: got shape {shape}, wanted {wanted} for "
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        hf.load(folder, *opened(folder, Mesh()))
+
+
+def test_the_nearest_names_are_those_of_the_same_layer_that_nothing_reads(tmp_path):
+    up = "model.layers.1.mlp.up_proj.weight"
+    others = {f"model.layers.{i}.mlp.upper_proj.weight": torch.ones(2) for i in range(3)}
+    for folder, changes, near in (("a", {}, "; is config"), ("b", others, " (did you mean model.layers.1.mlp.upper_")):
+        folder = rewritten(tmp_path / folder, {up: None, **changes})
+        with pytest.raises(ValueError, match=f"^{folder}: got no tensor '{up}', wanted it for ") as info:
+            hf.load(folder, *opened(folder, Mesh()))
+        assert near in str(info.value) and "layernorm" not in str(info.value)
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32))
+def test_quantized_weights_without_their_configuration_are_refused(tmp_path, dtype):
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = rewritten(tmp_path / "a", {name: torch.ones(96, 48).to(dtype)})
+    message = f"^{folder}: tensor {name}: got dtype {str(dtype)[6:]}, wanted .*; dequantize the folder"
+    with pytest.raises(ValueError, match=message):
+        hf.load(folder, *opened(folder, Mesh()))
+    decoder, layouts = opened(folder, Mesh(tp=2))
+    errors = run(2, lambda world: hf.load(folder, decoder, layouts, world=world))
+    assert all(name in str(error) for error in errors)
 
 
 def command(*argv):
