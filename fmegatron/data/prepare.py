@@ -143,8 +143,9 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
                 "old arguments, or --fresh"
             )
     else:
-        for path in folder.glob("[0-9]*.json"):  # of a call that ended while it removed them, perhaps another
-            path.unlink()
+        for name in names_in(folder) or ():  # of a call that ended while it removed them, perhaps another
+            if name.endswith(".json") and name[0].isdigit():
+                (folder / name).unlink()
         with whole_file(folder / "plan.json") as file:
             file.write(json.dumps(arguments).encode())
 
