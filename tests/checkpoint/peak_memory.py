@@ -11,7 +11,7 @@ import torch
 from fmegatron import checkpoint, tree
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.forked_ranks import run
-from tests.checkpoint.memory import peak, reset_peak
+from tests.checkpoint.memory import give_back_at_once, peak, reset_peak
 
 MiB = 1 << 20
 
@@ -42,6 +42,7 @@ def tensor(kind, shape):
 def warm(world, path):
     """Threads, buffers of the allocator and modules are there before anything is measured."""
     torch.set_num_threads(1)
+    give_back_at_once()
     small = {"x": Layout((world.size * 64, 1024), torch.float32, Mesh(fsdp=world.size), ("fsdp",))}
     checkpoint.save(f"{path}/warm", {"x": torch.ones(64, 1024)}, small, world)
     checkpoint.restore(f"{path}/warm", small, world=world)

@@ -17,9 +17,7 @@ LEAF_BYTES = 12 << 10
 def check(python, kind, ranks, folder):
     """256 MiB for each rank, measured in processes of their own."""
     command = [sys.executable, "-m", "tests.checkpoint.peak_memory", kind, str(ranks), str(folder)]
-    # Freed memory goes back at once: what malloc keeps of copies of 48 KiB is a matter of time: 20 to 26 MB with this,
-    # 43 to 109 without, of 256 MiB in 5,461 leaves (two cores with AVX-512, n = 24).
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = python.run(command, cwd=ROOT, env=env, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
