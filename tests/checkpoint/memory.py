@@ -8,7 +8,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def give_back_at_once():
     """Freed memory is no longer kept by malloc, where it has such settings.
 
-    What it keeps of copies of 48 KiB is a matter of time: a save of 256 MiB in 5,461 leaves takes 20 to 26 MB with this,
+    What it keeps of copies of 48 KiB is a matter of time: a save of 256 MiB in 5,461 leaves takes 20 to 28 MB so,
     43 to 109 without (two cores with AVX-512, n = 24).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
