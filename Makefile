@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format readme notebooks bench-peers-env clean
+.PHONY: help env demo test test-all lint format notebooks bench-peers-env clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -59,9 +59,6 @@ lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is change
 
 format: $(STAMP)  ## ruff: fix and format in place
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
-
-readme: $(STAMP)  ## write the trees of README and BUILD anew from the files' own first sentences
-	@$(PY) -m tests.test_readme
 
 notebooks: $(STAMP)  ## run every notebook again and write its outputs back
 	@$(VENV)/bin/jupyter-execute --inplace notebooks/*.ipynb

@@ -53,7 +53,7 @@ ENGLISH = {"raised", "raises", "raising"}
 
 
 def test_first_sentences_speak_the_language_of_the_field():
-    """They are what a newcomer reads first, in the trees of README and BUILD."""
+    """They are what a newcomer reads first, where they open a folder or a file."""
     none(
         f"{path}: {found[0]!r} in: {first}"
         for path in sources("fmegatron")

@@ -1,9 +1,7 @@
-"""README and BUILD are true: their trees are the one on disk, in each file's own first sentence; their commands exist.
-
-`make readme` (this file as a program) writes the trees anew: README's of the rooms, BUILD's of every file.
-"""
+"""README, BUILD and the manual in docs/ are true: their Python runs, and commands, paths and links in them exist."""
 
 import ast
+import json
 import re
 
 import pytest
@@ -13,70 +11,88 @@ from fmegatron import tree
 from fmegatron.collectives import World
 from tests.house import LEVELS, ROOT, rooms, syntax
 
-BEGIN, END = "<!-- tree: written by `make readme` -->\n```\n", "```\n<!-- end of tree -->"
-FOLDERS = ("experiments", "notebooks")
+MANUAL = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+PAPERS = ("README.md", "BUILD.md", *MANUAL)
+LINKED = (*PAPERS, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "notebooks").glob("*.*"))))
+LINKED += ("fmegatron/checkpoint/FORMAT.md",)
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-def sentence(path) -> str:
-    """First sentence of the first line of a file's docstring."""
-    line = (ast.get_docstring(syntax(path.relative_to(ROOT))) or "").partition("\n")[0]
-    return re.split(r"(?<!et al)\. ", line)[0].rstrip(".")
+def text_of(name: str) -> str:
+    """A page without its code, or the Markdown cells of a notebook."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if name.endswith(".ipynb"):
+        text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "markdown")
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
 
 
-def rooms_tree() -> str:
-    """The rooms in their order, with the folders in them."""
-    lines = []
-    for room in sorted(rooms(), key=lambda name: LEVELS[name]):
-        folder = ROOT / "fmegatron" / room
-        for inner in sorted(path.parent for path in folder.rglob("__init__.py")):
-            name = inner.relative_to(ROOT / "fmegatron").as_posix() + "/"
-            indent = "  " * (1 + name.count("/"))
-            lines.append(f"{indent}{name.split('/')[-2] + '/':<{20 - len(indent)}} {sentence(inner / '__init__.py')}")
-    return "\n".join(["fmegatron/", *lines]) + "\n"
+def anchors(name: str) -> set[str]:
+    """What may stand behind `#` in a link to this page: its headings, as GitHub writes them."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)", text, re.M)}
 
 
-def files_tree() -> str:
-    """Every file of the rooms and of the other folders."""
-    lines = []
-    for room in sorted(rooms(), key=lambda name: LEVELS[name]):
-        folder = ROOT / "fmegatron" / room
-        lines.append(f"fmegatron/{room}/")
-        files = sorted(path for path in folder.rglob("*.py") if path.name != "__init__.py")
-        lines += [f"  {path.relative_to(folder).as_posix():<18} {sentence(path)}" for path in files]
-    for name in FOLDERS:
-        lines.append(f"{name}/")
-        files = sorted((ROOT / name).rglob("*.py")) + sorted((ROOT / name).glob("*.ipynb"))
-        files += sorted((ROOT / name).glob("*.md")) if name == "notebooks" else []
-        for path in files:
-            text = sentence(path) if path.suffix == ".py" else "executed by a test"
-            text = path.read_text().partition("\n")[0].removeprefix("# ") if path.suffix == ".md" else text
-            lines.append(f"  {path.relative_to(ROOT / name).as_posix():<18} {text}")
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+def broken(name: str, text: str) -> list[str]:
+    """The links of a text, as it would stand in this page, that lead nowhere."""
+    found = []
+    for path, anchor in LINK.findall(text):
+        to = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        if not to.exists() or (anchor and anchor not in anchors(to.relative_to(ROOT).as_posix())):
+            found.append(f"{name}: {path}#{anchor}" if anchor else f"{name}: {path}")
+    return found
 
 
-TREES = {"README.md": rooms_tree, "BUILD.md": files_tree}
+@pytest.mark.parametrize("name", LINKED)
+def test_links(name):
+    assert broken(name, text_of(name)) == []
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_tree(name):
-    written = (ROOT / name).read_text().partition(BEGIN)[2].partition(END)[0]
-    assert written == TREES[name](), f"the tree of {name} is not the one on disk; run `make readme`"
+def test_a_broken_link_is_found():
+    wrong = ("a.md", "data.md#no", "#no", "BUILD.md", "../BUILD.md#checking-an-experiment")
+    right = ("data.md", "figures.md#not-yet", "../BUILD.md#the-rooms", "https://a.b/c", "../experiments")
+    for path in wrong:
+        assert broken("docs/index.md", f"see [x]({path})") == [f"docs/index.md: {path}"]
+    assert broken("docs/index.md", " ".join(f"[x]({path})" for path in right)) == []
 
 
-def test_commands_exist():
+def test_every_page_is_in_the_index():
+    named = {path for path, _ in LINK.findall(text_of("docs/index.md"))}
+    assert {name.removeprefix("docs/") for name in MANUAL} - {"index.md"} <= named
+
+
+@pytest.mark.parametrize(("name", "kilobytes"), [("README.md", 9), ("BUILD.md", 6)])
+def test_size(name, kilobytes):
+    """What does not fit is a page of docs/."""
+    assert (ROOT / name).stat().st_size <= 1000 * kilobytes
+
+
+def test_rooms():
+    """BUILD has them all, in the order in which they import each other; every folder says what it is for."""
+    table = (ROOT / "BUILD.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    lines = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    named = [room for line in lines for room in line]
+    assert sorted(named) == rooms() and [LEVELS[room] for room in named] == sorted(LEVELS[room] for room in named)
+    for folder in {path.parent for path in (ROOT / "fmegatron").rglob("*.py")}:
+        assert len(ast.get_docstring(syntax((folder / "__init__.py").relative_to(ROOT))) or "") > 40, folder
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_commands_exist(name):
     targets = set(re.findall(r"^([a-z%-]+):", (ROOT / "Makefile").read_text(), re.M))
-    for name in ("README.md", "BUILD.md"):
-        for target in re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", (ROOT / name).read_text(), re.M):
-            command = target[0] or target[1]
-            benchmark = command not in targets and command.startswith("bench-") and "bench-%" in targets
-            assert command in targets or benchmark, f"{name} says `make {command}`, which the Makefile does not know"
-            if benchmark:
-                assert (ROOT / f"experiments/benchmarks/{command.removeprefix('bench-')}.py").exists(), command
+    for target in re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", (ROOT / name).read_text(), re.M):
+        command = target[0] or target[1]
+        benchmark = command not in targets and command.startswith("bench-") and "bench-%" in targets
+        assert command in targets or benchmark, f"{name} says `make {command}`, which the Makefile does not know"
+        if benchmark:
+            assert (ROOT / f"experiments/benchmarks/{command.removeprefix('bench-')}.py").exists(), command
 
 
 def blocks() -> list[str]:
-    """The Python blocks of the README, in their order."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    """The Python block of the README, and those of the pages that go on from it."""
+    pages = ("README.md", "docs/data_parallelism.md", "docs/randomness.md")
+    found = [re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S) for page in pages]
+    assert [len(of) for of in found] == [1, 1, 1]
+    return [code for of in found for code in of]
 
 
 def run(code: str, names: dict) -> dict:
@@ -87,7 +103,7 @@ def run(code: str, names: dict) -> dict:
 
 @pytest.mark.long
 def test_the_experiment_runs(capsys, monkeypatch):
-    """The first Python block, as it stands there, for a few steps."""
+    """The Python block of the README, as it stands there, for a few steps."""
     from torch._inductor import config  # its own patch: what monkeypatch puts back, config.cpp no longer shows
 
     code = blocks()[0]
@@ -101,7 +117,7 @@ def test_the_experiment_runs(capsys, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_data_parallelism_runs(backend, capsys, monkeypatch):
-    """The second block goes on from the first, of which the loop is left out."""
+    """The block of its page goes on from that of the README, of which the loop is left out."""
     first, second = blocks()[:2]
     assert "DataParallel.zero3()" in second and "\nfor info in " in first and "step.jit(train_step, " in second
     monkeypatch.chdir(ROOT)
@@ -124,14 +140,12 @@ def test_state_and_batches_lie_where_the_world_computes(monkeypatch):
         names = run(second.partition("\ntrain_step = step.jit")[0], names)
 
 
-def test_paths_exist():
-    for name in ("README.md", "BUILD.md"):
-        for path in re.findall(r"`((?:experiments|fmegatron|tests|notebooks)/[\w/.]+)`", (ROOT / name).read_text()):
-            assert (ROOT / path).exists(), f"{name} names {path}, which is not there"
+def test_randomness_runs():
+    names = run(blocks()[2], {"tree": tree})
+    assert names["noise"].shape == (16, 64) and 0 < (names["x"] == 0).sum() < 16 * 64
 
 
-if __name__ == "__main__":
-    for name, tree in TREES.items():
-        head, _, rest = (ROOT / name).read_text().partition(BEGIN)
-        assert rest, f"{name} has no line {BEGIN!r}"
-        (ROOT / name).write_text(head + BEGIN + tree() + END + rest.partition(END)[2])
+@pytest.mark.parametrize("name", PAPERS)
+def test_paths_exist(name):
+    for path in re.findall(r"`((?:docs|experiments|fmegatron|tests|notebooks)/[\w/.]+)`", (ROOT / name).read_text()):
+        assert (ROOT / path).exists(), f"{name} names {path}, which is not there"

@@ -2,7 +2,7 @@
 
 Memory is the largest of five moments of a microbatch: where the forward turns into the backward (all that blocks keep,
 and the logits twice), in the first and in the last block of the backward, where gradients are stacked, and in the
-optimizer. `exact` counts what these formulas estimate; BUILD.md has how far they are apart.
+optimizer. `exact` counts what these formulas estimate; docs/planning.md has how far they are apart.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def search(
         memory: bytes of a device.
         rates: of a device; None: the assumptions of `Rates()`.
         overlap: as `jit` is given it.
-        margin: share of what lives beside the state that is kept free, since formulas err (BUILD.md has by how much).
+        margin: share of what lives beside the state that is kept free, since formulas err (docs/planning.md).
     """
     began = time.process_time()
     found: list[Found] = []

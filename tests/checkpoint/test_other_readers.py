@@ -1,6 +1,6 @@
 """tensorstore and the zarr package open the arrays without us: which leaves are arrays, and which of them who opens.
 
-FORMAT.md and README promise exactly what these tests hold.
+FORMAT.md and docs/checkpoints.md promise exactly what these tests hold.
 """
 
 import json
@@ -232,10 +232,10 @@ def test_which_leaves_are_arrays(tmp_path, monkeypatch):
 def test_the_documents_say_so():
     """What is tested above, and nothing more, is promised."""
     text = " ".join((ROOT / "fmegatron/checkpoint/FORMAT.md").read_text().split())
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    manual = " ".join((ROOT / "docs/checkpoints.md").read_text().split())
     assert format.SMALL_BYTES == 64 << 10 and format.MOST_SMALL == 256
     assert "leaves of less than 64 KiB when there are more than 256 of them" in text
-    assert "Every leaf is a zarr3 array" in readme and "zarr-python" in readme
+    assert "Every leaf is a zarr3 array" in manual and "zarr-python" in manual
     assert '_zarr_v3_name = "bfloat16"' in text and 'data_type_registry.register("bfloat16", BFloat16)' in text
 
 

@@ -1,4 +1,4 @@
-"""README's table of tasks next to torch.distributed.checkpoint and Orbax: every cell runs; ours has no more lines."""
+"""docs/checkpoints.md next to torch.distributed.checkpoint and Orbax: every cell runs; ours has no more lines."""
 
 import re
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from fmegatron import checkpoint
 from tests.house import ROOT
 
-TABLE = (ROOT / "README.md").read_text().partition("<!-- peers")[2].partition("<!-- end of peers")[0]
+TABLE = (ROOT / "docs/checkpoints.md").read_text().partition("<!-- peers")[2].partition("<!-- end of peers")[0]
 ROWS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in TABLE.splitlines() if line[:2] == "| "]
 ROWS = ROWS[1:]  # below the head
 AFTER = ("all of it, no target", "from shapes", "in place", "a subtree", "the newest step")  # need what is saved

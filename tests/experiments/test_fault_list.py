@@ -1,7 +1,7 @@
 """The faults of a running job, each in a real job of two ranks: what is said, how it ends, and that nothing is lost.
 
-They are the rows of BUILD.md's table. A job is restarted by torchrun after each fault and ends as if there had been
-none: the losses and the last checkpoint are, to the bit, those of a run of the same processes without faults.
+They are the rows of docs/running.md's table. A job is restarted by torchrun after each fault and ends as if there had
+been none: the losses and the last checkpoint are, to the bit, those of a run of the same processes without faults.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Faults by `--inject` in real jobs of four ranks under torchrun: outcome, status, message and lost updates.
 
 {exception, exit, kill, stop, hang, nan, diskfull, slow} x {rank 0, another, all} x {set-up, step, an asynchronous save
-in flight, a synchronous save, evaluation}, as BUILD.md's table has it. Each job has one fault in, or behind, update 4;
+in flight, a synchronous save, evaluation}, as docs/running.md has it. Each job has one fault in, or behind, update 4;
 torchrun starts it again where it ends, and whatever happened its last state is, to the bit, that of ranks that update
 by hand. A covering of all pairs takes turns, a case a day; the rest of the product is slow.
 """
@@ -79,7 +79,7 @@ def test_every_fault_everywhere(python, tmp_path, unharmed, kind, rank, place):
 
 
 def _assert_said(kind, rank, place, done):
-    """The first message is that of the fault, by its rank; the exit status is that of BUILD.md's table."""
+    """The first message is that of the fault, by its rank; the exit status is that of docs/running.md's table."""
     who = r"\d" if rank == "all" else rank
     failed = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d)", done.err)
     if kind == "slow" or (kind, rank) == ("stop", "all"):

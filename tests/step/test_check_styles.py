@@ -97,7 +97,7 @@ def test_the_numbers():
     assert set(by) <= {"both", "check", "simulate"} and by["both"] + by["check"] >= 0.85 * len(WRONG), by
     assert len({(m.of, m.old, m.new) for _, m in WRONG}) == len({m.name for _, m in WRONG}) == len(WRONG)
     wrong = [m.finds for _, m in (*WRONG, *LIST)]
-    says = " ".join((ROOT / "README.md").read_text().split())
+    says = " ".join((ROOT / "docs/checking.md").read_text().split())
     assert f"Of {len(wrong)} wrong steps in `tests/step` the check finds {len(wrong) - wrong.count('simulate')}" in says
     assert (
         f"of {len(RIGHT)} right ones in other people's styles it refuses none and leaves {len(OPEN)} unproven" in says

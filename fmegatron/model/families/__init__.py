@@ -40,6 +40,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type", "")
     if kind not in FAMILIES:
         raise ValueError(
-            f"config.json: model_type: got {kind!r}, wanted one of {', '.join(FAMILIES)}; write a family (BUILD.md)"
+            f"config.json: model_type: got {kind!r}, wanted one of {', '.join(FAMILIES)}; "
+            "write a family (docs/families.md)"
         )
     return FAMILIES[kind]

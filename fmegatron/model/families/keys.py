@@ -70,7 +70,7 @@ class Keys:
             wanted = " or ".join(map(repr, fits))
             raise ValueError(
                 f"config.json: {key}: got {value!r}, wanted {wanted}, which is all that {self.family} is read with; "
-                "write a family of your own (BUILD.md)"
+                "write a family of your own (docs/families.md)"
             )
 
     def ignore(self, *keys: str) -> None:
@@ -93,7 +93,7 @@ class Keys:
         if strange := [kind for kind in kinds if kind not in known]:
             raise ValueError(
                 f"config.json: layer_types: got {strange[0]!r}, wanted {' or '.join(known)}, which is all that "
-                f"{self.family} is read with; write a family of your own (BUILD.md)"
+                f"{self.family} is read with; write a family of your own (docs/families.md)"
             )
         return [kind == known[0] for kind in kinds]
 
@@ -129,7 +129,7 @@ class Keys:
         if (got := given.pop("partial_rotary_factor", None)) not in (None, part):
             raise ValueError(
                 f"config.json: partial_rotary_factor: got {got}, wanted {part}, the part of a head that {self.family} "
-                "rotates; write a family of your own (BUILD.md)"
+                "rotates; write a family of your own (docs/families.md)"
             )
         found: nn.Scaling | None = None
         for name in _NEEDED.get(kind, ()):
@@ -138,7 +138,7 @@ class Keys:
         if nested := [name for name, value in given.items() if kind == "default" and isinstance(value, dict)]:
             raise ValueError(
                 f"config.json: rope_parameters: got those of {nested[0]!r} by themselves, wanted the same for all "
-                f"layers, which is all that {self.family} is read with; write a family of your own (BUILD.md)"
+                f"layers, which is all that {self.family} is read with; write a family of your own (docs/families.md)"
             )
         if kind == "linear":
             found = nn.Linear(given.pop("factor"))
@@ -168,7 +168,7 @@ class Keys:
         if left := sorted(key for key in self.left if self.config[key] is not None):
             raise ValueError(
                 f"config.json: {left[0]}: got {self.config[left[0]]!r:.60}, wanted a key that {self.family} reads; if "
-                "it does not change the function, remove it, else write a family of your own (BUILD.md)"
+                "it does not change the function, remove it, else write a family of your own (docs/families.md)"
             )
 
 

@@ -1,4 +1,4 @@
-"""The family that BUILD.md adds as an example computes what transformers does, and its weights go there and back."""
+"""The family that docs/families.md adds computes what transformers does, and its weights go there and back."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ transformers = pytest.importorskip("transformers")
 
 
 def example() -> dict:
-    """The names that the block of BUILD.md defines."""
-    text = (ROOT / "BUILD.md").read_text(encoding="utf-8")
+    """The names that the block of docs/families.md defines."""
+    text = (ROOT / "docs/families.md").read_text(encoding="utf-8")
     code = text.partition("<!-- family: run by")[2].partition("```python\n")[2].partition("```")[0]
     names: dict = {}
-    exec(compile(code, "BUILD.md", "exec"), names)
+    exec(compile(code, "docs/families.md", "exec"), names)
     return names
 
 
