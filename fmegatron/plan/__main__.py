@@ -2,7 +2,7 @@
 
 The experiment is a file as `python -m fmegatron.check` takes it. No process group, no device, no memory is used.
 Exit status: 0 planned, and it fits where --memory says into what; 1 it does not fit; 2 wrong use, or it could not be
-done.
+done; 3 whether it fits is not known, since not all of the memory was counted.
 """
 
 from __future__ import annotations
@@ -72,15 +72,27 @@ def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[st
         print(by_formula, file=out)
         _print_seconds(by_formula, rates, options.measure, out)
     peak = None if by_formula is None else by_formula.peak
+    unknown = ("all of it, for the reason above",) if by_formula is None else by_formula.unknown_memory
     if not options.quick:
         counted = _counted(experiment, config, described, overlap, options, out)
         print(counted, file=out)
         if options.timeline:
             print(counted.timeline(rates), file=out)
-        peak = counted.peak
-    if options.memory is None or peak is None:
+        peak, unknown = counted.peak, ()
+    if options.memory is None:
         return 0
-    limit = round(options.memory * 2**30)
+    return _verdict(peak or 0, unknown, round(options.memory * 2**30), out)
+
+
+def _verdict(peak: int, unknown: Sequence[str], limit: int, out: TextIO) -> int:
+    """Print whether a step fits -> the exit status. unknown: what takes memory beside the peak, not counted."""
+    if peak <= limit and unknown:
+        print(
+            f"not known whether it fits: {in_mib(peak)} of {in_mib(limit)} are counted, without {'; '.join(unknown)}; "
+            "the exact plan (without --quick) counts any step",
+            file=out,
+        )
+        return 3
     if peak <= limit:
         print(f"fits: {in_mib(peak)} of {in_mib(limit)}", file=out)
         return 0
@@ -135,7 +147,7 @@ def _searched(experiment: ModuleType, options: argparse.Namespace, flags: list[s
     meshes = meshes_of(options.search, options.axes.split(","))
     found = search(describe, meshes, round(options.memory * 2**30), rates=rates, overlap=_overlap(options))
     print(found, file=out)
-    return 0 if found.found else 1
+    return 0 if found.found else 3 if found.undecided else 1
 
 
 def _overlap(options: argparse.Namespace) -> Overlap | None:
@@ -148,7 +160,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m fmegatron.plan",
         description="Plan an experiment's training step: memory, its lines to blame, traffic, work, time, checkpoint.",
         epilog="Further flags (--config_NAME=VALUE) are the experiment's own. "
-        "Exit status: 0 planned, and it fits into --memory; 1 it does not fit; 2 wrong use, or it could not be done.",
+        "Exit status: 0 planned, and it fits into --memory; 1 it does not fit; 2 wrong use, or it could not be done; "
+        "3 whether it fits is not known, since not all of the memory was counted.",
     )
     p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")
     p.add_argument("--mesh", help="axes and sizes, such as dp=2,fsdp=2,tp=2")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ from fmegatron.step import Overlap, Rates, placements
 
 __all__ = ["Quick", "quick", "quick_of"]
 
+_NO_DECODER = (
+    "activations and logits, since the loss is not model.loss bound by functools.partial: write it as "
+    "functools.partial(model.loss, decoder=...)"
+)
 _INLINED = 4  # reads of a value that Inductor computes where it is used (its realize_reads_threshold)
 
 
@@ -36,7 +40,8 @@ class Quick:
     state, batch: bytes at rest. moments: name -> bytes above them; transient: the largest. sent: bytes that the rank
     sends in a step, by axes. flops: of the rank's part of a step, what is recomputed included; model_flops: without it.
     checkpoint: bytes of the whole state, written: this rank's share of them. unknown: what no formula counts.
-    seconds: of the processor, that the plan took.
+    seconds: of the processor, that the plan took. unknown_memory: those of `unknown` that take memory; where there are
+    any, `peak` is a lower bound, which can show that a step does not fit and never that it does.
     """
 
     mesh: Mesh
@@ -53,6 +58,7 @@ class Quick:
     tokens: int
     unknown: tuple[str, ...] = ()
     seconds: float = 0.0
+    unknown_memory: tuple[str, ...] = ()
 
     @property
     def transient(self) -> int:
@@ -146,6 +152,7 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
         setting.tokens,
         (*unknown, *more),
         time.process_time() - began,
+        more,
     )
 
 
@@ -165,7 +172,7 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
     late = sum(_nbytes(layout, rank) for layout in tree.leaves(placed.optim))
     moments = {"optimizer": late + (largest if late < grads else 0)}  # where new weights are gathered, one at a time
     if setting.decoder is None:
-        return moments, ("activations and logits: the loss is not model.loss bound by functools.partial; see exact",)
+        return moments, (_NO_DECODER,)
     in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]
     stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0), int(sum(in_blocks) * (1 + _terms(setting))))
     found, unknown = _of_microbatch(setting, sum(in_blocks))
@@ -216,6 +223,7 @@ def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[
     of_head = waits + (2 * head if ordered and gathers else 0)  # its weights, and its gradient where it arrives
     if mesh.extent(SEQUENCE_AXES) > 1:
         unknown["what attention holds of other ranks' keys over cp"] = None
+    unknown |= dict.fromkeys(_without_formula(decoder))
     return {
         "turn of the forward": kept + 2 * x + 2 * logits + (head if gathers or cast else 0),
         "first block of the backward": kept + works + weights + of_head,
@@ -226,6 +234,18 @@ def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[
         + weights
         + sent,
     }, tuple(unknown)
+
+
+def _without_formula(decoder: model.Decoder) -> Iterator[str]:
+    """What options of a decoder keep beside the widths of its blocks."""
+    parts = [part for block in decoder.blocks for part in block]
+    attentions = [part.mixer for part in parts if isinstance(part.mixer, model.Attention)]
+    if any(of.softcap is not None or of.sinks or of.dropout for of in attentions):
+        yield "the scores of attention with softcap, sinks or dropout, which are in memory"
+    if decoder.embed_dropout or any(part.dropout for part in parts):
+        yield "what dropout keeps"
+    if decoder.mtp is not None:
+        yield "what multi-token prediction keeps"
 
 
 def _kinds(decoder: model.Decoder) -> Counter[tuple[str, Any]]:

@@ -26,15 +26,21 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """found: fastest first. failed: (mesh, why). memory: bytes of a device. seconds: of the processor."""
+    """found: fastest first. failed: (mesh, why). memory: bytes of a device. seconds: of the processor.
+
+    undecided: meshes of which what formulas count fits and something else takes memory, too (`Quick.unknown_memory`).
+    """
 
     found: tuple[Found, ...]
     failed: tuple[tuple[Mesh, str], ...]
     memory: int
     seconds: float
+    undecided: tuple[Found, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.found)} meshes fit into {in_mib(self.memory)}, {len(self.failed)} do not"]
+        if self.undecided:
+            lines[0] += f", {len(self.undecided)} are not decided: not all of their memory is counted"
         for one in self.found[:20]:
             rate = one.plan.tokens / one.seconds
             lines.append(
@@ -50,8 +56,15 @@ class Search:
             lines.append(f"  {meshes[0]}{more}: {why}")
         if len(reasons) > 20:
             lines.append(f"  and {len(reasons) - 20} other reasons")
-        if unknown := dict.fromkeys(what for one in self.found for what in one.plan.unknown):
-            lines += [f"  not counted: {what}" for what in unknown]
+        if self.undecided:
+            least = min(self.undecided, key=lambda one: one.plan.peak)
+            lines.append(
+                f"  not decided: {', '.join(str(one.mesh) for one in self.undecided[:20])}"
+                f"{', ...' if len(self.undecided) > 20 else ''}; from {in_mib(least.plan.peak)} ({least.mesh}) on, and "
+                "what is not counted; the exact plan of one mesh (--mesh, without --quick; `plan.exact`) counts all"
+            )
+        unknown = dict.fromkeys(what for one in (*self.found, *self.undecided) for what in one.plan.unknown)
+        lines += [f"  not counted: {what}" for what in unknown]
         return "\n".join(lines)
 
 
@@ -96,6 +109,7 @@ def search(
     """
     began = time.process_time()
     found: list[Found] = []
+    undecided: list[Found] = []
     failed: list[tuple[Mesh, str]] = []
     for mesh in meshes:
         try:
@@ -107,9 +121,10 @@ def search(
         if needed > memory:
             failed.append((mesh, _too_large(plan, memory, margin)))
         else:
-            found.append(Found(mesh, plan, plan.step_seconds(rates)["total"]))
+            which = undecided if plan.unknown_memory else found
+            which.append(Found(mesh, plan, plan.step_seconds(rates)["total"]))
     found.sort(key=lambda one: one.seconds)
-    return Search(tuple(found), tuple(failed), memory, time.process_time() - began)
+    return Search(tuple(found), tuple(failed), memory, time.process_time() - began, tuple(undecided))
 
 
 def _too_large(plan: Quick, memory: int, margin: float) -> str:

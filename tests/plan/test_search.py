@@ -1,10 +1,12 @@
 """The search over meshes, and the command."""
 
+import dataclasses
+import functools
 import io
 
 import pytest
 
-from fmegatron import plan
+from fmegatron import model, plan
 from fmegatron.layout import Mesh
 from fmegatron.plan.__main__ import main
 from tests.house import ROOT
@@ -42,9 +44,108 @@ def test_the_batch_must_divide():
     assert SIZES["heads"] % 4 == 0
 
 
-def run(*argv):
+def by_parts(decoder, **changes):
+    """A decoder with these fields in the mixers that have them."""
+
+    def changed(part):
+        names = {field.name for field in dataclasses.fields(part.mixer)}
+        own = {name: value for name, value in changes.items() if name in names}
+        return dataclasses.replace(part, mixer=dataclasses.replace(part.mixer, **own))
+
+    return dataclasses.replace(decoder, blocks=tuple(tuple(map(changed, block)) for block in decoder.blocks))
+
+
+def dropping(decoder):
+    blocks = tuple(tuple(dataclasses.replace(part, dropout=0.1) for part in block) for block in decoder.blocks)
+    return dataclasses.replace(decoder, blocks=blocks)
+
+
+def predicting(decoder):
+    return dataclasses.replace(decoder, mtp=model.MTP(decoder.blocks[0], 1, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "of", "what"),
+    [
+        (Mesh(cp=2), lambda of: of, "keys over cp"),
+        (Mesh(dp=2), functools.partial(by_parts, softcap=30.0), "scores of attention"),
+        (Mesh(dp=2), functools.partial(by_parts, sinks=True), "scores of attention"),
+        (Mesh(dp=2), functools.partial(by_parts, dropout=0.1), "scores of attention"),
+        (Mesh(dp=2), dropping, "what dropout keeps"),
+        (Mesh(dp=2), lambda of: dataclasses.replace(of, embed_dropout=0.1), "what dropout keeps"),
+        (Mesh(dp=2), predicting, "multi-token prediction"),
+    ],
+    ids=["cp", "softcap", "sinks", "dropout of the softmax", "dropout", "dropout of the embedding", "mtp"],
+)
+def test_a_mesh_of_which_not_all_memory_is_counted_is_undecided(mesh, of, what):
+    describe = functools.partial(decoder, of=of)
+    found = plan.search(describe, [mesh], 1 << 30)
+    assert not found.found and not found.failed and [one.mesh for one in found.undecided] == [mesh]
+    assert any(what in one for one in found.undecided[0].plan.unknown_memory), found.undecided[0].plan.unknown_memory
+    assert "0 meshes fit" in str(found) and "1 are not decided" in str(found) and what in str(found)
+    assert plan.search(describe, [mesh], 100).failed, "what is counted alone is too large: that is certain"
+
+
+def test_meshes_that_are_counted_fit_beside_those_that_are_not():
+    found = plan.search(decoder, [Mesh(dp=2), Mesh(cp=2)], 1 << 30)
+    assert [one.mesh for one in found.found] == [Mesh(dp=2)] and not found.found[0].plan.unknown_memory
+    assert [one.mesh for one in found.undecided] == [Mesh(cp=2)]
+
+
+def run(*argv, file=SHAKESPEARE, small=SMALL):
     out, err = io.StringIO(), io.StringIO()
-    return main([SHAKESPEARE, *argv, *SMALL], out, err), out.getvalue(), err.getvalue()
+    return main([file, *argv, *small], out, err), out.getvalue(), err.getvalue()
+
+
+def own(tmp_path, source):
+    """An experiment of one's own: shakespeare.py, with another `describe`."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from experiments import shakespeare\nfrom experiments.shakespeare import Config\n"
+        "from fmegatron import optim, step, tree\nfrom fmegatron.collectives import Axes\n\n" + source
+    )
+    return str(file)
+
+
+WRITTEN_AS_DEF = """
+def describe(config):
+    of = shakespeare.describe(config)
+    loss = of[0].declared.loss
+
+    def loss_fn(params, batch):
+        return loss(params, batch)
+
+    layouts = tree.layouts(of[1].params)
+    return step.build_train_step(loss_fn, optim.adamw(1e-3), layouts, Axes(config.mesh)), *of[1:]
+"""
+WITHOUT_STRATEGY = """
+def describe(config):
+    of = shakespeare.describe(config)
+    return lambda state, batch: of[0](state, batch), *of[1:]
+"""
+
+
+def test_a_loss_written_as_def_never_fits_by_formulas(tmp_path):
+    """Issue 24, H2: "7 meshes fit", with status 0, of a model of which only the state was counted."""
+    file = own(tmp_path, WRITTEN_AS_DEF)
+    status, out, _ = run("--mesh", "fsdp=2", "--quick", "--memory", "1", file=file)
+    assert status == 3 and "not known whether it fits" in out and "\nfits" not in out
+    assert "activations and logits" in out and "functools.partial(model.loss, decoder=...)" in out
+    assert run("--mesh", "fsdp=2", "--quick", "--memory", "0.0001", file=file)[0] == 1, "the state alone is too large"
+    assert run("--mesh", "fsdp=2", "--quick", file=file)[0] == 0, "nobody asked"
+    status, out, _ = run("--search", "4", "--memory", "1", file=file)
+    assert status == 3 and "0 meshes fit" in out and "not decided" in out and "activations and logits" in out
+    assert run("--search", "4", "--memory", "0.0000001", file=file)[0] == 1
+    status, out, _ = run("--mesh", "fsdp=2", "--memory", "1", file=file)
+    assert status == 0 and "\nfits: " in out, "the exact plan counts any loss"
+
+
+def test_a_step_without_formulas_never_fits_by_them(tmp_path):
+    file = own(tmp_path, WITHOUT_STRATEGY)
+    status, out, _ = run("--mesh", "fsdp=2", "--quick", "--memory", "1", file=file)
+    assert status == 3 and "declares no strategy" in out and "not known whether it fits" in out
+    assert run("--search", "4", "--memory", "1", file=file)[0] != 0
+    assert run("--mesh", "fsdp=2", "--memory", "1", file=file)[0] == 0
 
 
 def test_the_command_by_formulas():
