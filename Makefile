@@ -44,8 +44,9 @@ demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample
 test: $(STAMP)  ## the default tests, doctests included, over all cores: at most 10 minutes on 2
 	@$(PYTEST) $(ARGS)
 
+# SEEDS=fresh: sampled campaigns draw other cases, and a failed test prints the line that repeats it.
 test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs the extras logs, data, eval and resiliency
-	@$(PYTEST) -m 'slow or not slow' $(ARGS)
+	@$(PYTEST) -m 'slow or not slow' $(if $(SEEDS),--fresh-seeds=$(SEEDS)) $(ARGS)
 
 # The extra `resiliency` without the package pynvml, by which every import of torch warns; nvidia-ml-py is in `logs`.
 $(VENV)/.stamp-more: $(STAMP)

@@ -30,14 +30,14 @@ class Config:
 
 
 def describe(config):
-    """(train_step, specs of its state, layouts of its batch)."""
+    """The step, specs of its state, layouts of its batch."""
     mesh, axes = config.mesh, Axes(config.mesh)
     shapes = {"letters": (256, 16), "hidden": (8 * 16, 192), "head": (192, 256)}
     specs = tree.specs(shapes, mesh, [(".*", ("fsdp",))], tree.Normal(0.1), getattr(torch, config.dtype))
-    layouts, optimizer, ranks = tree.layouts(specs), optim.adamw(3e-3), axes[axes.data]
+    optimizer, ranks = optim.adamw(3e-3), axes[axes.data]
 
     def loss_fn(params, batch):
-        w = nn.gather_tree(params, layouts, ranks)
+        w = nn.gather_tree(params)
         seen = w["letters"][batch["tokens"]].unfold(1, 8, 1).flatten(2)  # the eight letters up to each position
         labels = batch["labels"][:, 7:].flatten()
         logits = torch.tanh(seen @ w["hidden"]) @ w["head"]
@@ -46,32 +46,32 @@ def describe(config):
 
     def train_step(state, batch):
         (loss, _), grads = step.value_and_grad(loss_fn)(state.params, batch)
-        grads = step.reduce_gradients(grads, layouts, axes)  # a psum over dp; over fsdp the gather's transpose was it
-        norm = optim.global_norm(grads, layouts, axes)
+        grads = step.reduce_gradients(grads)  # a psum over dp; over fsdp the gather's transpose was it
+        norm = optim.global_norm(grads)
         grads = optim.clip(grads, norm, 1.0)
         params, opt = optimizer.update(grads, state.opt, state.params)
         return step.State(state.step + 1, params, opt), {"loss": psum(loss, ranks), "grad_norm": norm}
 
     rows = DataParallel(axes.data).batch_layout((16, 64), torch.int64, mesh)
-    return train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+    return step.Description(train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows})
 
 
 def main(config):
     """Check, train or go on, and save every 100 steps; returns the metrics of the last one."""
     world, (train_step, specs, rows) = connect(config.mesh), describe(config)
-    print(step.check(train_step, specs, rows, config.mesh))
+    print(step.check(train_step, specs, rows))
     train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
-    tokens, layouts, metrics = data.ByteTokenizer().encode(TEXT.read_text()), tree.layouts(specs), {}
+    tokens, metrics = data.ByteTokenizer().encode(TEXT.read_text()), {}
     batches = data.Batches(tokens, 16, 64, seed=0).for_rank(rows["tokens"], world.rank, world.device)
     with checkpoint.Manager(config.run, keep=2, world=world) as manager:
         begin, state = 0, None
         if manager.steps():
-            begin, state, _ = manager.restore_latest(layouts)
+            begin, state, _ = manager.restore_latest(tree.layouts(specs))
         state = state or tree.init(specs, 0, world.rank, world.device)
         for done in range(begin + 1, config.steps + 1):
             state, metrics = train_step(state, batches.at(done - 1))
             if done % 100 == 0 or done == config.steps:
-                manager.save(done, state, layouts)
+                manager.save(done, state)
                 print(done, {name: x.item() for name, x in metrics.items()} if world.rank == 0 else "")
     return {name: x.item() for name, x in metrics.items()}
 

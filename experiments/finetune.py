@@ -45,7 +45,7 @@ class Config:
 
 
 def describe(config: Config):
-    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
+    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
     strategy = DataParallel(("dp", "fsdp", "ep"), ("fsdp",), ("fsdp",), ("fsdp",))  # HSDP; ep has rows of its own, too
     optimizer = optim.adamw(optim.cosine(config.lr, config.steps, config.steps // 10))
     of, axes = decoder(config), Axes(config.mesh, data=strategy.tokens)
@@ -57,7 +57,8 @@ def describe(config: Config):
 
     train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy, numbered=True)
     rows = strategy.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    return train_step, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
+    specs = step.state_specs(specs, optimizer, strategy)
+    return step.Description(train_step, specs, {"tokens": rows, "labels": rows}, decoder=of, save="mincut")
 
 
 def decoder(config: Config) -> model.Decoder:

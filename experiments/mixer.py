@@ -66,13 +66,14 @@ def model(config: Config):
 
 
 def describe(config: Config):
-    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
+    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
     specs, loss_fn = model(config)
     rate = optim.cosine(config.lr, config.steps, warmup=config.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), config.decay)
     train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh), strategy=STRATEGY)
     rows = STRATEGY.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    return train_step, step.state_specs(specs, optimizer, STRATEGY), {"tokens": rows, "labels": rows}
+    specs = step.state_specs(specs, optimizer, STRATEGY)
+    return step.Description(train_step, specs, {"tokens": rows, "labels": rows})
 
 
 def main(config: Config) -> dict[str, float]:

@@ -82,7 +82,7 @@ def make_loss(config: Config, of: model.Decoder):
 
 
 def describe(config: Config, kind: str = "mixture"):
-    """(train_step, specs of its state, layouts of its batch), for `main` and for `python -m fmegatron.check`."""
+    """The step, the specs of its state, the layouts of its batch, for `main` and for `python -m fmegatron.check`."""
     of = decoder(config, kind, data.CharTokenizer.from_text(TEXT.read_text()).vocab_size)
     specs, optimizer = (
         model.specs(of, config.mesh, strategy=STRATEGY),
@@ -91,7 +91,8 @@ def describe(config: Config, kind: str = "mixture"):
     how = {"axes": Axes(config.mesh, data=DATA), "strategy": STRATEGY}
     train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), **how)
     rows = STRATEGY.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    return train_step, step.state_specs(specs, optimizer, STRATEGY), {"tokens": rows, "labels": rows}
+    specs = step.state_specs(specs, optimizer, STRATEGY)
+    return step.Description(train_step, specs, {"tokens": rows, "labels": rows}, decoder=of)
 
 
 def train(config: Config, kind: str, world) -> dict[str, float]:

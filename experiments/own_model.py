@@ -49,7 +49,7 @@ def retention(q_BHSK, k_BHSK, v_BHSK, forget_H):
 
 
 @dataclass(frozen=True)
-class Retention:
+class Retention(model.Mixer):
     """A mixer: retention of several heads, each normed and gated; heads are split over tp."""
 
     heads: int
@@ -88,13 +88,14 @@ def decoder(config):
 
 
 def describe(config):
-    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and parity."""
+    """The step, the specs of its state, the layouts of its batch, for `main`, `fmegatron.check` and parity."""
     specs, loss_fn = decoder(config)
     rate = optim.cosine(config.lr, config.steps, warmup=config.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), decay=0.99)
     train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh))
     rows = DataParallel().batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    return train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+    specs = step.state_specs(specs, optimizer)
+    return step.Description(train_step, specs, {"tokens": rows, "labels": rows})
 
 
 def main(config):

@@ -82,7 +82,7 @@ def rate(config: Config) -> optim.Schedule:
 
 
 def describe(config: Config):
-    """(train_step, specs of its state, layouts of its batch), for `main` and for `python -m fmegatron.check`."""
+    """The step, the specs of its state, the layouts of its batch, for `main` and for `python -m fmegatron.check`."""
     of = model_config(config, data.CharTokenizer.from_text(TEXT.read_text()).vocab_size)
     strategy, axes = DataParallel.named(config.strategy), Axes(config.mesh)
     specs = model.specs(of, config.mesh, strategy=strategy)
@@ -90,7 +90,8 @@ def describe(config: Config):
     how = {"strategy": strategy, "microbatches": config.microbatches}
     train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), axes, **how)
     rows = strategy.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh, config.microbatches)
-    return train_step, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
+    specs = step.state_specs(specs, optimizer, strategy)
+    return step.Description(train_step, specs, {"tokens": rows, "labels": rows}, config.microbatches, of, save="mincut")
 
 
 def main(config: Config) -> dict[str, float]:
@@ -106,7 +107,7 @@ def main(config: Config) -> dict[str, float]:
         heldout_rows = heldout.layout(config.mesh, DataParallel.named(config.strategy))
 
         of = model_config(config, tokenizer.vocab_size)
-        loss_fn, (train_step, specs, _) = make_loss(config, of), describe(config)
+        loss_fn, described = make_loss(config, of), describe(config)
 
         @functools.partial(step.jit, world=world, backend=config.backend)
         def heldout_step(params, batch):
@@ -118,8 +119,8 @@ def main(config: Config) -> dict[str, float]:
 
         run = loop.Run(
             config.run,
-            step.jit(train_step, donate=0, world=world, backend=config.backend),
-            specs,
+            step.jit(described.function, donate=0, world=world, backend=config.backend),
+            described,
             world=world,
             settings=loop.Settings(config, allow=config.allow, kept=model.kept(of, tokenizer)),
             key=config.seed,
@@ -140,7 +141,7 @@ def main(config: Config) -> dict[str, float]:
 
     if prompts:
         axes, prompt = Axes(config.mesh, world if world.size > 1 else None), world.put(torch.stack(prompts))
-        params, layouts = run.state.params, tree.layouts(specs.params)
+        params, layouts = run.state.params, tree.layouts(described.state.params)
         count = min(config.sample, config.seq_len - prompt.shape[1])
         writer = model.inference(params, of, layouts, axes)
         written = model.generate(writer, prompt, count, key=config.seed, temperature=0.8, top_p=0.95)

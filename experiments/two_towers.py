@@ -82,7 +82,7 @@ def pairs(config: Config, position: int) -> dict:
 
 
 def describe(config: Config):
-    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
+    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
     (specs, loss_fn), axes = model(config), Axes(config.mesh)
     layouts, how = tree.layouts(specs), {"strategy": STRATEGY, "microbatches": config.microbatches}
     optimizer = optim.muon(config.lr, step.placements(layouts, STRATEGY).optim, axes)
@@ -91,7 +91,8 @@ def describe(config: Config):
         name: STRATEGY.batch_layout(x.shape, x.dtype, config.mesh, config.microbatches)
         for name, x in pairs(config, 0).items()
     }
-    return train_step, step.state_specs(specs, optimizer, STRATEGY), batch
+    specs = step.state_specs(specs, optimizer, STRATEGY)
+    return step.Description(train_step, specs, batch, config.microbatches)
 
 
 def main(config: Config) -> dict[str, float]:

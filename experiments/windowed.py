@@ -38,7 +38,7 @@ class Config:
 
 
 def describe(config: Config):
-    """(train_step, specs of its state, layouts of its batch), for `main`, `fmegatron.check` and `fmegatron.parity`."""
+    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
     sizes = {"dim": config.dim, "layers": config.layers, "heads": config.heads, "kv_heads": config.heads}
     mlp = model.MLP(4 * config.dim, "gelu", gated=False)
     of = model.llama(
@@ -58,7 +58,8 @@ def describe(config: Config):
     optimizer = optim.adamw(optim.cosine(config.lr, config.steps, warmup=config.steps // 10))
     train_step = step.build_train_step(loss_fn, optimizer, layouts, axes)
     rows = DataParallel().batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    return train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+    specs = step.state_specs(specs, optimizer)
+    return step.Description(train_step, specs, {"tokens": rows, "labels": rows})
 
 
 def main(config: Config) -> dict[str, float]:

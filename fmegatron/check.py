@@ -1,8 +1,8 @@
 """`python -m fmegatron.check experiment.py --mesh dp=2,fsdp=2,tp=2`: check the collectives of an experiment's step.
 
 The experiment is a file with a dataclass `Config` that has a field `mesh`, and a function
-`describe(config) -> (train_step, state_specs, batch_layouts)`: the step over symbolic axes (`Axes(config.mesh)`), and
-trees of Layouts or ArraySpecs. No process group, no device, no memory is used, whatever the size of the mesh.
+`describe(config) -> step.Description`: the step over symbolic axes (`Axes(config.mesh)`), and what its arguments are.
+No process group, no device, no memory is used, whatever the size of the mesh.
 Exit status: 0 all outputs are proven; 1 findings; 2 wrong use, or it could not be done; 3 no findings, but outputs that
 are not proven.
 """
@@ -18,6 +18,7 @@ from typing import TextIO
 
 from fmegatron import loop
 from fmegatron.step import check
+from fmegatron.step.description import require_description
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -31,8 +32,8 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         experiment = loop.load_experiment(options.experiment)
         config = loop.parse([options.experiment, f"--config_mesh={options.mesh}", *flags], experiment.Config)
         start = time.perf_counter()
-        step, state_specs, batch_layouts = experiment.describe(config)
-        report = check(step, state_specs, batch_layouts, config.mesh, allow=dict(options.allow))
+        described = require_description(experiment.describe(config), options.experiment)
+        report = check(*described, allow=dict(options.allow))
     except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"check: {options.experiment}: {error}", file=err)
         return 2

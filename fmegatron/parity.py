@@ -19,6 +19,7 @@ import torch
 
 from fmegatron import loop, testing, tree
 from fmegatron.layout import Layout, Mesh
+from fmegatron.step.description import require_description
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -70,7 +71,7 @@ def compare(
     """(result of `testing.parity` for the step of a Config, the bound of whole numbers in its batches).
 
     Args:
-        describe: config -> (train_step, state_specs, batch_layouts).
+        describe: config -> `step.Description`.
         config: with the mesh.
         steps: updates.
         tolerance: of the relative error.
@@ -81,14 +82,14 @@ def compare(
         ValueError: for a step that cannot be simulated, and where no bound fits.
     """
     mesh, one = config.mesh, Mesh(**dict.fromkeys(config.mesh.names, 1))
-    steps_of = {m: describe(dataclasses.replace(config, mesh=m)) for m in (one, mesh)}
+    steps_of = {m: require_description(describe(dataclasses.replace(config, mesh=m)), "parity") for m in (one, mesh)}
     _, specs, batch_layouts = steps_of[mesh]
     step, single_specs, _ = steps_of[one]
     state = tree.init(single_specs, key=0, rank=0)
     if below is None:
         below = _bound(step, state, batch_layouts, one)
     result = testing.parity(
-        lambda m: steps_of[m][0],
+        steps_of.__getitem__,
         mesh,
         state,
         lambda i: _batch(batch_layouts, i, below),

@@ -7,12 +7,12 @@ written, killed or still running; the page states what could not be read. Exit s
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from fmegatron.files.whole import write_whole
 from fmegatron.loop import read_run, report_page
 
 
@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
                 f"--out: got {path}, whose folder is not there, wanted a file in a folder that is; make it"
             )
         page = report_page([read_run(run) for run in options.runs], options.title)
-        beside = path.with_name(f".{path.name}.new")
-        beside.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(beside, path)
+        write_whole(path, page.encode("utf-8", errors="replace"))
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=err)
         return 2

@@ -8,12 +8,13 @@ import subprocess
 import tempfile
 import threading
 
+import hypothesis
 import pytest
 import torch
 from torch._inductor import config as inductor
 
 from fmegatron.testing import Forkserver, RankPool
-from tests import garbage, pairs, sampling, writers
+from tests import garbage, sampling, writers
 from tests.fresh import Python
 
 # What processes of the tests need: the package, and what torch imports late, when it first traces or compiles.
@@ -29,9 +30,8 @@ MODULES = (
     "torch.export._trace",
     "torch.utils.cpp_extension",
 )
-DRAWN = (sampling, sampling.seeds, pairs.rotating, pairs.turns)  # a module that has one of them draws its cases by day
 FOLDER = pytest.StashKey[str]()
-LONG_DAYS = 7  # each test marked long runs on one of so many days
+LONG_PART = 7  # of the cases of a test that is marked long, one of so many runs by default
 WORKERS = 8  # each may start a pool of 4 ranks
 
 
@@ -41,15 +41,29 @@ def pytest_xdist_auto_num_workers():
     return min(len(os.sched_getaffinity(0)) + 1, WORKERS)
 
 
+def pytest_addoption(parser):
+    """The flag of fresh seeds (tests/sampling.py)."""
+    parser.addoption(
+        sampling.FLAG, metavar="fresh|N",
+        help="sampled campaigns draw other cases: those of a new seed, which a failed test prints, or those of seed N",
+    )  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config):
-    """Before worker processes and tests start: the day of the sampled campaigns, so that all draw the same cases.
+    """Before worker processes and tests start: the seed of the sampled campaigns, so that all draw the same cases.
 
     A run over workers compiles into a folder of its own, which they share: a graph is compiled once, and nothing that
     an earlier run left has a part in it. In a new folder Inductor tries, by compilations of 4 s, whether the compiler
     can build for this processor; here it takes that as given, and if it is not, each compiled test fails. Ctrl-C works,
     also in a run that a shell started in the background.
     """
-    sampling.today()
+    sampling.begin(config.getoption(sampling.FLAG))
+    if config.getoption(sampling.FLAG) is None:
+        hypothesis.settings.register_profile("same", derandomize=True)
+        hypothesis.settings.load_profile("same")
+    else:
+        config.option.hypothesis_seed = str(sampling.seed())
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes that the tests start
     inductor.cpp.vec_isa_ok = os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,31 +85,26 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
-    """Of the cases marked long every day has others; the rest of them is slow. One named in full is always run."""
-    named = [argument for argument in config.args if "::" in argument]
+    """Of each test that is marked long a seventh of its cases, at least one; the rest is slow, but what is named."""
+    if any("::" in argument for argument in config.args):
+        return
+    cases = {}
     for item in items:
-        if item.get_closest_marker("long") and not named and not sampling.of_today(item.nodeid, LONG_DAYS):
+        if item.get_closest_marker("long") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one_test in cases.values():
+        for item in set(of_one_test) - set(of_one_test[::LONG_PART]):
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item):
-    """Tests of modules that draw samples carry the day whose samples they were."""
-    report = yield
-    names = vars(item.module).values() if hasattr(item, "module") else ()  # a doctest has none
-    if any(value is drawn for value in names for drawn in DRAWN):  # not ==: arrays
-        report.user_properties.append(("day", sampling.today()))
-    return report
-
-
-def pytest_terminal_summary(terminalreporter):
-    """How to repeat the failed tests of sampled campaigns on another day."""
+def pytest_terminal_summary(terminalreporter, config):
+    """How to repeat the failed tests of a run with fresh seeds."""
+    if config.getoption(sampling.FLAG) is None:
+        return
     failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
-    again = {
-        report.nodeid: day for report in failed for name, day in getattr(report, "user_properties", ()) if name == "day"
-    }
-    for test, day in again.items():
-        terminalreporter.line(f"sampled; repeat it with: {sampling.VARIABLE}={day} .venv/bin/python -m pytest '{test}'")
+    again = f".venv/bin/python -m pytest -m 'slow or not slow' {sampling.FLAG}={sampling.seed()}"
+    for test in dict.fromkeys(report.nodeid for report in failed):
+        terminalreporter.line(f"fresh seeds; repeat it with: {again} '{test}'")
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 # DESIGN: a room imports only from rooms of lower level; rooms of one level stand beside each other.
 LEVELS = {
+    "files": 0,
     "layout": 0,
     "tree": 1,
     "collectives": 2,

@@ -2,8 +2,9 @@
 
 Faults that need one value of one option, or two values of two, are found by such a set (`product`); those that need
 three at once are left to `make test-all`, which runs the full product. Where cases are expensive, or the options are
-two, every day has cases with every value of each option, and every case has its day (`rotating`). Cases that are no
-product take turns (`turns`), as do those of a product of which few a day are enough (`mixed`).
+two, the default cases have every value of each option (`each_value`). Of cases that are no product, or of a product of
+which a few are enough (`mixed`), those run by default that have most values between them (`few`). All of these choose
+the same cases in every run: of the clock, the process and the seed nothing is asked.
 """
 
 import itertools
@@ -12,9 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import pytest
 
-from tests import sampling
-
-__all__ = ["array", "covering", "mixed", "of_a_day", "product", "rotating", "turns"]
+__all__ = ["array", "covering", "each_value", "few", "mixed", "product", "shifted"]
 
 
 def covering(*options: Iterable[Hashable], of: Iterable[tuple] | None = None) -> list[tuple]:
@@ -102,16 +101,16 @@ def product(*options: Iterable[Hashable], of: Iterable[tuple] | None = None, ids
     return _marked(possible, set(covering(of=possible)), ids)
 
 
-def of_a_day(day: int, *options: Sequence[Hashable]) -> list[tuple]:
+def shifted(by: int, *options: Sequence[Hashable]) -> list[tuple]:
     """Of the product as many cases as the longest option has values: every value of every option is in one of them.
 
-    Those of as many days in a row as the other options have combinations are the full product.
+    by: which; those of as many numbers in a row as the other options have combinations are the full product.
     """
     longest = max(range(len(options)), key=lambda i: len(options[i]))
     shifts = []
     for i, option in enumerate(options):
-        shifts.append(0 if i == longest else day % len(option))
-        day = day if i == longest else day // len(option)
+        shifts.append(0 if i == longest else by % len(option))
+        by = by if i == longest else by // len(option)
     return [
         tuple(option[(n + shift) % len(option)] for option, shift in zip(options, shifts, strict=True))
         for n in range(len(options[longest]))
@@ -119,30 +118,54 @@ def of_a_day(day: int, *options: Sequence[Hashable]) -> list[tuple]:
 
 
 def mixed(*options: Sequence[Hashable]) -> list[tuple]:
-    """The full product so that neighbours differ in as much as they can: for `turns` of a few cases a day."""
+    """The full product so that neighbours differ in as much as they can: for `few` of its cases."""
     options = [list(option) for option in options]
     longest, full = max(map(len, options)), math.prod(map(len, options))
-    return [case for day in range(full // longest) for case in of_a_day(day, *options)]
+    return [case for by in range(full // longest) for case in shifted(by, *options)]
 
 
-def rotating(*options: Iterable[Hashable], ids: Sequence | None = None) -> list:
-    """The full product as parameters of a test; what is not of today (`sampling.today`) is marked slow. ids: as above.
-
-    A failed test names its case; the line at the end of the run repeats it on another day.
-    """
+def each_value(*options: Iterable[Hashable], ids: Sequence | None = None) -> list:
+    """The full product as parameters of a test; but for one case of each value, all marked slow. ids: as above."""
     options = [list(option) for option in options]
-    return _marked(list(itertools.product(*options)), set(of_a_day(sampling.today(), *options)), ids)
+    return _marked(list(itertools.product(*options)), set(shifted(0, *options)), ids)
 
 
-def turns(count: int, cases: Iterable, ids: Iterable[str] | None = None) -> list:
-    """Cases as parameters of a test, a tuple of values each: every day `count` others, in turn; the rest is slow."""
-    cases, first = list(cases), sampling.today() * count
-    kept = {(first + i) % len(cases) for i in range(min(count, len(cases)))}
-    names = [None] * len(cases) if ids is None else list(ids)
+def few(count: int, cases: Iterable, ids: Iterable[str] | None = None) -> list:
+    """Cases as parameters of a test, a tuple of values each: `count` of them run by default, the rest is slow.
+
+    Each of the `count` has most pairs of values that none before it has; of equals, the ones that lie evenly.
+    """
+    cases = list(cases)
+    kept, names = _spread(count, cases), [None] * len(cases) if ids is None else list(ids)
     return [
         pytest.param(*case, marks=() if i in kept else pytest.mark.slow, id=name)
         for i, (case, name) in enumerate(zip(cases, names, strict=True))
     ]
+
+
+def _spread(count: int, cases: Sequence[tuple]) -> set[int]:
+    """The places of `count` cases that differ; see `few`."""
+    evenly = [i * len(cases) // count for i in range(count)] if count < len(cases) else []
+    left, had, kept = dict.fromkeys([*evenly, *range(len(cases))]), set(), set()
+    while left and len(kept) < count:
+        best = max(left, key=lambda i: sum(pair not in had for pair in _pairs(_hashable(cases[i]))))
+        had.update(_pairs(_hashable(cases[best])))
+        kept.add(best)
+        del left[best]
+    return kept
+
+
+def _hashable(case: tuple) -> tuple:
+    """The case with the identity of what has no hash in its place."""
+    return tuple(value if _has_hash(value) else id(value) for value in case)
+
+
+def _has_hash(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _marked(possible: list[tuple], kept: set[tuple], ids: Sequence | None) -> list:

@@ -1,33 +1,39 @@
-"""Seeds for campaigns that try a sample of a space too large for every run: some fixed, the others new every day.
+"""Seeds of campaigns that try a sample of a space too large for every run: the same in every run, or fresh by a flag.
 
-A campaign that always draws the same cases proves them and nothing else; one that draws new ones at every run cannot be
-repeated. These change with the date (UTC), are the same in every process of a run, and a failing test names its seed.
+By default the seed of a run is 0, so two runs of the same tests draw the same cases, whatever the day. With
+`pytest --fresh-seeds=fresh` (`make test-all SEEDS=fresh`) a run draws other ones, and each failed test prints the line
+that repeats it: `--fresh-seeds=N` with the N of that run. Which cases run by default never depends on the seed.
 """
 
 import os
-import time
-import zlib
+import secrets
 
 from fmegatron.tree import fold_in
 
-__all__ = ["VARIABLE", "of_today", "seeds", "today"]
+__all__ = ["FLAG", "VARIABLE", "begin", "seed", "seeds"]
 
-VARIABLE = "FMEGATRON_TEST_DAY"  # a day number; set it to run the cases of another day again
+FLAG = "--fresh-seeds"
+VARIABLE = "FMEGATRON_TEST_SEED"  # the seed of this run, from the process that pytest began in to its workers
 
 
-def today() -> int:
-    """The day whose cases are drawn: the one that FMEGATRON_TEST_DAY names, else today's number since 1970.
+def begin(asked: str | None) -> None:
+    """Set the seed of the run, once, before worker processes start.
 
-    The number is kept in the environment, so that worker processes and a run over midnight agree on it.
+    asked: the value of the flag: None without it, "fresh" for a seed that is drawn now, else the seed as text.
     """
-    return int(os.environ.setdefault(VARIABLE, str(int(time.time() // 86400))))
+    if asked is None:
+        os.environ.pop(VARIABLE, None)
+    elif asked != "fresh":
+        os.environ[VARIABLE] = str(int(asked))
+    else:
+        os.environ.setdefault(VARIABLE, str(1 + secrets.randbelow(2**31 - 1)))  # workers are given the flag too
 
 
-def of_today(name: str, days: int) -> bool:
-    """Whether today is the day of a name: one of `days` in a row, spread evenly over names."""
-    return (zlib.crc32(name.encode()) + today()) % days == 0
+def seed() -> int:
+    """The seed of this run: 0, or that of the flag."""
+    return int(os.environ.get(VARIABLE, "0"))
 
 
-def seeds(campaign: str, fixed: int, rotating: int) -> list[int]:
-    """The seeds of a campaign: 0 .. fixed - 1, always, and `rotating` others of 32 bits that change with the day."""
-    return [*range(fixed), *(fold_in(today(), campaign, i) >> 31 for i in range(rotating))]
+def seeds(campaign: str, fixed: int, drawn: int) -> list[int]:
+    """The seeds of a campaign: 0 .. fixed - 1, always, and `drawn` others of 32 bits that the run's seed determines."""
+    return [*range(fixed), *(fold_in(seed(), campaign, i) >> 31 for i in range(drawn))]

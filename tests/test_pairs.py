@@ -1,11 +1,12 @@
 """The covering sets of tests/pairs.py: every pair, in few cases, and all that is left out is run by `make test-all`."""
 
 import itertools
+import math
 
 import pytest
 
 from tests import pairs
-from tests.pairs import covering, mixed, of_a_day, product, turns
+from tests.pairs import covering, each_value, few, mixed, product, shifted
 
 SIZES = [(1,), (5,), (2, 3), (2, 2, 2), (4, 3, 2), (3, 3, 3, 3), (6, 6, 2, 2), (7, 2, 2, 2, 2), (2,) * 8]
 
@@ -45,26 +46,49 @@ def test_the_others_are_slow():
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_value_has_a_case_each_day_and_every_case_its_day(sizes):
+def test_every_value_has_a_case_and_every_case_its_shift(sizes):
     options, full = [range(size) for size in sizes], set(itertools.product(*map(range, sizes)))
-    days = len(full) // max(sizes)
-    for day in (0, 1, 20_779):
-        cases = of_a_day(day, *options)
+    shifts = len(full) // max(sizes)
+    for by in (0, 1, 20_779):
+        cases = shifted(by, *options)
         assert len(cases) == len(set(cases)) == max(sizes)
         assert all({case[i] for case in cases} == set(option) for i, option in enumerate(options))
-        assert {case for later in range(day, day + days) for case in of_a_day(later, *options)} == full
+        assert {case for later in range(by, by + shifts) for case in shifted(later, *options)} == full
+
+
+def kept(found):
+    return [tuple(case.values) for case in found if not case.marks]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_value_has_a_default_case(sizes):
+    found = each_value(*map(range, sizes))
+    assert [tuple(case.values) for case in found] == list(itertools.product(*map(range, sizes)))
+    assert set(kept(found)) == set(shifted(0, *map(range, sizes)))
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 9])
-def test_cases_take_turns(count, monkeypatch):
-    seen = set()
-    for day in range(20_779, 20_779 + 5):
-        monkeypatch.setattr("tests.sampling.today", lambda day=day: day)
-        cases = turns(count, [(i,) for i in range(5)], ids="abcde")
-        kept = {case.values for case in cases if not case.marks}
-        assert [case.id for case in cases] == list("abcde") and len(kept) == min(count, 5)
-        seen |= kept
-    assert len(seen) == 5
+def test_few_cases_lie_evenly(count):
+    found = few(count, [(i,) for i in range(5)], ids="abcde")
+    assert [case.id for case in found] == list("abcde")
+    assert kept(found) == {1: [(0,)], 3: [(0,), (1,), (3,)]}.get(count, [(i,) for i in range(5)])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_few_cases_of_a_product_have_most_pairs(sizes):
+    """As many as the longest option has values: nearly all of their pairs are different ones."""
+    count = max(sizes) if len(sizes) > 1 else 1
+    some = kept(few(count, mixed(*map(range, sizes))))
+    fresh = sorted(sizes)[-2] if len(sizes) > 1 else 1  # so many have no pair in common, whatever is chosen
+    assert len(some) == count and len(set(some)) == count
+    width = math.comb(len(sizes), 2)
+    assert len({pair for case in some for pair in itertools.combinations(enumerate(case), 2)}) >= 0.9 * fresh * width
+
+
+def test_few_cases_of_values_without_a_hash():
+    a, b = {"tp": 2}, {"tp": 4}
+    assert kept(few(2, [(a, 1), (a, 2), (b, 1), (b, 2)])) == [(a, 1), (b, 1)]
+    assert kept(few(0, [(a,), (b,)])) == []
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -95,6 +95,8 @@ class Form:
         axis, strategy, save, optimizer, overlap = OURS[name]
         mesh = Mesh(**{axis: ranks})
         world = worlds[axis] = worlds.get(axis) or connect(mesh)
+        rows = {key: strategy.batch_layout(tuple(x.shape), x.dtype, mesh) for key, x in batch.items()}
+        self.batch = tree.place(self.batch, rows, world.rank)
         specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
         layouts = tree.layouts(specs)
         optimizer = optimizer_of(optimizer, config, step.placements(layouts, strategy).optim, axes)

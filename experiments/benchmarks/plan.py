@@ -88,8 +88,8 @@ CASES = {
 
 
 # ---- one case --------------------------------------------------------------------------------------------------------
-def described(case: Case) -> tuple:
-    """(train_step, specs of its state, layouts of its batch)."""
+def described(case: Case) -> step.Description:
+    """The step, the specs of its state, the layouts of its batch."""
     precision = Precision.bf16_wire() if case.bf16 else None
     config = model.llama(**SHAPES[case.shape], precision=precision)
     strategy, mesh = DataParallel.named(case.strategy), case.mesh
@@ -99,7 +99,8 @@ def described(case: Case) -> tuple:
     how = {"strategy": strategy, "microbatches": case.microbatches, "precision": precision}
     update = step.build_train_step(loss, optimizer, layouts, axes, **how)
     rows = strategy.batch_layout((ROWS[case.shape], config.max_seq), torch.int64, mesh, case.microbatches)
-    return update, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
+    state = step.state_specs(specs, optimizer, strategy)
+    return step.Description(update, state, {"tokens": rows, "labels": rows}, case.microbatches, config, case.save)
 
 
 def run_of(case: Case, rank: int, world=None):
@@ -109,6 +110,7 @@ def run_of(case: Case, rank: int, world=None):
     box = [tree.init(specs, 0, rank)]
     held = sum(x.numel() * x.element_size() for x in tree.leaves(box[0]))
     local = {name: torch.zeros(layout.local_shape(rank), dtype=torch.int64) for name, layout in batch.items()}
+    local = tree.place(local, batch, rank)
 
     def once():
         box[0], metrics = train(box[0], local)
@@ -138,7 +140,7 @@ def errors(name: str, pool: RankPool, exact: bool = True) -> dict[str, float]:
     case = CASES[name]
     held, peak = measured(name, pool)
     described_case = described(case)
-    transients = {"quick": plan.quick(*described_case, case.mesh, overlap=case.overlap).transient}
+    transients = {"quick": plan.quick(described_case, overlap=case.overlap).transient}
     if exact:
         transients["exact"] = plan.exact(*described_case, case.mesh, overlap=case.overlap).transient
     found = {}
@@ -180,7 +182,7 @@ BIG = {
 }
 
 
-def large(mesh: Mesh) -> tuple:
+def large(mesh: Mesh) -> step.Description:
     """405B under HSDP, everything recomputed, bf16 on the wire."""
     config, strategy = model.llama(**BIG, precision=Precision.bf16_wire()), DataParallel.hsdp()
     specs, axes, optimizer = model.specs(config, mesh, strategy=strategy), Axes(mesh), optim.adamw(3e-4)
@@ -188,10 +190,11 @@ def large(mesh: Mesh) -> tuple:
     loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save="inputs")
     update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy, precision=config.precision)
     rows = strategy.batch_layout((2048, config.max_seq), torch.int64, mesh)
-    return update, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
+    state = step.state_specs(specs, optimizer, strategy)
+    return step.Description(update, state, {"tokens": rows, "labels": rows}, decoder=config, save="inputs")
 
 
-def of_depth(layers: int) -> tuple:
+def of_depth(layers: int) -> step.Description:
     """The deep shape on one rank with so many layers."""
     config = model.llama(**{**SHAPES["deep"], "layers": layers})
     mesh = Mesh()
@@ -200,7 +203,9 @@ def of_depth(layers: int) -> tuple:
     loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save="mincut")
     update = step.build_train_step(loss, optimizer, layouts, axes)
     rows = DataParallel().batch_layout((8, config.max_seq), torch.int64, mesh)
-    return update, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+    return step.Description(
+        update, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}, decoder=config
+    )
 
 
 def processor_seconds(work) -> float:
@@ -232,7 +237,7 @@ def child(what: str) -> None:
 def seconds() -> None:
     where = f"CPU, torch {torch.__version__}"
     mesh = Mesh(dp=16, fsdp=128, tp=8)
-    found = [processor_seconds(lambda: plan.quick(*large(mesh), mesh)) for _ in range(3)]
+    found = [processor_seconds(lambda: plan.quick(large(mesh))) for _ in range(3)]
     report("plan_quick_405b_16384_ranks", found, unit="s", bar="<= 0.5", where=where)
     meshes = [m for n in (16384, 8192) for m in plan.meshes_of(n, ("dp", "fsdp", "cp", "tp"))][:1000]
     took = plan.search(large, meshes, 80 << 30).seconds
@@ -265,7 +270,7 @@ def checked(name: str, layers: int = 64) -> step.Report:
     update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
     rows = strategy.batch_layout((2 * mesh.extent(mesh.axes(strategy.axes)), config.max_seq), torch.int64, mesh)
     batch = {"tokens": rows, "labels": rows}
-    return step.check(update, step.state_specs(specs, optimizer, strategy), batch, mesh)
+    return step.check(update, step.state_specs(specs, optimizer, strategy), batch)
 
 
 def check(repetitions: int = 3) -> None:
@@ -333,7 +338,7 @@ def order(rounds: int = 7) -> None:
             found.append(max(took for took, _ in on_ranks))
             rates.append(on_ranks[0][1])
     typical = step.Rates(*map(statistics.median, zip(*rates, strict=True)))
-    planned = [plan.quick(*described(case), case.mesh).step_seconds(typical)["total"] for case in ORDER]
+    planned = [plan.quick(described(case)).step_seconds(typical)["total"] for case in ORDER]
     for case, took, said in zip(ORDER, found, planned, strict=True):
         print(
             f"{case.mesh!s:16s} {case.strategy:10s} {case.save:7s} {took:8.3f} s, planned {said:8.3f} s",

@@ -27,6 +27,7 @@ from fmegatron.collectives.process_group import (
 from fmegatron.collectives.slurm import adopt_slurm
 from fmegatron.collectives.torch_private import register_group, unregister_group
 from fmegatron.layout import Mesh
+from fmegatron.tree.labels import labelled
 
 __all__ = ["FailedOnRank", "World", "connect"]
 
@@ -75,13 +76,21 @@ class World:
     def __hash__(self) -> int:
         return id(self)
 
-    def put(self, values: tree.Tree) -> tree.Tree:
+    def put(self, values: tree.Tree, layouts: tree.Tree | None = None) -> tree.Tree:
         """The tree with its tensors on this rank's device; tensors that are there already are returned as they are.
+
+        layouts: theirs, as for `tree.place`; a batch that is made by hand needs them. None: those that the values know.
 
         >>> World.alone("cpu").put({"x": torch.zeros(2)})["x"].device
         device(type='cpu')
         """
-        return tree.map(lambda x: x.to(self.device), values)
+
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            there, layout = x.to(self.device), tree.layout_of(x)
+            return there if layout is None else labelled(there, layout)
+
+        values = tree.map(moved, values)
+        return values if layouts is None else tree.place(values, layouts, self.rank)
 
     # ---- groups -----------------------------------------------------------------------------------------------------
     def coordinates(self) -> dict[str, int]:

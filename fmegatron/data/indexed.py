@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from fmegatron.data.open_tokenizer import Tokenizer, tokenizer_from
 from fmegatron.data.ranged import Ranged, exact_size, open_url, ranged, whole_object
-from fmegatron.data.whole_files import content_of
+from fmegatron.files.look import content_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = 34

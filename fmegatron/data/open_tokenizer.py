@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from fmegatron.data.subword import KINDS, SubwordTokenizer, from_foreign, from_saved
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
-from fmegatron.data.whole_files import names_in
+from fmegatron.files.look import listed
 
 Tokenizer: TypeAlias = ByteTokenizer | CharTokenizer | SubwordTokenizer
 
@@ -69,7 +69,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     ValueError names the file when it is no such file; FileNotFoundError when there is none.
     """
     try:
-        if names_in(path) is None and (saved := _saved(Path(path))) is not None:
+        if listed(path) is None and (saved := _saved(Path(path))) is not None:
             return tokenizer_from(saved)
         return from_foreign(path)
     except ValueError as error:

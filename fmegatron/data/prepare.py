@@ -23,8 +23,9 @@ from fmegatron.data.open_tokenizer import keep_beside, load_tokenizer
 from fmegatron.data.stored import digest_of
 from fmegatron.data.texts import Part, parts_of, texts_of
 from fmegatron.data.tokenizers import ByteTokenizer
-from fmegatron.data.whole_files import content_of, names_in, whole_file
 from fmegatron.data.write_indexed import IndexedWriter, link_indexed, merge_indexed, token_dtype
+from fmegatron.files.look import content_of, listed
+from fmegatron.files.whole import whole_file
 
 _TOGETHER = 1 << 18  # characters of texts that are encoded at once
 _IDS = 1 << 31
@@ -78,7 +79,7 @@ def prepare(
     folder = Path(f"{prefix}.parts")
     _begin(folder, arguments, fresh)
     began, found = time.perf_counter(), {}
-    there = set(names_in(folder) or ())  # a run that ended while it removed them has left some of their files
+    there = set(listed(folder) or ())  # a run that ended while it removed them has left some of their files
     for number in range(len(parts)):
         if there >= {f"{number:06d}.{kind}" for kind in ("bin", "idx", "json")}:
             found[number] = json.loads((folder / f"{number:06d}.json").read_bytes())
@@ -143,7 +144,7 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
                 "old arguments, or --fresh"
             )
     else:
-        for name in names_in(folder) or ():  # of a call that ended while it removed them, perhaps another
+        for name in listed(folder) or ():  # of a call that ended while it removed them, perhaps another
             if name.endswith(".json") and name[0].isdigit():
                 (folder / name).unlink()
         with whole_file(folder / "plan.json") as file:

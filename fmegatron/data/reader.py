@@ -13,6 +13,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.data.steps import RankBatches
+from fmegatron.tree.labels import labelled, layout_of
 
 _LOOK_S = 1.0  # how often one who waits looks whether the thread is alive
 
@@ -98,10 +99,14 @@ class Reader:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
-            batch = tree.map(lambda x: x.pin_memory().to(self._device, non_blocking=True), batch)
+            batch = tree.map(self._on_device, batch)
             event = torch.cuda.Event()
             event.record()
         return batch, None, event
+
+    def _on_device(self, x: torch.Tensor) -> torch.Tensor:
+        moved, layout = x.pin_memory().to(self._device, non_blocking=True), layout_of(x)
+        return moved if layout is None else labelled(moved, layout)
 
 
 @contextmanager

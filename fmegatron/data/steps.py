@@ -12,6 +12,7 @@ import torch
 
 from fmegatron.layout import DataParallel, Layout, Mesh, zigzag
 from fmegatron.tree import in_words
+from fmegatron.tree.labels import labelled
 
 Batch = dict[str, torch.Tensor]
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
@@ -148,7 +149,21 @@ class RankBatches:
         batch = self.batches.rows_at(step, rows)
         if columns != ((0, self.batches.seq_len),):
             batch = {name: torch.cat([x[:, a:b] for a, b in columns], 1) for name, x in batch.items()}
-        return batch if self.device is None else {name: x.to(self.device) for name, x in batch.items()}
+        if self.device is not None:
+            batch = {name: x.to(self.device) for name, x in batch.items()}
+        return {name: labelled(x, self._layout_of(x)) for name, x in batch.items()}
+
+    @cached_property
+    def _layouts(self) -> dict[tuple, Layout]:
+        """By dtype and further dims: of what was read so far, so that equal arrays have one Layout."""
+        return {}
+
+    def _layout_of(self, x: torch.Tensor) -> Layout:
+        key = x.dtype, x.dim(), x.shape[2:]
+        if key not in self._layouts:
+            shape = (*self.layout.shape[: x.dim()], *x.shape[2:])
+            self._layouts[key] = self.layout.replace(shape=shape, dtype=x.dtype, spec=self.layout.spec[: x.dim()])
+        return self._layouts[key]
 
 
 def arranged(arrays: dict[str, np.ndarray], n: int) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fmegatron.data.whole_files import whole_file
+from fmegatron.files.whole import whole_file
 
 _MAGIC = b"fmplan01"
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from fmegatron.data.template import ChatTemplate, load_template
 from fmegatron.data.tokenizers import checked_ids, smallest_dtype
-from fmegatron.data.whole_files import content_of, names_in
+from fmegatron.files.look import content_of, listed
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
 KINDS: tuple[Kind, ...] = ("huggingface", "sentencepiece", "tiktoken")
@@ -193,7 +193,7 @@ def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
     Raises ValueError for other content, FileNotFoundError for no file.
     """
     path = Path(path)
-    if (there := names_in(path)) is not None:
+    if (there := listed(path)) is not None:
         names = [name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if name in there]
         if not names:
             raise ValueError(

@@ -15,7 +15,7 @@ import xxhash
 
 from fmegatron.data.open_tokenizer import Tokenizer, keep_beside, tokenizer_from
 from fmegatron.data.tokenizers import smallest_dtype
-from fmegatron.data.whole_files import whole_file
+from fmegatron.files.whole import whole_file
 
 _MAGIC = b"fmtokens"
 _PAGE = 4096

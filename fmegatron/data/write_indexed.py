@@ -18,7 +18,7 @@ from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import CODES, MAGIC, IndexedTokens, bare
 from fmegatron.data.open_tokenizer import beside
 from fmegatron.data.stored import digest_of
-from fmegatron.data.whole_files import sync_directory, sync_file, whole_file
+from fmegatron.files.whole import sync_directory, sync_file, take_name, whole_file
 
 _CODE = MappingProxyType({np.dtype(name): code for code, name in CODES.items()})
 _SLICE = 1 << 20  # entries or bytes that are in memory at once
@@ -263,7 +263,7 @@ def _published(files: dict[str, str], prefix: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(f"{prefix}.idx")
     for kind in ("bin", "idx"):
-        os.replace(files[kind], f"{prefix}.{kind}")
+        take_name(files[kind], f"{prefix}.{kind}")
     with suppress(FileNotFoundError):  # what was stated of the pair before; a file of something else stays
         with open(f"{prefix}.json", "rb") as file:
             stale = file.read(len(_FACTS)) == _FACTS

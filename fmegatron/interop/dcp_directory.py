@@ -20,7 +20,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import digest
-from fmegatron.checkpoint.files.look import check_damage, is_file, look, open_safely
+from fmegatron.files.look import check_damage, is_file, look, open_safely
 from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
 from fmegatron.layout import Box, row_major_strides

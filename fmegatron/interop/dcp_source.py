@@ -14,9 +14,9 @@ from typing import Any
 
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.folder import Folder
-from fmegatron.checkpoint.files.look import check_damage, is_there
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.targets import Target
+from fmegatron.files.look import check_damage, is_there
 from fmegatron.interop.dcp_directory import COMMON, METADATA, Directory, Place, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
 from fmegatron.interop.listed import snapshot_from

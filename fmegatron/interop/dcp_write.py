@@ -32,8 +32,8 @@ from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.dicts.values import to_json
-from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.checkpoint.writing.saving import check_request
+from fmegatron.files.look import is_directory, is_there, names_in
 from fmegatron.layout import Box, Layout
 
 

@@ -27,9 +27,7 @@ from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError, Rule
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
-from fmegatron.checkpoint.files.commit import sync_directory
 from fmegatron.checkpoint.files.format import dtype_of, dtype_text
-from fmegatron.checkpoint.files.look import is_there
 from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES, INDEX
 from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot
 from fmegatron.checkpoint.reading import view as views_of
@@ -39,6 +37,8 @@ from fmegatron.checkpoint.tools.export import Exported, copy_others
 from fmegatron.checkpoint.tools.export import export as write_export
 from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.collectives import World
+from fmegatron.files.look import is_there
+from fmegatron.files.whole import sync_directory, take_name
 from fmegatron.interop.safetensors_headers import headers
 from fmegatron.interop.safetensors_write import write_state
 from fmegatron.interop.sources import source
@@ -335,8 +335,7 @@ def save(
         if ranks.rank == 0:
             copy_others(like, draft, {layout.dtype for layout in wanted.values()})
             sync_directory(draft)
-            os.rename(draft, path)
-            sync_directory(os.path.dirname(path))
+            take_name(draft, path)
 
     try:
         together(ranks, f"writing {path}", begin)

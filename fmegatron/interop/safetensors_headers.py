@@ -13,9 +13,9 @@ import torch
 
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.format import digest
-from fmegatron.checkpoint.files.look import check_damage, is_directory, is_there, look
 from fmegatron.checkpoint.files.parse import parse_json
 from fmegatron.checkpoint.files.safetensors_files import DTYPES, ENDING, INDEX
+from fmegatron.files.look import check_damage, is_directory, is_there, look
 
 INDEXES = (INDEX,)
 WEIGHTS = (f"model{ENDING}", f"adapter_model{ENDING}")

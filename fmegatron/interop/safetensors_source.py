@@ -23,9 +23,9 @@ import torch
 
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.format import raw_dtype
-from fmegatron.checkpoint.files.look import look
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.targets import Target
+from fmegatron.files.look import look
 from fmegatron.interop.listed import snapshot_from
 from fmegatron.interop.safetensors_headers import Headers, Place, headers, open_regular
 from fmegatron.layout import Box, row_major_strides

@@ -12,10 +12,10 @@ import os
 from functools import partial
 
 from fmegatron.checkpoint.files.format import MARKER
-from fmegatron.checkpoint.files.look import is_file, is_there
 from fmegatron.checkpoint.files.safetensors_files import ENDING
 from fmegatron.checkpoint.files.snapshot import Foreign, Snapshot
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.files.look import is_file, is_there
 from fmegatron.interop.dcp_directory import METADATA
 from fmegatron.interop.dcp_source import RUN, dcp_snapshot
 from fmegatron.interop.safetensors_headers import INDEXES, WEIGHTS

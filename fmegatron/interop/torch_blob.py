@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.look import check_damage
+from fmegatron.files.look import check_damage
 from fmegatron.interop.inert import Global, Persistent, Record, UnsafePickle, describe, load
 from fmegatron.layout import row_major_strides
 

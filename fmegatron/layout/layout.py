@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
@@ -18,6 +19,34 @@ from fmegatron.layout.picture import picture_svg, picture_text
 from fmegatron.layout.split import Segment, Split, nested_chunk, overlapping_chunks, overlapping_indices, segments
 
 Shard = tuple[int, ...]
+
+
+class Label:
+    """A layout as an attribute of arrays. layout: that they have.
+
+    torch pickles the attributes of a tensor: the pickle of a label is an empty OrderedDict, which a file that is opened
+    with weights_only=True may hold, and which states nothing.
+    """
+
+    __slots__ = ("layout",)
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Label) and self.layout == other.layout)
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    def __repr__(self) -> str:
+        return f"Label({self.layout})"
+
+    def __deepcopy__(self, memo: dict) -> Label:
+        return self
+
+    def __reduce__(self):
+        return OrderedDict, ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +130,11 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def label(self) -> Label:
+        """What arrays of this layout carry (`tree.place`): one object, so that two of them are compared by identity."""
+        return Label(self)
 
     # ---- which axes do what
 

@@ -26,7 +26,6 @@ from fmegatron.loop.startup import memory, startup
 from fmegatron.loop.stragglers import Stragglers
 from fmegatron.loop.train import StepInfo, train
 from fmegatron.loop.windows import Windows
-from fmegatron.step.check import declared_by
 
 MOST_ROLL_BACKS = 10  # of one process
 
@@ -193,7 +192,7 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     if data.course is None or reading.layout_of is None:
         return ""
     (_, of), *later = data.course.pieces
-    layout, parts = reading.layout_of(of), declared_by(run.step)
+    layout = reading.layout_of(of)
     text = startup(
         tree.layouts(getattr(run.specs, "params", run.specs)),
         of.batch_size,
@@ -201,7 +200,7 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
         steps,
         run.start,
         layout.shard_counts[0],
-        microbatches=1 if parts is None else parts.microbatches,
+        microbatches=run.microbatches,
         sequence_ranks=layout.shard_counts[1],
         flops_per_token=run.flops_per_token,
     )

@@ -17,6 +17,7 @@ from typing import IO, Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fmegatron.files.whole import write_whole
 from fmegatron.loop.meter import QUIET
 from fmegatron.loop.train import StepInfo
 
@@ -109,10 +110,7 @@ class JsonLines:
         except FileNotFoundError:  # and no other error, or the record of a run would be lost to a disk that hiccups
             old = []
         kept = [record for record in old if record["step"] <= self.after]
-        # Written beside and renamed: a crash here leaves the old file or the new one.
-        beside = self.path.with_name(f".{self.path.name}.new")
-        beside.write_text("".join(_line(record) + "\n" for record in kept))
-        os.replace(beside, self.path)
+        write_whole(self.path, "".join(_line(record) + "\n" for record in kept).encode())
         self._run = 1 + max((record.get("run", 0) for record in kept), default=-1)
         return self.path.open("a")
 

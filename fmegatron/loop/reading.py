@@ -6,14 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.data import RankBatches, StepBatches
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop.course import Course, Ranges, check_sizes, course, joined
-from fmegatron.step.check import declared_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,30 +99,24 @@ def _moved(position: int, skip: Ranges) -> int:
 
 def rows_of(
     batches: Any,
-    step: Any,
+    strategy: DataParallel | None,
+    microbatches: int,
     mesh: Mesh,
     world: World,
     batch_sizes: Sequence[tuple[int, int]] = (),
     skip: Sequence[tuple[int, int]] = (),
 ) -> Reading:
-    """One rank's part of the batches, by the layout that the step declares for its batch."""
+    """One rank's part of the batches.
+
+    strategy: by which rows are given to ranks, that of the state's specs; None: over dp and fsdp. microbatches: into
+    how many a step cuts them.
+    """
     sizes, ranges = check_sizes(batch_sizes), joined(skip)
     if isinstance(batches, StepBatches):
-        states = declared_by(step)
-        if states is not None and isinstance(states.batch, DataParallel):
-            strategy, parts = states.batch, states.microbatches
 
-            def layout_of(of: StepBatches) -> Layout:
-                return of.layout(mesh, strategy, parts)
-        elif mesh.size == 1:
+        def layout_of(of: StepBatches) -> Layout:
+            return of.layout(mesh, strategy, microbatches)
 
-            def layout_of(of: StepBatches) -> Layout:
-                return Layout((of.batch_size, of.seq_len), torch.int64, mesh)
-        else:
-            raise ValueError(
-                "Run: batches: got data.Batches and a step that does not declare which rows a rank needs, wanted one "
-                "of step.build_train_step, or the part of a rank: batches.for_rank(layout, world.rank, world.device)"
-            )
         for size in {batches.batch_size, *(size for _, size in sizes)}:  # raises for sizes that ranks cannot share
             layout_of(dataclasses.replace(batches, batch_size=size))  # pyright: ignore[reportArgumentType]  a dataclass
         return Reading(batches, None, layout_of, world.rank, world.device, sizes, ranges)

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from fmegatron import checkpoint, tree
+from fmegatron.files.whole import write_whole
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import CLASSES, Config
 from fmegatron.loop.flags import PREFIX, UsageError
@@ -110,9 +111,8 @@ class Settings:
         """Write config and facts as a JSON file for people and programs, in place of one that is there."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.new")
-        beside.write_text(json.dumps({"config": self.config, "facts": self.facts}, indent=2) + "\n")
-        os.replace(beside, path)
+        text = json.dumps({"config": self.config, "facts": self.facts}, indent=2) + "\n"
+        write_whole(path, text.encode())
 
     def changes(self, metadata: Mapping[str, Any]) -> Changes:
         """What has changed since a checkpoint of this metadata.

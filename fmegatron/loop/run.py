@@ -30,6 +30,8 @@ from fmegatron.loop.signals import is_interactive
 from fmegatron.loop.train import StepInfo
 from fmegatron.loop.until import Until
 from fmegatron.loop.windows import windows
+from fmegatron.step import Description
+from fmegatron.tree.spec import strategy_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Run:
     Args:
         directory: of the run.
         step: the training step, usually jitted.
-        specs: tree of ArraySpecs of the state: its layouts, and its initial values.
+        specs: tree of ArraySpecs of the state: its layouts, its initial values, and the strategy by which rows of
+            batches are given to ranks; or the `step.Description`, which has the number of microbatches, too.
         world: the ranks; None for one process.
         settings: `Settings`, or the Config dataclass itself (its field `allow`, if it has one, names changes that are
             not refused): what a resumed run is compared with. What the batches state (`describe()`: digest
@@ -98,7 +101,7 @@ class Run:
         self,
         directory: str | Path,
         step: Callable[[Any, Any], tuple[Any, dict]],
-        specs: tree.Tree,
+        specs: tree.Tree | Description,
         *,
         world: World | None = None,
         settings: Settings | Any | None = None,
@@ -136,6 +139,8 @@ class Run:
         for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Run: {name}: got {value!r:.60}, wanted a whole number of at least 1")
+        self.microbatches = specs.microbatches if isinstance(specs, Description) else 1
+        specs = specs.state if isinstance(specs, Description) else specs
         layouts = tree.leaves(tree.layouts(specs))
         if not layouts:
             raise ValueError("Run: specs: got a tree without leaves, wanted the ArraySpecs of the state")
@@ -206,7 +211,7 @@ class Run:
         with one rank its pending saves are finished, with several they are given up, as the others may go on.
 
         Args:
-            batches: `data.Batches` (rows are given to ranks as the step declares), one rank's part of them
+            batches: `data.Batches` (rows are given to ranks by the strategy of the specs), one rank's part of them
                 (`for_rank`), or a function from position to this rank's batch; an object with a method `describe() ->
                 JSON values` is compared with that of the checkpoint, as `data.Batches` are.
             steps: updates in all, those of earlier processes included.
@@ -216,9 +221,10 @@ class Run:
             skip: ranges (start, stop) of samples that are left out; of positions, where batches are a function.
 
         Raises:
-            ValueError: for batches whose rows belong elsewhere than the step declares; what `train` raises.
+            ValueError: for batches that the ranks cannot share evenly; what `train` raises.
         """
-        reading = rows_of(batches, self.step, self.mesh, self.world, batch_sizes, skip)
+        how = strategy_of(self.specs), self.microbatches
+        reading = rows_of(batches, *how, self.mesh, self.world, batch_sizes, skip)
         return running(self, reading, reading.length(steps, samples, tokens))
 
     def evaluate(self) -> dict[str, float]:

@@ -16,18 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from fmegatron import tree
 from fmegatron.data import RankBatches, StepBatches, ahead
-from fmegatron.layout import Layout
 from fmegatron.loop.faults import Injector, Pulse
 from fmegatron.loop.losses import LossSpike, LossStuck, check_action
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import broken, look
 from fmegatron.loop.signals import Stop
 from fmegatron.loop.verdicts import Verdicts
-from fmegatron.step.check import declared_by
 from fmegatron.tree import Tree
 
 
@@ -129,24 +124,11 @@ def train(
             f"train: got steps={steps}, but {start} steps are done: nothing is trained; ask for more than {start} steps"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    _require_layout(step, batch_at)
     verdicts = Verdicts(on_nonfinite, spike, stuck, world)
     tokens = tokens_per_step if callable(tokens_per_step) else lambda number: tokens_per_step
     pulse, inject = pulse or Pulse(), inject or Injector()
     given = steps, start, log_every, tokens, stop or Stop(), world, verdicts, pulse, inject
     return _read_ahead(step, state, batch_at, *given)
-
-
-def _require_layout(step, batch_at) -> None:
-    """ValueError where both the step and the batches state how rows are split over ranks, and differ."""
-    declared, batches = declared_by(step), getattr(batch_at, "__self__", None)
-    if declared is None or not isinstance(batches, (StepBatches, RankBatches)):
-        return
-    if isinstance(batches, RankBatches):
-        layout = batches.layout
-    else:  # the full batch on every rank
-        layout = Layout((batches.batch_size, batches.seq_len), torch.int64, tree.leaves(declared.state)[0].mesh)
-    declared.require_batch(layout, "train: batch_at")
 
 
 def _read_ahead(step, state, batch_at, *given):

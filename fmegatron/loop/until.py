@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fmegatron import tree
-from fmegatron.checkpoint.files.look import is_there
+from fmegatron.files.look import is_there
 
 
 @dataclass(frozen=True)

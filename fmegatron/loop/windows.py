@@ -111,7 +111,6 @@ class Windows:
                 self._end()
             return out
 
-        observed.declared = getattr(step, "declared", None)  # pyright: ignore[reportFunctionMemberAccess]  `train` asks
         return observed
 
     def look(self) -> None:

@@ -1,7 +1,7 @@
 """Models: decoders as lists of blocks of mixers, and the tree of specs of their arrays."""
 
 from fmegatron.model import families, sample
-from fmegatron.model.arrays import Array, At, Mixer
+from fmegatron.model.arrays import Array, At
 from fmegatron.model.attention import Attention
 from fmegatron.model.choose import Choice
 from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
@@ -12,6 +12,7 @@ from fmegatron.model.forward import block, hidden, logits, loss, read_out
 from fmegatron.model.harness import harness
 from fmegatron.model.json_form import described, description
 from fmegatron.model.mamba import Mamba
+from fmegatron.model.mixer import Mixer, PerToken
 from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
@@ -25,6 +26,7 @@ from fmegatron.model.specs import arrays, init, layouts, rules, specs
 from fmegatron.model.stored import Opened, kept, opened
 from fmegatron.model.text import pieces
 from fmegatron.model.weights import GROUPS, gather_weights
+from fmegatron.model.wrapped import Wrapped
 
 __all__ = [
     "ENDED",
@@ -44,9 +46,11 @@ __all__ = [
     "MoE",
     "Opened",
     "Part",
+    "PerToken",
     "RMSNorm",
     "Rope",
     "Score",
+    "Wrapped",
     "ahead",
     "arrays",
     "block",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from fmegatron.collectives import Axes
-from fmegatron.tree import Init, Normal, Tree
+from fmegatron.tree import Init, Normal
 
 
 @dataclass(frozen=True)
@@ -56,30 +55,15 @@ class At(NamedTuple):
         """Whether x holds this tp rank's part of the sequence only (sequence parallelism)."""
         return x_BSD.shape[1] != self.positions.shape[-1]
 
+    def rotation(self, who: str) -> tuple[Tensor, Tensor]:
+        """`angles` of one mixer. ValueError where there are none: positions would be ignored in silence."""
+        if not isinstance(self.angles, tuple):
+            raise ValueError(
+                f"{who}.rope: got a rope and no angles of it in `at`, wanted those that `Decoder.at` makes for a mixer "
+                "with a rope; give what calls it the same rope, or derive that from model.Wrapped"
+            )
+        return self.angles
+
     def of(self, name: str) -> At:
         """What the part of this name is given: the angles are its own."""
         return self._replace(angles=self.angles.get(name) if isinstance(self.angles, dict) else self.angles)
-
-
-class Mixer(Protocol):
-    """What stands in a part of a block: a frozen dataclass of sizes, with its arrays and its maths.
-
-    `arrays(dim)`: the tree of its arrays, in a model of width `dim`. `mixer(u[B, S, D], w, at, axes) -> y[B, S, D]`:
-    the maths on local shards, or (y, statistics), a dict of tensors of
-    which "loss" is added to the loss; w the arrays, gathered over the data axes and split over the others.
-    u is replicated over tp, or with sequence parallelism split over it on the sequence (`at.splits(u)`); y as u is.
-
-    Also looked for: `rope`, a `Rope` whose angles it is given; `check_mesh(mesh)`, which raises ValueError where tp
-    does not divide it; `products(seq_len, causal)`, the multiply-adds times 2 of a token besides those with its arrays.
-    `in_order = True`: a sequence that cp splits must lie in its order, not in that of `nn.zigzag`.
-    For `generate`: `per_token = True` where no token looks at another, else `project`, `attend`, `finish` and
-    `cache_width` as `Attention` has them, or `read` and `advance` as `Mamba` has them.
-    """
-
-    def arrays(self, dim: int) -> Arrays:
-        """The tree of arrays."""
-        ...
-
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """What is added to the stream."""
-        ...

@@ -15,15 +15,16 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, attend, require_form
+from fmegatron.model.context import Context, attend, joined, longer, order_of, remembered, require_form
 from fmegatron.model.draws import require_rate
+from fmegatron.model.mixer import Mixer, Order, Slots, Widths
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Mixer):
     """softmax(q·k) v with causal masks. ValueError for heads that are no multiple of kv_heads.
 
     rope: None: positions are not rotated. scale: of q·k; None: 1 / sqrt(head_dim). window: a token sees so many
@@ -102,11 +103,11 @@ class Attention:
 
         One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
         """
-        q_BSHK, k_BSGK, v_BSGK = self.project(u_BSD, w, at, axes)
+        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
         o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, axes=axes)
-        return self.finish(o_BSHK, w, at.splits(u_BSD), axes)
+        return self._finish(o_BSHK, w, at.splits(u_BSD), axes)
 
-    def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, G, K], v[B, S, G, K]), rotated, of the full sequence."""
         tp, split, K = axes["tp"], at.splits(u_BSD), self.head_dim
         heads, kv_heads = self.heads // tp.size, max(1, self.kv_heads // tp.size)
@@ -119,8 +120,9 @@ class Attention:
                 nn.rms_norm(x, enter(w[name], tp), self.qk_norm.eps, self.qk_norm.offset)
                 for x, name in ((q, "q_norm"), (k, "k_norm"))
             )
-        if self.rope is not None and at.angles is not None and not isinstance(at.angles, dict):
-            q, k = self.rope(q, at.angles), self.rope(k, at.angles)
+        if self.rope is not None:
+            angles = at.rotation("Attention")
+            q, k = self.rope(q, angles), self.rope(k, angles)
         if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
             k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
         return q, k, v
@@ -159,16 +161,51 @@ class Attention:
             softcap=self.softcap, sinks_H=w["sinks"] if self.sinks else None, dropout=self.dropout,
         )  # fmt: skip
 
-    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The mask of tokens at these positions."""
-        return nn.visible(queries, keys, self.window)
+    @property
+    def order(self) -> Order:
+        """Zigzag for the balanced forms, else any."""
+        return order_of(self.context)
 
-    def finish(self, o_BSHK: Tensor, w: dict, split: bool, axes: Axes) -> Tensor:
+    def read(
+        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, cache: dict | None, slots: Slots | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`Mixer.read`: the cache is {"k", "v": [B, T, G, K]} of this rank's heads."""
+        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
+        held, mask = remembered(k_BSGK, v_BSGK, cache, slots, self.window)
+        o_BSHK = self.attend(q_BSHK, held["k"], held["v"], w, at, mask)
+        return self._finish(joined(o_BSHK, cache), w, False, axes), held
+
+    def new_cache(self, one: dict, rows: int, slots: int) -> dict[str, Tensor]:
+        """A slot for each token."""
+        return longer(one, rows, slots)
+
+    def sends(self, mesh: Mesh) -> tuple[str, ...]:
+        """Nothing that plans do not count."""
+        return ()
+
+    def _finish(self, o_BSHK: Tensor, w: dict, split: bool, axes: Axes) -> Tensor:
         """The output's projection; split: over tp on the sequence."""
         y_BSD = nn.row_parallel(o_BSHK.flatten(2), w["wo"], axes["tp"], split)
         if not self.out_bias:
             return y_BSD
         return y_BSD + (enter(w["bias_o"], axes["tp"]) if split else w["bias_o"]).to(y_BSD.dtype)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of the softmax."""
+        return {"dropout": self.dropout}
+
+    def widths(self, dim: float, tp: int, number: int) -> Widths | None:
+        """Queries, keys, values, what rotates them, what the heads read, and what the norm keeps."""
+        q, stat = self.heads * self.head_dim / tp, 4 / number  # one fp32 number of the norm
+        k = max(1, self.kv_heads / tp) * self.head_dim
+        lse = self.heads / tp * 4 / number
+        turned = q + k if self.rope is not None else 0.0
+        mincut = (q + 2 * k) + turned + q + lse + dim + stat
+        backward, late = 2 * (q + 2 * k) + k + 2 * dim, self.heads != self.kv_heads
+        scores = self.softcap is not None or self.sinks or self.dropout
+        uncounted = ("the scores of attention with softcap, sinks or dropout, which are in memory",) if scores else ()
+        return Widths(mincut, mincut + 2 * dim, q + 2 * k + dim, backward, dim, 0.0, late, uncounted)
 
     def products(self, seq_len: int, causal: bool) -> float:
         """Multiply-adds times 2 of q·k and p·v that a token needs, on average over its positions."""

@@ -11,6 +11,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, axis_index, declare
 from fmegatron.model.arrays import At
 from fmegatron.model.draws import dropping
+from fmegatron.model.mixer import Order, Slots
 
 Context = Literal["ring", "balanced", "gathered", "ulysses", "two_level", "two_level_balanced"]
 FORMS: tuple[Context, ...] = get_args(Context)
@@ -79,6 +80,33 @@ def attend(
     return nn.ring_attention(*given, cp, **how, balanced=balanced)
 
 
+def remembered(
+    k_BSGK: Tensor, v_BSGK: Tensor, cache: dict | None, slots: Slots | None, window: int | None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """(the cache with keys and values of these tokens, the mask of who sees whom in it): of `Mixer.read`.
+
+    Without a cache what comes back are the keys and values themselves, and no mask: `attend` makes it.
+    """
+    if cache is None or slots is None:
+        return {"k": k_BSGK, "v": v_BSGK}, None
+    found = {name: cache[name].index_copy(1, slots.slots, new) for name, new in (("k", k_BSGK), ("v", v_BSGK))}
+    return found, slots.visible(found["k"].shape[1], window)
+
+
+def longer(one: dict, rows: int, slots: int) -> dict[str, Tensor]:
+    """`Mixer.new_cache` of keys and values: zeros [rows, slots, G, K]."""
+    return {name: x.new_zeros((rows, slots, *x.shape[2:])) for name, x in one.items()}
+
+
+def joined(o_BSHK: Tensor, cache: dict | None) -> Tensor:
+    """What the heads read, [B, S, H, K], as the output's projection takes it."""
+    if cache is not None and o_BSHK.shape[1] == 1:
+        # Of one token the dim S is left with the stride of heads, which matmul takes for a batch of products (bmm with
+        # a copy of the weights for each row); squeezed and put back it has its own.
+        return o_BSHK.squeeze(1).unsqueeze(1)
+    return o_BSHK
+
+
 def positions_of(tokens_BS: Tensor, cp: Axis) -> Tensor:
     """int64 [S]: the positions of this rank's tokens, where cp splits the sequence in order."""
     S = tokens_BS.shape[1]
@@ -86,6 +114,11 @@ def positions_of(tokens_BS: Tensor, cp: Axis) -> Tensor:
     if cp.size == 1:
         return positions_S
     return declare(positions_S + S * axis_index(cp, like=positions_S), cp, ("sharded", 0))
+
+
+def order_of(form: Context | None) -> Order:
+    """`Mixer.order` of an attention of this form."""
+    return "zigzag" if form in DEALT else "any"
 
 
 def require_form(form: Context | None, who: str) -> None:

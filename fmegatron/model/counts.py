@@ -38,7 +38,8 @@ def flops_per_token(
     seq_len: default max_seq. training: forward and backward (3 times the forward; recomputation is not counted, as in
     model FLOPs utilisation). causal: a token looks at (S + 1) / 2 keys on average; False counts all S, as PaLM's
     formula does. Multi-token prediction is counted in training. The embedding lookup is no arithmetic; norms, RoPE and
-    softmax are left out (below 1 %).
+    softmax are left out (below 1 %). Of a mixer whose `Mixer.products` are not known those with its arrays are counted,
+    and plans say so.
     Source: PaLM, arXiv 2204.02311, appendix B.
 
     >>> from fmegatron.model.families import llama
@@ -54,8 +55,7 @@ def flops_per_token(
     for part, n in Counter(part for parts in (*decoder.blocks, *behind) for part in parts).items():
         of_part: list[Array] = tree.leaves(part.mixer.arrays(decoder.dim))
         weights += n * sum(math.prod(array.shape) * array.used for array in of_part if len(array.shape) > 1)
-        own = getattr(part.mixer, "products", None)
-        products += n * own(S, causal) if own else 0
+        products += n * (part.mixer.products(S, causal) or 0.0)
     weights += depths * 2 * decoder.dim**2  # what joins hidden state and embedding
     parts = {
         "matmul": round(times * 2 * weights),
@@ -66,6 +66,15 @@ def flops_per_token(
 
 
 def cache_bytes_per_token(decoder: Decoder) -> int:
-    """Bytes that the key/value cache of sampling holds per token of one sequence, over all tp ranks together."""
-    width = sum(getattr(part.mixer, "cache_width", 0) for parts in decoder.blocks for part in parts)
-    return width * decoder.compute_dtype.itemsize
+    """Bytes that the key/value cache of sampling holds per token of one sequence, over all tp ranks together.
+
+    Raises ValueError for a mixer that does not know its `Mixer.cache_width`.
+    """
+    widths = {part: part.mixer.cache_width for parts in decoder.blocks for part in parts}
+    if unknown := [part for part, width in widths.items() if width is None]:
+        raise ValueError(
+            f"Part {unknown[0].name!r}: got a {type(unknown[0].mixer).__name__} without cache_width, wanted the "
+            "numbers that generation keeps for a token of it; write the property (0 for a state of fixed size)"
+        )
+    every = (widths[part] for parts in decoder.blocks for part in parts)
+    return sum(width for width in every if width) * decoder.compute_dtype.itemsize

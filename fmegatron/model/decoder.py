@@ -15,9 +15,9 @@ import torch
 from fmegatron import nn
 from fmegatron.collectives import Precision
 from fmegatron.layout import SEQUENCE_AXES, Mesh
-from fmegatron.model.arrays import Array, Arrays, At, Mixer
-from fmegatron.model.context import DEALT
+from fmegatron.model.arrays import Array, Arrays, At
 from fmegatron.model.draws import require_rate
+from fmegatron.model.mixer import Mixer, require_mixer
 from fmegatron.model.norm import Norm, RMSNorm
 from fmegatron.model.rope import Rope
 
@@ -40,13 +40,7 @@ class Part:
         require_rate(self.dropout, "Part.dropout")
         if not isinstance(self.name, str) or not self.name or "/" in self.name:
             raise ValueError(f"Part.name: got {self.name!r}, wanted a name without '/'; it is a step of a path")
-        try:
-            hash(self.mixer)
-        except TypeError:
-            raise ValueError(
-                f"Part.mixer: got a {type(self.mixer).__name__} that has no hash, wanted a value, since equal mixers "
-                "share what is compiled; write @dataclass(frozen=True), with tuples for lists"
-            ) from None
+        require_mixer(self.mixer, "Part.mixer")
 
     def arrays(self, dim: int) -> dict[str, Arrays]:
         """Those of the mixer and of the norms around it."""
@@ -211,7 +205,7 @@ class Decoder:
         for parts in self.blocks if blocks is None else blocks:
             angles = {}
             for part in parts:
-                rope = getattr(part.mixer, "rope", None)
+                rope = part.mixer.rope
                 if rope is not None:
                     if rope not in tables:
                         tables[rope] = rope.angles(positions, self.compute_dtype)
@@ -228,14 +222,13 @@ class Decoder:
         more = () if self.mtp is None else (self.mtp.block,)
         mixers = list(dict.fromkeys(part.mixer for parts in (*self.blocks, *more) for part in parts))
         for mixer in mixers:
-            check = getattr(mixer, "check_mesh", None)
-            if check is not None:
-                check(mesh)
-        dealt = any(getattr(mixer, "context", None) in DEALT for mixer in mixers)
-        if mesh.extent(SEQUENCE_AXES) > 1 and dealt and any(getattr(mixer, "in_order", False) for mixer in mixers):
+            mixer.check_mesh(mesh)
+        orders = {mixer.order: type(mixer).__name__ for mixer in mixers}
+        if mesh.extent(SEQUENCE_AXES) > 1 and {"row", "zigzag"} <= set(orders):
             raise ValueError(
-                "Decoder.blocks: got attention over sequences in the order of nn.zigzag beside a mixer with a state, "
-                "wanted sequences in order; choose context='ring', 'gathered', 'ulysses' or 'two_level'"
+                f"Decoder.blocks: got {orders['zigzag']} over sequences in the order of nn.zigzag beside "
+                f"{orders['row']}, whose tokens must be in that of the text, wanted sequences in order; choose "
+                "context='ring', 'gathered', 'ulysses' or 'two_level'"
             )
         tp = mesh["tp"]
         if self.padded_vocab % tp:

@@ -7,12 +7,10 @@ import dataclasses
 from torch import Tensor
 
 from fmegatron import tree
-from fmegatron.model.arrays import Mixer
 from fmegatron.model.decoder import Block, Decoder
+from fmegatron.model.mixer import Mixer
 
 __all__ = ["deterministic", "require_samples"]
-
-_FIELDS = ("dropout", "jitter", "noise")  # of mixers
 
 
 def deterministic(decoder: Decoder) -> Decoder:
@@ -22,12 +20,17 @@ def deterministic(decoder: Decoder) -> Decoder:
 
 
 def _quiet(parts: Block) -> Block:
-    return tuple(dataclasses.replace(part, dropout=0.0, mixer=_without_rates(part.mixer)) for part in parts)
+    return tuple(dataclasses.replace(part, dropout=0.0, mixer=_still(part.mixer)) for part in parts)
 
 
-def _without_rates(mixer: Mixer) -> Mixer:
-    rates = {name: 0.0 for name in _FIELDS if getattr(mixer, name, 0.0)}
-    return dataclasses.replace(mixer, **rates) if rates and dataclasses.is_dataclass(mixer) else mixer
+def _still(mixer: Mixer) -> Mixer:
+    found = mixer.without_rates()
+    if left := [name for name, rate in found.rates.items() if rate]:
+        raise ValueError(
+            f"{type(mixer).__name__}.without_rates: got {left[0]}={found.rates[left[0]]}, wanted all rates 0; write it "
+            "where rates are no fields of the dataclass"
+        )
+    return found
 
 
 def require_samples(decoder: Decoder, params: dict, samples_B: Tensor | None) -> None:
@@ -49,5 +52,5 @@ def _rates(decoder: Decoder) -> list[tuple[str, float]]:
     for parts in (*decoder.blocks, *(() if decoder.mtp is None else (decoder.mtp.block,))):
         for part in parts:
             found.append(("Part.dropout", part.dropout))
-            found += [(f"{type(part.mixer).__name__}.{name}", getattr(part.mixer, name, 0.0)) for name in _FIELDS]
+            found += [(f"{type(part.mixer).__name__}.{name}", rate) for name, rate in part.mixer.rates.items()]
     return found

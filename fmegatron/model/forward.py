@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron import nn, step
+from fmegatron import nn, step, tree
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
@@ -65,8 +65,8 @@ def logits(
     params: dict,
     tokens_BS: Tensor,
     decoder: Decoder,
-    layouts: dict,
-    axes: Axes,
+    layouts: dict | None = None,
+    axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
@@ -76,6 +76,7 @@ def logits(
     The arguments are those of `hidden`, of a batch of tokens alone.
     """
     batch = {"tokens": tokens_BS}
+    layouts, axes = _known(params, layouts, axes)
     found = hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
     return read_out(*found[:3], decoder, axes)
 
@@ -84,8 +85,8 @@ def hidden(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict,
-    axes: Axes,
+    layouts: dict | None = None,
+    axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
@@ -98,8 +99,8 @@ def hidden(
         batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S] (`At`)}, B
             split over the data axes, S over cp: in order, unless positions are given.
         decoder: the model.
-        layouts: of the parameters.
-        axes: Axes(mesh).
+        layouts: of the parameters; None: those that they know (`tree.layout_of`).
+        axes: Axes(mesh); None: of the mesh of the layouts.
         save: what a block, compiled once for all, keeps for its backward (`step.layers`); None: as autograd does.
         offload: bytes from which on it waits in host memory (`step.layers`).
         reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
@@ -110,9 +111,16 @@ def hidden(
             tied table all but "head": it is used at both ends, and freeing it in between costs one more gather and
             reduce-scatter.
     """
+    layouts, axes = _known(params, layouts, axes)
     inside = _Inside(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
     x_BSD, statistics = inside.trunk()
     return x_BSD, inside.outer["head"], inside.at[0], statistics
+
+
+def _known(params: dict, layouts: dict | None, axes: Axes | None) -> tuple[dict, Axes]:
+    """The layouts of the parameters and the axes of their mesh, where these are not given."""
+    known: dict = tree.layouts(params) if layouts is None else layouts
+    return known, axes or Axes(tree.leaves(known)[0].mesh)
 
 
 class _Inside:
@@ -218,8 +226,8 @@ def loss(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict,
-    axes: Axes,
+    layouts: dict | None = None,
+    axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
@@ -241,8 +249,8 @@ def loss(
             `ahead`, which is called where they are not given; without a mask those below 0 do not count}, B and S split
             over `axes.data`.
         decoder: the model.
-        layouts: of the parameters.
-        axes: Axes(mesh).
+        layouts: of the parameters; None: those that they know (`tree.layout_of`).
+        axes: Axes(mesh); None: of the mesh of the layouts.
         save: what a block keeps for its backward (`logits`).
         offload: what of it waits in host memory (`logits`).
         reshard_after_forward: which weights are gathered for each use (`logits`).
@@ -258,6 +266,7 @@ def loss(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
+    layouts, axes = _known(params, layouts, axes)
     mtp, data = decoder.mtp, axes[axes.data]
     batch = with_ahead(batch, mtp, axes)
     next_ids = () if mtp is None else (batch["labels"], *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
@@ -287,8 +296,7 @@ def loss(
             mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
             depths[f"mtp_{n + 1}"] = (nll_n * mask_n).sum() / psum(mask_n.sum(), data).clamp(min=1.0)
     metrics: dict[str, Any] = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
-    if by_stack := loads(statistics, decoder):
-        metrics["load"] = by_stack
+    metrics |= loads(statistics, decoder)
     if decoder.z_loss:
         parts["z_loss"] = z_BS.sum() / count
     if added := [one["loss"] for block in statistics for one in block.values() if "loss" in one]:

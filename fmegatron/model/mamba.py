@@ -18,6 +18,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, all_gather, declare, enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
+from fmegatron.model.mixer import Mixer, Slots
 from fmegatron.tree import Constant, Tree, Uniform
 
 
@@ -31,7 +32,7 @@ class _Projected(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mamba:
+class Mamba(Mixer):
     """Mamba-2: u -> (gate, x, b, c, dt); x, b, c through a short convolution and silu; the scan; a gated norm; out.
 
     heads, head_dim: of the scan. state: numbers of it for each of head_dim. groups: parts of the heads that share b and
@@ -53,7 +54,6 @@ class Mamba:
     dt_range: tuple[float, float] = (0.0, math.inf)
     chunk: int = 64
     norm_eps: float = 1e-5
-    in_order = True  # tokens that cp splits must lie in their order
 
     def __post_init__(self):
         for name in ("heads", "head_dim", "state", "groups", "conv", "chunk"):
@@ -101,12 +101,25 @@ class Mamba:
         Over tp one reduction forward and its pair backward as attention has them, and with one group psums of its norm.
         """
         if axes.sequence.size == 1:
-            return self.read(u_BSD, w, at, axes)[0]
+            return self._scanned(u_BSD, w, at, axes, None)[0]
         split = at.splits(u_BSD)
         return self._over(self._project(u_BSD, w, axes, split), w, at, axes, split)
 
     def read(
-        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, state: dict[str, Tensor] | None = None
+        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, cache: dict[str, Tensor] | None, slots: Slots | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`Mixer.read`: the cache is a state of fixed size, that of `_scanned`."""
+        if cache is not None and u_BSD.shape[1] == 1:
+            return self._advance(u_BSD, w, cache, axes)
+        return self._scanned(u_BSD, w, at, axes, cache)
+
+    @property
+    def cache_width(self) -> int | None:
+        """Nothing for each token: a state for all."""
+        return 0
+
+    def _scanned(
+        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, state: dict[str, Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, the state behind the last token): {"conv": [B, W - 1, I + 2GN], "scan": [B, H, P, N], "document": int64
         [B], that of the last token}.
@@ -177,7 +190,7 @@ class Mamba:
         y_BSHP, _ = nn.ssd(x, dt, declare(a_H, cp, backward="partial"), b, c, **how)
         return self._finish(declare(y_BSHP, cp, ("sharded", 1), "own"), x_BSHP, given.gate, w, axes, split)
 
-    def advance(self, u_B1D: Tensor, w: Tree, state: dict, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
+    def _advance(self, u_B1D: Tensor, w: Tree, state: dict, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
         """One token more: (y[B, 1, D], the state behind it)."""
         given = self._project(u_B1D, w, axes, False)
         seen_BWX = torch.cat((state["conv"], torch.cat((given.x, given.groups), -1)), 1)

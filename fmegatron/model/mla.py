@@ -14,13 +14,14 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, all_gather, enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, attend, require_form
+from fmegatron.model.context import Context, attend, joined, longer, order_of, remembered, require_form
+from fmegatron.model.mixer import Mixer, Order, Slots
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
 
 
 @dataclass(frozen=True)
-class MLA:
+class MLA(Mixer):
     """Attention whose keys and values are `latent @ up`; part of each key is rotated and one for all heads.
 
     q_rank: of the latent of queries; None: queries are made of u. kv_rank: of that of keys and values. nope, rope.dim:
@@ -69,14 +70,13 @@ class MLA:
 
         Every rank of tp makes the latents of its tokens, and the heads of its own.
         """
-        q_BSHK, k_BSHK, v_BSHK = self.project(u_BSD, w, at, axes)
+        q_BSHK, k_BSHK, v_BSHK = self._project(u_BSD, w, at, axes)
         o_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, w, at, axes=axes)
-        return self.finish(o_BSHK, w, at.splits(u_BSD), axes)
+        return self._finish(o_BSHK, w, at.splits(u_BSD), axes)
 
-    def project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, H, K], v[B, S, H, v_dim]), rotated, of the full sequence."""
-        tp, split, heads, angles = axes["tp"], at.splits(u_BSD), self.heads // axes["tp"].size, at.angles
-        assert isinstance(angles, tuple)  # what `Decoder.at` gives a mixer that has a rope
+        tp, split, heads, angles = axes["tp"], at.splits(u_BSD), self.heads // axes["tp"].size, at.rotation("MLA")
 
         def own(name: str) -> Tensor:  # every rank has it; with other tokens on each its gradient is a sum
             return enter(w[name], tp) if split else w[name]
@@ -100,11 +100,29 @@ class MLA:
         """What the heads of this rank read: o[B, S, H, v_dim]. Arguments as of `Attention.attend`."""
         return attend(q, k, v, at, axes=axes, form=self.context, mask=mask, scale=self.scale)
 
-    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The mask of tokens at these positions."""
-        return nn.visible(queries, keys)
+    @property
+    def order(self) -> Order:
+        """Zigzag for the balanced forms, else any."""
+        return order_of(self.context)
 
-    def finish(self, o_BSHK: Tensor, w: Tree, split: bool, axes: Axes) -> Tensor:
+    def read(
+        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, cache: dict | None, slots: Slots | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`Mixer.read`: the cache is {"k", "v": [B, T, G, K]} of this rank's heads."""
+        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
+        held, mask = remembered(k_BSGK, v_BSGK, cache, slots, None)
+        o_BSHK = self.attend(q_BSHK, held["k"], held["v"], w, at, mask)
+        return self._finish(joined(o_BSHK, cache), w, False, axes), held
+
+    def new_cache(self, one: dict, rows: int, slots: int) -> dict[str, Tensor]:
+        """A slot for each token."""
+        return longer(one, rows, slots)
+
+    def sends(self, mesh: Mesh) -> tuple[str, ...]:
+        """The latents: with sequence parallelism they are gathered too."""
+        return ("what MLA sends besides a sum over tp, forward and backward",) if mesh["tp"] > 1 else ()
+
+    def _finish(self, o_BSHK: Tensor, w: Tree, split: bool, axes: Axes) -> Tensor:
         """The output's projection; split: over tp on the sequence."""
         return nn.row_parallel(o_BSHK.flatten(2), w["wo"], axes["tp"], split)
 

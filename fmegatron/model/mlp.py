@@ -10,11 +10,12 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
+from fmegatron.model.mixer import PerToken, Widths
 from fmegatron.tree import Constant, Tree
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLP(PerToken):
     """(act(u gate) * (u up)) down; without a gate act(u up + b) down + b.  activation: of `nn.ACTIVATIONS`.
 
     bias: of the form without a gate.
@@ -24,7 +25,6 @@ class MLP:
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
-    per_token = True
 
     def __post_init__(self):
         if not isinstance(self.ffn_dim, int) or isinstance(self.ffn_dim, bool) or self.ffn_dim < 1:
@@ -51,6 +51,16 @@ class MLP:
                 f"MLP.ffn_dim: got {self.ffn_dim}, wanted a multiple of tp={tp} on the mesh {mesh}; "
                 f"try ffn_dim={-(-self.ffn_dim // tp) * tp}"
             )
+
+    def sends(self, mesh: Mesh) -> tuple[str, ...]:
+        """Nothing that plans do not count."""
+        return ()
+
+    def widths(self, dim: float, tp: int, number: int) -> Widths | None:
+        """The hidden units, and what the norm keeps."""
+        F, gate = self.ffn_dim / tp, 2 if self.gated else 1
+        mincut = gate * F + 4 / number  # one fp32 number of the norm
+        return Widths(mincut, mincut + 2 * dim + gate * F, F + dim, gate * F + dim, F, (gate + 1) * F)
 
     def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism."""

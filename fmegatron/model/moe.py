@@ -18,12 +18,13 @@ from fmegatron.collectives import Axes, Axis, all_gather, enter, psum, reduce_sc
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.draws import jittered, noisy
+from fmegatron.model.mixer import PerToken, Rule
 from fmegatron.model.mlp import MLP
 from fmegatron.tree import Constant, Tree
 
 
 @dataclass(frozen=True)
-class MoE:
+class MoE(PerToken):
     """Σ of the chosen experts' gated MLPs, times their gates, and of the shared MLP.
 
     router: how experts are chosen. ffn_dim: of one expert. shared: an MLP for every token. choice_bias: the choice has
@@ -57,7 +58,6 @@ class MoE:
     limit: float | None = None
     jitter: float = 0.0
     noise: float = 0.0
-    per_token = True
 
     def __post_init__(self):
         if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
@@ -110,6 +110,26 @@ class MoE:
                 )
         if self.shared is not None:
             self.shared.check_mesh(mesh)
+
+    def sends(self, mesh: Mesh) -> tuple[str, ...]:
+        """The exchange of tokens."""
+        return ("what experts send over the axes that hold them",)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of the router."""
+        return {"jitter": self.jitter, "noise": self.noise}
+
+    @property
+    def rule(self) -> Rule | None:
+        """The loads move the bias of the choice, with a `bias_rate`."""
+        return Rule("bias_rate", self.bias_rate, ("load",)) if self.bias_rate else None
+
+    def settle(self, w: dict, statistics: dict[str, Tensor]) -> dict:
+        """The bias of the choice by `nn.balanced_bias` of the loads."""
+        if not self.bias_rate:
+            return w
+        return {**w, "choice_bias": nn.balanced_bias(w["choice_bias"], statistics["load"], self.bias_rate)}
 
     def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:

@@ -27,6 +27,7 @@ from fmegatron.model.arrays import At
 from fmegatron.model.choose import Choice, choose, seen_in
 from fmegatron.model.decoder import Decoder, Part, round_up
 from fmegatron.model.forward import block, read_out
+from fmegatron.model.mixer import Slots
 from fmegatron.model.text import Spoken, Tokenizer, hear, texts_of
 from fmegatron.model.weights import block_weights, embedded, gather_weights, prepared
 from fmegatron.step import layer_layout, unstack
@@ -42,7 +43,7 @@ class Inference:
     decoder: the model. axes: of the running ranks. weights: as the compiled functions take them. read, write: for each
     length of the cache the function that reads `chunk` tokens, and one. losses: for each length of texts
     that of their tokens (`score`).
-    empty: a cache of one row and one slot. chunk: tokens of a prompt that are read at once.
+    empty: what the mixers keep of one token. chunk: tokens of a prompt that are read at once.
     """
 
     decoder: Decoder
@@ -51,7 +52,7 @@ class Inference:
     read: Mapping[int, Callable]
     write: Mapping[int, Callable]
     losses: Mapping[int, Callable]
-    empty: dict
+    empty: list[dict]
     chunk: int
 
 
@@ -66,7 +67,8 @@ def inference(
 ) -> Inference:
     """Gather the weights and prepare the functions that read and write; all ranks of a mesh call it.
 
-        writer = model.inference(params, decoder, layouts, axes, compile=functools.partial(step.jit, world=world))
+        compile = functools.partial(step.jit, world=world, check=False)
+        writer = model.inference(params, decoder, layouts, axes, compile=compile)
         model.generate(writer, prompts, 100, temperature=0.8)
 
     The forms of a cache are of 256, 1024, 4096, ... slots, up to what decoder.max_seq needs; each batch size is another
@@ -136,47 +138,39 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
 
 
 def _trunk(
-    weights: dict, tokens_BS: Tensor, at: list[At], decoder: Decoder, axes: Axes, mix: Callable | None
-) -> Tensor:
-    """What comes from the last block: x[B, S, D]."""
-    x_BSD = embedded(tokens_BS, weights["embed"], at[0].positions, decoder, axes, False)
-    for parts, w, at_layer in zip(decoder.blocks, weights["blocks"], at, strict=True):
+    weights: dict,
+    tokens_BS: Tensor,
+    at: list[At],
+    decoder: Decoder,
+    axes: Axes,
+    cache: list[dict] | None = None,
+    slots: Slots | None = None,
+) -> tuple[Tensor, list[dict]]:
+    """(what comes from the last block: x[B, S, D], the cache with these tokens)."""
+    x_BSD, out = embedded(tokens_BS, weights["embed"], at[0].positions, decoder, axes, False), []
+    for depth, (parts, w, at_layer) in enumerate(zip(decoder.blocks, weights["blocks"], at, strict=True)):
+        before, behind = {} if cache is None else cache[depth], {}
+
+        def mix(part: Part, u_BSD: Tensor, w: dict, at: At, before=before, behind=behind) -> Any:
+            y_BSD, behind[part.name] = part.mixer.read(u_BSD, w, at, axes, before.get(part.name), slots)
+            return y_BSD
+
         y_BSD = block(x_BSD, w, at_layer, parts=parts, axes=axes, mix=mix)
         x_BSD = y_BSD[0] if isinstance(y_BSD, tuple) else y_BSD
-    return x_BSD
-
-
-def _mixing(look: Callable, step: Callable, axes: Axes) -> Callable:
-    """`block`'s mix: `look(mixer, q, k, v, w, at)` is what the heads of an attention read, `step(mixer, u, w, at)` what
-    a mixer with a state makes of u."""
-
-    def mix(part: Part, u_BSD: Tensor, w: dict, at: At) -> Any:
-        mixer: Any = part.mixer
-        if getattr(mixer, "per_token", False):
-            return mixer(u_BSD, w, at, axes)
-        if hasattr(mixer, "advance"):
-            return step(mixer, u_BSD, w, at)
-        if not hasattr(mixer, "cache_width"):
-            raise ValueError(
-                f"generate: got the mixer {mixer!r}, wanted one that has keys and values, or a state, or looks at one "
-                "token only; give it project, attend, finish and cache_width as Attention has them, or read and "
-                "advance as Mamba has them, or per_token = True"
-            )
-        return mixer.finish(look(mixer, *mixer.project(u_BSD, w, at, axes), w, at), w, False, axes)
-
-    return mix
+        out.append(behind)
+    return x_BSD, out
 
 
 def extend(
-    cache: dict, weights: dict, tokens_BS: Tensor, slot: Tensor, padding_B: Tensor, decoder: Decoder, axes: Axes
-) -> tuple[dict, Tensor]:
+    cache: list[dict], weights: dict, tokens_BS: Tensor, slot: Tensor, padding_B: Tensor, decoder: Decoder, axes: Axes
+) -> tuple[list[dict], Tensor]:
     """Read tokens into a cache: (the cache with them, logits[B, V_tp] after the last of each row).
 
     Shapes do not depend on where the tokens are, so one compiled form serves all of one S and T; with the cache donated
     (`jit(extend, donate=0)`) it is updated in place.
 
     Args:
-        cache: {"k", "v": per attention [B, T, G_tp, K], "state": per mixer that has one its state}.
+        cache: for each block {part: what its mixer keeps (`Mixer.read`)}.
         weights: `sampling_weights`.
         tokens_BS: int64.
         slot: 0-d int64, that of the first token; those before it are filled.
@@ -184,84 +178,34 @@ def extend(
         decoder: the model.
         axes: Axes(mesh).
     """
-    S, out = tokens_BS.shape[1], {"k": [], "v": [], "state": []}
-    slots_S = slot + torch.arange(S, device=tokens_BS.device)
-    positions_BS = slots_S - padding_B[:, None]
-    documents_BS = (positions_BS >= 0).to(torch.int64)  # padding is a document of its own
-    before, states = iter(zip(cache["k"], cache["v"], strict=True)), iter(cache["state"])
-    masks: dict[Any, Tensor] = {}
-
-    def visible(mixer: Any, T: int) -> Tensor:
-        if (mixer, T) not in masks:
-            slots_T = torch.arange(T, device=slots_S.device)
-            own_BST = documents_BS[:, :, None] == (slots_T >= padding_B[:, None]).to(torch.int64)[:, None]
-            masks[mixer, T] = mixer.visible(slots_S, slots_T) & own_BST
-        return masks[mixer, T]
-
-    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
-        state = next(states)
-        y, state = mixer.advance(u, w, state, axes) if S == 1 else mixer.read(u, w, at, axes, state)
-        out["state"].append(state)
-        return y
-
-    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
-        keys, values = (old.index_copy(1, slots_S, new) for old, new in zip(next(before), (k, v), strict=True))
-        out["k"].append(keys)
-        out["v"].append(values)
-        o = mixer.attend(q, keys, values, w, at, visible(mixer, keys.shape[1]))
-        # Of one token the dim S is left with the stride of heads, which matmul takes for a batch of products (bmm with
-        # a copy of the weights for each row); squeezed and put back it has its own.
-        return o.squeeze(1).unsqueeze(1) if S == 1 else o
-
-    at = decoder.at(positions_BS.clamp(min=0), documents_BS)
-    x_BSD = _trunk(weights, tokens_BS, at, decoder, axes, _mixing(look, step, axes))
+    slots = Slots(slot + torch.arange(tokens_BS.shape[1], device=tokens_BS.device), padding_B)
+    positions_BS = slots.positions
+    at = decoder.at(positions_BS.clamp(min=0), (positions_BS >= 0).to(torch.int64))  # padding is a document of its own
+    x_BSD, cache = _trunk(weights, tokens_BS, at, decoder, axes, cache, slots)
     last = at[0]._replace(positions=at[0].positions[:, -1:])
-    return out, read_out(x_BSD[:, -1:], weights, last, decoder, axes)[:, 0]
+    return cache, read_out(x_BSD[:, -1:], weights, last, decoder, axes)[:, 0]
 
 
-def _empty(weights: dict, decoder: Decoder, axes: Axes) -> dict:
-    """A cache of one row and one slot, of zeros: what the mixers make of one token has the shapes."""
-    out: dict[str, list] = {"k": [], "v": [], "state": []}
-
-    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
-        y, state = mixer.read(u, w, at, axes)
-        out["state"].append(tree.map(torch.zeros_like, state))
-        return y
-
-    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
-        out["k"].append(torch.zeros_like(k))
-        out["v"].append(torch.zeros_like(v))
-        return mixer.attend(q, k, v, w, at)
-
+def _empty(weights: dict, decoder: Decoder, axes: Axes) -> list[dict]:
+    """What the mixers keep of one token of one row: a cache for `Mixer.new_cache`."""
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=weights["embed"]["table"].device)
-    _trunk(weights, token_11, decoder.at(token_11[0]), decoder, axes, _mixing(look, step, axes))
-    return out
+    return _trunk(weights, token_11, decoder.at(token_11[0]), decoder, axes)[1]
 
 
-def new_cache(empty: dict, rows: int, slots: int) -> dict:
+def new_cache(of: Inference, rows: int, slots: int) -> list[dict]:
     """A cache of so many rows and slots, nothing read."""
-
-    def of(x: Tensor, *lengths: int) -> Tensor:
-        return x.new_zeros((rows, *lengths, *x.shape[1 + len(lengths) :]))
-
-    out = {name: [of(x, slots) for x in empty[name]] for name in ("k", "v")}
-    return {**out, "state": tree.map(of, empty["state"])}
+    return [
+        {part.name: part.mixer.new_cache(one[part.name], rows, slots) for part in parts}
+        for parts, one in zip(of.decoder.blocks, of.empty, strict=True)
+    ]
 
 
 def token_losses(
     weights: dict, tokens_BS: Tensor, labels_BS: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[Tensor, Tensor]:
     """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool[B, S]), equal on all tp ranks."""
-    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    at = decoder.at(positions_S)
-
-    def look(mixer: Any, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At) -> Tensor:
-        return mixer.attend(q, k, v, w, at)
-
-    def step(mixer: Any, u: Tensor, w: dict, at: At) -> Tensor:
-        return mixer.read(u, w, at, axes)[0]
-
-    x_BSD = _trunk(weights, tokens_BS, at, decoder, axes, _mixing(look, step, axes))
+    at = decoder.at(torch.arange(tokens_BS.shape[1], device=tokens_BS.device))
+    x_BSD, _ = _trunk(weights, tokens_BS, at, decoder, axes)
     logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder, axes), axes["tp"]
     nll_BS, _ = nn.cross_entropy(logits_BSV, labels_BS, tp, decoder.vocab_size)
     return nll_BS, nn.best(logits_BSV, tp, decoder.vocab_size) == labels_BS
@@ -381,7 +325,7 @@ def _read(of: Inference, texts: list[Tensor], count: int, device: torch.device) 
     padding_B = torch.tensor([padded - len(text) for text in texts], device=device)
     # The prompt itself, again and again: a router spreads it over its experts as it does a text.
     rows = [text.repeat(-(-padded // len(text)))[-padded:] for text in texts]
-    cache, logits_BV = new_cache(of.empty, B, slots), None
+    cache, logits_BV = new_cache(of, B, slots), None
     for at in range(0, padded, C):
         slot = torch.full((), at, dtype=torch.int64, device=device)
         piece_BC = torch.stack([row[at : at + C] for row in rows]).to(device)

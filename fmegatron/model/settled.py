@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fmegatron import nn
 from fmegatron.model.decoder import Decoder
-from fmegatron.model.moe import MoE
+from fmegatron.model.mixer import Mixer, Rule
 
 __all__ = ["loads", "settled"]
 
 
-def _moved(decoder: Decoder) -> dict[str, dict[str, float]]:
-    """{stack: {part: rate}} of the biases that a step moves."""
-    found: dict[str, dict[str, float]] = {}
+def _moved(decoder: Decoder) -> dict[str, dict[str, tuple[Mixer, Rule]]]:
+    """{stack: {part: (its mixer, by what that settles)}} of what a step sets."""
+    found: dict[str, dict[str, tuple[Mixer, Rule]]] = {}
     for name, stack in decoder.stacks.items():
         for part in decoder.block(stack.depths[0]):
-            rates = {_rate(p.mixer) for d in stack.depths for p in decoder.block(d) if p.name == part.name}
-            if len(rates) > 1:
+            mixers = [p.mixer for d in stack.depths for p in decoder.block(d) if p.name == part.name]
+            rules = {mixer.rule: mixer for mixer in mixers}
+            some = [(mixer, rule) for rule, mixer in rules.items() if rule is not None]
+            if some and len(rules) > 1:
+                field, values = some[0][1].field, [rule.value if rule is not None else None for rule in rules]
                 raise ValueError(
-                    f"MoE.bias_rate: got {sorted(rates)} in the blocks of one stack ({name!r}), wanted one rate; give "
-                    "all blocks with equal arrays the same"
+                    f"{type(some[0][0]).__name__}.{field}: got {values} in the blocks of one stack ({name!r}), wanted "
+                    "one value; give all blocks with equal arrays the same"
                 )
-            if rate := rates.pop():
-                found.setdefault(name, {})[part.name] = rate
+            if some:
+                found.setdefault(name, {})[part.name] = some[0]
     return found
 
 
-def _rate(mixer: Any) -> float:
-    return mixer.bias_rate if isinstance(mixer, MoE) else 0.0
-
-
-def loads(statistics: list[dict], decoder: Decoder) -> dict[str, dict[str, Tensor]]:
-    """{stack: {part: int64 [L, E]}}: the loads by which `settled` moves biases; empty for a model without any.
+def loads(statistics: list[dict], decoder: Decoder) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """{statistic: {stack: {part: [L, ...]}}}: those by which `settled` sets arrays, such as "load", int64 [L, E].
 
     statistics: of each block, those of its parts.
     """
-    return {
-        name: {part: torch.stack([statistics[depth][part]["load"] for depth in decoder.stacks[name].depths])
-               for part in parts}
-        for name, parts in _moved(decoder).items()
-    }  # fmt: skip
+    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for stack, parts in _moved(decoder).items():
+        for part, (_, rule) in parts.items():
+            for name in rule.statistics:
+                each = [statistics[depth][part][name] for depth in decoder.stacks[stack].depths]
+                found.setdefault(name, {}).setdefault(stack, {})[part] = torch.stack(each)
+    return found
 
 
 def settled(params: dict, metrics: dict, decoder: Decoder) -> tuple[dict, dict]:
@@ -52,8 +50,8 @@ def settled(params: dict, metrics: dict, decoder: Decoder) -> tuple[dict, dict]:
         settle = functools.partial(model.settled, decoder=decoder)
         train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, settle=settle)
 
-    Of each router with a `MoE.bias_rate`, by `nn.balanced_bias` of the loads of all tokens of the step, which
-    `model.loss` gives as the metric "load".
+    Of each mixer with a `Mixer.rule`, by its `Mixer.settle` of the statistics of all tokens of the step, which
+    `model.loss` gives as metrics: of a `MoE` with a bias_rate the metric "load".
 
     Args:
         params: this rank's shards; every rank has these biases in full.
@@ -62,15 +60,17 @@ def settled(params: dict, metrics: dict, decoder: Decoder) -> tuple[dict, dict]:
 
     Raises ValueError for metrics without the loads.
     """
-    metrics, params = dict(metrics), dict(params)
-    moved, found = _moved(decoder), metrics.pop("load", {})
-    if moved and not found:
-        raise ValueError(
-            "settled: got metrics without 'load', wanted those of model.loss for this decoder; return them from loss_fn"
-        )
-    for name, parts in moved.items():
-        for part, rate in parts.items():
-            weights = params[name][part]
-            bias_LE = nn.balanced_bias(weights["choice_bias"], found[name][part], rate)
-            params[name] = {**params[name], part: {**weights, "choice_bias": bias_LE}}
+    metrics, params, moved = dict(metrics), dict(params), _moved(decoder)
+    wanted = dict.fromkeys(name for parts in moved.values() for _, rule in parts.values() for name in rule.statistics)
+    found = {name: metrics.pop(name, None) for name in wanted}
+    for name, given in found.items():
+        if not given:
+            raise ValueError(
+                f"settled: got metrics without {name!r}, wanted those of model.loss for this decoder; return them from "
+                "loss_fn"
+            )
+    for stack, parts in moved.items():
+        for part, (mixer, rule) in parts.items():
+            mine = {name: found[name][stack][part] for name in rule.statistics}
+            params[stack] = {**params[stack], part: mixer.settle(params[stack][part], mine)}
     return params, metrics

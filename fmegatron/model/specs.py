@@ -83,7 +83,7 @@ def specs(
         init = array.init
         if array.residual and isinstance(init, Normal):  # GPT-2's scaling of what is added to the stream
             init = Normal(init.std / math.sqrt(residual))
-        return ArraySpec(layout, init)
+        return ArraySpec(layout, init, strategy=strategy, stacked=bool(stack))
 
     out = tree.map_with_path(spec_of, whole)
     _check_every_axis_works(out, mesh, known)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
 from fmegatron.collectives import World
 from fmegatron.data.open_tokenizer import load_tokenizer, tokenizer_from
+from fmegatron.files.look import is_directory, is_there, names_in
 from fmegatron.layout import Mesh
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.json_form import described, description

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from fmegatron import tree
-from fmegatron.collectives import Axis, Place, Wire, all_gather_many
+from fmegatron.collectives import Axes, Axis, Place, Wire, all_gather_many
 from fmegatron.layout import Layout
 from fmegatron.nn.scaled import Scaled
 from fmegatron.tree import Tree
 
 
-def gather_tree(shards: Tree, layouts: Tree, axis: Axis, wire: Wire | Tree = Wire()) -> Tree:  # noqa: B008  a frozen value
+def gather_tree(
+    shards: Tree,
+    layouts: Tree | None = None,
+    axis: Axis | None = None,
+    wire: Wire | Tree = Wire(),  # noqa: B008  a frozen value
+) -> Tree:
     """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> w[D, F_tp]`, for all leaves at once, whatever their dtypes and wherever the axis splits them:
@@ -19,12 +24,23 @@ def gather_tree(shards: Tree, layouts: Tree, axis: Axis, wire: Wire | Tree = Wir
     (`axes["dp", "fsdp"]`) leaves that all of them split are gathered at once, on one dim or on several; those that only
     some of them split are another collective, since gathering what is replicated would send it in vain.
     Transpose: the same path backwards, so one reduce_scatter over `axis` sums and shards all the weights' gradients.
-    layouts: has the structure of `shards` (a leaf where that has a `Scaled`) and says where the axes lie. wire: a
-    `Wire`, or a tree of them of the same structure: the dtypes in which leaves travel and their gradients are reduced;
-    leaves that stay are cast alike.
-    Raises ValueError naming the leaf when a layout is uneven, or when another axis splits the same dim below this one
-    (the minor axis must be gathered first).
+
+    Args:
+        shards: this rank's parts.
+        layouts: of the same structure (a leaf where that has a `Scaled`); None: those that the shards know.
+        axis: to gather over; None: the data axes of the mesh, `Axes(mesh).data`.
+        wire: a `Wire`, or a tree of them of the same structure: the dtypes in which leaves travel and their gradients
+            are reduced; leaves that stay are cast alike.
+
+    Raises ValueError naming the leaf when its layout is not known (it was cut or cast before), or uneven, or when
+    another axis splits the same dim below this one (the minor axis must be gathered first).
     """
+    layouts = tree.layouts(shards) if layouts is None else layouts
+    if not tree.leaves(layouts):
+        return shards
+    if axis is None:
+        axes = Axes(tree.leaves(layouts)[0].mesh)
+        axis = axes[axes.data]
     axis.require(layouts, "gather_tree")
     paths, layouts, spec = tree.flatten(layouts)
     leaves: list[Any] = spec.flatten_up_to(shards)

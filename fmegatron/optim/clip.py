@@ -28,19 +28,20 @@ def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = No
     """The Euclidean norm of all gradients as one vector: a 0-d tensor, the same on every rank, float32 or wider.
 
     The squares of a leaf are summed over the axes that split it and over no other; so a replicated leaf counts once.
-    `layouts` is the twin tree of the gradients' layouts; without it every leaf is a full array (one process).
+    `layouts` is the twin tree of the gradients' layouts; without it those that the leaves know (as `reduce_gradients`
+    gives them), and a leaf that knows none is a full array (one process). axes: of their mesh; None: Axes(mesh).
     ValueError names a leaf that is still a partial sum over an axis: its norm would be wrong.
 
         norm[] = √ Σ over sets A of axes:  psum over A of Σ over leaves split by A, in their dtype's working precision,
         of g·g
     """
     paths, leaves, _ = tree.flatten(grads)
-    if layouts is None or not leaves:
+    twins, axes = _twins(grads, layouts, axes)
+    if not any(twins):
         return tree.squared_norm(leaves).sqrt()
-    twins = tree.leaves(tree.map(lambda grad, layout: layout, grads, layouts))
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for path, leaf, layout in zip(paths, leaves, twins, strict=True):
-        groups.setdefault(_split_axes(path, layout, axes), []).append(leaf)
+        groups.setdefault(() if layout is None else _split_axes(path, layout, axes), []).append(leaf)
     squares = [_summed(tree.squared_norm(group), split, axes) for split, group in groups.items()]
     return functools.reduce(torch.add, squares).sqrt()
 
@@ -59,9 +60,7 @@ def group_norms(
     """
     group_of = group_of or (lambda path: path.partition("/")[0])
     paths, leaves, _ = tree.flatten(grads)
-    twins = [None] * len(leaves)
-    if layouts is not None:
-        twins = tree.leaves(tree.map(lambda grad, layout: layout, grads, layouts))
+    twins, axes = _twins(grads, layouts, axes)
     names = list(dict.fromkeys(map(group_of, paths)))
     squares: dict[tuple[str, ...], dict[str, list[torch.Tensor]]] = {}
     for path, leaf, layout in zip(paths, leaves, twins, strict=True):
@@ -98,6 +97,15 @@ def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
 def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes | None = None) -> Transform:
     """`clip` by `global_norm` as a transform, for the front of a chain."""
     return stateless(lambda updates, params, count: clip(updates, global_norm(updates, layouts, axes), max_norm))
+
+
+def _twins(grads: Tree, layouts: Tree | None, axes: Axes | None) -> tuple[list[Layout | None], Axes | None]:
+    """(the layout of each leaf, None of a full array; the axes of their mesh)."""
+    if layouts is not None:
+        return tree.leaves(tree.map(lambda grad, layout: layout, grads, layouts)), axes
+    known = [tree.layout_of(grad) for grad in tree.leaves(grads)]
+    meshes = [layout.mesh for layout in known if layout is not None]
+    return known, axes or (Axes(meshes[0]) if meshes else None)
 
 
 def _summed(x: torch.Tensor, split: tuple[str, ...], axes: Axes | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.optim.loss_scale import scalar
+from fmegatron.tree.labels import alike
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def set_rate(state: tree.Tree, learning_rate: float) -> tree.Tree:
         if not _is_rate(leaf):
             return leaf
         found.append(leaf)
-        return {"settable": torch.full_like(leaf["settable"], value)}
+        return {"settable": alike(torch.full_like(leaf["settable"], value), leaf["settable"])}
 
     changed = tree.map(one, state, is_leaf=_is_rate)
     if not found:

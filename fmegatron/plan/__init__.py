@@ -4,11 +4,10 @@ from fmegatron.plan.exact import Exact, deep, exact, in_mib
 from fmegatron.plan.quick import Quick, quick, quick_of
 from fmegatron.plan.rates import measured_rates, measured_write
 from fmegatron.plan.search import Found, Search, meshes_of, search
-from fmegatron.plan.setting import Described, Setting, setting_of
+from fmegatron.plan.setting import Setting, setting_of
 from fmegatron.plan.wrapper import Held
 
 __all__ = [
-    "Described",
     "Exact",
     "Found",
     "Held",

@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from fmegatron import loop
 from fmegatron.layout import Mesh
 from fmegatron.plan import (
-    Described,
     Exact,
     Quick,
     deep,
@@ -29,7 +28,8 @@ from fmegatron.plan import (
     quick,
     search,
 )
-from fmegatron.step import Overlap, Rates
+from fmegatron.step import Description, Overlap, Rates
+from fmegatron.step.description import require_description
 
 _WRITES = 1e9  # bytes/s of a rank that saves, where nothing is measured
 _DEEP = 16  # layers from which on a plan is continued from shallower models
@@ -61,10 +61,10 @@ def _config(experiment: ModuleType, options: argparse.Namespace, flags: list[str
 
 def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
     config = _config(experiment, options, flags, options.mesh)
-    described: Described = experiment.describe(config)
+    described = require_description(experiment.describe(config), options.experiment)
     overlap = _overlap(options)
     try:
-        by_formula = quick(*described, config.mesh, overlap=overlap)
+        by_formula = quick(described, overlap=overlap)
     except ValueError as error:
         by_formula = None
         print(f"quick: {error}", file=out)
@@ -103,7 +103,7 @@ def _verdict(peak: int, unknown: Sequence[str], limit: int, out: TextIO) -> int:
 def _counted(
     experiment: ModuleType,
     config: Any,
-    described: Described,
+    described: Description,
     overlap: Overlap | None,
     options: argparse.Namespace,
     out: TextIO,
@@ -111,14 +111,14 @@ def _counted(
     layers = getattr(config, "layers", None)
     if isinstance(layers, int) and layers >= _DEEP and not options.all_layers:
 
-        def build(depth: int) -> Described:
+        def build(depth: int) -> Description:
             return experiment.describe(dataclasses.replace(config, layers=depth))
 
         try:
             return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
         except ValueError as error:
             print(f"exact: all layers are counted, one by one: {error}", file=out)
-    return exact(*described, config.mesh, rank=options.rank, overlap=overlap)
+    return exact(described.function, described.state, described.batch, config.mesh, rank=options.rank, overlap=overlap)
 
 
 def _print_seconds(plan: Quick, rates: Rates, measured: bool, out: TextIO) -> None:
@@ -141,8 +141,8 @@ def _searched(experiment: ModuleType, options: argparse.Namespace, flags: list[s
         raise ValueError("--search: got no --memory, wanted the GiB of a device, such as --memory 80")
     base = _config(experiment, options, flags, "dp=1")
 
-    def describe(mesh: Mesh) -> Described:
-        return experiment.describe(dataclasses.replace(base, mesh=mesh))
+    def describe(mesh: Mesh) -> Description:
+        return require_description(experiment.describe(dataclasses.replace(base, mesh=mesh)), options.experiment)
 
     meshes = meshes_of(options.search, options.axes.split(","))
     found = search(describe, meshes, round(options.memory * 2**30), rates=rates, overlap=_overlap(options))

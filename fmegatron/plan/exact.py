@@ -20,10 +20,9 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
-from fmegatron.plan.setting import Described
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, counted
-from fmegatron.step import Overlap, Rates, Timeline
+from fmegatron.step import Description, Overlap, Rates, Timeline
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Program, Target
@@ -135,8 +134,12 @@ def exact(
         return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, options)[0]
 
 
+def _parts(described: Description) -> tuple[Callable, Any, Any]:
+    return described.function, described.state, described.batch
+
+
 def deep(
-    build: Callable[[int], Described],
+    build: Callable[[int], Description],
     depth: int,
     mesh: Mesh,
     *,
@@ -153,8 +156,8 @@ def deep(
     is added for the layers that are missing. In forward and backward that is what one call of a layer adds to what is
     alive; all must add the same, and the calls of the deeper graph be those of the shallower one with others put in.
     Before the first and behind the last layer (the update) it is what two depths say. Layers themselves are counted
-    once. The bytes of the state are known at every depth, and must grow evenly up to `depth`. build(n) gives (step,
-    state_specs, batch_layouts) of n layers. few: None: 4 and 10, where these do not do 8 and 14. Other arguments are
+    once. The bytes of the state are known at every depth, and must grow evenly up to `depth`. build(n) gives the
+    `step.Description` of n layers. few: None: 4 and 10, where these do not do 8 and 14. Other arguments are
     those of `exact`. A depth that is no more than 3/2 of the larger of `few` is counted itself.
 
     Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
@@ -177,9 +180,11 @@ def deep(
     how = (overlap, donate, patches, options)
     began = time.process_time()
     if depth <= few[-1] * 3 // 2:
-        return exact(*build(depth), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches, options=options)
+        return exact(
+            *_parts(build(depth)), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches, options=options
+        )
     layers, missing = few[1] - few[0], depth - few[1]
-    states = [_bytes(build(n)[1], rank) for n in (*few, depth)]
+    states = [_bytes(build(n).state, rank) for n in (*few, depth)]
     line = states[1] + missing * (states[1] - states[0]) / layers
     if abs(states[2] - line) > 0.002 * line:
         raise _UnevenError(
@@ -190,7 +195,7 @@ def deep(
     counts, last = [], None
     for n in few:
         with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
-            last, found = _exact(world, known, *build(n), *how)
+            last, found = _exact(world, known, *_parts(build(n)), *how)
             counts.append(found)
     shallow, deeper = counts
     grows = {name: (value - shallow.phases.get(name, 0)) / layers for name, value in deeper.phases.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ from fmegatron.plan.exact import in_mib
 from fmegatron.plan.saved import block_bytes
 from fmegatron.plan.setting import Setting, setting_of
 from fmegatron.plan.traffic import sent_by_axes
-from fmegatron.step import Overlap, Rates, placements
+from fmegatron.step import Description, Overlap, Rates, placements
 
 __all__ = ["Quick", "quick", "quick_of"]
 
 _NO_DECODER = (
-    "activations and logits, since the loss is not model.loss bound by functools.partial: write it as "
-    "functools.partial(model.loss, decoder=...)"
+    "activations and logits, since describe(config) states no decoder: give it to the step.Description, as decoder=, "
+    "where the step is that of model.loss"
 )
 _INLINED = 4  # reads of a value that Inductor computes where it is used (its realize_reads_threshold)
 
@@ -108,22 +108,17 @@ class Quick:
         return "\n".join(lines + [f"  not counted: {what}" for what in self.unknown])
 
 
-def quick(
-    step: Callable, state_specs: tree.Tree, batch_layouts: tree.Tree, mesh: Mesh, *, overlap: Overlap | None = None
-) -> Quick:
-    """`Quick` of a step of `build_train_step`, from what `describe(config)` gives; nothing is traced.
+def quick(described: Description, *, overlap: Overlap | None = None) -> Quick:
+    """`Quick` of a step, from what `describe(config)` gives; nothing is traced.
 
     Args:
-        step: train_step(state, batch), whose loss is `model.loss` bound by functools.partial; of another loss the state
-            and the traffic of the weights are planned, and `unknown` says so.
-        state_specs: as `exact` takes them.
-        batch_layouts: as `exact` takes them.
-        mesh: any size.
+        described: of a step of a decoder (`Description.decoder`); of another the state and the traffic of the weights
+            are planned, and `unknown` says so. Its mesh has any size.
         overlap: as `jit` is given it.
 
-    Raises ValueError for a step that declares no strategy.
+    Raises ValueError for a state that is no State(step, params, opt).
     """
-    return quick_of(setting_of(step, state_specs, batch_layouts, mesh, overlap))
+    return quick_of(setting_of(described, overlap))
 
 
 def quick_of(setting: Setting, rank: int = 0) -> Quick:
@@ -150,7 +145,7 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
         _elementwise(setting),
         whole,
         setting.tokens,
-        (*unknown, *more),
+        (*unknown, *more, *_without_products(setting)),
         time.process_time() - began,
         more,
     )
@@ -208,7 +203,7 @@ def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[
     for (name, parts), count in _kinds(decoder).items():
         weights = _layer_numbers(setting.params[name], setting) * number
         one = block_bytes(parts, decoder, setting.rows, setting.length, tp, setting.save, weights)
-        unknown |= dict.fromkeys(f"what {part!r} keeps" for part in one.unknown)
+        unknown |= dict.fromkeys(one.unknown)
         kept += count * (one.saved + one.result)
         works, least, layer = max(works, one.backward), max(least, one.saved + one.result), max(layer, weights)
     x, V = T * decoder.dim * number, decoder.padded_vocab // tp
@@ -239,9 +234,6 @@ def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[
 def _without_formula(decoder: model.Decoder) -> Iterator[str]:
     """What options of a decoder keep beside the widths of its blocks."""
     parts = [part for block in decoder.blocks for part in block]
-    attentions = [part.mixer for part in parts if isinstance(part.mixer, model.Attention)]
-    if any(of.softcap is not None or of.sinks or of.dropout for of in attentions):
-        yield "the scores of attention with softcap, sinks or dropout, which are in memory"
     if decoder.embed_dropout or any(part.dropout for part in parts):
         yield "what dropout keeps"
     if decoder.mtp is not None:
@@ -280,6 +272,13 @@ def _flops(setting: Setting) -> tuple[float, float]:
     mine = tokens * per_token["total"] / shared
     again = (per_token["matmul"] + per_token["attention"]) / 3 * tokens / shared
     return mine + (again if setting.save == "inputs" else 0.0), mine
+
+
+def _without_products(setting: Setting) -> tuple[str, ...]:
+    """What `_flops` does not count."""
+    parts = () if setting.decoder is None else dict.fromkeys(p for block in setting.decoder.blocks for p in block)
+    unknown = [part.name for part in parts if part.mixer.products(setting.length, True) is None]
+    return tuple(f"the work of {name!r} besides products with its arrays" for name in dict.fromkeys(unknown))
 
 
 def _elementwise(setting: Setting) -> int:

@@ -21,7 +21,7 @@ class BlockBytes:
     """Bytes of one block on a rank.
 
     saved: kept from forward to backward, its input and weights apart. forward, backward: the most that a call takes
-    above its arguments, results included. result: of the forward, T x D. unknown: parts without a formula.
+    above its arguments, results included. result: of the forward, T x D. unknown: what no formula counts, in words.
     """
 
     saved: int
@@ -29,23 +29,6 @@ class BlockBytes:
     backward: int
     result: int
     unknown: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Widths:
-    """Numbers per token of one part.
-
-    mincut: kept under "mincut". all: kept where everything is that the backward reads. forward: alive at work beside
-    what is kept. backward: gradients of values, that are alive until the gradients of weights are made of them. remade:
-    what "mincut" makes again. first: gradients of values where the backward of the part begins.
-    """
-
-    mincut: float
-    all: float
-    forward: float
-    backward: float
-    remade: float
-    first: float
 
 
 def block_bytes(
@@ -65,9 +48,10 @@ def block_bytes(
     tokens, number = rows * length, decoder.compute_dtype.itemsize
     wide = decoder.sequence_parallel and tp > 1
     D = decoder.dim / (tp if wide else 1)
-    found = [_widths(part.mixer, D, tp, number) for part in parts]
-    unknown = tuple(part.name for part, widths in zip(parts, found, strict=True) if widths is None)
+    found = [part.mixer.widths(D, tp, number) for part in parts]
+    unknown = tuple(f"what {part.name!r} keeps" for part, widths in zip(parts, found, strict=True) if widths is None)
     known = [widths for widths in found if widths is not None]
+    unknown += tuple(what for widths in known for what in widths.uncounted)
     mincut, every = sum(w.mincut for w in known), sum(w.all for w in known)
     if save == "inputs":
         saved = 0.0
@@ -85,25 +69,8 @@ def block_bytes(
     per_token, result = tokens * number, round(tokens * D * number)
     # In which order Inductor makes the gradients of weights was read off its schedules: part by part, or, where fewer
     # heads have keys than queries, all of them at the end, and what they are made of waits for them.
-    if all(getattr(part.mixer, "heads", 0) == getattr(part.mixer, "kv_heads", 0) for part in parts):
+    if not any(widths.late for widths in known):
         backward = max(round(max(works, default=0.0) * per_token) + grads, round(first * per_token))
     else:
         backward = max(round(max(sum(works), first) * per_token), result + grads)
     return BlockBytes(round(saved * per_token), round(forward * per_token), backward, result, unknown)
-
-
-def _widths(mixer: Any, D: float, tp: int, number: int) -> _Widths | None:
-    """Of one mixer and the norm before it; None for one without a formula."""
-    stat = 4 / number  # one fp32 number of a norm
-    if isinstance(mixer, model.Attention):
-        q = mixer.heads * mixer.head_dim / tp
-        k = max(1, mixer.kv_heads / tp) * mixer.head_dim
-        lse = mixer.heads / tp * 4 / number
-        turned = q + k if mixer.rope is not None else 0.0
-        mincut = (q + 2 * k) + turned + q + lse + D + stat
-        return _Widths(mincut, mincut + 2 * D, q + 2 * k + D, 2 * (q + 2 * k) + k + 2 * D, D, 0.0)
-    if isinstance(mixer, model.MLP):
-        F, gate = mixer.ffn_dim / tp, 2 if mixer.gated else 1
-        mincut = gate * F + stat
-        return _Widths(mincut, mincut + 2 * D + gate * F, F + D, gate * F + D, F, (gate + 1) * F)
-    return None

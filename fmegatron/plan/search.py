@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fmegatron.layout import Mesh
 from fmegatron.plan.exact import in_mib
 from fmegatron.plan.quick import Quick, quick
-from fmegatron.plan.setting import Described
-from fmegatron.step import Overlap, Rates
+from fmegatron.step import Description, Overlap, Rates
 
 __all__ = ["Found", "Search", "meshes_of", "search"]
 
@@ -89,7 +88,7 @@ def meshes_of(devices: int, axes: Iterable[str] = ("dp", "fsdp", "tp")) -> Itera
 
 
 def search(
-    describe: Callable[[Mesh], Described],
+    describe: Callable[[Mesh], Description],
     meshes: Iterable[Mesh],
     memory: int,
     *,
@@ -100,7 +99,7 @@ def search(
     """Plan a step on each mesh by formulas and order those that fit by the seconds of a step.
 
     Args:
-        describe: mesh -> (train_step, state_specs, batch_layouts), or ValueError where the mesh cannot be meant.
+        describe: mesh -> the `step.Description`, or ValueError where the mesh cannot be meant.
         meshes: to be tried (`meshes_of`).
         memory: bytes of a device.
         rates: of a device; None: the assumptions of `Rates()`.
@@ -113,7 +112,7 @@ def search(
     failed: list[tuple[Mesh, str]] = []
     for mesh in meshes:
         try:
-            plan = quick(*describe(mesh), mesh, overlap=overlap)
+            plan = quick(describe(mesh), overlap=overlap)
         except ValueError as error:
             failed.append((mesh, str(error).splitlines()[0]))
             continue

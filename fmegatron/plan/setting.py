@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from fmegatron import model, tree
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import Overlap, State
-from fmegatron.step.check import Declared
+from fmegatron.step import Description, Overlap, State
+from fmegatron.tree.spec import strategy_of
 
-__all__ = ["Described", "Setting", "setting_of"]
-
-Described: TypeAlias = tuple[
-    Callable, Any, Any
-]  # what `describe(config)` gives: step, specs of its state, layouts of its batch
+__all__ = ["Setting", "setting_of"]
 
 
 @dataclass(frozen=True)
 class Setting:
     """A step on a mesh, as values.
 
-    state: layouts of its state. strategy, microbatches: as it declares them. rows, length: local rows of a microbatch,
-    and positions of a sequence, on one rank. tokens: of the whole batch. decoder: None where the loss is not
-    `model.loss` bound by functools.partial: then activations and FLOPs are not known by formula, which is said.
+    state: layouts of its state. strategy: of its specs. rows, length: local rows of a microbatch, and positions of a
+    sequence, on one rank. tokens: of the whole batch. decoder: None: activations and FLOPs are not known by formula,
+    which is said.
     save, offload, freed: as `model.loss` was given them.
     """
 
@@ -49,61 +43,40 @@ class Setting:
         return self.state.params
 
 
-def setting_of(
-    step: Callable, state_specs: tree.Tree, batch_layouts: tree.Tree, mesh: Mesh, overlap: Overlap | None = None
-) -> Setting:
-    """The setting of a step of `build_train_step`.
+def setting_of(described: Description, overlap: Overlap | None = None) -> Setting:
+    """The setting of a step.
 
     Args:
-        step: train_step(state, batch).
-        state_specs: State of Layouts or ArraySpecs.
-        batch_layouts: of the batch; its largest leaf has the tokens, [B, S].
-        mesh: of all of them.
+        described: what `describe(config)` gives: a state `State(step, params, opt)`, whose specs know the strategy, and
+            a batch whose largest leaf has the tokens, [B, S]. The mesh is theirs.
         overlap: as `jit` is given it.
 
-    Raises ValueError for a step that declares no strategy.
+    Raises ValueError for a state that is none, and specs of two strategies.
     """
-    declared = getattr(step, "declared", None)
-    if not isinstance(declared, Declared) or not isinstance(declared.batch, DataParallel):
+    if not isinstance(described.state, State):
         raise ValueError(
-            "plan.quick: got a step that declares no strategy, wanted one of step.build_train_step, from which "
-            "formulas know what is sharded; plan.exact counts any step"
+            f"plan.quick: got {tree.in_words(described.state)} as the state's specs, wanted a State(step, params, "
+            "opt), of which formulas know what is sharded (step.state_specs); plan.exact counts any step"
         )
-    state = State(*(tree.map(_layout, part) for part in state_specs))
-    leaves = [_layout(leaf) for leaf in tree.leaves(batch_layouts)]
+    state = State(*(tree.map(_layout, part) for part in described.state))
+    leaves = [_layout(leaf) for leaf in tree.leaves(described.batch)]
     largest = max(leaves, key=lambda layout: math.prod(layout.shape))
     local = largest.local_shape(0)
-    of_batch = {
-        "mesh": mesh,
-        "state": state,
-        "strategy": declared.batch,
-        "microbatches": declared.microbatches,
-        "rows": local[0] // declared.microbatches,
-        "length": math.prod(local[1:]),
-        "tokens": math.prod(largest.shape),
-        "overlap": overlap,
-    }
-    bound = _bound(declared.loss)
-    if bound is None:
-        return Setting(**of_batch)
-    given = {name: bound[name] for name in ("decoder", "save", "offload") if name in bound}
-    return Setting(**of_batch, **given, freed=bound.get("reshard_after_forward"))
+    return Setting(
+        mesh=largest.mesh,
+        state=state,
+        strategy=strategy_of(described.state) or DataParallel(),
+        microbatches=described.microbatches,
+        rows=local[0] // described.microbatches,
+        length=math.prod(local[1:]),
+        tokens=math.prod(largest.shape),
+        decoder=described.decoder,
+        save=described.save,
+        offload=described.offload,
+        freed=described.reshard_after_forward,
+        overlap=overlap,
+    )
 
 
 def _layout(leaf: Any) -> Layout:
     return leaf if isinstance(leaf, Layout) else leaf.layout
-
-
-def _bound(loss: Callable | None) -> dict[str, Any] | None:
-    """What `model.loss` was bound with where it is the step's loss function, else None."""
-    found: Any = loss
-    bound: dict[str, Any] = {}
-    while found is not None:
-        if found is model.loss:
-            return bound if "decoder" in bound else None
-        if isinstance(found, functools.partial):
-            bound = {**found.keywords, **bound}
-            found = found.func
-        else:
-            found = getattr(found, "__wrapped__", None)
-    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fmegatron import model, tree
+from fmegatron import tree
 from fmegatron.layout import SEQUENCE_AXES
 from fmegatron.plan.setting import Setting
 from fmegatron.step import least_transfers
@@ -76,8 +76,8 @@ def _over_tp(setting: Setting, sent: dict[str, int], calls: dict[str, int]) -> t
         if mesh["tp"] > 1:
             unknown.append("what activations send over tp: the loss is not model.loss")
         return tuple(unknown)
-    if any(isinstance(part.mixer, model.MoE) for parts in decoder.blocks for part in parts):
-        unknown.append("what experts send over the axes that hold them")
+    mixers = dict.fromkeys(part.mixer for parts in dict.fromkeys(decoder.blocks) for part in parts)
+    unknown += dict.fromkeys(what for mixer in mixers for what in mixer.sends(mesh))
     n = mesh["tp"]
     if n == 1:
         return tuple(unknown)

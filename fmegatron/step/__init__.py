@@ -1,9 +1,10 @@
 """One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
 
 from fmegatron.step.accumulate import accumulate
-from fmegatron.step.check import Declared, Finding, Report, Unproven, check
+from fmegatron.step.check import Finding, Report, Unproven, check
 from fmegatron.step.clock import matmul_seconds, seconds_of
 from fmegatron.step.costs import StateBytes, Traffic, WeightTransfer, least_traffic, least_transfers, state_bytes
+from fmegatron.step.description import Description
 from fmegatron.step.donation import Donated
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
@@ -18,7 +19,7 @@ from fmegatron.step.traffic import Transfer, bytes_sent, collectives_of
 from fmegatron.step.train_step import build_train_step, value_and_grad
 
 __all__ = [
-    "Declared",
+    "Description",
     "Donated",
     "Event",
     "Finding",

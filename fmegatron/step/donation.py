@@ -19,7 +19,7 @@ from fmegatron.step.torch_private import storage_number, storage_uses, tensor_us
 
 __all__ = ["Donated", "Donation", "Leaf", "require_own_memory"]
 
-_KEEP = "to keep old values, copy them before the call: tree.map(torch.clone, state)"
+_KEEP = "to keep old values, copy them before the call: tree.copies(state)"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import optree
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import World
-from fmegatron.step.check import Declared, check_call, declared_by
+from fmegatron.collectives import World, collective_of
+from fmegatron.layout.layout import Label
+from fmegatron.step.check import check_call
 from fmegatron.step.compile import usable_backend
 from fmegatron.step.donation import Donation, Leaf, require_own_memory
-from fmegatron.step.opaque import Entry
+from fmegatron.step.opaque import Entry, inline_layers
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.progress import progress
@@ -26,6 +27,7 @@ from fmegatron.step.signature import differences, require_constants, signature_o
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing
 from fmegatron.step.trace import Traced, described, trace
 from fmegatron.step.write_back import donated_leaves
+from fmegatron.tree.labels import labelled
 
 __all__ = ["Compiled", "Jitted", "jit"]
 
@@ -42,6 +44,7 @@ class Compiled:
     def __init__(self, fn, args, donate, target: Target, check=None, options: Mapping[str, Any] = _NONE):
         self.traced: Traced = trace(fn, args)
         self.report = check(self.traced) if check is not None and target.world is not None else None
+        checked = check is not None or target.world is None or target.world.size == 1
         self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
         self.program = Program(traced.graph_module, traced.fakes, traced.fake_mode, target, self.donated)
         self.stages, self.options = self.program.stages, options
@@ -49,6 +52,10 @@ class Compiled:
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run: Callable[..., Any] | None = None
         self.donation: Donation | None = None
+        labels = _known_of_outputs(traced, self.donated, checked)
+        for i, layout in () if self.report is None else self.report.found:
+            labels[i] = labels[i] or layout.label
+        self.labels = [(i, label) for i, label in enumerate(labels) if label is not None]
         if self.donated:
             self.donation = self._donation(_name(fn))
 
@@ -80,6 +87,8 @@ class Compiled:
             results[i] = out
         for i, x in zip(self.donated, donated, strict=True):
             results[i] = x
+        for i, label in self.labels:
+            results[i]._layout = label
         return self.traced.result(results)
 
 
@@ -87,9 +96,9 @@ class Jitted:
     """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
 
     def __init__(self, fn, donate, target: Target, options, check, allow):
-        self.declared = declared_by(fn) if check is None else check or None
         self.allow, self.fn, self.donate, self.target, self.options = allow, fn, donate, target, options
-        self.world, self.cache = target.world, {}
+        self.world, self.cache, self.checks = target.world, {}, check
+        self._several = self.world is not None and self.world.size > 1
         self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
@@ -108,9 +117,9 @@ class Jitted:
                 "is how donate and layouts name them"
             )
         leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
-        signature = signature_of(leaves)
         if is_tracing():
-            return self._call_inside(args, leaves, (spec, tuple(signature)))
+            return self._call_inside(args, leaves, (spec, tuple(signature_of(leaves, labels=True))))
+        signature = signature_of(leaves, self._several)
         # Compared with the last one before it is hashed, because this runs at every step for every leaf.
         last = self._last
         if last is None or signature != last[0] or spec != last[1]:
@@ -135,7 +144,8 @@ class Jitted:
         hint = "" if target.in_order else ' (backend="eager" starts without compiling)'
         with progress(self.name, hint, None if self.world is None or self.world.rank == 0 else False) as tell:
             tell("tracing")
-            compiled = Compiled(self.fn, args, self.donate, target, self._check, self.options)
+            check = self._check if self.checks else None
+            compiled = Compiled(self.fn, args, self.donate, target, check, self.options)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             require_own_memory(tensors, compiled.traced.in_paths, list(compiled.donated.values()))
             compile_ = functools.partial(compiled.compile, tell)
@@ -146,9 +156,23 @@ class Jitted:
         return compiled
 
     def _check(self, traced):
-        if self.declared and self.world is not None:
-            tree.require_mesh(self.declared.state, self.world.mesh, f"jit: the state of {self.name}", "the world")
-            return check_call(traced, self.declared, self.name, self.allow, speak=self.world.rank == 0)
+        """The report of the check of a traced call; None where there is nothing to check it by, which is said."""
+        assert self.world is not None, "`Compiled` asks with a world"
+        labels = zip(traced.in_paths, traced.in_labels, strict=True)
+        missing = [path for path, label in labels if label is None]
+        if not missing:
+            return check_call(traced, self.world.mesh, self.donate, self.name, self.allow, self.world.rank == 0)
+        if not self._several:
+            return None
+        others = f" and of {len(missing) - 1} more" if len(missing) > 1 else ""
+        text = (
+            f"jit of {described(self.fn)}: got arrays whose layouts are not known: {missing[0]!r}{others}, "
+            "wanted all of them placed, as collectives are checked by it: tree.place(arrays, layouts), or check=False"
+        )
+        if self.donate:  # it updates a state: replicas that drift apart are never seen
+            raise ValueError(text)
+        if self.world.rank == 0 and (len(missing) < len(traced.in_paths) or _communicates(traced)):
+            warnings.warn(f"{text}; this one is not checked", stacklevel=6)
         return None
 
     def _call_inside(self, args, leaves, key):
@@ -175,7 +199,11 @@ class Jitted:
             entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
             self._inside[key] = (traced, entry)
         traced, entry = self._inside[key]
-        return traced.result(entry.op([x for x in leaves if isinstance(x, torch.Tensor)]))
+        outs = entry.op([x for x in leaves if isinstance(x, torch.Tensor)])
+        for x, label in zip(outs, traced.out_labels, strict=True):
+            if label is not None:
+                labelled(x, label.layout)
+        return traced.result(outs)
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
         """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
@@ -195,7 +223,7 @@ _OF_OTHERS = MappingProxyType(
         **{"donate_argnums": "give donate=0, the positions", "donate_argnames": "give donate=0, the positions"},
         **{"static_argnums": _STATIC, "static_argnames": _STATIC, "fullgraph": _WHOLE, "dynamic": _WHOLE},
         "mode": 'give backend="inductor", "aot_eager" or "eager", and Inductor\'s settings as options',
-        "in_shardings": "leave it out: a function sees local tensors; testing.simulate takes layouts",
+        "in_shardings": "leave it out: arrays know their layouts; state them once with tree.place(arrays, layouts)",
         "out_shardings": "leave it out: a function returns local tensors",
     }
 )
@@ -208,7 +236,7 @@ def jit(
     backend: str = "inductor",
     patches: dict | None = None,
     options: dict | None = None,
-    check: Declared | bool | None = None,
+    check: bool = True,
     allow: Mapping[str, str] | None = None,
     overlap: Overlap | None = None,
     **others: object,
@@ -225,18 +253,19 @@ def jit(
         donate: position (or positions) of arguments whose memory the result may take. Each must come back in the
             result, in the same place of the result when the result is a tuple (argument 0 as result 0), with the same
             structure, shapes and dtypes. The given tree is dead after the call: reading one of its leaves, or passing
-            it again, is a ValueError (keep a copy, tree.map(torch.clone, state), of what you need later; memory that a
+            it again, is a ValueError (keep a copy, tree.copies(state), of what you need later; memory that a
             leaf shares with a view of yours or an array of numpy is left to you). Without donate no argument changes.
         world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
         backend: "inductor", "compile", "aot_eager" or "eager", see `step.compile.compile_graph`.
         patches: Inductor's settings for all graphs. With {"_micro_pipeline_tp": True} gathers and reduce-scatters have
             the form in which Inductor joins them to the products beside them (on CUDA, in symmetric memory).
         options: Inductor's settings for the outer graph alone.
-        check: with a world, the collectives of a step are checked before anything is compiled (`step.check`), and a
-            finding is a ValueError that lists all of them with their lines. Outputs that the check cannot prove refuse
-            nothing: rank 0 warns, once, which they are, because of which line, and how to go on. None: what the step
-            declares of itself (those of `build_train_step` do); Declared(state_layouts, batch_layouts): for a step of
-            your own; False: no check.
+        check: with a world, the collectives are checked before anything is compiled (`step.check`), by the layouts of
+            the arrays that the function is called with (`tree.place`), and a finding is a ValueError that lists all of
+            them with their lines. The result of a donated argument must have its layouts, and has them in the next
+            call. Outputs that the check cannot prove refuse nothing: rank 0 warns, once, which they are, because of
+            which line, and how to go on. On several ranks, arguments whose layouts are not known are refused where the
+            function donates; where it communicates, rank 0 warns that it is not checked. False: no check.
         allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
         overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
         others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
@@ -259,7 +288,35 @@ def jit(
     if any(isinstance(at, bool) or not isinstance(at, int) for at in positions):
         raise ValueError(f"jit: got donate={donate!r}, wanted the position of an argument, such as 0, or several")
     target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap)
+    if not isinstance(check, bool):
+        raise ValueError(
+            f"jit: check: got {tree.in_words(check)}, wanted True or False; layouts are those of the arrays: "
+            "tree.place(state, layouts)"
+        )
     return Jitted(fn, positions, target, dict(options or {}), check, dict(allow or {}))
+
+
+def _known_of_outputs(traced: Traced, donated: Mapping[int, int], checked: bool) -> list[Label | None]:
+    """The layouts of the outputs of a compiled call, where they are known: new values of donated arrays have theirs,
+    others what the function states, where that was checked or there is one rank; and on one rank what has the shape of
+    the array in whose place it stands has its layout, as there is no other."""
+    labels = [label if checked and label and not label.layout.unreduced else None for label in traced.out_labels]
+    inputs = dict(zip(traced.in_paths, zip(traced.in_labels, traced.fakes, strict=True), strict=True))
+    several = traced.out_tree.type is tuple
+    for i, (path, node) in enumerate(zip(traced.out_paths, traced.outputs, strict=True)):
+        label, fake = inputs.get(path if several else f"0/{path}" if path else "0", (None, None))
+        alike = fake is not None and (fake.shape, fake.dtype) == (node.meta["val"].shape, node.meta["val"].dtype)
+        if label is not None and alike and label.layout.mesh.size == 1:
+            labels[i] = labels[i] or label
+    for out, given in donated.items():
+        labels[out] = traced.in_labels[given]
+    return labels
+
+
+def _communicates(traced: Traced) -> bool:
+    """Whether a traced function sends anything."""
+    nodes = inline_layers(traced.graph_module.graph).nodes
+    return any((found := collective_of(node.target)) is not None and found.sent is not None for node in nodes)
 
 
 def _name(fn: Callable) -> str:

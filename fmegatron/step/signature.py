@@ -24,8 +24,18 @@ _OURS = ("torch", "fmegatron", "optree")  # classes of which no object changes w
 _SHOWN = 3
 
 
-def signature_of(leaves: list) -> list[tuple]:
-    """One key per leaf; calls with equal lists (and tree structures) run the same graph."""
+def signature_of(leaves: list, labels: bool = False) -> list[tuple]:
+    """One key per leaf; calls with equal lists (and tree structures) run the same graph.
+
+    labels: whether the layouts of arrays count too (`tree.place`): on several ranks a graph is checked by them.
+    """
+    if labels:
+        return [
+            (x.shape, x.stride(), x.dtype, x.device, getattr(x, "_layout", None))
+            if isinstance(x, torch.Tensor)
+            else _constant(x)
+            for x in leaves
+        ]
     return [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves]
 
 
@@ -98,7 +108,10 @@ def _paths(spec: Any) -> list[str]:
 
 def _change(path: str, old: tuple, new: tuple) -> str:
     was, becomes = _words(old), _words(new)
-    if was == becomes and _is_tensor(new):
+    if was == becomes and _is_tensor(new) and old[1] == new[1]:
+        was, becomes = ("without a known layout" if x is None else f"{x.layout}" for x in
+                        (old[4], new[4]))  # fmt: skip
+    elif was == becomes and _is_tensor(new):
         was, becomes = f"strides {tuple(old[1])}", f"{becomes} with strides {tuple(new[1])}"
     elif was == becomes:
         return f"{path!r}, {becomes}, holds other values than before"
@@ -118,7 +131,7 @@ def _is_number(key: tuple) -> bool:
 def _words(key: tuple) -> str:
     """A leaf as text."""
     if _is_tensor(key):
-        return meta_text(key)
+        return meta_text(key[:4])
     if isinstance(key[0], tuple):  # by value
         kind, *rest = key[0]
         return repr(float.fromhex(rest[0])) if issubclass(kind, float) and isinstance(rest[0], str) else kind.__name__

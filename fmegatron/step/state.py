@@ -10,6 +10,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
+from fmegatron.tree.spec import strategy_of
 
 __all__ = ["State", "averaged_params", "moved", "placements", "require_optimizer", "require_state", "state_specs"]
 
@@ -37,14 +38,22 @@ def state_specs(param_specs: tree.Tree, optimizer: optim.Optimizer, strategy: Da
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
     `param_specs` alone, on every mesh and under every strategy, and master copies equal them. With `given=params` it is
     the state at step 0 of parameters that are known already.
-    strategy: how the optimizer's state is sharded beyond the parameters; None: exactly as they are.
-    Raises ValueError for an optimizer that is none.
+    strategy: how the optimizer's state is sharded beyond the parameters; None: as the specs state (`tree.specs(...,
+    strategy=)`), and exactly as the parameters are where they state none. All specs of the state know it.
+    Raises ValueError for an optimizer that is none, and for another strategy than that of the specs.
     """
     require_optimizer(optimizer, "state_specs")
-    mesh = tree.leaves(param_specs)[0].mesh
-    step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0))
-    params = tree.named(param_specs)
-    return State(step, params, optimizer.init(_seen(params, strategy)))
+    mesh, stated = tree.leaves(param_specs)[0].mesh, strategy_of(param_specs)
+    if strategy is not None and stated is not None and stated != strategy:
+        raise ValueError(
+            f"state_specs: got the strategy {strategy} and specs of {stated}, wanted one; say it where the specs are "
+            "made, and nowhere else"
+        )
+    strategy = strategy or stated
+    step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0), strategy=strategy)
+    params = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), tree.named(param_specs))
+    opt = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), optimizer.init(_seen(params, strategy)))
+    return State(step, params, opt)
 
 
 def require_optimizer(optimizer: Any, who: str) -> None:

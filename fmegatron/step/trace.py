@@ -19,6 +19,7 @@ import torch
 
 from fmegatron import collectives, tree
 from fmegatron.layout import dtype_name
+from fmegatron.layout.layout import Label
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
 from fmegatron.step.purity import (
     generators_kept,
@@ -38,6 +39,7 @@ from fmegatron.step.torch_private import (
     outside_of_tracing,
     quiet_about_shapes,
 )
+from fmegatron.tree.labels import label_of, labelled
 
 __all__ = ["Traced", "described", "line_here", "make_fakes", "record", "trace", "tried"]
 
@@ -58,7 +60,9 @@ class Traced:
     of the tensor leaves of the result. fakes: fake tensors of the placeholders. in_paths, out_paths: names of the
     leaves ("0/params/head/w"). out_tree: optree structure of the result; out_static: per leaf of the result None for a
     tensor, else (value,) of a Python constant. aliased: per output, whether it shares storage with an input. called_at:
-    the line that called `trace`, which is that of ops for which no line inside of the step stands.
+    the line that called `trace`, which is that of ops for which no line inside of the step stands. in_labels,
+    out_labels: the layouts of the tensors of the arguments (`tree.place`), and what the function itself knew of
+    those that it returned; None: not known.
     """
 
     graph_module: torch.fx.GraphModule
@@ -70,6 +74,8 @@ class Traced:
     aliased: list[bool]
     fake_mode: Any = field(repr=False, default=None)
     called_at: str = ""
+    in_labels: list[Label | None] = field(default_factory=list)
+    out_labels: list[Label | None] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[torch.fx.Node]:
@@ -99,10 +105,14 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     paths, leaves, spec = tree.flatten(args)
     require_no_generator(paths, leaves, name)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    labels = [label_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     in_paths = [path for path, t in zip(paths, is_tensor, strict=True) if t]
     seen = {}
 
     def flat(*tensors):
+        for x, label in zip(tensors, labels, strict=True):
+            if label is not None:
+                labelled(x, label.layout)
         rest = iter(tensors)
         filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
         out = fn(*tree.unflatten(spec, filled))
@@ -111,6 +121,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
         seen["static"] = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
         seen["paths"] = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
         outs = [o for o in outs if isinstance(o, torch.Tensor)]
+        seen["labels"] = [label_of(o) for o in outs]
         inputs = {storage_of(t) for t in tensors}
         seen["aliased"] = [storage_of(o) in inputs for o in outs]
         return [o.detach() for o in outs]
@@ -120,7 +131,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     graph_module = record(flat, fakes, mode, name)
     require_pure(graph_module, in_paths)
     found = (in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"])
-    return Traced(graph_module, fakes, *found, mode, _line(_frames(sys._getframe(1))))
+    called_at = _line(_frames(sys._getframe(1)))
+    return Traced(graph_module, fakes, *found, mode, called_at, labels, seen["labels"])
 
 
 def make_fakes(tensors, mode) -> list:

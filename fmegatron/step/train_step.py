@@ -14,11 +14,12 @@ from fmegatron.collectives import Axes, Precision, Wire, positions
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.accumulate import accumulate, require_parts, weight_of
 from fmegatron.step.batch_rows import rows_in_order
-from fmegatron.step.check import Declared
-from fmegatron.step.reduce import reduce_gradients, widened
+from fmegatron.step.reduce import raw_gradient_layout, reduce_gradients, widened
 from fmegatron.step.state import State, moved, placements, require_optimizer, require_state, state_specs
 from fmegatron.step.torch_private import is_tracing, mark_backward
 from fmegatron.step.trace import described
+from fmegatron.tree.labels import labelled
+from fmegatron.tree.spec import strategy_of
 
 __all__ = ["build_train_step", "value_and_grad"]
 
@@ -29,6 +30,8 @@ def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax
     params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
     parameter that the loss does not use). loss: a 0-d tensor. aux: a tree, returned without its gradient history.
     A loss_fn that returns only the loss gives aux = {}. Keyword arguments go to loss_fn.
+    Gradients of parameters that know their layouts know theirs, as `reduce_gradients` takes them: pending sums over the
+    data axes that do not split the parameter, for a loss that is this rank's part of a sum over them.
     Raises ValueError, naming loss_fn's line, for a result that is none of these, and for a loss without a gradient.
     dtype: floating parameters that are narrower are cast to it before they are differentiated, so that their gradients
     have it: sums that were reduced in fp32 are not rounded to the 16 bits of a parameter. None: as the parameters are.
@@ -65,7 +68,10 @@ def _with_grad(loss_fn: Callable, dtype: torch.dtype | None, require: Callable) 
                     f"parameter {path!r}: got {leaf.dtype}, which has no gradient, wanted a floating dtype; pass it as "
                     "another argument, not among the parameters"
                 )
+        known = [tree.layout_of(leaf) for leaf in leaves]
         leaves = [(leaf if dtype is None else widened(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
+        known = [layout and layout.replace(dtype=leaf.dtype) for leaf, layout in zip(leaves, known, strict=True)]
+        leaves = list(map(_knowing, leaves, known))
         with torch.enable_grad():
             loss, aux = loss_and_aux(loss_fn, loss_fn(tree.unflatten(spec, leaves), *args, **named))
             require(aux)
@@ -74,9 +80,19 @@ def _with_grad(loss_fn: Callable, dtype: torch.dtype | None, require: Callable) 
                 mark_backward([loss.grad_fn])
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
-        return (loss.detach(), tree.map(_without_history, aux)), tree.unflatten(spec, [g.detach() for g in grads])
+        grads = [_knowing(g.detach(), layout and _raw(layout)) for g, layout in zip(grads, known, strict=True)]
+        return (loss.detach(), tree.map(_without_history, aux)), tree.unflatten(spec, grads)
 
     return with_grad
+
+
+def _knowing(x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    return x if layout is None else labelled(x, layout)
+
+
+def _raw(layout: Layout) -> Layout:
+    """The layout of a parameter's gradient, where the loss is this rank's part of a sum over the data axes."""
+    return raw_gradient_layout(layout, Axes(layout.mesh).data)
 
 
 _OF_JAX = MappingProxyType(
@@ -139,7 +155,7 @@ def build_train_step(
     loss_fn: Callable,
     optimizer: optim.Optimizer,
     layouts: tree.Tree,
-    axes: Axes,
+    axes: Axes | None = None,
     *,
     strategy: DataParallel | None = None,
     precision: Precision | None = None,
@@ -157,11 +173,11 @@ def build_train_step(
             data axes is the loss; metrics are 0-d tensors that are equal on all ranks, and gain "grad_norm" (before
             clipping).
         optimizer: a pair of pure functions (`optim`).
-        layouts: of the parameters at rest.
-        axes: of the mesh of the layouts, with the data axes of the strategy.
+        layouts: of the parameters at rest, or their specs, which know the strategy.
+        axes: of the mesh of the layouts, with the data axes of the strategy; None: these.
         strategy: how gradients and the optimizer's state are sharded beyond the parameters (`DataParallel`); the
             state's specs then are `state_specs(specs, optimizer, strategy)`, and its axes are those of `axes.data`.
-            None: exactly as the parameters are.
+            None: that of the specs; where they state none, exactly as the parameters are.
         precision: in which dtypes gradients are reduced and added up (the model's own policy states how weights are
             gathered); None: as the backward makes them, and microbatches in fp32.
         microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
@@ -185,10 +201,15 @@ def build_train_step(
 
     No gradient is computed for parameters that the optimizer does not train (`Optimizer.trains`). A loss scale in the
     optimizer's state (`optim.skip_nonfinite`) multiplies the loss and is taken out of the reduced gradients, in fp32.
-    The step declares its layouts, so that every jit of it on a mesh is checked (`step.check`).
     """
 
-    _require_arguments(optimizer, layouts, axes)
+    require_optimizer(optimizer, "build_train_step")
+    strategy = strategy or strategy_of(layouts)
+    layouts = _layouts_of(layouts)
+    if axes is None:
+        mesh = tree.leaves(layouts)[0].mesh
+        axes = Axes(mesh) if strategy is None else Axes(mesh, data=mesh.axes(strategy.tokens))
+    _require_arguments(layouts, axes)
     strategy = strategy or DataParallel(axes.data)
     _require_known_axes(axes, strategy, layouts)
     trained_at = placements(tree.partition(layouts, optimizer.trains)[0], strategy)
@@ -254,7 +275,6 @@ def build_train_step(
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
     specs = state_specs(specs, optimizer, strategy)
     opt_layouts = tree.layouts(specs.opt)
-    train_step.declared = Declared(specs, strategy, microbatches, loss_fn)
     return train_step
 
 
@@ -272,17 +292,23 @@ def _require_metrics(loss_fn: Callable, metrics: Any) -> None:
         )
 
 
-def _require_arguments(optimizer: Any, layouts: Any, axes: Any) -> None:
-    """ValueError for what is none of these, and for layouts of another mesh than that of the axes."""
+def _layouts_of(layouts: Any) -> Any:
+    """The Layouts of Layouts or specs; ValueError for other leaves, and for a tree without any."""
+    for path, leaf in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
+        if not isinstance(leaf, Layout | tree.ArraySpec):
+            raise ValueError(
+                f"build_train_step: layouts: {path}: got {tree.in_words(leaf)}, wanted a Layout or an ArraySpec; "
+                "tree.specs(shapes, mesh) makes specs of shapes"
+            )
+    if not tree.leaves(layouts):
+        raise ValueError("build_train_step: layouts: got a tree without leaves, wanted those of the parameters")
+    return tree.layouts(layouts)
+
+
+def _require_arguments(layouts: Any, axes: Any) -> None:
+    """ValueError for what is none, and for layouts of another mesh than that of the axes."""
     if not isinstance(axes, Axes):
         raise ValueError(f"build_train_step: axes: got {tree.in_words(axes)}, wanted Axes(mesh)")
-    require_optimizer(optimizer, "build_train_step")
-    for path, leaf in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
-        if not isinstance(leaf, Layout):
-            raise ValueError(
-                f"build_train_step: layouts: {path}: got {tree.in_words(leaf)}, wanted a Layout; tree.layouts(specs) "
-                "has those of specs"
-            )
     axes.require(layouts, "build_train_step: layouts")
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
-from fmegatron.step.check import declared_by
+from fmegatron.step import Description
 from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.blame import Finding, blame
@@ -87,7 +87,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) 
 
 
 def parity(
-    make_step: Callable[[Mesh], Callable],
+    make_step: Callable[[Mesh], Callable | Description],
     mesh: Mesh,
     *args: Any,
     layouts: tuple | None = None,
@@ -100,7 +100,9 @@ def parity(
     """Run the step of `mesh` on simulated ranks and the step of a mesh of ones, and compare every output.
 
     Args:
-        make_step: mesh -> step; called for both meshes, so it must take axes and layouts from its argument.
+        make_step: mesh -> step, or the `step.Description` of one, which has the layouts of one rank (else those of
+            `mesh`, and nothing is flattened there); called for both meshes, so it must take axes and layouts from its
+            argument.
         mesh: of the ranks.
         args: trees of global arrays (of torch.float64, or with `fp64`).
         layouts: of the arguments on `mesh`, as for `simulate`.
@@ -121,7 +123,11 @@ def parity(
         for m, (ins, outs) in placed.items():
             if i == 0:
                 step = make_step(m)
-                ins, outs = (ins, outs) if m is mesh else (_stated(step, ins), _stated(step, outs))
+                if isinstance(step, Description):
+                    if m is one:
+                        ins = (tree.layouts(step.state), tree.layouts(step.batch))
+                        outs = (ins[0], *outs[1:]) if isinstance(outs, tuple) else outs
+                    step = step.function
                 sims[m] = simulate(step, m, *now, layouts=ins, out_layouts=outs, fp64=fp64)
             elif not isinstance(sims[m].outputs[0], tuple | list):
                 raise ValueError(
@@ -139,7 +145,9 @@ def parity(
     return Parity(mesh, steps - 1, (), (), worst, sims[mesh], sims[one])
 
 
-def assert_parity(make_step: Callable[[Mesh], Callable], mesh: Mesh, *args: Any, **options: Any) -> Parity:
+def assert_parity(
+    make_step: Callable[[Mesh], Callable | Description], mesh: Mesh, *args: Any, **options: Any
+) -> Parity:
     """`parity`, as an assertion: raises AssertionError with the outputs that differ and the lines to blame."""
     result = parity(make_step, mesh, *args, **options)
     assert result.ok, str(result)
@@ -147,16 +155,8 @@ def assert_parity(make_step: Callable[[Mesh], Callable], mesh: Mesh, *args: Any,
 
 
 def _move(layouts, mesh):
-    """The same layouts on another mesh with the same axis names."""
-    return tree.map(lambda layout: getattr(layout, "layout", layout).replace(mesh=mesh), layouts)
-
-
-def _stated(step: Callable, layouts: Any) -> Any:
-    """Layouts whose first are those that a step declares for its state: one rank flattens no leaf for a strategy."""
-    declared = declared_by(step)
-    if declared is None or not isinstance(layouts, tuple | list) or not layouts:
-        return layouts
-    return (declared.state, *layouts[1:]) if tree.paths(layouts[0]) == tree.paths(declared.state) else layouts
+    """The same layouts on a mesh of ones with the same axis names, where nothing is flattened."""
+    return tree.map(lambda layout: getattr(layout, "layout", layout).replace(mesh=mesh, flat=()), layouts)
 
 
 def _compare(sharded: Simulation, single: Simulation, floor):

@@ -23,6 +23,7 @@ from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.widen import wide_column, widened
+from fmegatron.tree.labels import labelled
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]
 
@@ -35,6 +36,7 @@ class Ranks(list):
 def split(values: tree.Tree, layouts: tree.Tree, mesh: Mesh | None = None) -> Ranks:
     """Cut a tree of global arrays into each rank's local tensors.
 
+    Each knows its layout (`tree.layout_of`).
     layouts: the twin tree of Layouts (or of ArraySpecs); None for values that every rank of `mesh` holds in full. Ranks
     that hold the same boxes share one tensor. A pending sum is cut into unequal terms that add up to the value.
     Raises ValueError naming the path where the structures or shapes disagree.
@@ -55,6 +57,9 @@ def _split(values, layouts, mesh, name) -> Ranks:
         raise ValueError("split: got a tree without arrays, wanted mesh= with it")
     mesh = mesh or layouts[0].mesh
     local = [_split_leaf(f"{name}: {path}", *item) for path, *item in zip(paths, leaves, layouts, strict=True)]
+    for of_ranks, layout in zip(local, layouts, strict=True):
+        for x in of_ranks:
+            labelled(x, layout)
     return Ranks(tree.unflatten(spec, [ranks[r] for ranks in local]) for r in range(mesh.size))
 
 

@@ -5,6 +5,8 @@ from fmegatron.tree.check import check, require_mesh
 from fmegatron.tree.dump import dump
 from fmegatron.tree.init import init
 from fmegatron.tree.keys import fold_in
+from fmegatron.tree.labels import layout_of
+from fmegatron.tree.placed import layouts, place
 from fmegatron.tree.shapes import local, specs
 from fmegatron.tree.show import Shown, show
 from fmegatron.tree.spec import (
@@ -14,7 +16,6 @@ from fmegatron.tree.spec import (
     Normal,
     Uniform,
     copies,
-    layouts,
     named,
     ones,
     zeros,
@@ -56,6 +57,7 @@ __all__ = [
     "fold_in",
     "in_words",
     "init",
+    "layout_of",
     "layouts",
     "leaves",
     "local",
@@ -67,6 +69,7 @@ __all__ = [
     "ones",
     "partition",
     "paths",
+    "place",
     "require_mesh",
     "scale",
     "show",

@@ -12,6 +12,7 @@ import torch
 from fmegatron.layout import Box, row_major_strides
 from fmegatron.tree.check import check
 from fmegatron.tree.keys import fold_in
+from fmegatron.tree.labels import labelled
 from fmegatron.tree.random import Scratch, normal_values, pair_words, round_keys, scratch, uniform_values
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform
 from fmegatron.tree.structure import Tree, did_you_mean, flatten, in_words, unflatten
@@ -53,7 +54,7 @@ def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = N
             local = _copied(path, leaf, originals[name][1], known[name], rank)
         else:
             local = known[name]
-        out.append(local if device is None else local.to(device))
+        out.append(labelled(local if device is None else local.to(device), leaf.layout))
     return unflatten(spec, out)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fmegatron.layout import DataParallel, Layout, Mesh, Rules
+from fmegatron.tree.labels import labelled
 from fmegatron.tree.spec import ArraySpec, Init, Normal
 from fmegatron.tree.structure import Tree, in_words, map_with_path
 
@@ -33,7 +34,8 @@ def specs(
         init: initial values of all arrays, or (pattern, init) rows, of which the first that matches decides.
         dtype: of all arrays.
         strategy: over which data axes the arrays are sharded at rest; every array is, on the dim where its rule names a
-            data axis, else on one that the axis divides. None: as the rules state.
+            data axis, else on one that the axis divides. None: as the rules state. The specs keep it: gradients, the
+            optimizer's state and rows of batches follow it.
         stacked: pattern of paths of arrays whose dim 0 counts layers; the strategy does not split it, so that each rank
             holds a part of every layer.
 
@@ -66,7 +68,7 @@ def specs(
             raise ValueError(
                 f"specs: {path}: got init {value!r:.60}, wanted Normal(std), Uniform(lo, hi) or Constant(x)"
             )
-        return ArraySpec(layout, value)
+        return ArraySpec(layout, value, strategy=strategy, stacked=layers is not None and bool(layers.match(path)))
 
     return map_with_path(one, shapes, is_leaf=_is_tuple_of_numbers)
 
@@ -103,11 +105,11 @@ def local(values: Tree, layouts: Tree, rank: int) -> Tree:
                 f"local: {path}: got shape {tuple(x.shape)}, wanted {layout.shape} of {layout}; give the global tensor"
             )
         if not layout.sharded and not layout.flat:
-            return x
+            return labelled(x.detach(), layout)
         part = torch.empty(layout.local_shape(rank), dtype=x.dtype, device=x.device)
         for box in layout.boxes(rank):
             box.view(part).copy_(x[box.slices])
-        return part
+        return labelled(part, layout)
 
     if isinstance(layouts, Layout):
         return map_with_path(lambda path, x: one(path, x, layouts), values)

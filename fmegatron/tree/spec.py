@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from fmegatron.layout import Layout, Mesh
-from fmegatron.tree.structure import Tree, in_words, map_with_path
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.tree.labels import alike
+from fmegatron.tree.structure import Tree, leaves, map_with_path, paths
 from fmegatron.tree.structure import map as tree_map
 
 
@@ -49,12 +49,17 @@ class ArraySpec:
     a state, its master copy, an average of it. `named` and `copies` fill it in.
     rounded_to: dtypes to which the values are rounded before the array's own, in order: the float32 master of a
     bfloat16 parameter begins as the parameter, not as the number that was rounded to it. Empty but in copies.
+    strategy: by which the array is sharded at rest, and by which its gradient, its optimizer's state and the rows of a
+    batch follow (`strategy_of`); None: as the layout states, and all else likewise.
+    stacked: whether dim 0 counts layers.
     """
 
     layout: Layout
     init: Init = zeros
     drawn_as: str | None = None
     rounded_to: tuple[torch.dtype, ...] = ()
+    strategy: DataParallel | None = None
+    stacked: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +84,9 @@ class ArraySpec:
         layout = self.layout.replace(**changes) if changes else self.layout
         init = self.init if init is None else init
         other = layout.shape != self.shape or (isinstance(init, Constant) and init != self.init)
-        return ArraySpec(layout, init) if other else replace(self, layout=layout, init=init)
+        if not other:
+            return replace(self, layout=layout, init=init)
+        return ArraySpec(layout, init, strategy=self.strategy, stacked=self.stacked)
 
     @property
     def is_copy(self) -> bool:
@@ -87,18 +94,22 @@ class ArraySpec:
         return bool(self.rounded_to)
 
 
-def layouts(specs: Tree) -> Tree:
-    """The tree of layouts of a tree of ArraySpecs (Layouts stay as they are). Raises ValueError for another leaf."""
-    return map_with_path(_layout, specs)
+def strategy_of(specs: Tree) -> DataParallel | None:
+    """The strategy that the specs of a tree state; None where none of them states one (or they are Layouts).
 
-
-def _layout(path: str, leaf: Any) -> Layout:
-    if isinstance(leaf, Layout):
-        return leaf
-    if isinstance(leaf, ArraySpec):
-        return leaf.layout
-    fix = "; tree.specs(shapes, mesh, ...) makes specs of shapes" if isinstance(leaf, int) else ""
-    raise ValueError(f"{path}: got {in_words(leaf)}, wanted an ArraySpec or a Layout{fix}")
+    Raises ValueError, naming two leaves, for two strategies in one tree.
+    """
+    found: dict[DataParallel, str] = {}
+    for path, spec in zip(paths(specs), leaves(specs), strict=True):
+        if isinstance(spec, ArraySpec) and spec.strategy is not None:
+            found.setdefault(spec.strategy, path)
+    if len(found) > 1:
+        (one, at), (other, there) = list(found.items())[:2]
+        raise ValueError(
+            f"specs: got two strategies, {one} of {at!r} and {other} of {there!r}, wanted one: a step reduces all "
+            "gradients alike; make both with the same strategy"
+        )
+    return next(iter(found), None)
 
 
 def named(specs: Tree) -> Tree:
@@ -111,7 +122,8 @@ def named(specs: Tree) -> Tree:
 
 
 def copies(x: Tree, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | None = None) -> Tree:
-    """Copies of every leaf of a tree, in memory of their own: tensors of tensors, ArraySpecs of ArraySpecs.
+    """Copies of every leaf of a tree, in memory of their own: tensors of tensors, ArraySpecs of ArraySpecs. Tensors
+    keep their layouts, where these are known.
 
     The copy of a spec is drawn as its original is (by name: the path in this tree, if it has none), so that master
     weights and averages of parameters begin as the parameters, bit for bit. Where the originals stand deeper in the
@@ -130,7 +142,7 @@ def copies(x: Tree, dtype: Callable[[torch.dtype], torch.dtype] | torch.dtype | 
         if isinstance(leaf, Layout):
             return leaf.replace(dtype=wanted)
         if not isinstance(leaf, ArraySpec):
-            return leaf.detach().to(wanted, copy=True)
+            return alike(leaf.detach().to(wanted, copy=True), leaf)
         name = path if leaf.drawn_as is None else leaf.drawn_as
         return replace(leaf.replace(dtype=wanted), drawn_as=name, rounded_to=(*leaf.rounded_to, leaf.dtype))
 
@@ -146,9 +158,10 @@ def zeros_like(x: Tree, dtype: torch.dtype | None = None) -> Tree:
 
     def one(leaf):
         if isinstance(leaf, ArraySpec):
-            return ArraySpec(leaf.layout if dtype is None else leaf.layout.replace(dtype=dtype))
+            layout = leaf.layout if dtype is None else leaf.layout.replace(dtype=dtype)
+            return ArraySpec(layout, strategy=leaf.strategy, stacked=leaf.stacked)
         if isinstance(leaf, Layout):
             return leaf if dtype is None else leaf.replace(dtype=dtype)
-        return torch.zeros_like(leaf, dtype=dtype)
+        return alike(torch.zeros_like(leaf, dtype=dtype), leaf)
 
     return tree_map(one, x)

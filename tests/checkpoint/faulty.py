@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
 
-from fmegatron.checkpoint.files import leases, owner
+from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import ZARR
 from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
+from fmegatron.files import owner
 
 
 @dataclass(frozen=True)

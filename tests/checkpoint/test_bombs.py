@@ -17,7 +17,7 @@ from fmegatron.checkpoint.tools import diff, open_source, verify
 from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.test_malice import BYTES, sign, watched
-from tests.pairs import turns
+from tests.pairs import few
 from tests.work import counted
 
 ONE = {"w": Layout((8, 6), torch.float32, Mesh()), "p": Layout((300, 64), torch.float32, Mesh())}
@@ -171,10 +171,10 @@ def test_the_bombs_are_right_but_for_one_thing(saved):
     assert set(checkpoint.layouts(saved)) == {"w", "p"}
 
 
-LARGE = ("ones", "keys", "boxes", "long", "text")  # seconds each; two a day
+LARGE = ("ones", "keys", "boxes", "long", "text")  # seconds each; two by default
 
 
-@pytest.mark.parametrize("name", [*(name for name in BOMBS if name not in LARGE), *turns(2, zip(LARGE), LARGE)])
+@pytest.mark.parametrize("name", [*(name for name in BOMBS if name not in LARGE), *few(2, zip(LARGE), LARGE)])
 def test_bombs(saved, name):
     make, match = BOMBS[name]
     data = make()

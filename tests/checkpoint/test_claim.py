@@ -17,8 +17,9 @@ import pytest
 from fmegatron import checkpoint
 from fmegatron.checkpoint import ClaimedError
 from fmegatron.checkpoint.files import claim as claims
-from fmegatron.checkpoint.files import leases, owner
+from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.files import owner
 from tests.checkpoint.fake_world import run
 from tests.house import ROOT
 

@@ -17,7 +17,7 @@ from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore
-from tests.pairs import rotating
+from tests.pairs import each_value
 
 MESH = Mesh(fsdp=4)
 
@@ -112,7 +112,7 @@ def moments(operation, path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "error"), rotating(range(4), (errno.ENOSPC, errno.EIO, errno.EROFS), ids=(str, errno.errorcode))
+    ("rank", "error"), each_value(range(4), (errno.ENOSPC, errno.EIO, errno.EROFS), ids=(str, errno.errorcode))
 )
 def test_every_write_of_every_rank(saved, rank, error):
     count = moments("write", saved)[rank]

@@ -14,11 +14,11 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, LocalReplicas, Manager
-from fmegatron.checkpoint.files import look as looks
-from fmegatron.checkpoint.files import owner
-from fmegatron.checkpoint.files.look import files_below, is_there, look, names_in
 from fmegatron.checkpoint.tools import listing
 from fmegatron.checkpoint.writing import plan
+from fmegatron.files import look as looks
+from fmegatron.files import owner
+from fmegatron.files.look import files_below, is_there, look, names_in
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, run
 from tests.checkpoint.test_manager import ONE, TWO, state
@@ -369,14 +369,14 @@ MAY = {
 }
 
 
-@pytest.mark.parametrize("room", ["checkpoint", "interop", "data", "loop", "model"])
+@pytest.mark.parametrize("room", ["files", "checkpoint", "interop", "data", "loop", "model"])
 def test_nobody_asks_a_question_that_swallows_errors(room):
     """`os.path.exists` and its kin say no when they cannot look."""
     found = []
     for path in sources(f"fmegatron/{room}"):
         for node in ast.walk(syntax(path)):
             if isinstance(node, ast.Attribute) and node.attr in BLIND and (path.as_posix(), node.attr) not in MAY:
-                found.append(f"{path}:{node.lineno}: {node.attr}; use checkpoint/files/look.py")
+                found.append(f"{path}:{node.lineno}: {node.attr}; use fmegatron/files/look.py")
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("walk", "fwalk"):
                 module = getattr(getattr(node.func, "value", None), "id", "")
                 if (

@@ -12,7 +12,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.model import llama
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import state_for
-from tests.pairs import rotating
+from tests.pairs import each_value
 
 SIZES = {"vocab_size": 65, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "max_seq": 16, "vocab_multiple": 16}
 CONFIG = llama(**SIZES, layers=3)
@@ -101,7 +101,7 @@ def save_megatron(path, stored):
 TARGETS = (Mesh(), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=4))
 
 
-@pytest.mark.parametrize(("target", "read"), rotating(TARGETS, ("own", "once")))
+@pytest.mark.parametrize(("target", "read"), each_value(TARGETS, ("own", "once")))
 def test_ten_rules(tmp_path, states, target, read):
     state, stored = states
     with small_sizes(512, 128):

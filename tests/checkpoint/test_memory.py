@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.pairs import turns
+from tests.pairs import few
 
 ROOT = pathlib.Path(__file__).parents[2]
 # For each of many leaves: its plan, its JSON, its row of the manifest, its target. 6 KiB alone, to 10 under load.
@@ -27,7 +27,7 @@ def check(python, kind, ranks, folder):
         assert restored < 0.05 * size + LEAF_BYTES * found["leaves"] * (kind == "small"), found
 
 
-@pytest.mark.parametrize("kind", turns(1, [("small",), ("transposed",)]))
+@pytest.mark.parametrize("kind", few(1, [("small",), ("transposed",)]))
 def test_one_rank(tmp_path, python, kind):
     check(python, kind, 1, tmp_path)
 

@@ -15,7 +15,7 @@ from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.counting import counting
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import layouts_on, state_for
-from tests.pairs import product, rotating, turns
+from tests.pairs import each_value, few, product
 
 SOURCE = Mesh(dp=1, fsdp=2, tp=2)
 TARGETS = (
@@ -27,7 +27,7 @@ TARGETS = (
 )
 
 
-@pytest.mark.parametrize(("target", "sizes"), rotating(TARGETS, ((128, 32), (1 << 20, 1 << 20))))
+@pytest.mark.parametrize(("target", "sizes"), each_value(TARGETS, ((128, 32), (1 << 20, 1 << 20))))
 def test_all_kinds_of_leaves(tmp_path, target, sizes, monkeypatch):
     monkeypatch.setattr(once, "_IN_PLACE_BYTES", 64)
     saved, wanted = layouts_on(SOURCE), layouts_on(target)
@@ -232,7 +232,7 @@ def break_real(rank, path):
 
 
 @pytest.mark.parametrize(
-    "sizes", turns(2, [({"dp": 2, "tp": 1},), ({"dp": 2, "tp": 2},), ({"dp": 4, "tp": 1},), ({"tp": 2, "dp": 2},)])
+    "sizes", few(2, [({"dp": 2, "tp": 1},), ({"dp": 2, "tp": 2},), ({"dp": 4, "tp": 1},), ({"tp": 2, "dp": 2},)])
 )
 def test_real_ranks(ranks, tmp_path, sizes):
     saved = big(Mesh(tp=2))

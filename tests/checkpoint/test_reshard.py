@@ -17,7 +17,7 @@ from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.layout import strategies
-from tests.pairs import turns
+from tests.pairs import few
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
@@ -93,7 +93,7 @@ def state_for(layouts):
     return tree.map(lambda layout: any_bits(layout.shape, layout.dtype, next(counter)), layouts)
 
 
-@pytest.mark.parametrize("source", turns(4, zip(MESHES), map(str, MESHES)))
+@pytest.mark.parametrize("source", few(4, zip(MESHES), map(str, MESHES)))
 def test_every_pair_of_meshes(tmp_path, source):
     saved = layouts_on(source)
     state = state_for(saved)

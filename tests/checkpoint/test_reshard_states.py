@@ -14,7 +14,7 @@ from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_al
 from tests.checkpoint.states import covering_pairs, dense, experts, features, meshes
 from tests.checkpoint.test_reshard import DTYPES, state_for
 from tests.layout import strategies
-from tests.pairs import turns
+from tests.pairs import few
 
 MESHES = meshes()
 PAIRS = list(covering_pairs(MESHES, features))
@@ -45,7 +45,7 @@ def test_the_pairs_cover():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("i", turns(2, zip(range(len(PAIRS)))))
+@pytest.mark.parametrize("i", few(2, zip(range(len(PAIRS)))))
 def test_states(i):
     source, target = PAIRS[i]
     there_and_back(dense(source, virtual=True), dense(target, virtual=i % 2 == 0))

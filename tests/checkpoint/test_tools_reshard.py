@@ -15,7 +15,7 @@ from fmegatron.checkpoint.tools.reshard import parse_mesh, parse_rules
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, save_all, small_sizes
 from tests.checkpoint.test_reshard import MESHES, layouts_on, state_for
-from tests.pairs import turns
+from tests.pairs import few
 
 
 def call(*argv):
@@ -37,7 +37,7 @@ def snapshot(root):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "source, bound", turns(2, zip(MESHES[1:6], (1000, 1 << 20, 400, 5000, 200), strict=True), map(str, MESHES[1:6]))
+    "source, bound", few(2, zip(MESHES[1:6], (1000, 1 << 20, 400, 5000, 200), strict=True), map(str, MESHES[1:6]))
 )
 def test_the_files_are_those_of_a_save(tmp_path, source, bound):
     """From any mesh to any other: byte for byte what the ranks would have saved, whatever bound; no pieces are left."""

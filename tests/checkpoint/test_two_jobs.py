@@ -21,7 +21,7 @@ from tests.checkpoint.fake_world import assert_same_bits
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore
 from tests.checkpoint.test_manager import ONE, state
 from tests.house import ROOT
-from tests.pairs import turns
+from tests.pairs import few
 from tests.sampling import seeds
 
 
@@ -37,7 +37,7 @@ def campaign(python, directory, seconds, seed, keep, machines=1, background=0):
     return found
 
 
-@pytest.mark.parametrize("keep, machines", turns(1, [(0, 1), (1, 2)], ["all", "one"]))
+@pytest.mark.parametrize("keep, machines", few(1, [(0, 1), (1, 2)], ["all", "one"]))
 def test_every_acknowledged_save_restores(tmp_path, python, keep, machines):
     campaign(python, tmp_path / "run", 3, seeds("two jobs", 0, 1)[0], keep, machines)
 
@@ -97,7 +97,7 @@ def test_a_save_that_is_under_way(place, monkeypatch, operation, number, other):
     saving = Meanwhile(store.child("step_00000007"), operation, number)
     with monkeypatch.context() as patch:
         if other == "machine":
-            patch.setattr("fmegatron.checkpoint.files.owner._where", lambda: "elsewhere")
+            patch.setattr("fmegatron.files.owner._where", lambda: "elsewhere")
         with Manager(place, keep=1) as manager:
             for step in (1, 2, 3):
                 manager.save(step, state(step), ONE)
@@ -174,7 +174,7 @@ def test_an_owner_that_was_stopped_for_long_fails_cleanly(tmp_path, monkeypatch)
     while len([at for at in tmp_path.glob(".*/**/*") if at.is_file() and at.suffix != ".__lock"]) < 3:
         time.sleep(0.01)  # what it has given to tensorstore is written: that would make the directory again
     with monkeypatch.context() as patch:
-        patch.setattr("fmegatron.checkpoint.files.owner._where", lambda: "elsewhere")
+        patch.setattr("fmegatron.files.owner._where", lambda: "elsewhere")
         store = FolderStore(str(tmp_path))
         for _ in range(10):
             store.clean(leases.STEP.pattern, (), watch)
@@ -235,7 +235,7 @@ def test_what_savers_of_other_machines_have_there_is_said(place, monkeypatch):
     store = checkpoint.open_store(place).child("last")
     checkpoint.save(store, state(1), ONE)
     with monkeypatch.context() as patch:
-        patch.setattr("fmegatron.checkpoint.files.owner._where", lambda: "elsewhere")
+        patch.setattr("fmegatron.files.owner._where", lambda: "elsewhere")
         other = store.begin()
     other.write("arrays/w/c.0.0", [b"half of it"])
     with pytest.warns(RuntimeWarning, match=f"last: others save here, too, or have died: .*{other.root} is of process"):

@@ -20,8 +20,8 @@ import warnings
 import torch
 
 from fmegatron.checkpoint import CheckpointError, Manager
-from fmegatron.checkpoint.files import owner
 from fmegatron.checkpoint.tools import collect
+from fmegatron.files import owner
 from fmegatron.layout import Layout, Mesh
 
 LEAVES = 12

@@ -15,7 +15,7 @@ from fmegatron.layout import Layout, Mesh, dtype_name
 from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
 from tests.collectives.coalesced_cases import GROUPS, LITTLE_GROUPS, MESHES, Problem, draw, gather_step
-from tests.pairs import turns
+from tests.pairs import few
 
 ALL = [  # every group, each on another mesh, then each on the next
     (mesh, group)
@@ -74,7 +74,7 @@ def assert_same(found, expected, rank):
             assert x.dtype == y.dtype and torch.equal(x.double(), y.double()), f"{name}[{i}] on rank {rank}"
 
 
-@pytest.mark.parametrize(("mesh", "group"), turns(8, ALL, [f"{mesh}-{group}" for mesh, group in ALL]))
+@pytest.mark.parametrize(("mesh", "group"), few(8, ALL, [f"{mesh}-{group}" for mesh, group in ALL]))
 def test_values_and_transposes(mesh, group):
     problem = Problem(mesh, group)
     sim = simulate(all_of(problem, problem.axis()), mesh, problem.shards, Ranks(problem.terms))
@@ -169,7 +169,7 @@ LONG = [pytest.param(group, little, marks=pytest.mark.slow) for group in OF_ONE_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("group", "little"), [*turns(1, itertools.product(LITTLE_GROUPS, (None, 0))), *LONG])
+@pytest.mark.parametrize(("group", "little"), [*few(1, itertools.product(LITTLE_GROUPS, (None, 0))), *LONG])
 def test_compiled(ranks, group, little):
     """The compiled graph computes the same."""
     problem = Problem(Mesh(a=2, b=1), group)

@@ -16,7 +16,7 @@ import torch
 
 from fmegatron import checkpoint, data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
-from fmegatron.layout import Mesh
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import Patience, Restart, Run, field
 from tests import writers
 from tests.fresh import Process, Twin
@@ -53,11 +53,12 @@ def main(config):
     optimizer = optim.adamw(optim.cosine(1e-2, STEPS, 2, end=1e-3), weight_decay=0.1)
     loss = functools.partial(model.loss, decoder=of, layouts=tree.layouts(specs), axes=axes)
     train_step = step.build_train_step(loss, optimizer, tree.layouts(specs), axes, microbatches=config.microbatches)
-    compiled = step.jit(train_step, donate=0, world=world, backend=config.backend, check=None)
+    compiled = step.jit(train_step, donate=0, world=world, backend=config.backend)
+    rows = DataParallel().batch_layout((BATCH, SEQ), torch.int64, config.mesh, config.microbatches)
     run = Run(
         config.run,
         compiled,
-        step.state_specs(specs, optimizer),
+        step.Description(train_step, step.state_specs(specs, optimizer), rows, config.microbatches),
         world=world,
         settings=config,
         log_every=1,
@@ -89,7 +90,6 @@ def noted(compiled, path):
             file.write(f"{rows}\n")
         return out
 
-    noting.declared = compiled.declared
     return noting
 
 

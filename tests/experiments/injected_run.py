@@ -111,7 +111,6 @@ def main(config):
         world=world if world.size > 1 else None,
         donate=0,
         backend=config.backend,
-        check=None,
     )
 
     def step(state, batch):
@@ -126,7 +125,7 @@ def main(config):
     bad_batch = [float(part.flatten()[0]) for part in rows(3).chunk(world.size)][config.faulty_rank :][:1]
 
     def batch_at(position):
-        return rows(position, dtype).chunk(world.size)[world.rank].clone()
+        return tree.place(rows(position, dtype).chunk(world.size)[world.rank].clone(), specs["w"].layout, world.rank)
 
     seconds = config.limit_s
     limits = ("step", "save", "evaluation", "caller", "restart", "end")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import benchmarks
-from tests.pairs import turns
+from tests.pairs import few
 
 HERE = Path(next(iter(benchmarks.__path__)))
 
@@ -102,7 +102,7 @@ FORMS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", turns(1, [(form,) for form in FORMS.values()], FORMS))
+@pytest.mark.parametrize("form", few(1, [(form,) for form in FORMS.values()], FORMS))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
 def test_smallest_forms(form, benchmark, capsys, ranks):
     form(benchmark, capsys, ranks)

@@ -20,13 +20,13 @@ SMALL = {"steps": 12, "dtype": "float64", "backend": "eager"}
 def test_simulated_ranks_compute_what_one_computes(mesh):
     config = Config(mesh, dtype="float64")
     _, specs, rows = describe(config)
-    assert step.check(*describe(config), mesh).ok
-    state = tree.init(describe(dataclasses.replace(config, mesh=Mesh()))[1], key=0, rank=0)
+    assert step.check(*describe(config)).ok
+    state = tree.init(describe(dataclasses.replace(config, mesh=Mesh())).state, key=0, rank=0)
     draw = torch.Generator().manual_seed(0)
     batch = tree.map(lambda layout: torch.randint(0, 256, layout.shape, generator=draw), rows)
     layouts = tree.layouts(specs)
     assert_parity(
-        lambda m: describe(Config(m, dtype="float64"))[0], mesh, state, batch,
+        lambda m: describe(Config(m, dtype="float64")), mesh, state, batch,
         layouts=(layouts, rows), out_layouts=(layouts, None), steps=3,
     )  # fmt: skip
 

@@ -78,7 +78,7 @@ def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks, kind, meshes)
 @pytest.mark.long
 def test_steps_of_experts_are_proven(tmp_path, kind, mesh):
     folder(kind, tmp_path / "model")
-    report = step.check(*finetune.describe(finetune.Config(model=str(tmp_path / "model"), mesh=mesh, **TINY)), mesh)
+    report = step.check(*finetune.describe(finetune.Config(model=str(tmp_path / "model"), mesh=mesh, **TINY)))
     assert report.ok and not report.unproven, str(report)
 
 

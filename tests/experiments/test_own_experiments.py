@@ -12,7 +12,7 @@ from fmegatron import check, checkpoint, loop, parity
 from fmegatron.layout import Mesh
 from tests.code_lines import code_lines
 from tests.house import ROOT
-from tests.pairs import turns
+from tests.pairs import few
 
 TINY = {"dim": 16, "layers": 1, "batch_size": 8, "steps": 20, "every": 10, "lr": 1e-2, "backend": "eager"}
 
@@ -69,7 +69,7 @@ def stopped(rank, name, config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", turns(2, [(name,) for name in CASES], CASES))
+@pytest.mark.parametrize("name", few(2, [(name,) for name in CASES], CASES))
 def test_it_learns_on_one_rank_and_goes_on_there_from_two(name, tmp_path, ranks):
     case, main = CASES[name], importlib.import_module(f"experiments.{name}").main
     main(case.config(name, tmp_path / "one"))

@@ -49,9 +49,9 @@ CASES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", pairs.turns(1, [(case,) for case in CASES], map(str, CASES)))
+@pytest.mark.parametrize("case", pairs.few(1, [(case,) for case in CASES], map(str, CASES)))
 def test_a_stopped_run_is_the_run_that_was_not(python, ranks, tmp_path, case):
-    draw = random.Random(f"{sampling.today()} {case}")
+    draw = random.Random(f"{sampling.seed()} {case}")
     clean, mesh = tmp_path / "clean", mesh_of(case.before)
     values = {"mesh": mesh, "run": f"{clean}", "dtype": case.dtype}
     values["microbatches"] = 2 if "--microbatches=2" in case.flags else 1

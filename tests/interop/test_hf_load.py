@@ -18,7 +18,7 @@ from fmegatron.interop import hf, safetensors_source
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import run
 from tests.interop.hf_folder import write
-from tests.pairs import turns
+from tests.pairs import few
 
 MESHES = (Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=3), Mesh(fsdp=4), Mesh(tp=3))
 
@@ -140,7 +140,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(tmp_path, monkeypatch):
             checkpoint.restore(snapshot)
 
 
-@pytest.mark.parametrize("mesh", turns(2, [(mesh,) for mesh in MESHES], map(str, MESHES)))
+@pytest.mark.parametrize("mesh", few(2, [(mesh,) for mesh in MESHES], map(str, MESHES)))
 def test_back_from_every_mesh_bit_for_bit(tmp_path, mesh, monkeypatch):
     """All ranks write their share; files of the safetensors package and ours hold the same."""
     stored = write(tmp_path / "a")

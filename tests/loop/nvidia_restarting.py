@@ -35,14 +35,16 @@ def main(folder, where):
 
     layouts = {"s": Layout((4,), torch.float64, MESH), "w": Layout((8, 4), torch.float64, MESH, ("fsdp",))}
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Normal(1.0)), layouts)
-    compiled = functools.cache(lambda world: jit(update, world=world, donate=0, backend="aot_eager", check=None))
+    compiled = functools.cache(lambda world: jit(update, world=world, donate=0, backend="aot_eager"))
 
     def train(world, call):
         attempts.append(call.iteration)
         inject = f"{KINDS[where]}:rank=1,step={FAULT}" if where in KINDS else ""
         step = compiled(world)
         run = loop.Run(folder, step, specs, world=world, log_every=100, save_every=4, inject=inject)
-        for info in run(lambda n: torch.full((4, 4), float(n), dtype=torch.float64), steps=STEPS):
+        for info in run(
+            lambda n: tree.place(torch.full((4, 4), float(n), dtype=torch.float64), layouts["w"]), steps=STEPS
+        ):
             updates.append(info.step)
             if where == "always" and world.rank == 1 and info.step == 3:
                 raise ValueError("rank 1 saw a bad thing")

@@ -31,11 +31,11 @@ def main(folder, backend, steps):
 
     layouts = {"s": Layout((4,), torch.float64, mesh), "w": Layout((8, 4), torch.float64, mesh, ("fsdp",))}
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Normal(1.0)), layouts)
-    step = jit(update, world=world, donate=0, backend=backend, check=None)
+    step = jit(update, world=world, donate=0, backend=backend)
     faults = "+".join(f"exception:rank={n % 2},step={n}" for n in range(3, steps))
     run = Run(folder, step, specs, world=world, log_every=100, save_every=1, restart=Restart(1), inject=faults)
     held, times = {}, {}
-    for info in run(lambda n: torch.full((4, 4), float(n), dtype=torch.float64), steps=steps):
+    for info in run(lambda n: tree.place(torch.full((4, 4), float(n), dtype=torch.float64), layouts["w"]), steps=steps):
         children = sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
         held[info.step] = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), children
         times[info.step] = time.time()

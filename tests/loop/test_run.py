@@ -13,7 +13,7 @@ import torch
 
 from fmegatron import checkpoint, data, loop, optim, step, tree
 from fmegatron.collectives import Axes, World, connect
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop import Run, UsageError, catch
 
 LAYOUT = Layout((4,), torch.float64, Mesh())
@@ -162,7 +162,8 @@ def replicated(mesh, microbatches=1):
     train_step = step.build_train_step(
         loss_fn, optimizer, tree.layouts(specs), axes, microbatches=microbatches, clip_norm=None
     )
-    return train_step, step.state_specs(specs, optimizer)
+    rows = DataParallel().batch_layout((8, 8), torch.int64, mesh, microbatches)
+    return train_step, step.Description(train_step, step.state_specs(specs, optimizer), rows, microbatches)
 
 
 def train_on_ranks(rank, path, steps, microbatches):

@@ -10,7 +10,7 @@ from fmegatron.layout import Mesh
 from fmegatron.step import jit
 from fmegatron.testing import join, relative_error, simulate, split
 from tests.model import settings
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step.tiny import SCALAR
 
 STEPS = 3
@@ -45,7 +45,7 @@ def real():
     return {settings.named(case): case for case in settings.REAL}
 
 
-@pytest.mark.parametrize("name", turns(0, [(name,) for name in real()], real()))  # a minute and more each
+@pytest.mark.parametrize("name", few(0, [(name,) for name in real()], real()))  # a minute and more each
 def test_compiled_on_gloo_ranks(ranks, name):
     case = real()[name]
     of = settings.made(case)

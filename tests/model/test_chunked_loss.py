@@ -11,7 +11,7 @@ from fmegatron.testing import inline_layers
 from tests.model.families.test_families_sharded import assert_proven
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.model.test_sharded import check, collectives
-from tests.pairs import turns
+from tests.pairs import few
 
 VARIANTS = {
     "plain": {},
@@ -41,7 +41,7 @@ MESHES = [(name, mesh) for name in VARIANTS for mesh in (Mesh(tp=2), Mesh(fsdp=2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "mesh"), turns(1, MESHES, [f"{name}-{mesh}" for name, mesh in MESHES]))
+@pytest.mark.parametrize(("name", "mesh"), few(1, MESHES, [f"{name}-{mesh}" for name, mesh in MESHES]))
 def test_on_a_mesh(name, mesh):
     of = tiny(loss_chunks=3, kv_heads=4, **VARIANTS[name])
     check(of, mesh, mask=True)

@@ -12,7 +12,7 @@ from tests.model import settings
 from tests.model.test_mamba import hybrid
 from tests.model.test_mtp import further
 from tests.model.test_reference import make_batch
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step.tiny import SCALAR
 
 STEPS = 2
@@ -50,7 +50,7 @@ def steps_on_rank(rank, name, mesh):
 CASES = [(name, mesh) for mesh in (Mesh(), Mesh(tp=2), Mesh(fsdp=2)) for name in ("hybrid", "more tokens")]
 
 
-@pytest.mark.parametrize(("name", "mesh"), turns(0, CASES, [f"{name}-{mesh.size}-{mesh}" for name, mesh in CASES]))
+@pytest.mark.parametrize(("name", "mesh"), few(0, CASES, [f"{name}-{mesh.size}-{mesh}" for name, mesh in CASES]))
 def test_compiled(ranks, name, mesh):  # a minute each
     of = made(name, mesh)
     plain, batches = settings.train_step(Mesh(), of._replace(mesh=Mesh())), [batch_at(of, i) for i in range(STEPS)]

@@ -9,7 +9,7 @@ from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.testing import assert_parity, split
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.model.test_sharded import batch_layouts, make_step, raw_layouts, small
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 
 TWO = Mesh(cp=2, cpi=2)
 MESHES = [Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2), Mesh(dp=2, cp=2, tp=2), TWO]
@@ -52,7 +52,7 @@ CASES = [case for case in mixed(FORMS, MESHES, VARIANTS, BATCHES) if case[0] != 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("form", "mesh", "name", "kind"), turns(2, CASES, ["-".join(map(str, c)) for c in CASES]))
+@pytest.mark.parametrize(("form", "mesh", "name", "kind"), few(2, CASES, ["-".join(map(str, c)) for c in CASES]))
 def test_loss_and_each_gradient(form, mesh, name, kind):
     config = small(context=form, **{"max_seq": 16} | VARIANTS[name])
     check(config, mesh, batch_of(config, kind, dealt_to(form, mesh)), save="inputs")
@@ -62,14 +62,14 @@ CAPPED = mixed(FORMS, [Mesh(cp=2), TWO, Mesh(fsdp=2, cp=2, tp=2), Mesh(cp=2, cpi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("form", "mesh"), turns(2, CAPPED, ["-".join(map(str, c)) for c in CAPPED]))
+@pytest.mark.parametrize(("form", "mesh"), few(2, CAPPED, ["-".join(map(str, c)) for c in CAPPED]))
 def test_caps_and_sinks(form, mesh):
     """Sinks are one key more, behind all blocks of a ring; their gradient is a sum over the ranks of cp."""
     config = small(max_seq=16, softcap=2.0, sinks=True, window=5, context=form)
     check(config, mesh, batch_of(config, "packed", dealt_to(form, mesh)))
     rows, strategy = batch_layouts(batch_of(config, "packed", dealt_to(form, mesh)), mesh), DataParallel()
     specs = step.state_specs(model.specs(config, mesh, strategy=strategy), optim.adamw(1e-2), strategy)
-    report = step.check(make_train_step(config, strategy, 1e-2, mesh), specs, rows, mesh)
+    report = step.check(make_train_step(config, strategy, 1e-2, mesh), specs, rows)
     assert report.ok, str(report)
 
 
@@ -81,7 +81,7 @@ STEPS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "strategy"), turns(1, STEPS, [str(mesh) for mesh, _ in STEPS]))
+@pytest.mark.parametrize(("mesh", "strategy"), few(1, STEPS, [str(mesh) for mesh, _ in STEPS]))
 def test_a_train_step_is_proven_and_the_same(mesh, strategy):
     """The state of the optimizer, and parameters, are sharded over cp too where the strategy states it."""
     config, rate = tiny(max_seq=16), 1e-2
@@ -93,7 +93,7 @@ def test_a_train_step_is_proven_and_the_same(mesh, strategy):
     batch = batch_of(config, "mask")
     specs = step.state_specs(model.specs(config, mesh, strategy=strategy), optimizer, strategy)
     rows = {name: strategy.batch_layout(tuple(x.shape), x.dtype, mesh) for name, x in batch.items()}
-    report = step.check(of_mesh(mesh), specs, rows, mesh)
+    report = step.check(of_mesh(mesh), specs, rows)
     assert report.ok, str(report)
     whole = step.state_specs(model.specs(config, Mesh(), strategy=strategy), optimizer, strategy)
     state = tree.init(whole, 0, 0)
@@ -115,7 +115,7 @@ def test_attention_that_knows_nothing_of_a_split_is_found():
     config, mesh, strategy = tiny(max_seq=16), Mesh(seq=2), DataParallel((), sequence=("seq",))
     rows = strategy.batch_layout((4, 16), torch.int64, mesh)
     specs = step.state_specs(model.specs(config, mesh, strategy=strategy), optim.adamw(1e-2), strategy)
-    report = step.check(make_train_step(config, strategy, 1e-2, mesh), specs, {"tokens": rows, "labels": rows}, mesh)
+    report = step.check(make_train_step(config, strategy, 1e-2, mesh), specs, {"tokens": rows, "labels": rows})
     assert not report.ok and "seq" in str(report), report
 
 

@@ -13,7 +13,7 @@ from fmegatron.model.arrays import At
 from fmegatron.model.draws import draws_of, dropped
 from fmegatron.testing import assert_parity, relative_error, simulate
 from tests.model.test_reference import leaves_that_differ
-from tests.pairs import turns
+from tests.pairs import few
 
 ROWS, SEQ, VOCAB, OPTIMIZER = 16, 16, 46, optim.sgd(0.1, momentum=0.9)
 DATA = ("dp", "fsdp", "ep")
@@ -103,7 +103,7 @@ def batch_of(packed, zigzag=1, i=0):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", turns(1, [(name,) for name in CASES], CASES))
+@pytest.mark.parametrize("name", few(1, [(name,) for name in CASES], CASES))
 def test_equal_to_one_rank_and_proven(name):
     """Loss, gradients (first moments), norms and two updates, fp64; and it is not the model without dropout."""
     mesh, of, packed, n, save = CASES[name]
@@ -112,7 +112,7 @@ def test_equal_to_one_rank_and_proven(name):
     rows = {k: HSDP.batch_layout(tuple(x.shape), x.dtype, mesh, n) for k, x in batch().items()}
     specs, state = specs_of(mesh, of), state_of(of)
     if of.mtp is None:  # its labels ahead are padded in the step
-        report = step.check(train_step(mesh, of, n, save), specs, rows, mesh)
+        report = step.check(train_step(mesh, of, n, save), specs, rows)
         assert report.ok and not report.unproven, str(report)
     found = assert_parity(
         lambda m: train_step(m, of, n, save), mesh, state, lambda i: batch(i=i), layouts=(tree.layouts(specs), rows),
@@ -205,7 +205,7 @@ def test_dropout_of_the_softmax_is_refused_over_cp():
     of, mesh = gpt2(attention_dropout=0.1), Mesh(cp=2)
     rows = HSDP.batch_layout((ROWS, SEQ), torch.int64, mesh)
     with pytest.raises(ValueError, match="Attention.dropout: got 0.1 on the mesh cp2, .* set it to 0"):
-        step.check(train_step(mesh, of), specs_of(mesh, of), {"tokens": rows, "labels": rows}, mesh)
+        step.check(train_step(mesh, of), specs_of(mesh, of), {"tokens": rows, "labels": rows})
 
 
 def test_config_json():

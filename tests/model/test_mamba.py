@@ -12,7 +12,7 @@ from fmegatron.model import families
 from tests.model.families.test_families_sharded import assert_proven
 from tests.model.test_reference import make_batch
 from tests.model.test_sharded import check
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 
 
 def hybrid(groups=1, layers=2, **changes):
@@ -29,7 +29,7 @@ IDS = ["-".join(map(str, case)) for case in CASES]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), turns(1, CASES, IDS))
+@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), few(1, CASES, IDS))
 def test_loss_and_each_gradient(mesh, groups, sequence_parallel, documents, monkeypatch):
     """One layer: the other kind has its own tests, and both are in those of the families."""
     if documents:
@@ -37,7 +37,7 @@ def test_loss_and_each_gradient(mesh, groups, sequence_parallel, documents, monk
     check(hybrid(groups, 1, sequence_parallel=sequence_parallel), mesh)
 
 
-@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), turns(1, CASES, IDS))
+@pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), few(1, CASES, IDS))
 def test_every_output_is_proven(mesh, groups, sequence_parallel, documents):
     others = {"documents": True, "positions": True} if documents else {}
     assert_proven(hybrid(groups, 1, sequence_parallel=sequence_parallel), mesh, None, **others)
@@ -85,7 +85,7 @@ SPLIT_IDS = ["-".join(map(str, case)) for case in SPLIT]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "groups", "documents"), turns(1, SPLIT, SPLIT_IDS))
+@pytest.mark.parametrize(("mesh", "groups", "documents"), few(1, SPLIT, SPLIT_IDS))
 def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
     """Documents begin on other ranks, at their first token, and come back under the same id."""
 
@@ -100,7 +100,7 @@ def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "groups", "documents"), turns(1, SPLIT, SPLIT_IDS))
+@pytest.mark.parametrize(("mesh", "groups", "documents"), few(1, SPLIT, SPLIT_IDS))
 def test_a_split_sequence_is_proven(mesh, groups, documents):
     others = {"documents": True, "positions": True} if documents else {}
     assert_proven(hybrid(groups, 1), mesh, None, **others)

@@ -10,7 +10,7 @@ from fmegatron import model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.testing import assert_parity
-from tests.pairs import turns
+from tests.pairs import few
 
 DATA = ("dp", "fsdp", "ep")
 ZERO3 = DataParallel(DATA, *[("dp", "fsdp", "ep")] * 3)
@@ -77,11 +77,11 @@ def values(specs):
 BOTH = [(name, save) for name in CASES for save in (None, "inputs")]
 
 
-@pytest.mark.parametrize(("name", "save"), turns(1, BOTH, [f"{name}-{save}" for name, save in BOTH]))
+@pytest.mark.parametrize(("name", "save"), few(1, BOTH, [f"{name}-{save}" for name, save in BOTH]))
 def test_equal_to_one_rank_and_proven(name, save):
     mesh, strategy, of = CASES[name]
     specs, rows = given(mesh, strategy, of)
-    report = step.check(train_step(mesh, strategy, of, save), specs, rows, mesh)
+    report = step.check(train_step(mesh, strategy, of, save), specs, rows)
     assert report.ok and not report.unproven, str(report)
     one = Mesh(**dict.fromkeys(mesh.names, 1))
     state, batch = values(given(one, strategy, of)[0])
@@ -101,7 +101,7 @@ EDGE_MESHES = {"one token on a rank": Mesh(dp=2, ep=2), "one document over all r
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", turns(1, [(name,) for name in EDGES], list(EDGES)))
+@pytest.mark.parametrize("name", few(1, [(name,) for name in EDGES], list(EDGES)))
 def test_edges(name):
     """The bias sends all tokens to expert 3 where one is to get all."""
     (router, shape), mesh = EDGES[name], EDGE_MESHES.get(name, Mesh(ep=2, tp=2))
@@ -125,7 +125,7 @@ def test_experts_over_tp_want_sequence_parallelism():
     mesh = Mesh(tp=2)
     with pytest.raises(ValueError, match="MoE.ep: got .* set Decoder.sequence_parallel=True"):
         train = train_step(mesh, HSDP, decoder(ep=("tp",)))
-        step.check(train, *given(mesh, HSDP, decoder(ep=("tp",))), mesh)
+        step.check(train, *given(mesh, HSDP, decoder(ep=("tp",))))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

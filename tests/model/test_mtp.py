@@ -15,7 +15,7 @@ from tests.model.families.test_families_sharded import assert_proven
 from tests.model.families.tiny_hf import MLA, MOE, SMALL, YARN
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.model.test_sharded import batch_layouts, make_step, raw_layouts
-from tests.pairs import turns
+from tests.pairs import few
 
 ONE = Mesh()
 
@@ -118,7 +118,7 @@ MESHED = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", turns(1, [(name,) for name in MESHED], MESHED))
+@pytest.mark.parametrize("name", few(1, [(name,) for name in MESHED], MESHED))
 def test_on_a_mesh(name):
     """Rows have other numbers of tokens that count: the divisor of each depth is the global one."""
     mesh, changes = MESHED[name]
@@ -132,7 +132,7 @@ def test_on_a_mesh(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sequence_parallel", turns(1, [(False,), (True,)], ["", "sequence parallel"]))
+@pytest.mark.parametrize("sequence_parallel", few(1, [(False,), (True,)], ["", "sequence parallel"]))
 def test_every_output_is_proven(sequence_parallel):
     assert_proven(further(layers=1, sequence_parallel=sequence_parallel), Mesh(fsdp=2, tp=2))
 

@@ -13,7 +13,7 @@ from fmegatron.step import collectives_of, trace, value_and_grad
 from fmegatron.testing import simulate, split
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, batch_layouts, check, make_step, raw_layouts, small
-from tests.pairs import turns
+from tests.pairs import few
 
 F8, B16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 FP8 = Precision.fp64(gather=F8)
@@ -27,7 +27,7 @@ def config_of(precision, **changes):
 FP8_MESHES = [Mesh(fsdp=2), Mesh(tp=2), Mesh(dp=2, fsdp=2, tp=2)]
 
 
-@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in FP8_MESHES], map(str, FP8_MESHES)))
+@pytest.mark.parametrize("mesh", few(1, [(mesh,) for mesh in FP8_MESHES], map(str, FP8_MESHES)))
 def test_weights_gathered_in_fp8(mesh):
     """The same roundings on every mesh: loss and each gradient equal one rank's under the same policy, fp64, 1e-10."""
     check(config_of(FP8, tied=mesh["fsdp"] == 2 if "fsdp" in mesh else False), mesh)
@@ -127,7 +127,7 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", turns(2, [(name,) for name in POLICIES], POLICIES))
+@pytest.mark.parametrize("name", few(2, [(name,) for name in POLICIES], POLICIES))
 def test_no_finding_under_any_policy(name):
     mesh, config = Mesh(dp=2, fsdp=2, tp=2), config_of(POLICIES[name])
     axes, layouts = Axes(mesh), model.layouts(config, mesh)
@@ -135,7 +135,7 @@ def test_no_finding_under_any_policy(name):
     train = step.build_train_step(lambda p, b: model.loss(p, b, config, layouts, axes), optimizer, layouts, axes)
     rows = Layout((8, 8), torch.int64, mesh, (("dp", "fsdp"),))
     specs = step.state_specs(model.specs(config, mesh), optimizer)
-    report = step.check(train, specs, {"tokens": rows, "labels": rows}, mesh)
+    report = step.check(train, specs, {"tokens": rows, "labels": rows})
     assert report.ok, str(report)
 
 
@@ -152,7 +152,7 @@ def on_rank(rank, mesh, name, params, batch):
 REAL = ["bf16 wire", "fp8", "sums in bf16"]
 
 
-@pytest.mark.parametrize("name", turns(1, [(name,) for name in REAL], REAL))
+@pytest.mark.parametrize("name", few(1, [(name,) for name in REAL], REAL))
 def test_real_ranks(ranks, name):
     """Bit for bit the gradients of simulated ranks."""
     mesh, config = Mesh(fsdp=2), config_of(POLICIES[name])

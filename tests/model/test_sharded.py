@@ -12,7 +12,7 @@ from fmegatron.layout import DataParallel, Layout, Mesh, Rules
 from fmegatron.step import raw_gradient_layout, trace, value_and_grad
 from fmegatron.testing import assert_parity, inline_layers, split
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 
 
 def small(**changes):
@@ -65,7 +65,7 @@ def check(config, mesh, mask=False, save=None, rules=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mesh"), turns(2, CASES, [f"{name}-{mesh}" for name, mesh in CASES]))
+@pytest.mark.parametrize(("name", "mesh"), few(2, CASES, [f"{name}-{mesh}" for name, mesh in CASES]))
 def test_loss_and_each_gradient(name, mesh):
     check(dataclasses.replace(CONFIG, **VARIANTS[name]), mesh)
 
@@ -73,14 +73,14 @@ def test_loss_and_each_gradient(name, mesh):
 MASKED = [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)]
 
 
-@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in MASKED], map(str, MASKED)))
+@pytest.mark.parametrize("mesh", few(1, [(mesh,) for mesh in MASKED], map(str, MASKED)))
 def test_with_a_mask(mesh):
     """The number of tokens that count differs between data ranks: the divisor must be the global one."""
     check(dataclasses.replace(CONFIG, z_loss=1e-2), mesh, mask=True)
 
 
 @pytest.mark.parametrize(
-    ("save", "sequence_parallel"), turns(1, [("mincut", False), ("inputs", True), ("mincut", True), ("inputs", False)])
+    ("save", "sequence_parallel"), few(1, [("mincut", False), ("inputs", True), ("mincut", True), ("inputs", False)])
 )
 def test_with_compiled_layers(save, sequence_parallel):
     config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel)
@@ -111,7 +111,7 @@ def collectives(config, mesh, save=None, inline=True):
     return collections.Counter(f"{one.name} {'+'.join(n.args[1])}" for one, n in found)
 
 
-@pytest.mark.parametrize("layers", turns(1, [(1,), (2,), (3,)]))
+@pytest.mark.parametrize("layers", few(1, [(1,), (2,), (3,)]))
 def test_number_of_collectives(layers):
     """What the layouts imply, and not one more: counted in the traced graph."""
     config = small(layers=layers)

@@ -15,7 +15,7 @@ from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, MESHES
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 
 
 def check(config, mesh, clip_norm, save=None, microbatches=1):
@@ -45,13 +45,13 @@ CASES = mixed(MESHES, [0.01, None])
 EVERYTHING = [Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
 
 
-@pytest.mark.parametrize(("mesh", "clip_norm"), turns(2, CASES, map(str, CASES)))
+@pytest.mark.parametrize(("mesh", "clip_norm"), few(2, CASES, map(str, CASES)))
 def test_steps(mesh, clip_norm):
     check(dataclasses.replace(CONFIG, tied=mesh.size == 8, z_loss=1e-3), mesh, clip_norm)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in EVERYTHING], map(str, EVERYTHING)))
+@pytest.mark.parametrize("mesh", few(1, [(mesh,) for mesh in EVERYTHING], map(str, EVERYTHING)))
 def test_steps_with_everything(mesh):
     """Sequence parallelism, layers compiled once that recompute, and microbatches, together."""
     config = dataclasses.replace(CONFIG, sequence_parallel=True, z_loss=1e-3)

@@ -18,7 +18,7 @@ def decoder(*parts, **fields):
 
 
 @dataclass
-class Loose:
+class Loose(model.Mixer):
     """A dataclass that is not frozen."""
 
     def arrays(self, dim):
@@ -29,7 +29,7 @@ class Loose:
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(model.PerToken):
     """Its result would be broadcast over the width."""
 
     def arrays(self, dim):

@@ -89,9 +89,9 @@ def test_check_has_its_rule(dtype):
         "ends": Layout((4,), torch.int32, mesh),
     }
     w = Layout((4, D, F), dtype, mesh)
-    report = check(of(True), w, batch, mesh)
+    report = check(of(True), w, batch)
     assert report.ok, str(report)
-    assert check(of(False), w, batch, mesh).findings
+    assert check(of(False), w, batch).findings
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fmegatron.nn.random import box_muller
 from fmegatron.step import jit
 from fmegatron.testing import simulate
 from tests.collectives.test_random_words import LAYOUTS, MESH
-from tests.pairs import mixed, rotating, turns
+from tests.pairs import each_value, few, mixed
 
 COUNT = torch.tensor(7)
 KINDS = {
@@ -28,7 +28,7 @@ def drawn(kind, shape, key=1, count=COUNT, dtype=torch.float32, **how):
 
 
 # ---- the same numbers everywhere -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "kind"), rotating(LAYOUTS, KINDS))
+@pytest.mark.parametrize(("name", "kind"), each_value(LAYOUTS, KINDS))
 def test_the_same_bits_on_every_mesh(name, kind):
     layout = LAYOUTS[name]
     sim = simulate(
@@ -62,7 +62,7 @@ NORMAL = [pytest.param("normal", shape, marks=pytest.mark.slow) for shape in [(1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "shape"), [*turns(1, COMPILED), *NORMAL])
+@pytest.mark.parametrize(("kind", "shape"), [*few(1, COMPILED), *NORMAL])
 def test_the_same_bits_compiled(kind, shape):
     """Sizes at which a vectorized loop has a rest; a factor that a compiler could contract with what is before it."""
     assert_compiled_is_eager([kind], shape, "inductor")

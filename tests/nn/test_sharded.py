@@ -13,7 +13,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, enter
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import assert_parity
-from tests.pairs import rotating, turns
+from tests.pairs import each_value, few
 
 DATA = ("dp", "fsdp")
 MESHES = [
@@ -89,7 +89,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize(("name", "mesh"), rotating(OPS, MESHES))
+@pytest.mark.parametrize(("name", "mesh"), each_value(OPS, MESHES))
 def test_op(name, mesh):
     op = OPS[name]
     generator = torch.Generator().manual_seed(len(name))
@@ -144,7 +144,7 @@ GATHERED = {  # every place where the gathered axis can stand
 GATHERING = [*(mesh for mesh in MESHES if mesh["fsdp"] > 1), Mesh(dp=1, fsdp=4, tp=1)]
 
 
-@pytest.mark.parametrize("mesh", turns(1, [(mesh,) for mesh in GATHERING], map(str, GATHERING)))
+@pytest.mark.parametrize("mesh", few(1, [(mesh,) for mesh in GATHERING], map(str, GATHERING)))
 def test_gather_tree(mesh):
     generator = torch.Generator().manual_seed(0)
     arrays = {

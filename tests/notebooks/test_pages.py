@@ -64,7 +64,7 @@ def test_the_own_experiment(tmp_path, monkeypatch, capsys):
     assert number == 3 and "resumed from step 2" in capsys.readouterr().out
 
     checkpoint.save("start", dict(net.state_dict()))
-    specs = own.describe(config)[1]
+    specs = own.describe(config).state
     given = checkpoint.restore("start", tree.layouts(specs.params))
     begun = tree.init(specs, key=0, rank=0, given=given)
     assert all(torch.equal(begun.params[name], p) for name, p in net.state_dict().items())

@@ -13,7 +13,7 @@ from fmegatron.optim import Group
 from fmegatron.step import build_train_step, jit, placements, state_specs, trace
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 from tests.step import tiny
 
 ONE = Mesh(dp=1, fsdp=1, tp=1)
@@ -66,7 +66,7 @@ def awkward_step(make, strategy, mesh, guard):
 ALIKE = mixed(MAKE, ["zero1", "zero3"])
 
 
-@pytest.mark.parametrize(("name", "level"), turns(2, ALIKE, map("-".join, ALIKE)))
+@pytest.mark.parametrize(("name", "level"), few(2, ALIKE, map("-".join, ALIKE)))
 def test_awkward_leaves_are_trained_alike_on_ranks(name, level):
     """More ranks than rows of some; zero gradients of what is not used are no error and no NaN."""
     make, strategy, mesh = MAKE[name], getattr(DataParallel, level)(), Mesh(dp=2, fsdp=2, tp=1)
@@ -135,7 +135,7 @@ def trained(config, opt, steps=3):
     return params, state
 
 
-@pytest.mark.parametrize("tied", turns(1, [(False,), (True,)], ["untied", "tied"]))
+@pytest.mark.parametrize("tied", few(1, [(False,), (True,)], ["untied", "tied"]))
 def test_decoupled_rates_and_frozen_leaves_are_torchs_groups(tied):
     config = TIED if tied else dataclasses.replace(tiny.CONFIG, tied=False)
     rules = [rule for rule in RULES if not (tied and rule[0] == "head")]

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fmegatron import optim, tree
 from fmegatron.step import jit, trace
-from tests.pairs import rotating, turns
+from tests.pairs import each_value, few
 
 OPTIMIZERS = {
     "adamw": optim.adamw(optim.cosine(1e-2, 100, 10)),
@@ -44,7 +44,7 @@ def clipped_update(opt):
     return update
 
 
-@pytest.mark.parametrize(("name", "dtype"), rotating(OPTIMIZERS, [torch.float32, torch.bfloat16, torch.float64]))
+@pytest.mark.parametrize(("name", "dtype"), each_value(OPTIMIZERS, [torch.float32, torch.bfloat16, torch.float64]))
 def test_a_tensor_meets_only_scalars_that_are_stored(name, dtype):
     """Else Inductor computes them again for each element; `optim.scalars` has the measurement."""
     opt, (params, grads) = OPTIMIZERS[name], make_trees(dtype)
@@ -64,7 +64,7 @@ def test_a_tensor_meets_only_scalars_that_are_stored(name, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("opt", turns(1, [(opt,) for opt in OPTIMIZERS.values()], OPTIMIZERS))
+@pytest.mark.parametrize("opt", few(1, [(opt,) for opt in OPTIMIZERS.values()], OPTIMIZERS))
 def test_compiled_is_eager(opt):
     atol = 1e-13 if opt is OPTIMIZERS["soap"] else 1e-15
     params, grads = make_trees(torch.float64)

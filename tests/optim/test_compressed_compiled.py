@@ -10,7 +10,7 @@ from fmegatron import optim, tree
 from fmegatron.optim import Bfloat16, NoMaster, Remainder, compressed
 from fmegatron.step import jit
 from tests.optim.table import assert_same
-from tests.pairs import turns
+from tests.pairs import few
 
 BLOCK = {"block": 16, "smallest": 0}
 ALL = ["bf16", "random", "fp16", "fp8", "int8", "linear"]
@@ -91,7 +91,7 @@ def test_every_format_compiled_is_eager():
     assert_close(assert_in_place(jit(step, donate=0), carry, names), after(step, carry, names))
 
 
-@pytest.mark.parametrize("names", turns(1, [(["random"],), (["bf16"],)]), ids=str)
+@pytest.mark.parametrize("names", few(1, [(["random"],), (["bf16"],)]), ids=str)
 def test_elementwise_formats_need_no_memory(names):
     """One pass over codes, parameter and gradient: the generated code allocates nothing of a leaf's size."""
     step, carry = step_of(names)

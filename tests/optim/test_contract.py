@@ -22,14 +22,14 @@ from tests.optim.table import (
     make_specs,
     run,
 )
-from tests.pairs import product, rotating
+from tests.pairs import each_value, product
 
 every_optimizer = pytest.mark.parametrize("opt", [row.make() for row in EVERY.values()], ids=EVERY)
 
 
 # Formats of fewer bytes do nothing to float64, and to float32 what they do to moments of bfloat16 parameters.
 WEAK = [pytest.param(name, dtype, marks=pytest.mark.slow) for name in COMPRESSED for dtype in ("fp32", "fp64")]
-NAMES = [*rotating(TABLE, DTYPES), *rotating(COMPRESSED, ["bf16", "mixed"]), *WEAK]
+NAMES = [*each_value(TABLE, DTYPES), *each_value(COMPRESSED, ["bf16", "mixed"]), *WEAK]
 CASES = [
     pytest.param(EVERY[name].make(), DTYPES[dtype], marks=case.marks, id=f"{dtype}-{name}")
     for case in NAMES

@@ -8,11 +8,11 @@ import torch
 from fmegatron import checkpoint, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import State, build_train_step, check, state_specs
+from fmegatron.step import Description, State, build_train_step, check, state_specs
 from fmegatron.testing import assert_parity, split
 from tests.checkpoint.fake_world import save_all
 from tests.optim.table import DTYPES, EVERY, ONE, TABLE, assert_same, grads_of, make_params, make_specs, run
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
 FEW = [Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=1, tp=1)]
@@ -55,7 +55,8 @@ def assert_sharded_is_plain(row, specs_on, mesh, steps):
             params, state = opt.update(grads, carry["state"], carry["params"])
             return {"params": params, "state": state}, {}
 
-        return step
+        specs = specs_on(mesh)
+        return Description(step, {"params": specs, "state": opt.init(specs)}, specs)
 
     opt = row.make(tree.layouts(specs_on(mesh)), Axes(mesh))
     layouts = tree.layouts({"params": specs_on(mesh), "state": opt.init(specs_on(mesh))})
@@ -70,7 +71,7 @@ def assert_sharded_is_plain(row, specs_on, mesh, steps):
 @pytest.mark.parametrize(
     ("row", "mesh"),
     [
-        *turns(5, [(row, MESH) for row in TABLE], TABLE),
+        *few(5, [(row, MESH) for row in TABLE], TABLE),
         *[pytest.param(row, mesh, marks=pytest.mark.slow) for row in TABLE for mesh in FEW],
     ],
 )
@@ -81,7 +82,7 @@ def test_sharded_is_plain(row, mesh):
 PLACED = mixed(TABLE, PLACES)
 
 
-@pytest.mark.parametrize(("row", "place"), turns(5, PLACED, map("-".join, PLACED)))
+@pytest.mark.parametrize(("row", "place"), few(5, PLACED, map("-".join, PLACED)))
 def test_sharded_is_plain_wherever_a_strategy_puts_the_state(row, place):
     """Layouts O of the ZeRO levels: more dims split, two axes on one dim, flattened leaves."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)
@@ -121,7 +122,7 @@ def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
     assert_same(run(opt, *back, range(3, 5)), run(opt, *half, range(3, 5)))
 
 
-@pytest.mark.parametrize("row", turns(5, [(row,) for row in EVERY.values()], EVERY))
+@pytest.mark.parametrize("row", few(5, [(row,) for row in EVERY.values()], EVERY))
 def test_the_checker_proves_a_train_step(row):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     specs = make_specs(DTYPES["fp32"], mesh)
@@ -138,5 +139,5 @@ def test_the_checker_proves_a_train_step(row):
 
     step = build_train_step(loss_fn, opt, layouts, axes, clip_norm=None)
     batch = {"x": Layout((8,), torch.float32, mesh, ("dp",))}
-    report = check(step, State(*state_specs(specs, opt)), batch, mesh)
+    report = check(step, State(*state_specs(specs, opt)), batch)
     assert not report.findings and not report.unproven, str(report)

@@ -10,7 +10,7 @@ from fmegatron.layout import Mesh
 from fmegatron.step import State, build_train_step, jit, state_specs, trace
 from tests.fresh_state import fresh_state
 from tests.optim.table import DTYPES, ONE, TABLE, make_params, make_specs
-from tests.pairs import turns
+from tests.pairs import few
 
 # Ops whose result, or its size, is on the host: with an accelerator each waits until all that was launched is done.
 SYNC = {
@@ -26,13 +26,13 @@ def op_of(target):
 
 
 def cases():
-    """(optimizer of layouts and axes, largest norm): each bare and with all that looks at the norm; some a day."""
+    """(optimizer of layouts and axes, largest norm): each bare and with all that looks at the norm; some by default."""
     found = {}
     for name, row in TABLE.items():
         found[f"{name}-bare"] = row.make, None
         if "guarded" not in name:
             found[f"{name}-guard-clip"] = guarded(row.make), 1.0
-    return turns(5, found.values(), found)
+    return few(5, found.values(), found)
 
 
 def guarded(make):

@@ -12,7 +12,7 @@ SIZES = {"vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "f
 
 
 def decoder(mesh=Mesh(), strategy=None, save="mincut", microbatches=1, batch=8, of=lambda decoder: decoder, **changes):  # noqa: B008
-    """(train_step, specs of its state, layouts of its batch). of: what becomes of the decoder."""
+    """The step, the specs of its state, the layouts of its batch. of: what becomes of the decoder."""
     config = of(model.llama(**SIZES | changes))
     strategy = strategy or DataParallel.hsdp()
     specs, axes, optimizer = model.specs(config, mesh, strategy=strategy), Axes(mesh), optim.adamw(1e-3)
@@ -21,7 +21,8 @@ def decoder(mesh=Mesh(), strategy=None, save="mincut", microbatches=1, batch=8, 
     how = {"strategy": strategy, "microbatches": microbatches, "precision": config.precision}
     update = step.build_train_step(loss, optimizer, layouts, axes, **how)
     rows = strategy.batch_layout((batch, config.max_seq), torch.int64, mesh, microbatches)
-    return update, step.state_specs(specs, optimizer, strategy), {"tokens": rows, "labels": rows}
+    state = step.state_specs(specs, optimizer, strategy)
+    return step.Description(update, state, {"tokens": rows, "labels": rows}, microbatches, config, save)
 
 
 def tower(depth=2, width=64, rows=96, save="inputs"):
@@ -40,4 +41,4 @@ def tower(depth=2, width=64, rows=96, save="inputs"):
         (loss, _), grads = step.value_and_grad(loss_fn)(params, batch)
         return tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
-    return update, layouts, Layout((rows, width), torch.float32, mesh)
+    return step.Description(update, layouts, Layout((rows, width), torch.float32, mesh))

@@ -13,7 +13,7 @@ from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.wrapper import counted
 from fmegatron.step.torch_private import FakeTensorMode, make_fx
 from fmegatron.testing import peak_bytes
-from tests.pairs import turns
+from tests.pairs import few
 from tests.plan.described import decoder, tower
 
 SQUARE = 128 * 128 * 4  # bytes
@@ -34,7 +34,7 @@ HAND = {
 }
 
 
-@pytest.mark.parametrize("name", turns(2, [(name,) for name in HAND], HAND))
+@pytest.mark.parametrize("name", few(2, [(name,) for name in HAND], HAND))
 def test_by_hand(name):
     fn, squares = HAND[name]
     module, fakes = graph_of(fn)
@@ -144,4 +144,4 @@ def test_layouts_of_another_mesh_are_refused():
     described = decoder(Mesh(fsdp=2))
     with pytest.raises(ValueError, match="plan: the state"):
         plan.exact(*described, Mesh(fsdp=4))
-    assert tree.leaves(described[2])[0].mesh == Mesh(fsdp=2)
+    assert tree.leaves(described.batch)[0].mesh == Mesh(fsdp=2)

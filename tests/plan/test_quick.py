@@ -1,6 +1,5 @@
 """The quick plan: what formulas say, against layouts, lowered graphs, and each other."""
 
-import dataclasses
 import math
 
 import pytest
@@ -11,11 +10,11 @@ from fmegatron import model, optim, plan, tree
 from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.plan import saved
-from fmegatron.step import Rates, bytes_sent, collectives_of, least_traffic, state_bytes, trace
+from fmegatron.step import Description, Rates, bytes_sent, collectives_of, least_traffic, state_bytes, trace
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.opaque import inline_layers
 from fmegatron.step.torch_private import FakeTensorMode, TorchDispatchMode
-from tests.pairs import turns
+from tests.pairs import few
 from tests.plan.described import SIZES, decoder, tower
 
 BIG = {"dim": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn_dim": 53248, "vocab_size": 128256}
@@ -42,10 +41,10 @@ def big(layers=126):
 def test_405b_on_16384_ranks_computes_nothing():
     described = big()
     with Ops() as ops:
-        found = plan.quick(*described, MESH)
+        found = plan.quick(described)
     assert ops.count == 0
-    assert found.state == sum(x.local_nbytes(0) for x in tree.leaves(tree.layouts(described[1])))
-    assert found.checkpoint == 12 * model.parameters(described[0].declared.loss.keywords["decoder"])["total"] + 16
+    assert found.state == sum(x.local_nbytes(0) for x in tree.leaves(tree.layouts(described.state)))
+    assert found.checkpoint == 12 * model.parameters(described.decoder)["total"] + 16
     assert 30 < found.peak / 2**30 < 80
     assert not found.unknown
 
@@ -56,8 +55,8 @@ def test_terms_of_few_ranks_are_kept_until_they_are_stacked(ways, kept):
     found, mesh = {}, Mesh(fsdp=ways)
     for name in ("bf16", "bf16_wire"):
         how = {"precision": getattr(Precision, name)(), "layers": 48}
-        found[name] = plan.quick(*decoder(mesh, DataParallel.zero3(), "inputs", batch=8, **how), mesh)
-    specs = decoder(mesh, DataParallel.zero3(), "inputs", batch=8, **how)[1].params["blocks"]
+        found[name] = plan.quick(decoder(mesh, DataParallel.zero3(), "inputs", batch=8, **how))
+    specs = decoder(mesh, DataParallel.zero3(), "inputs", batch=8, **how).state.params["blocks"]
     blocks = [x.local_nbytes(0) for x in tree.leaves(tree.layouts(specs))]
     stacked = {name: one.moments["gradients stacked"] for name, one in found.items()}
     assert stacked["bf16_wire"] == max(stacked["bf16"], int(sum(blocks) * (1 + kept)))
@@ -66,22 +65,23 @@ def test_terms_of_few_ranks_are_kept_until_they_are_stacked(ways, kept):
 
 def test_layers_that_are_equal_are_looked_at_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(saved, "_widths", lambda *args, real=saved._widths: calls.append(1) or real(*args))
+    for kind in (model.Attention, model.MLP):
+        monkeypatch.setattr(kind, "widths", lambda *args, real=kind.widths: calls.append(1) or real(*args))
     for layers in (2, 126):
-        plan.quick(*big(layers), MESH)
+        plan.quick(big(layers))
     assert len(calls) == 2 * (2 * 2)  # attention and MLP, for memory and for work
 
 
 @pytest.mark.parametrize("save", ["mincut", "inputs", "all", None])
 def test_what_is_kept_grows_with_depth_and_policy(save):
-    two, four = (plan.quick(*decoder(save=save, layers=n), Mesh()) for n in (2, 4))
+    two, four = (plan.quick(decoder(save=save, layers=n)) for n in (2, 4))
     turn = "turn of the forward"
     one_layer = (four.moments[turn] - two.moments[turn]) / 2
     tokens = 8 * SIZES["max_seq"]
     assert one_layer >= tokens * SIZES["dim"] * 4
     if save == "inputs":
         assert one_layer == tokens * SIZES["dim"] * 4
-    assert two.flops == (plan.quick(*decoder(save="all"), Mesh()).flops if save != "inputs" else two.flops)
+    assert two.flops == (plan.quick(decoder(save="all")).flops if save != "inputs" else two.flops)
 
 
 STRATEGIES = {
@@ -103,11 +103,11 @@ def graph_of(update, specs, batch, device="meta"):
     return trace(update, arguments).graph_module.graph
 
 
-@pytest.mark.parametrize("name", turns(1, [(name,) for name in STRATEGIES], STRATEGIES))
+@pytest.mark.parametrize("name", few(1, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_bytes_sent_are_those_of_the_graph(name):
     mesh, strategy, parts = STRATEGIES[name]
     described = decoder(mesh, strategy, microbatches=parts)
-    sent = plan.quick(*described, mesh).sent
+    sent = plan.quick(described).sent
     real = bytes_sent(collectives_of(graph_of(*described), mesh))
     small = 2048 * parts  # sums of losses and norms, leaves that are too small to be shared out
     for axes in {*sent, *real}:
@@ -117,13 +117,13 @@ def test_bytes_sent_are_those_of_the_graph(name):
 POLICIES = [("mincut", 2), ("all", 2), ("inputs", 2), ("mincut", 4)]
 
 
-@pytest.mark.parametrize(("save", "kv_heads"), turns(1, POLICIES, [f"{save}-{n}" for save, n in POLICIES]))
+@pytest.mark.parametrize(("save", "kv_heads"), few(1, POLICIES, [f"{save}-{n}" for save, n in POLICIES]))
 def test_what_a_block_keeps_is_what_its_forward_returns(save, kv_heads):
     described = decoder(save=save, kv_heads=kv_heads)
     entries = opaque_entries(graph_of(*described, device="cpu"))
     forward = next(entry for entry in entries if "_fwd_" in entry.name)
     returned = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype, _ in forward.out_meta)
-    config = described[0].declared.loss.keywords["decoder"]
+    config = described.decoder
     one = saved.block_bytes(config.blocks[0], config, 8, SIZES["max_seq"], 1, save, 0)
     assert one.saved + one.result == returned
 
@@ -131,8 +131,8 @@ def test_what_a_block_keeps_is_what_its_forward_returns(save, kv_heads):
 def test_state_and_traffic_are_those_of_the_cost_model():
     mesh, strategy = Mesh(dp=2, fsdp=4), DataParallel.hsdp()
     described = decoder(mesh, strategy)
-    found, setting = plan.quick(*described, mesh), plan.setting_of(*described, mesh)
-    specs = described[1]
+    found, setting = plan.quick(described), plan.setting_of(described)
+    specs = described.state
     held = state_bytes(specs.params, optim.adamw(1e-3), strategy)
     assert found.state == held.params + held.optim + 8
     again = least_traffic(setting.params, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
@@ -150,30 +150,21 @@ def test_flops_are_those_of_the_graph():
         if packet in flop_registry:
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
             work += flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])
-    config, tokens = described[0].declared.loss.keywords["decoder"], 8 * SIZES["max_seq"]
+    config, tokens = described.decoder, 8 * SIZES["max_seq"]
     assert work == tokens * model.flops_per_token(config, causal=False)["total"]
-    assert plan.quick(*described, Mesh()).model_flops == tokens * model.flops_per_token(config)["total"]
+    assert plan.quick(described).model_flops == tokens * model.flops_per_token(config)["total"]
 
 
 def test_another_loss_is_said_to_be_unknown():
     update, specs, batch = decoder()
-    own = update.declared.loss
-    found = plan.quick(_declaring(update, lambda params, batch: own(params, batch)), specs, batch, Mesh())
-    assert any("model.loss" in what for what in found.unknown) and found.flops == 0
-    with pytest.raises(ValueError, match="declares no strategy, wanted one of step.build_train_step"):
-        plan.quick(*tower(), Mesh())
-
-
-def _declaring(update, loss):
-    def same(state, batch):
-        return update(state, batch)
-
-    same.declared = dataclasses.replace(update.declared, loss=loss)
-    return same
+    found = plan.quick(Description(update, specs, batch))
+    assert any("states no decoder" in what for what in found.unknown) and found.flops == 0
+    with pytest.raises(ValueError, match=r"wanted a State\(step, params, opt\)"):
+        plan.quick(tower())
 
 
 def test_seconds_add_up_and_scale_with_rates():
-    found = plan.quick(*decoder(Mesh(fsdp=2, tp=2), DataParallel.zero3("fsdp")), Mesh(fsdp=2, tp=2))
+    found = plan.quick(decoder(Mesh(fsdp=2, tp=2), DataParallel.zero3("fsdp")))
     slow, fast = Rates(1e9, 1e9, 1e6, 0.0), Rates(2e9, 2e9, 2e6, 0.0)
     assert found.step_seconds(slow)["total"] == pytest.approx(2 * found.step_seconds(fast)["total"])
     parts = found.step_seconds(slow)

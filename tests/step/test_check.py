@@ -12,7 +12,7 @@ from fmegatron.collectives import Axes, all_gather, axis_index, declare, enter, 
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.step import State, check
 from fmegatron.step.check import check_traced
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 from tests.step.graph_mutants import mutants, problem, traced_problem
 from tests.work import counted
 
@@ -33,19 +33,19 @@ MESHES = [MESH, Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=4, tp=1), Mesh(dp=1, f
 CASES = mixed(RIGHT, MESHES)
 
 
-@pytest.mark.parametrize("name, mesh", turns(2, CASES, map(str, CASES)))
+@pytest.mark.parametrize("name, mesh", few(2, CASES, map(str, CASES)))
 def test_right_steps_have_no_findings(name, mesh):
-    report = check(*problem(mesh, ADAMW, layers=2, **RIGHT[name]), mesh)
+    report = check(*problem(mesh, ADAMW, layers=2, **RIGHT[name]))
     assert report.ok, str(report)
 
 
 OPTIMIZERS = {"sgd": optim.sgd(1e-2), "momentum": optim.sgd(1e-2, momentum=0.9), "adamw": ADAMW}
 
 
-@pytest.mark.parametrize("optimizer", turns(1, [(optimizer,) for optimizer in OPTIMIZERS.values()], OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", few(1, [(optimizer,) for optimizer in OPTIMIZERS.values()], OPTIMIZERS))
 def test_one_head_on_each_rank(optimizer):
     mesh = Mesh(dp=1, fsdp=1, tp=4)
-    report = check(*problem(mesh, optimizer, kv_heads=4), mesh)
+    report = check(*problem(mesh, optimizer, kv_heads=4))
     assert report.ok, str(report)
 
 
@@ -54,7 +54,7 @@ def test_16384_ranks_are_no_more_work_than_8():
     calls = []
     for mesh in (Mesh(dp=64, fsdp=32, tp=8), MESH):
         with counted() as work:
-            report = check(*_large(mesh), mesh)
+            report = check(*_large(mesh))
         assert report.ok, str(report)
         calls.append(work.calls)
     assert calls[0] < 1.5 * calls[1]
@@ -76,7 +76,7 @@ FIELDS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fields", turns(1, [(fields,) for fields in FIELDS], map(str, FIELDS)))
+@pytest.mark.parametrize("fields", few(1, [(fields,) for fields in FIELDS], map(str, FIELDS)))
 def test_every_broken_collective_is_found(fields):
     traced, given, wanted, data = traced_problem(*problem(MESH, optim.sgd(1e-2), **fields))
     assert check_traced(traced, MESH, given, wanted, data=data).ok
@@ -174,7 +174,7 @@ def toy(bug=None):
 
 
 def test_the_right_toy():
-    report = check(toy(), STATE, BATCH, MESH)
+    report = check(toy(), STATE, BATCH)
     assert report.ok, str(report)
 
 
@@ -211,20 +211,20 @@ QUICK = ("vocab_axis", "bias", "cat", "softmax", "local_max", "sharded_and_whole
 
 @pytest.mark.parametrize("bug", [pytest.param(b, marks=() if b in QUICK else pytest.mark.slow) for b in FAULTS])
 def test_a_fault_in_the_code_is_found(bug):
-    report = check(toy(bug), STATE, BATCH, MESH)
+    report = check(toy(bug), STATE, BATCH)
     assert report.findings
     assert re.search(FAULTS[bug], str(report)), str(report)
 
 
 def test_a_finding_names_line_axis_and_fix_and_can_be_silenced():
-    report = check(toy("psum_twice"), STATE, BATCH, MESH)
+    report = check(toy("psum_twice"), STATE, BATCH)
     lines = Path(__file__).read_text().splitlines()
     first = report.findings[0]
     assert "psum(o, tp)" in lines[int(first.at.split(":")[1].split()[0]) - 1]
     assert (first.op, first.axis, first.fix) == ("psum", "tp", "remove it")
     with pytest.raises(ValueError, match=r"train_step: \d+ findings? of the check.*\n.*psum over 'tp'"):
         report.require("train_step")
-    quiet = check(toy("psum_twice"), STATE, BATCH, MESH, allow={f.at.split(" ")[0]: "a test" for f in report.findings})
+    quiet = check(toy("psum_twice"), STATE, BATCH, allow={f.at.split(" ")[0]: "a test" for f in report.findings})
     assert quiet.ok and quiet.silenced and "silenced (a test)" in str(quiet)
 
 
@@ -234,21 +234,21 @@ def test_an_op_without_a_rule_is_unproven_with_the_outputs_that_depend_on_it():
         norm = torch.segment_reduce(state.params["w1"], "sum", lengths=lengths[:1]).sum() + state.params["norm"]
         return state._replace(params={**state.params, "norm": norm}), {}
 
-    report = check(odd, STATE, BATCH, MESH)
+    report = check(odd, STATE, BATCH)
     assert not report.ok and not report.findings and report.unproven_outputs == ("0/params/norm",)
     (one,) = report.unproven
     assert one.at.startswith("test_check.py:") and one.op == "segment_reduce" and one.axes == ("fsdp", "tp")
     assert "no rule for aten.segment_reduce.default" in one.why and "0/params/norm may be wrong" in str(report)
-    assert check(odd, STATE, BATCH, MESH, allow={one.at: "one segment"}).ok
+    assert check(odd, STATE, BATCH, allow={one.at: "one segment"}).ok
 
 
 def test_a_line_of_a_file_whose_name_has_spaces_can_be_silenced():
     code = "def odd(state, batch):\n    return state, {'loss': batch['ids'].sum()}\n"
     names: dict = {}
     exec(compile(code, "my step.py", "exec"), names)
-    report = check(names["odd"], STATE, BATCH, MESH)
+    report = check(names["odd"], STATE, BATCH)
     assert {one.at for one in report.findings} == {"my step.py:2"}
-    assert check(names["odd"], STATE, BATCH, MESH, allow={"my step.py:2": "a test"}).ok
+    assert check(names["odd"], STATE, BATCH, allow={"my step.py:2": "a test"}).ok
 
 
 def test_no_op_hides_the_mistakes_behind_it():
@@ -275,7 +275,7 @@ def test_no_op_hides_the_mistakes_behind_it():
         ),
         lambda x: F.pixel_shuffle(F.pad(x, (1, 1, 1, 1), mode="reflect").repeat(1, 4, 1, 1), 2),
     ):
-        report = check(forgets(ops), STATE, batch, MESH)
+        report = check(forgets(ops), STATE, batch)
         assert {f.axis for f in report.findings} == {"dp", "fsdp"}, str(report)
         assert {f.op for f in report.findings} == {"sub"}, str(report)  # of the update
 
@@ -292,7 +292,7 @@ def test_a_parameter_that_the_loss_does_not_use(microbatches):
     train_step = step.build_train_step(loss_fn, ADAMW, specs, axes, microbatches=microbatches)
     state = step.state_specs({k: tree.ArraySpec(x, tree.Constant(0)) for k, x in specs.items()}, ADAMW)
     rows = DataParallel(("dp", "fsdp")).batch_layout((8, 16), F32, MESH, microbatches)
-    report = check(train_step, state, {"x": rows}, MESH)
+    report = check(train_step, state, {"x": rows})
     assert report.ok, str(report)
 
 
@@ -318,7 +318,7 @@ def test_the_line_of_the_user_comes_first():
     def of(comment):
         return f"test_check.py:{next(i for i, line in enumerate(lines, 1) if comment in line and 'def of' not in line)}"
 
-    said = str(check(train_step, layouts, batch, mesh))
+    said = str(check(train_step, layouts, batch))
     assert f"{of('# of a shard')} (in fmegatron/nn/norm.py:" in said, said
 
     def forgetful(state, batch):
@@ -328,6 +328,6 @@ def test_the_line_of_the_user_comes_first():
         _, grads = step.value_and_grad(loss_fn)(state)
         return state, {"size": optim.global_norm(grads, layouts, axes)}  # and nothing was summed
 
-    found = check(forgetful, layouts, batch, mesh).findings
+    found = check(forgetful, layouts, batch).findings
     assert found and all(one.at.startswith("test_check.py:") for one in found)
     assert any(one.at.startswith(f"{of('# and nothing was summed')} (in fmegatron/optim/") for one in found), found

@@ -11,7 +11,7 @@ from tests.house import ROOT
 EXPERIMENT = """
 from dataclasses import dataclass
 import torch
-from fmegatron import collectives
+from fmegatron import collectives, step as steps
 from fmegatron.layout import Layout, Mesh
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ def describe(config):
         grad = batch.sum(0)
         grad = collectives.psum(grad, axis) if config.right else grad
         return params - grad, {}
-    return step, Layout((4,), torch.float32, config.mesh), Layout((8, 4), torch.float32, config.mesh, ("dp",))
+    rows = Layout((8, 4), torch.float32, config.mesh, ("dp",))
+    return steps.Description(step, Layout((4,), torch.float32, config.mesh), rows)
 """
 
 

@@ -41,7 +41,7 @@ def step_of(layout, there=reshard):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_right(name):
-    report = check(*step_of(LAYOUTS[name]), MESH)
+    report = check(*step_of(LAYOUTS[name]))
     assert report.ok and not report.unproven, str(report)
 
 
@@ -53,7 +53,7 @@ def test_a_row_that_is_gathered_on_another_dim():
         x = all_gather(x, axes["cp"], 0).view(1, 2, 16)
         return all_gather(x, axes["fsdp"], 2).view(2, 2, 16)
 
-    report = check(*step_of(layout, wrong), MESH)
+    report = check(*step_of(layout, wrong))
     assert [(f.axis, "sharded on one of the dims" in f.what) for f in report.findings] == [("fsdp", True)], str(report)
 
 

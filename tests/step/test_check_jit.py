@@ -10,7 +10,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import Declared, build_train_step, jit
+from fmegatron.step import build_train_step, jit, state_specs
 from fmegatron.step.check import check_traced
 from tests.fresh_state import fresh_state
 from tests.step import tiny
@@ -33,8 +33,9 @@ def step_with(loss_psum: bool, own=lambda x: x):
 
 
 def arguments():
-    state = fresh_state({"w": torch.ones(4, dtype=torch.float64)}, optim.sgd(1e-2))
-    return state, {"x": torch.ones(3, 4, dtype=torch.float64)}
+    specs = state_specs({"w": tree.ArraySpec(LAYOUTS["w"], tree.ones)}, optim.sgd(1e-2))
+    rows = Layout((6, 4), torch.float64, MESH, ("dp",))
+    return tree.init(specs, 0, 0), tree.place({"x": torch.ones(3, 4, dtype=torch.float64)}, rows)
 
 
 def on_a_rank(rank):
@@ -54,12 +55,13 @@ def on_a_rank(rank):
         warnings.simplefilter("always")
         unproven(*arguments())
     said = [str(w.message) for w in said if "check of collectives" in str(w.message)]
-    declared = Declared(LAYOUTS, {"x": Layout((6, 4), torch.float64, MESH, ("dp",))})
-    plain = jit(lambda p, b: ({"w": p["w"] - b["x"].sum(0)}, {}), world=world, backend="eager", check=declared)
+    plain = jit(lambda p, b: ({"w": p["w"] - b["x"].sum(0)}, {}), world=world, backend="eager")
     with pytest.raises(ValueError, match="adds a pending sum and a complete value"):
         plain(arguments()[0].params, arguments()[1])
-    with pytest.raises(ValueError, match=r"argument '1/x': got shape \(2, 4\), wanted \(3, 4\)"):
-        plain(arguments()[0].params, {"x": arguments()[1]["x"][:2]})
+    state, batch = arguments()
+    batch["x"].data = batch["x"].data[:2]
+    with pytest.raises(ValueError, match=r"argument '1/x': got f64\[2, 4\], wanted f64\[3, 4\]"):
+        plain(state.params, batch)
     reports = [next(iter(f.cache.values())).report for f in (right, off, vouched)]
     return str(refused.value), reports[0].ok, reports[1], [reason for _, reason in reports[2].silenced], said
 

@@ -301,7 +301,7 @@ def test_a_shard_of_one_element_meets_what_is_broadcast_there():
             return {"x": x * (b["c"][:, :, None] if heads == 1 else b["c"])}, {}
 
         at = {"x": Layout((B, S, 2 * heads, K), torch.float64, mesh, (None, None, "tp"))}
-        return check(step, at, {"c": Layout(c, torch.float64, mesh)}, mesh)
+        return check(step, at, {"c": Layout(c, torch.float64, mesh)})
 
     report = turned(1, (B, S, K))
     assert report.ok and not report.unproven, str(report)

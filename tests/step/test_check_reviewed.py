@@ -62,6 +62,6 @@ def test_a_right_step_has_no_finding(name):
     placed = (layouts(MESH), DataParallel(("dp",)).batch_layout(tuple(batch.shape), batch.dtype, MESH))
     out = (layouts(MESH), {"loss": Layout((), torch.float64, MESH)})
     testing.assert_parity(make(RIGHT[name]), MESH, params, batch, layouts=placed, out_layouts=out, tolerance=1e-8)
-    report = step.check(make(RIGHT[name])(MESH), *placed, MESH)
+    report = step.check(make(RIGHT[name])(MESH), *placed)
     assert not report.findings and "internal" not in str(report), report
     assert report.ok or name not in PROVEN, report

@@ -45,7 +45,7 @@ def make(mesh, cut, forget=False):
 @pytest.mark.parametrize("cut", RIGHT)
 def test_right_slices_are_proven_and_right(cut):
     train_step, specs, rows = make(MESH, RIGHT[cut])
-    report = step.check(train_step, specs, rows, MESH)
+    report = step.check(train_step, specs, rows)
     assert report.ok and not report.unproven and not report.findings, report
     state, drawn = tree.init(make(Mesh(), RIGHT[cut])[1], 0, 0), torch.Generator().manual_seed(1)
     batch = {name: torch.randn(4, 6, 8, generator=drawn, dtype=torch.float64) for name in ("x", "y")}
@@ -57,11 +57,11 @@ def test_right_slices_are_proven_and_right(cut):
 @pytest.mark.parametrize("cut", RIGHT)
 def test_a_forgotten_sum_behind_a_slice_is_found(cut):
     train_step, specs, rows = make(MESH, RIGHT[cut], forget=True)
-    report = step.check(train_step, specs, rows, MESH)
+    report = step.check(train_step, specs, rows)
     assert report.findings and "test_check_slices.py" in str(report)
 
 
 def test_a_slice_of_a_dim_that_ranks_share_is_not_proven():
     """Each rank would drop the last of its own columns."""
     train_step, specs, rows = make(MESH, lambda h: F.pad(h[..., :-1], (1, 0)))
-    assert not step.check(train_step, specs, rows, MESH).ok
+    assert not step.check(train_step, specs, rows).ok

@@ -8,7 +8,7 @@ import torch
 from fmegatron.collectives import Axes, psum
 from fmegatron.step import check
 from tests.house import ROOT
-from tests.pairs import turns
+from tests.pairs import few
 from tests.sampling import seeds
 from tests.step.mutants.mutate import found_by, judge
 from tests.step.styles import experts, losses, metrics, norms, sequences, updates
@@ -38,10 +38,10 @@ REFUSED_ONCE = (
 )
 
 
-def a_sample(campaign, of, fixed, rotating):
-    """Some of a list: some always (spread over it), the others new every day."""
+def a_sample(campaign, of, fixed, drawn):
+    """Some of a list: some always (spread over it), the others drawn."""
     always = [one * len(of) // fixed for one in range(fixed)]
-    others = [seed % len(of) for seed in seeds(campaign, 0, rotating)]
+    others = [seed % len(of) for seed in seeds(campaign, 0, drawn)]
     return [of[i] for i in dict.fromkeys(always + others)]
 
 
@@ -57,10 +57,10 @@ def is_caught(module, mutant):
     assert found_by(report, differ) == mutant.finds, f"{mutant.name}: {mutant.says}\n{report}\n{differ}"
 
 
-@pytest.mark.parametrize("module, of", turns(5, REFUSED_ONCE, [of for _, of in REFUSED_ONCE]))
+@pytest.mark.parametrize("module, of", few(5, REFUSED_ONCE, [of for _, of in REFUSED_ONCE]))
 def test_what_was_refused(module, of):
     """By the check alone; that they are right is proven with the others."""
-    report = check(module.make_step(MESH, of), *module.layouts(MESH, of), MESH)
+    report = check(module.make_step(MESH, of), *module.layouts(MESH, of))
     assert not report.findings and report.ok == (of not in OPEN), str(report)
 
 
@@ -125,6 +125,6 @@ def test_counts_of_sharded_labels_need_a_sum(op):
         return run
 
     state, batch = metrics.layouts(MESH, "")
-    assert check(step(True), state, batch, MESH).ok
-    (found,) = check(step(False), state, batch, MESH).findings
+    assert check(step(True), state, batch).ok
+    (found,) = check(step(False), state, batch).findings
     assert found.axis == "dp" and "1/seen is partial (sum)" in found.what and found.fix == "psum it over 'dp'"

@@ -21,7 +21,7 @@ from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Target
 from fmegatron.step.timeline import launched
 from fmegatron.testing import assert_pure, relative_error
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step import tiny
 
 KINDS = {
@@ -114,7 +114,7 @@ LOWERED = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "save"), turns(2, LOWERED, [f"{mesh}-{save}" for mesh, save in LOWERED]))
+@pytest.mark.parametrize(("mesh", "save"), few(2, LOWERED, [f"{mesh}-{save}" for mesh, save in LOWERED]))
 def test_lowered_graph(ranks, mesh, save):
     found = ranks.run(lowered_on_rank, mesh, save, ranks=mesh.size)
     assert found[0][0] == implied(tiny.CONFIG, mesh, save == "inputs")

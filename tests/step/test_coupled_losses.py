@@ -8,9 +8,9 @@ from fmegatron import loop, optim, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, enter, pmax, psum
 from fmegatron.data import Batches
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
-from fmegatron.step import Declared, accumulate, build_train_step, check, jit, state_specs, value_and_grad
+from fmegatron.step import PaperWorld, accumulate, build_train_step, check, jit, state_specs, value_and_grad
 from fmegatron.testing import assert_parity, parity, simulate, split
-from tests.pairs import rotating, turns
+from tests.pairs import each_value, few
 
 F64, ROWS, WIDE = torch.float64, 36, 5
 SETTINGS = [(Mesh(dp=2), 2), (Mesh(dp=2, fsdp=2), 3), (Mesh(fsdp=3), 2), (Mesh(fsdp=4), 3), (Mesh(fsdp=3), 1)]
@@ -108,7 +108,7 @@ def arguments(step=0):
     return state, {name: torch.randn(ROWS, 12, generator=generator, dtype=F64) for name in ("x", "y")}
 
 
-@pytest.mark.parametrize("loss, setting, strategy", rotating(LOSSES, SETTINGS, STRATEGIES, ids=NAMES))
+@pytest.mark.parametrize("loss, setting, strategy", each_value(LOSSES, SETTINGS, STRATEGIES, ids=NAMES))
 def test_parity_on_every_mesh(loss, setting, strategy):
     (mesh, n), strategy = setting, STRATEGIES[strategy]
     layouts = tree.layouts(specs_of(mesh, strategy)), batch_layouts(mesh, n)
@@ -147,7 +147,7 @@ def test_a_wrong_assignment_is_refused_where_layouts_are_known():
     step, specs = make_step(softmax_over_the_batch, mesh, 2, strategy), specs_of(mesh, strategy)
     state, batch = arguments()
     with pytest.raises(ValueError, match="check: the arguments: " + MESSAGE):
-        check(step, specs, wrong_rows(mesh), mesh)
+        check(step, specs, wrong_rows(mesh))
     with pytest.raises(ValueError, match="simulate: the arguments: " + MESSAGE):
         simulate(step, mesh, state, batch, layouts=(tree.layouts(specs), wrong_rows(mesh)))
     with pytest.raises(ValueError, match="simulate: the arguments: " + MESSAGE):
@@ -197,7 +197,7 @@ PREPARED = {
 }
 
 
-@pytest.mark.parametrize("prepare", turns(1, [(name,) for name in PREPARED], PREPARED))
+@pytest.mark.parametrize("prepare", few(1, [(name,) for name in PREPARED], PREPARED))
 def test_steps_of_ones_own_are_compared_too(prepare):
     mesh = Mesh(dp=2)
     params = Layout((12, WIDE), F64, mesh)
@@ -205,21 +205,20 @@ def test_steps_of_ones_own_are_compared_too(prepare):
     step = own_step(Axes(mesh), 2, PREPARED[prepare] or (lambda b: b))
     step = step if PREPARED[prepare] else jit(step)
     run = (lambda p, b: step(p, b)) if PREPARED[prepare] is None else step
-    check(run, layouts, batch_layouts(mesh, 2), mesh).require("own")
-    check(run, layouts, batch_layouts(mesh, 6), mesh).require("own")  # three pieces to a microbatch
+    check(run, layouts, batch_layouts(mesh, 2)).require("own")
+    check(run, layouts, batch_layouts(mesh, 6)).require("own")  # three pieces to a microbatch
     with pytest.raises(ValueError, match=MESSAGE):
-        check(run, layouts, wrong_rows(mesh), mesh)
+        check(run, layouts, wrong_rows(mesh))
     with pytest.raises(ValueError, match=r"got the layout f64\[\(3×12\)@dp, 12\].*wanted f64\[\(2×18\)@dp, 12\]"):
-        check(run, layouts, batch_layouts(mesh, 3), mesh)
+        check(run, layouts, batch_layouts(mesh, 3))
 
 
-def test_what_a_step_declares_has_the_parts():
-    """jit compares local shapes with it, and the check is told which rows a microbatch is."""
+def test_a_standard_step_takes_batches_in_its_parts():
+    """Also in more of them than it cuts."""
     mesh, strategy = Mesh(dp=2), STRATEGIES["replicated"]
     step, specs = make_step(softmax_over_the_batch, mesh, 3, strategy), specs_of(mesh, strategy)
-    assert isinstance(step.declared, Declared)
-    for layouts in (batch_layouts(mesh, 3), None):
-        report = check(step, specs, layouts or batch_layouts(mesh, 6), mesh)
+    for parts in (3, 6):
+        report = check(step, specs, batch_layouts(mesh, parts))
         assert report.ok, str(report)
 
 
@@ -265,29 +264,30 @@ def tokens_step(mesh, n):
 LOOPS = [
     (Mesh(dp=2), 2, lambda batches, mesh: batches.layout(mesh, microbatches=2), None),
     (Mesh(dp=2), 2, lambda batches, mesh: batches.layout(mesh, microbatches=4), None),
-    (Mesh(dp=2), 2, lambda batches, mesh: batches.layout(mesh), "for 2 microbatches.*microbatches=2"),
-    (Mesh(dp=2), 2, lambda batches, mesh: batches.layout(mesh, microbatches=3), "for 2 microbatches"),
-    (Mesh(dp=2), 2, lambda batches, mesh: None, r"i64\[24, 4\] on dp2, wanted rows split over \('dp',\)"),
+    (Mesh(dp=2), 2, lambda batches, mesh: batches.layout(mesh), "into 2 microbatches.*microbatches=2"),
+    (Mesh(dp=2), 2, lambda batches, mesh: batches.layout(mesh, microbatches=3), "into 2 microbatches"),
+    (Mesh(dp=2), 2, lambda batches, mesh: None, "layouts are not known: '1/labels'"),
     (Mesh(dp=2), 1, lambda batches, mesh: batches.layout(mesh), None),
     (Mesh(dp=2), 1, lambda batches, mesh: batches.layout(mesh, microbatches=2), None),
-    (Mesh(dp=2), 1, lambda batches, mesh: batches.layout(Mesh(dp=4)), "of the mesh dp2"),
-    (Mesh(dp=2, fsdp=2), 1, lambda batches, mesh: batches.layout(mesh, DataParallel("dp")), r"\('dp', 'fsdp'\)"),
+    (Mesh(dp=2), 1, lambda batches, mesh: batches.layout(Mesh(dp=4)), "of the mesh dp4, wanted dp2"),
+    (Mesh(dp=2, fsdp=2), 1, lambda batches, mesh: batches.layout(mesh, DataParallel("dp")), "finding.* of the check"),
     (Mesh(), 3, lambda batches, mesh: None, None),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "n", "layout", "message"), LOOPS)
-def test_the_loop_compares_batches_with_the_step(mesh, n, layout, message):
+def test_the_first_update_compares_batches_with_the_step(mesh, n, layout, message):
     batches = Batches(torch.arange(1000).numpy(), 24, 4, seed=0)
 
     def infos():
         step, state = tokens_step(mesh, n)
         of_rank = layout(batches, mesh)
         source = batches if of_rank is None else batches.for_rank(of_rank, 0)
-        return loop.train(jit(step, backend="eager"), state, source.at, steps=1)
+        jitted = jit(step, donate=0, world=PaperWorld(mesh), backend="eager")
+        return loop.train(jitted, state, source.at, steps=1)
 
     if message is not None:
         with pytest.raises(ValueError, match=message):
-            infos()
+            next(infos())
     else:
         infos()

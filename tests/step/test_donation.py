@@ -6,15 +6,14 @@ import torch
 from fmegatron import tree
 from fmegatron.step import jit
 from fmegatron.testing import assert_pure, peak_bytes
-from tests import sampling
 from tests.fresh_state import fresh_state
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step import tiny
 
 
-def backends(turn):
-    """Inductor and AOTAutograd in every test, through Dynamo one of these tests a day."""
-    dynamo = pytest.param("compile", marks=() if sampling.today() % 4 == turn else pytest.mark.slow)
+def backends(dynamo=False):
+    """Inductor and AOTAutograd; through Dynamo as well in one of these tests, in the others with the slow ones."""
+    dynamo = pytest.param("compile", marks=() if dynamo else pytest.mark.slow)
     return pytest.mark.parametrize("backend", ["inductor", dynamo, "aot_eager"])
 
 
@@ -93,7 +92,7 @@ def _assigned(to, x):
 
 
 @pytest.mark.long
-@backends(turn=0)
+@backends(dynamo=True)
 def test_leaves_that_change_places(backend):
     """Inductor drops copies that change nothing; then each leaf would be read after it was overwritten."""
     state = {name: {"a": torch.randn(3, 3), "b": torch.randn(3, 3)} for name in COPIES}
@@ -108,7 +107,7 @@ def test_leaves_that_change_places(backend):
 
 
 @pytest.mark.long
-@backends(turn=1)
+@backends()
 def test_the_old_value_returned_beside_the_new_one(backend):
     """A step that remembers: what it returns of the old leaf is not overwritten, and is memory of its own."""
     state = {name: torch.randn(3, 3) for name in COPIES}
@@ -124,7 +123,7 @@ def test_the_old_value_returned_beside_the_new_one(backend):
 
 
 @pytest.mark.long
-@backends(turn=2)
+@backends()
 def test_a_result_never_shares_memory_with_an_argument(backend):
     x = torch.randn(3, 3)
     got = assert_pure(jit(lambda x: {name: f(x) for name, f in COPIES.items()}, backend=backend), x)
@@ -166,7 +165,7 @@ ALL_BACKENDS = ["inductor", pytest.param("compile", marks=pytest.mark.slow), "ao
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("half", turns(1, [(0,), (1,)]))
+@pytest.mark.parametrize("half", few(1, [(0,), (1,)]))
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_what_is_written_into_the_old_value_is_not_the_new_value(backend, half):
     """Inductor writes at indices in place, in the memory of a leaf that is overwritten later: 10 of 20 were wrong."""
@@ -194,7 +193,7 @@ def test_a_row_that_is_written_needs_no_second_leaf():
     assert peak_bytes(lambda: step(cache, i, v)) < 0.1 * size
 
 
-@backends(turn=3)
+@backends()
 def test_leaves_without_dims(backend):
     """Doubles among them were never written on aot_eager: Dynamo takes them for numbers."""
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool]

@@ -82,7 +82,7 @@ ROWS_COUNTED = {
 
 
 def report_of(case):
-    return check(lambda state, x: (state, case(x)), STATE, Layout((8, 4), torch.float64, MESH), MESH)
+    return check(lambda state, x: (state, case(x)), STATE, Layout((8, 4), torch.float64, MESH))
 
 
 @pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
@@ -107,5 +107,5 @@ def test_open(case):
 @pytest.mark.parametrize("rows", [2, 4])
 def test_rows_are_counted_also_where_a_rank_has_one(count, rows):
     batch = Layout((rows, 4), torch.float64, MESH, ("dp",))
-    report = check(lambda state, x: (state, psum(count(x), DP)), STATE, batch, MESH)
+    report = check(lambda state, x: (state, psum(count(x), DP)), STATE, batch)
     assert report.ok, report

@@ -5,7 +5,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step import accumulate, compiled_layer, jit, remat, value_and_grad
-from tests.pairs import rotating, turns
+from tests.pairs import each_value, few
 from tests.sampling import seeds
 from tests.step.foreign_layers import CONSTANT, LAYERS, REST, VIEWS, D, arguments
 
@@ -49,22 +49,22 @@ def compare(names, save, offload, backend):
         assert_equal(got[name], wanted[name], name)
 
 
-def some(campaign, names, fixed, rotating):
-    """A sample of names: the first ones, and others that change with the day."""
+def some(campaign, names, fixed, drawn):
+    """A sample of names: the first ones, and others that are drawn."""
     names = list(names)
-    return list(dict.fromkeys(names[seed % len(names)] for seed in seeds(campaign, fixed, rotating)))
+    return list(dict.fromkeys(names[seed % len(names)] for seed in seeds(campaign, fixed, drawn)))
 
 
 # ---- every layer and policy ------------------------------------------------------------------------------------------
 READ = ["tanh", "relu", "sigmoid", "exp", "softmax", "tanh, part", "own function"]
 
 
-@pytest.mark.parametrize(("op", "save"), rotating(READ, ["mincut", "all"]))
+@pytest.mark.parametrize(("op", "save"), each_value(READ, ["mincut", "all"]))
 def test_the_last_op_reads_its_result(op, save):
     compare([f"last: {op}"], save, None, None)
 
 
-@pytest.mark.parametrize(("save", "offload"), rotating(POLICIES, [None, 0]))
+@pytest.mark.parametrize(("save", "offload"), each_value(POLICIES, [None, 0]))
 def test_policies(save, offload):
     drawn = some(f"layers {save} {offload}", LAYERS, 0, 5 if save == "all" else 2)
     compare(drawn, POLICIES[save], offload, None)
@@ -77,7 +77,7 @@ def test_compiled():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", turns(1, [("last: softmax",), ("view: x, expanded",)]))
+@pytest.mark.parametrize("name", few(1, [("last: softmax",), ("view: x, expanded",)]))
 def test_compiled_by_inductor(name):
     compare([name], "all", None, "inductor")
 

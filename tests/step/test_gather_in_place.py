@@ -9,7 +9,7 @@ from fmegatron import model, tree
 from fmegatron.collectives import Axes, all_gather, connect, psum, shard
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import build_train_step, jit, state_specs
-from fmegatron.testing import relative_error
+from fmegatron.testing import relative_error, split
 from tests.step import strategies, tiny
 
 MESH = Mesh(dp=2)
@@ -48,7 +48,8 @@ def zero1(rank, make, backend, reference):
     step of the backend `reference`, to the bit if it is the same backend)."""
     update, specs = make()
     with connect(MESH) as world:
-        batch = {key: x.chunk(2)[rank] for key, x in strategies.batch_at(strategies.make_config(), 0).items()}
+        whole = strategies.batch_at(strategies.make_config(), 0)
+        batch = split(whole, {key: STRATEGY.batch_layout(x.shape, x.dtype, MESH) for key, x in whole.items()})[rank]
         results = []
         for donate in (0, None):
             state = tree.init(state_specs(specs, strategies.OPTIMIZER, STRATEGY), 0, rank)

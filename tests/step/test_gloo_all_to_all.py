@@ -14,7 +14,7 @@ from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, PaperWorld, bytes_sent, collectives_of, jit, launches
 from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.timeline import launched
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step.overlap.decoder import FSDP, POLICIES, compiled, config
 
 MESH = Mesh(fsdp=4)
@@ -24,7 +24,7 @@ NATIVE = re.compile(r"all_gather_into_tensor|reduce_scatter_tensor")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "overlap"),
-    [(None, None), (None, Overlap()), *turns(1, itertools.product(["bf16", "sums in bf16"], [None, Overlap()]))],
+    [(None, None), (None, Overlap()), *few(1, itertools.product(["bf16", "sums in bf16"], [None, Overlap()]))],
     ids=lambda value: "overlap" if isinstance(value, Overlap) else str(value),
 )
 def test_same_bytes_in_the_same_places(policy, overlap):

@@ -22,7 +22,7 @@ from fmegatron.step import (
 )
 from fmegatron.testing import Ranks, assert_pure, relative_error, simulate, split
 from tests.fresh_state import fresh_state
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 from tests.step import tiny
 
 
@@ -69,7 +69,7 @@ def test_a_gradient_of_a_gradient():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("n", "backend"),
-    [(1, None), (2, None), (4, None), *turns(1, [(2, "aot_eager"), (4, "aot_eager"), (1, "aot_eager")])],
+    [(1, None), (2, None), (4, None), *few(1, [(2, "aot_eager"), (4, "aot_eager"), (1, "aot_eager")])],
 )
 def test_accumulate_equals_the_whole_batch(n, backend):
     layouts, axes = model.layouts(tiny.CONFIG, tiny.ONE), Axes(tiny.ONE)
@@ -91,7 +91,7 @@ SHARDED = mixed([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], [None, "inputs"])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "save"), turns(1, SHARDED, map(str, SHARDED)))
+@pytest.mark.parametrize(("mesh", "save"), few(1, SHARDED, map(str, SHARDED)))
 def test_accumulate_under_fsdp(mesh, save):
     """Four microbatches of each rank's rows, three steps: the state of one rank with the whole batch."""
     config = dataclasses.replace(tiny.CONFIG, z_loss=1e-3)

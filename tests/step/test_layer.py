@@ -12,7 +12,7 @@ from fmegatron.step import compiled_layer, jit, remat, trace, value_and_grad
 from fmegatron.step.graph.nodes import entry_of, opaque_entries
 from fmegatron.step.layer import CompiledLayer
 from fmegatron.step.opaque import inline_layers
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step import tiny
 
 CALLABLE = lambda node: node.target is torch.ops.aten.mm.default  # noqa: E731
@@ -159,12 +159,12 @@ def loss_over(layer):
     return loss
 
 
-# For Inductor those whose halves return their inputs: one a day.
+# For Inductor those whose halves return their inputs: one by default.
 RETURNED = [("inductor", [name]) for name in ("residual only", "two residuals", "times ones")]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend, names", [(None, LAYERS), ("aot_eager", LAYERS), *turns(1, RETURNED)])
+@pytest.mark.parametrize("backend, names", [(None, LAYERS), ("aot_eager", LAYERS), *few(1, RETURNED)])
 def test_gradients(backend, names):
     """The layers in one step, each used twice; also eagerly."""
     layers = {name: LAYERS[name] for name in names}

@@ -163,7 +163,7 @@ def test_on_a_mesh(how):
     state = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER)
     at = tree.layouts(state_specs(tree.map(lambda x: tree.ArraySpec(x), layouts), tiny.OPTIMIZER))
     rows = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh, (Axes(mesh).data,)), tiny.mlp_batch(rows=16))
-    report = check(train_step(mesh, **how), at, rows, mesh)
+    report = check(train_step(mesh, **how), at, rows)
     assert report.ok, str(report)
     assert_parity(lambda m: train_step(m, **how), mesh, state, tiny.mlp_batch(rows=16), layouts=(at, rows), steps=2)
 

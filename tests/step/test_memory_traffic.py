@@ -17,7 +17,7 @@ from fmegatron.step import (
     trace,
 )
 from fmegatron.step.graph.nodes import entry_of
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step.strategies import STRATEGIES
 
 MESHES = [Mesh(fsdp=4), Mesh(dp=2, fsdp=2), Mesh(dp=2, fsdp=2, tp=2)]
@@ -82,7 +82,7 @@ def test_state(name, mesh):
 
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mesh", [MESHES[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[::2])], ids=str)
-@pytest.mark.parametrize("name", turns(2, [(name,) for name in STRATEGIES], STRATEGIES))
+@pytest.mark.parametrize("name", few(2, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_traffic_and_accumulated_gradients(name, mesh, microbatches):
     """The graph sends the fewest bytes over the data axes, and keeps only what the strategy says between microbatches.
 

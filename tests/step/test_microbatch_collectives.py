@@ -8,7 +8,7 @@ from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step import collectives_of, trace
 from fmegatron.testing import split
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step import strategies
 from tests.step.strategies import STRATEGIES, make_config, make_step, specs_of
 
@@ -36,7 +36,7 @@ def whole_bytes():
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    turns(2, [
+    few(2, [
         # bytes that a rank sends, as shares of all parameters: (of one step, more for each microbatch after the first)
         ("replicated", {("psum", "dp+fsdp"): (3 / 2, 0)}),
         ("zero1", {("reduce_scatter", ...): (3 / 4, 0), ("all_gather", ...): (3 / 4, 0)}),

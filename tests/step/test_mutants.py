@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step.mutants import (
     data_parallel,
     decoder,
@@ -24,19 +24,17 @@ LISTS = (
     (exchanges, of_exchanges.MUTANTS),
 )
 ALL = [(step, mutant) for step, mutants in LISTS for mutant in mutants]
-DAILY = 8  # others every day, the full list with the slow tests
+DEFAULT = 8  # the full list with the slow tests
 RIGHT = [(step, of) for step, _ in LISTS for of in getattr(step, "STEPS", ("",))]
 
 
-@pytest.mark.parametrize(
-    "step, of", turns(2, RIGHT, [f"{step.__name__.rpartition('.')[2]}-{of}" for step, of in RIGHT])
-)
+@pytest.mark.parametrize("step, of", few(2, RIGHT, [f"{step.__name__.rpartition('.')[2]}-{of}" for step, of in RIGHT]))
 def test_the_right_step(step, of):
     report, differ = judge(step, None, of)
     assert report.ok and not differ, f"{report}\n{differ}"
 
 
-@pytest.mark.parametrize("step, mutant", turns(DAILY, ALL, [mutant.name for _, mutant in ALL]))
+@pytest.mark.parametrize("step, mutant", few(DEFAULT, ALL, [mutant.name for _, mutant in ALL]))
 def test_mutant(step, mutant):
     report, differ = judge(step, mutant)
     assert found_by(report, differ) == mutant.finds, f"{mutant.says}\n{report}\n{differ}"

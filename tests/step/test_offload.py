@@ -123,7 +123,7 @@ def test_check_knows_the_copies():
         lambda p, b: model.loss(p, b, CONFIG, layouts, axes, "mincut", 0), tiny.OPTIMIZER, layouts, axes
     )
     batch = tree.map(lambda x: Layout(x.shape, x.dtype, mesh, ("dp",)), tiny.decoder_batch(CONFIG))
-    report = check(step, tiny.decoder_layouts(CONFIG, mesh), batch, mesh)
+    report = check(step, tiny.decoder_layouts(CONFIG, mesh), batch)
     assert report.ok
 
 

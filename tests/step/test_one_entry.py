@@ -87,13 +87,13 @@ RIGHT = functools.partial(least, axes=Axes(MESH))
 
 
 def test_check():
-    assert check(RIGHT, *LAYOUTS, MESH).ok
+    assert check(RIGHT, *LAYOUTS).ok
     wrong = {
         "over another axis": functools.partial(RIGHT, axis="tp"),
         "of a pending sum": functools.partial(RIGHT, reduce=lambda x: x.sum(0)),
     }
     for name, step in wrong.items():
-        report = check(step, *LAYOUTS, MESH)
+        report = check(step, *LAYOUTS)
         assert any(one.op == "toy_pmin" and "test_one_entry.py" in one.at for one in report.findings), (name, report)
 
 

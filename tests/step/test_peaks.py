@@ -17,7 +17,7 @@ from fmegatron.layout import Mesh
 from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, state_bytes, state_specs
 from fmegatron.step.layer import CompiledLayer
 from fmegatron.testing import peak_bytes
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step import tiny
 from tests.step.gathered import gathered_bytes
 from tests.step.strategies import STRATEGIES
@@ -102,7 +102,7 @@ def peak(run, state, batch):
 @pytest.mark.long
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mesh", [MESHES[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[::2])], ids=str)
-@pytest.mark.parametrize("name", turns(1, [(name,) for name in STRATEGIES], STRATEGIES))
+@pytest.mark.parametrize("name", few(1, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_peak(name, mesh, microbatches, run_on):
     setting = STRATEGIES[name], mesh, microbatches
     assert 0.98 * formula(*setting) <= peak(*run_on(*setting)) <= limit(*setting)

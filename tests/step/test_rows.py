@@ -86,14 +86,14 @@ def test_equal_to_one_rank(mesh, skew):
 
 @pytest.mark.parametrize("mesh", [*MESHES, Mesh(dp=4, ep=2)], ids=str)
 def test_check_is_clean(mesh):
-    report = check(make_step(mesh), *layouts(mesh), mesh)
+    report = check(make_step(mesh), *layouts(mesh))
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("fault", ["not declared", "overflow"])
 def test_check_of_wrong_steps(fault):
     mesh = Mesh(dp=2, ep=2)
-    assert not check(make_step(mesh, fault=fault), *layouts(mesh), mesh).ok
+    assert not check(make_step(mesh, fault=fault), *layouts(mesh)).ok
 
 
 @pytest.mark.parametrize("fault", ["counts", "axis"])
@@ -136,7 +136,7 @@ def test_check_finds(name):
     mesh = Mesh(ep=2)
     given = Layout((4, 4), torch.float64, mesh, at.get("spec", ()), unreduced=at.get("unreduced", ()))
     out = Layout((8, 4), torch.float64, mesh, ("ep",))
-    report = check(lambda s, x: (s, {"y": declare(fn(x), AXES, ("sharded", 0)).sum()}), out, given, mesh)
+    report = check(lambda s, x: (s, {"y": declare(fn(x), AXES, ("sharded", 0)).sum()}), out, given)
     assert any(one.op == "all_to_all_rows" for one in report.findings), str(report)
 
 

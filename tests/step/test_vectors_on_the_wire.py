@@ -11,7 +11,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.step import reduce_gradients, trace
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.testing import Ranks, simulate, split
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step import strategies
 from tests.step.strategies import STRATEGIES, make_config, make_step, specs_of
 
@@ -33,7 +33,7 @@ def reduced(graph) -> Counter:
 
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", turns(2, [(name,) for name in STRATEGIES], STRATEGIES))
+@pytest.mark.parametrize("name", few(2, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_what_travels(name, microbatches):
     """Each reduction has all vectors in fp32 and all matrices in bf16, in their proportion."""
     # 4 layers, so that every leaf is split alike.

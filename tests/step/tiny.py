@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, connect
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import build_train_step, compiled_layer, state_specs, unstack
 from fmegatron.testing import split
 from tests.fresh_state import fresh_state
@@ -49,14 +49,19 @@ def decoder_state(config: model.Decoder = CONFIG, mesh: Mesh = ONE, rank: int = 
 
 
 def decoder_batch(
-    config: model.Decoder = CONFIG, rows: int = 4, seed: int = 0, mesh: Mesh = ONE, rank: int = 0
+    config: model.Decoder = CONFIG,
+    rows: int = 4,
+    seed: int = 0,
+    mesh: Mesh = ONE,
+    rank: int = 0,
+    microbatches: int = 1,
 ) -> dict:
     """This rank's rows of a batch."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (rows, config.max_seq + 1), generator=generator)
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    data = Axes(mesh).data
-    return split(batch, tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (data,)), batch))[rank]
+    strategy = DataParallel(Axes(mesh).data)
+    return split(batch, tree.map(lambda x: strategy.batch_layout(x.shape, x.dtype, mesh, microbatches), batch))[rank]
 
 
 def decoder_layouts(config: model.Decoder, mesh: Mesh):

@@ -10,7 +10,7 @@ import torch
 from fmegatron.collectives import Axes, axis_index, psum
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import assert_parity, parity
-from tests.pairs import turns
+from tests.pairs import few
 from tests.sampling import seeds
 from tests.step.tiny import line_of
 from tests.testing import faults
@@ -43,11 +43,11 @@ def missed(bug, by, n, save) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("i", range(2))
 def test_a_sample(i):
-    """Others every day."""
+    """Others with fresh seeds."""
     assert not missed(*CASES[seeds("faults", 0, 2)[i] % len(CASES)])
 
 
-@pytest.mark.parametrize("bug", turns(1, zip(OF_MICROBATCHES), OF_MICROBATCHES))
+@pytest.mark.parametrize("bug", few(1, zip(OF_MICROBATCHES), OF_MICROBATCHES))
 def test_of_microbatches(bug):
     """Blamed before on a product of the backward, on the loop over microbatches, or on nothing."""
     assert not missed(bug, "build", 2, None)
@@ -60,7 +60,7 @@ def test_every_way(bug):
     assert not any(found), "\n\n".join(filter(None, found))
 
 
-@pytest.mark.parametrize("by", turns(1, zip(faults.WAYS), faults.WAYS))
+@pytest.mark.parametrize("by", few(1, zip(faults.WAYS), faults.WAYS))
 def test_the_right_step_has_none(by):
     """Nor has one whose ranks cut other rows into a microbatch than one rank does: sums over all do not see that."""
     assert result_of(None, by, 2, "mincut", MESH, assert_parity).worst[1] < 1e-12

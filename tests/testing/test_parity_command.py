@@ -14,7 +14,7 @@ from tests.house import ROOT
 EXPERIMENT = """
 from dataclasses import dataclass
 import torch
-from fmegatron import collectives, tree
+from fmegatron import collectives, step as steps, tree
 from fmegatron.layout import Layout, Mesh
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def describe(config):
     specs = tree.specs({"table": (6, config.width)}, config.mesh)
     rows = {"ids": Layout((8,), torch.int64, config.mesh, ("dp",))}
     rows["x"] = Layout((8, config.width), torch.float32, config.mesh, ("dp",))
-    return step, specs, rows
+    return steps.Description(step, specs, rows)
 """
 
 

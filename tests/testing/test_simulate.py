@@ -9,7 +9,7 @@ from fmegatron.collectives import Axes, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step import compiled_layer, value_and_grad
 from fmegatron.testing import Ranks, join, parity, simulate, split
-from tests.pairs import turns
+from tests.pairs import few
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -104,7 +104,7 @@ def test_metrics_gather_and_again():
     assert second.metrics["loss"] < sim.metrics["loss"]
 
 
-@pytest.mark.parametrize("save", turns(2, [("mincut",), ("inputs",), ("all",), (0.5,)]))
+@pytest.mark.parametrize("save", few(2, [("mincut",), ("inputs",), ("all",), (0.5,)]))
 def test_compiled_layers_are_run_inside(save):
     """Opaque nodes: their collectives work, whatever they save, and blame looks into them."""
     params, batch, specs = problem()

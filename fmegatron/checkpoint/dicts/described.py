@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fmegatron import tree
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.dicts.arrays import as_tensor, layout_of
 from fmegatron.checkpoint.dicts.flat import flatten
@@ -16,18 +17,22 @@ from fmegatron.checkpoint.files.format import CheckpointError
 def described(
     state: Any, layouts: Any, world: Ranks | None, metadata: dict[str, Any] | None
 ) -> tuple[Any, Any, dict[str, Any] | None]:
-    """(state, layouts, metadata) as they are, or for layouts None those of a process that holds the full state.
+    """(state, layouts, metadata) as they are; for layouts None on several ranks those that the arrays know, and on one
+    those of a process that holds the full state.
 
-    world: as the user passed it.  Raises ValueError on several ranks, and for what a checkpoint cannot hold.
+    world: as the user passed it.  Raises ValueError on several ranks, naming the array whose layout is not known, and
+    for what a checkpoint cannot hold.
     """
     if layouts is not None:
         return state, layouts, metadata
     size = world.size if world is not None else dist.get_world_size() if dist.is_initialized() else 1
+    if size > 1 and any(tree.layout_of(leaf) is not None for leaf in tree.leaves(state)):
+        return state, tree.layouts(state), metadata
     if size > 1:
         alone = "" if world is not None else ", or world=World.alone('cpu') to save what this process holds"
         raise ValueError(
-            f"layouts: got None on one of {size} ranks, wanted a Layout for each tensor; pass layouts and world, or use"
-            f" interop.save_state_dict for DTensors and replicas{alone}"
+            f"layouts: got None on one of {size} ranks, wanted a Layout for each tensor; pass layouts and world, place"
+            f" the arrays (tree.place), or use interop.save_state_dict for DTensors and replicas{alone}"
         )
     flat = flatten(state)
     tensors = {path: as_tensor(x, path) for path, x in flat.arrays.items()}

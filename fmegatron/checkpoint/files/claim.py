@@ -27,9 +27,9 @@ from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Holder, Lease, Watch, alive
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.owner import owner
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.collectives import held_interrupt
+from fmegatron.files.owner import owner
 
 STALE_S = 120.0
 BEAT_S = 10.0  # the holder renews its note

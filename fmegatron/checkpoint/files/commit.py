@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Collection
 
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
-from fmegatron.checkpoint.files.look import identity, is_file, is_link, is_there, look, names_in
+from fmegatron.files.look import identity, is_file, is_link, is_there, look, names_in
+from fmegatron.files.whole import sync_directory
 
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone|aside)-([0-9a-f]+)")
 _TRIES = 100  # of a publication that other savers of the same name come between
@@ -173,15 +174,6 @@ def make_directories(path: str) -> None:
             os.mkdir(at)
         with contextlib.suppress(PermissionError):  # a directory that we may write into and not read
             sync_directory(os.path.dirname(at))
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def hidden(path: str, kind: str, token: str) -> str:

@@ -21,10 +21,10 @@ from fmegatron.checkpoint.files.format import MANIFEST, MARKER, ZARR, Array
 from fmegatron.checkpoint.files.held import Held
 from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values, unusual
 from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
-from fmegatron.checkpoint.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
+from fmegatron.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
 
 _FSYNCS = 8  # a disk takes many at a time
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")

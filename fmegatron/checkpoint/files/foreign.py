@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fmegatron.checkpoint.files.look import is_file, names_in
 from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.files.look import is_file, names_in
 
 _SOURCE = "checkpoint.restore(interop.source(path), layouts, rules=...) restores it"
 _DCP = f"{_SOURCE}, and `python -m fmegatron.interop dcp-to-fmegatron SRC DST` writes it as a checkpoint of fmegatron"

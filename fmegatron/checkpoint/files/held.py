@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from fmegatron.checkpoint.files.look import identity, look, open_safely
+from fmegatron.files.look import identity, look, open_safely
 
 # Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 
 from fmegatron.checkpoint.files.commit import new_token
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.owner import fate, host, owner
 from fmegatron.collectives import held_interrupt
+from fmegatron.files.owner import fate, host, owner
 
 if TYPE_CHECKING:
     from fmegatron.checkpoint.files.keyvalue import KeyNotes

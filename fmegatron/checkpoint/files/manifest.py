@@ -18,7 +18,6 @@ from fmegatron.checkpoint.files.format import (
     Manifest,
     digest_text,
 )
-from fmegatron.checkpoint.files.look import check_damage, is_directory, is_file
 from fmegatron.checkpoint.files.parse import (
     MOST_BYTES,
     check_memory,
@@ -28,6 +27,7 @@ from fmegatron.checkpoint.files.parse import (
     parse_mesh,
 )
 from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.files.look import check_damage, is_directory, is_file
 from fmegatron.layout import Layout, Mesh
 
 # ---- JSON out

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from contextlib import suppress
 
-from fmegatron.checkpoint.files.commit import sync_directory
-from fmegatron.checkpoint.files.look import look, names_in, open_safely
-from fmegatron.checkpoint.files.owner import fate, owner
+from fmegatron.files.look import look, names_in, open_safely
+from fmegatron.files.owner import fate
+from fmegatron.files.whole import BESIDE, new_beside, sync_file, write_whole
 
-_BESIDE = ".new-"  # a file before it takes its name
 _LEFT_BEHIND_S = 600.0
 
 
@@ -37,19 +35,7 @@ class Notes:
 
     def write(self, name: str, data: bytes, durable: bool = False) -> None:
         """Put a file in place in one step, or replace it; durable: when this returns, a power cut does not lose it."""
-        beside = os.path.join(self.at, f"{_BESIDE}{owner()}-{secrets.token_hex(4)}")
-        try:
-            with open(beside, "xb") as f:
-                f.write(data)
-                if durable:
-                    f.flush()
-                    os.fsync(f.fileno())
-            os.replace(beside, os.path.join(self.at, name))
-        except BaseException:
-            self.remove(os.path.basename(beside))
-            raise
-        if durable:
-            sync_directory(self.at)
+        write_whole(os.path.join(self.at, name), data, durable)
 
     def renew(self, name: str, data: bytes) -> None:
         """`write`; where a disk is full, only the time of the note changes, which needs no room. Raises OSError."""
@@ -71,9 +57,9 @@ class Notes:
 
     def is_left(self, name: str) -> bool:
         """Whether this is a file that a writer which was killed has not given its name. Raises OSError."""
-        if not name.startswith(_BESIDE):
+        if not name.startswith(BESIDE):
             return False
-        state = fate(name.removeprefix(_BESIDE).rpartition("-")[0])
+        state = fate(name.removeprefix(BESIDE).rpartition("-")[0])
         return state == "gone" or (state == "unknown" and self.age_s(name) > _LEFT_BEHIND_S)
 
     def age_s(self, name: str) -> float:
@@ -83,12 +69,11 @@ class Notes:
 
     def now(self) -> float:
         """The time by the clock of the file system, which may be another node's. Raises OSError if it is read-only."""
-        probe = os.path.join(self.at, f"{_BESIDE}{owner()}-{secrets.token_hex(4)}")
+        probe = new_beside(self.at)
         try:
             with open(probe, "xb") as f:
                 f.write(b"\n")
-                f.flush()
-                os.fsync(f.fileno())  # a network file system's clients show a time of their own until then
+                sync_file(f)  # a network file system's clients show a time of their own until then
                 return os.fstat(f.fileno()).st_mtime
         finally:
             self.remove(os.path.basename(probe))

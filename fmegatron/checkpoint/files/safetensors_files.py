@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fmegatron.files.whole import sync_file
+
 T = TypeVar("T")
 DTYPES = MappingProxyType(
     {
@@ -130,5 +132,4 @@ def put(path: str, data: Iterable[Any]) -> None:
     """Write a new file of these buffers, on the disk when it returns."""
     with open(path, "xb") as out:
         out.writelines(data)
-        out.flush()
-        os.fsync(out.fileno())
+        sync_file(out)

@@ -27,6 +27,7 @@ from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.reading.read import rank_of
 from fmegatron.checkpoint.writing.plan import LeafPlan
 from fmegatron.layout import Layout
+from fmegatron.tree.labels import labelled
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def recover(
                     fallback.rewind(step)  # newer global ones, if there are any, were skipped
                 except RuntimeError as error:
                     notes.append(f"the next save into {fallback.directory} may be refused as too old: {error}")
-            return Found(step, tree.unflatten(spec, tensors), metadata, holders)
+            placed = [labelled(x, layout) for x, layout in zip(tensors, leaves, strict=True)]
+            return Found(step, tree.unflatten(spec, placed), metadata, holders)
     tensors.clear()
     if fallback is not None and not isinstance(fallback, Manager):
         step, state, meta = fallback(layouts)

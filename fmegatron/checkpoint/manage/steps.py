@@ -13,7 +13,6 @@ from typing import Any
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
-from fmegatron.checkpoint.files.look import is_there, look
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import SavedAgain, again, snapshot_of
@@ -21,6 +20,7 @@ from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
 from fmegatron.checkpoint.writing.part import check_written
+from fmegatron.files.look import is_there, look
 
 _LOOKS = 20  # at a directory in which steps come and go
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from fmegatron.checkpoint.files.format import DIGESTS, Array, CheckpointError, digest_text
-from fmegatron.checkpoint.files.look import check_damage
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER
 from fmegatron.checkpoint.files.snapshot import Snapshot
+from fmegatron.files.look import check_damage
 
 _MOST_BYTES = 1 << 20  # of digests that are read whatever they are the digests of
 

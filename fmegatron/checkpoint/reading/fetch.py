@@ -26,12 +26,12 @@ from fmegatron.checkpoint.files.format import (
     raw_dtype,
     zarr_json,
 )
-from fmegatron.checkpoint.files.look import check_damage
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json
 from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.digests import stored_digests
+from fmegatron.files.look import check_damage
 from fmegatron.layout import Box
 
 _JOB_BYTES = 16 << 20  # work is assigned to threads in jobs of about this size

@@ -37,6 +37,7 @@ from fmegatron.checkpoint.reading.strict import Difference, Strictness, strictne
 from fmegatron.checkpoint.reading.target import Wanted, target_of, values_of
 from fmegatron.checkpoint.reading.view import Fill, regions
 from fmegatron.layout import Box
+from fmegatron.tree.labels import labelled
 
 
 def restore(
@@ -212,6 +213,8 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
     if started.exchanges and not exchange_all(started.exchanges, world):
         return None  # the rank that failed reports why, where the ranks agree
     request, tensors = started.request, finish_tensors(started, device or world.device)
+    for i, (x, layout) in enumerate(zip(tensors, request.layouts, strict=True)):
+        tensors[i] = x if x is None else labelled(x, layout)
     return returned(started, unflatten_some(request.spec, tensors, request.left_out))
 
 

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.files.commit import checkpoint_around, hidden, new_token, sync_directory
+from fmegatron.checkpoint.files.commit import checkpoint_around, hidden, new_token
 from fmegatron.checkpoint.files.format import Array, Leaf, bits, dtype_of, dtype_text, raw
-from fmegatron.checkpoint.files.look import is_file, is_there, names_in
 from fmegatron.checkpoint.files.safetensors_files import DTYPES, ENDING, FILE_BYTES, Entry, grouped, write
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
@@ -25,6 +24,8 @@ from fmegatron.checkpoint.reading.request import subtree
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.reading.view import Fill, View, check_parts, regions
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, Source, cut
+from fmegatron.files.look import is_file, is_there, names_in
+from fmegatron.files.whole import sync_directory, take_name
 from fmegatron.layout import Box, dtype_from_name, row_major_strides
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not copied
@@ -133,8 +134,7 @@ def export(
         if like is not None:
             copy_others(like, draft, {entry.dtype for entry in entries.values()})
         sync_directory(draft)
-        os.rename(os.path.join(draft, names[0]) if single else draft, path)
-        sync_directory(parent)
+        take_name(os.path.join(draft, names[0]) if single else draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     files = (path,) if single else tuple(os.path.join(path, file) for file in names)

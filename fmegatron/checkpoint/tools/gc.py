@@ -10,13 +10,13 @@ from typing import Any
 
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import FolderStore
-from fmegatron.checkpoint.files.look import is_directory
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing
+from fmegatron.files.look import is_directory
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
 _LOOK_S = 5.0  # while others are watched

@@ -16,12 +16,12 @@ from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest, dtype_of
 from fmegatron.checkpoint.files.leases import STEP
-from fmegatron.checkpoint.files.look import is_directory, is_link, is_there, look, names_in
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.snapshot import snapshot_of
 from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.tools.source import Source
+from fmegatron.files.look import is_directory, is_link, is_there, look, names_in
 
 NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
 TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.files.look import look, names_in
+from fmegatron.files.look import look, names_in
 
 # What happens to a rank, and for how many seconds unless it is given (None: it has no duration).
 KINDS = MappingProxyType(

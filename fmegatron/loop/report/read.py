@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fmegatron.checkpoint.files.look import is_directory, is_there, names_in
+from fmegatron.files.look import is_directory, is_there, names_in
 from fmegatron.loop.events import read_events
 
 # Of a record: where it stands, not what was measured.

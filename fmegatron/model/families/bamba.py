@@ -10,13 +10,13 @@ from collections.abc import Collection
 from types import MappingProxyType
 from typing import Any
 
-from fmegatron.model.arrays import Mixer
 from fmegatron.model.attention import Attention
 from fmegatron.model.decoder import Block, Decoder, Part
 from fmegatron.model.families.family import Family, depthwise, linear, plain
 from fmegatron.model.families.keys import Keys
 from fmegatron.model.families.llama import LAYER, NAMES, UNUSED
 from fmegatron.model.mamba import Mamba
+from fmegatron.model.mixer import Mixer
 from fmegatron.model.mlp import MLP
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope

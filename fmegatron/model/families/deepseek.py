@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from fmegatron import nn
-from fmegatron.model.arrays import Mixer
 from fmegatron.model.decoder import MTP, Block, Decoder, Part
 from fmegatron.model.families.family import Family, linear, plain
 from fmegatron.model.families.keys import Keys, yarn_scale
 from fmegatron.model.families.llama import LAYER, UNUSED
 from fmegatron.model.families.moe import EXPERT_NAMES
+from fmegatron.model.mixer import Mixer
 from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE

@@ -6,11 +6,11 @@ from types import MappingProxyType
 from typing import Any
 
 from fmegatron import nn
-from fmegatron.model.arrays import Mixer
 from fmegatron.model.attention import Attention
 from fmegatron.model.decoder import Block, Decoder, Part
 from fmegatron.model.families.family import Family, linear, plain
 from fmegatron.model.families.keys import Keys
+from fmegatron.model.mixer import Mixer
 from fmegatron.model.mlp import MLP
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope

@@ -11,7 +11,7 @@ import torch
 
 from fmegatron.collectives import collective_of
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.layout import Mesh
+from fmegatron.layout import Layout, Mesh
 from fmegatron.step.check.values import Suspect, Unknown, Value, number
 from fmegatron.step.graph.nodes import items_of, node_of
 
@@ -70,12 +70,14 @@ class Unproven:
 @dataclass(frozen=True)
 class Report:
     """findings: proofs of mistakes, in graph order.  unproven: what no rule can decide, with the outputs it concerns.
-    silenced: findings and unproven lines that the caller vouches for, with the reason.
+    silenced: findings and unproven lines that the caller vouches for, with the reason.  found: (number of an output,
+    its layout), of outputs that may have any and are proven to have that of the array in whose place they stand.
     """
 
     findings: tuple[Finding, ...]
     unproven: tuple[Unproven, ...] = ()
     silenced: tuple[tuple[Finding | Unproven, str], ...] = ()
+    found: tuple[tuple[int, Layout], ...] = ()
 
     @property
     def ok(self) -> bool:

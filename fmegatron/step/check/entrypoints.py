@@ -10,15 +10,15 @@ shard_map), applied to backward and optimizer as well.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from fmegatron import tree
-from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step.batch_rows import microbatches_of, require_batch, require_rows
+from fmegatron.collectives import require_mesh_of_graph
+from fmegatron.layout import Layout, Mesh, dtype_name
+from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.check.context import GO_ON, Finding, Report, Scope, Unproven
 from fmegatron.step.check.dims import folds_of, interleaved, order_of
 from fmegatron.step.check.interpret import interpreted
@@ -38,28 +38,28 @@ from fmegatron.step.check.values import (
 from fmegatron.step.graph.nodes import node_of, user_line
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.trace import Traced, trace
+from fmegatron.tree.labels import labelled
 
-__all__ = ["Declared", "check", "check_call", "check_traced", "declared_by"]
+__all__ = ["ANYHOW", "check", "check_call", "check_traced"]
 
 Node = torch.fx.Node
 
 
 def check(
-    step: Callable,
-    state_layouts: tree.Tree,
-    batch_layouts: tree.Tree,
-    mesh: Mesh,
-    *,
+    fn: Callable,
+    *args: tree.Tree,
     allow: Mapping[str, str] | None = None,
 ) -> Report:
-    """Whether `step(state, batch) -> (state, metrics)` keeps its layouts on `mesh`: all findings, with their lines.
+    """Whether `fn(state, batch) -> (state, metrics)` keeps its layouts: all findings, with their lines.
 
     Args:
-        step: over symbolic axes of the mesh.
-        state_layouts: a tree of Layouts (or ArraySpecs). The new state must have the layouts of the old one, the
-            metrics must be the same on all ranks.
-        batch_layouts: such a tree for the batch.
-        mesh: of any size. No process group, no device, no memory: 16,384 ranks take as long as one.
+        fn: over symbolic axes of the mesh of its arguments: a step, or any function of arrays, such as an evaluation.
+        *args: what it is called with, abstract or not: trees of ArraySpecs, of Layouts, or of tensors whose layouts are
+            known (`tree.place`). The mesh is theirs, of any size: no process group, no device, no memory; 16,384 ranks
+            take as long as one. In result 0, what stands where argument 0 has an array must have its layout: such a
+            function is an update, and what it reports beside must be the same on all ranks. Of other functions this
+            holds for results without dims; arrays may have any layout, but are no pending sums. Where a function
+            itself states the layout of a result (`tree.place`), it must have it.
         allow: "file.py:line" -> reason: findings of these lines are listed as silenced.
 
     A finding is a proof of a mistake: at its line a value stops meaning what it means on one rank (arithmetic that
@@ -70,31 +70,83 @@ def check(
     constants (a loss scale that is wrong), a false `declare`, and mistakes inside of a movement, such as the direction
     of a ring, or gradients that it does not bring home. Sizes decide: a mesh on which a rank has one head, or as many
     rows as columns, shows less than one on which all sizes differ.
+    Raises ValueError, naming the path, for an array whose layout is not known, and for two meshes.
     """
-    for name, given in (("state_layouts", state_layouts), ("batch_layouts", batch_layouts)):
-        tree.require_mesh(given, mesh, f"check: {name}", "the argument")
-    arguments = tree.map(_empty, (state_layouts, batch_layouts))
-    traced = trace(step, arguments)
-    layouts = [x if isinstance(x, Layout) else x.layout for x in tree.leaves((state_layouts, batch_layouts))]
-    require_rows(traced, layouts, "check: the arguments")
-    state = dict(zip(tree.paths(state_layouts), tree.leaves(state_layouts), strict=True))
-    outputs = []
-    for path in traced.out_paths:
-        head, _, rest = path.partition("/")
-        leaf = state.get(rest) if head == "0" else None
-        outputs.append(leaf if leaf is None or isinstance(leaf, Layout) else leaf.layout)
-    data = {path for path in traced.in_paths if path.startswith("1/") or path == "1"}
-    return check_traced(traced, mesh, layouts, outputs, data=data, allow=allow)
+    layouts = tree.layouts(args)
+    flat = tree.leaves(layouts)
+    if not flat:
+        raise ValueError(
+            "check: got no arrays, wanted those that the function is called with: check(step, state, batch)"
+        )
+    tree.require_mesh(layouts, flat[0].mesh, "check: the arguments", "the first of them")
+    traced = trace(fn, tree.map(_empty, layouts))
+    require_mesh_of_graph(traced.graph_module.graph, flat[0].mesh, "check", "the arguments")
+    require_rows(traced, flat, "check: the arguments")
+    outputs = _wanted(traced, (0,))
+    return check_traced(traced, flat[0].mesh, flat, outputs, data=_data(traced), allow=allow)
+
+
+def _wanted(traced: Traced, kept: Collection[int]) -> list[Layout | Anyhow | None]:
+    """The layout that each output must have: of the array of an argument `kept` in whose place it stands, else what the
+    function states. Of what is left, what an update reports beside the new state, and what has no dims, is the same on
+    all ranks (None); an array that another function returns may have any (ANYHOW).
+
+    A function that returns no tuple has one result, which stands for its first argument.
+    """
+    inputs, heads = dict(zip(traced.in_paths, traced.in_labels, strict=True)), {str(position) for position in kept}
+    places = _places(traced)
+    updates = any(at in inputs and at.partition("/")[0] in heads for at in places)
+    found: list[Layout | Anyhow | None] = []
+    for at, node, stated in zip(places, traced.outputs, traced.out_labels, strict=True):
+        label = (inputs.get(at) if at.partition("/")[0] in heads else None) or stated
+        free = node.meta["val"].dim() > 0 and not updates
+        if label is None or (label is stated and label.layout.unreduced):  # a gradient, whose loss may be no part
+            found.append(Anyhow(label.layout.unreduced if label else ()) if free or label else None)
+        else:
+            found.append(label.layout)
+    return found
+
+
+def _places(traced: Traced) -> list[str]:
+    """For each output the path of the argument in whose place it stands, if there is one."""
+    several = traced.out_tree.type is tuple
+    return [path if several else f"0/{path}" if path else "0" for path in traced.out_paths]
+
+
+def _in_place_of(traced: Traced) -> list[Layout | None]:
+    """For each output the layout of the array in whose place it stands; None where there is none."""
+    inputs = dict(zip(traced.in_paths, traced.in_labels, strict=True))
+    return [label.layout if (label := inputs.get(at)) else None for at in _places(traced)]
+
+
+def _data(traced: Traced) -> set[str]:
+    """Paths of the inputs behind the first argument."""
+    return {path for path in traced.in_paths if path.partition("/")[0] != "0"}
+
+
+@dataclass(frozen=True)
+class Anyhow:
+    """Of an output: each rank may have what it likes of it, but for a pending sum, which is a part of no array.
+
+    pending: axes over which it may be one: a gradient, as autograd leaves it.
+    """
+
+    pending: tuple[str, ...] = ()
+
+
+ANYHOW = Anyhow()
+_RANKS_OWN = (Varying, First, Somewhere)
 
 
 def check_traced(
     traced: Traced,
     mesh: Mesh,
-    in_layouts: list[Layout | None],
-    out_layouts: list[Layout | None],
+    in_layouts: Sequence[Layout | None],
+    out_layouts: Sequence[Layout | Anyhow | None],
     *,
     data: Collection[str] = (),
     allow: Mapping[str, str] | None = None,
+    like: Sequence[Layout | None] = (),
 ) -> Report:
     """`check` of a graph that is there already.
 
@@ -102,15 +154,16 @@ def check_traced(
         traced: the graph of a step.
         mesh: its ranks.
         in_layouts: a layout per placeholder; None: the same on all ranks.
-        out_layouts: a layout per output; None likewise.
+        out_layouts: a layout per output; None likewise; ANYHOW: it is not compared.
         data: paths of inputs whose rows may be assigned to ranks and microbatches in any order.
         allow: as of `check`.
+        like: a layout per output, or None, that it may turn out to have, where it may have any (`Report.found`).
     """
     scope, graph = Scope(mesh), traced.graph_module.graph
     shapes = [node.meta["val"].shape for node in graph.find_nodes(op="placeholder")]
     given = zip(traced.in_paths, in_layouts, shapes, strict=True)
     arguments = [replace(value_of(layout, shape), data=path in data) for path, layout, shape in given]
-    results = zip(interpreted(scope, graph, arguments), traced.outputs, traced.out_paths, out_layouts, strict=True)
+    results = [*zip(interpreted(scope, graph, arguments), traced.outputs, traced.out_paths, out_layouts, strict=True)]
     open_: dict[int, tuple[dict, dict]] = {}  # reason -> axes, outputs that depend on it (as ordered sets)
     for value, node, path, layout in results:
         for axis, origins in _compare(scope, value, node, path, layout).items():
@@ -125,74 +178,67 @@ def check_traced(
     silenced = tuple((one, allow[user_line(one.at)]) for one in reported if user_line(one.at) in allow)
     kept = [one for one in reported if user_line(one.at) not in allow]
     findings = tuple(one for one in kept if isinstance(one, Finding))
-    return Report(findings, tuple(one for one in kept if isinstance(one, Unproven)), silenced)
+    found = tuple(
+        (i, layout)
+        for i, ((value, node, path, wanted), layout) in enumerate(zip(results, like, strict=False))
+        if layout is not None and wanted == ANYHOW and _has(scope, value, node, path, layout)
+    )
+    return Report(findings, tuple(one for one in kept if isinstance(one, Unproven)), silenced, found)
 
 
-def _empty(leaf: Any) -> torch.Tensor:
-    layout = leaf if isinstance(leaf, Layout) else leaf.layout
+def _empty(layout: Layout) -> torch.Tensor:
+    _require_even(layout, "check")
+    with FakeTensorMode():  # no memory, and yet of the device on which a step makes its own tensors
+        return labelled(torch.empty(layout.local_shape(0), dtype=layout.dtype, device="cpu"), layout)
+
+
+def _has(scope: Scope, value: Value, node: Node, path: str, layout: Layout) -> bool:
+    """Whether an output is proven to have a layout; nothing is noted."""
+    if layout.unreduced or node.meta["val"].dtype is not layout.dtype:
+        return False
+    if tuple(node.meta["val"].shape) != layout.local_shape(0):
+        return False
+    trial = replace(scope, findings={}, reasons=dict(scope.reasons))
+    return not _compare(trial, value, node, path, layout) and not trial.findings
+
+
+def _require_even(layout: Layout, who: str) -> None:
     if not layout.is_even:
         raise ValueError(
-            f"check: got the layout {layout}, which is uneven, wanted equal shapes on all ranks, that they have one "
+            f"{who}: got the layout {layout}, which is uneven, wanted equal shapes on all ranks, that they have one "
             "graph; pad the dim, or choose another mesh"
         )
-    with FakeTensorMode():  # no memory, and yet of the device on which a step makes its own tensors
-        return torch.empty(layout.local_shape(0), dtype=layout.dtype, device="cpu")
-
-
-@dataclass(frozen=True, eq=False)
-class Declared:
-    """Layouts of a step's two arguments; the new state (result 0) has those of the old one.
-
-    state: a tree of Layouts or ArraySpecs.  batch: such a tree, or the strategy by whose `batch_layout` every leaf is
-    split, for as many microbatches as the step cuts it into (microbatches).  loss: the function of which the step takes
-    the gradient, for formulas that know it (`plan.quick`).
-    """
-
-    state: Any
-    batch: Any
-    microbatches: int = 1
-    loss: Callable | None = field(default=None, repr=False, compare=False)
-
-    def require_batch(self, layout: Layout, who: str) -> None:
-        """ValueError unless what has this layout may be the step's batch: for what assigns rows to the ranks."""
-        if isinstance(self.batch, DataParallel):
-            require_batch(layout, self.batch, self.microbatches, tree.leaves(self.state)[0].mesh, who)
-
-
-def declared_by(fn: Callable) -> Declared | None:
-    """What a function states in its attribute `declared` (as steps of `build_train_step` do), else None."""
-    found = getattr(fn, "declared", None)
-    return found if isinstance(found, Declared) else None
 
 
 def check_call(
-    traced: Traced, declared: Declared, name: str, allow: Mapping[str, str] | None = None, speak: bool = True
+    traced: Traced,
+    mesh: Mesh,
+    donate: Collection[int],
+    name: str,
+    allow: Mapping[str, str] | None = None,
+    speak: bool = True,
 ) -> Report:
-    """Check a traced call of `step(state, batch)`: the Report, after a warning where outputs are unproven.
+    """Check a traced call whose arguments all have known layouts: the Report, after a warning where outputs
+    are unproven.
 
-    speak: whether this process warns: of the ranks of a job, one does. Raises ValueError with all findings and their
-    lines, or naming the argument that does not have its layout.
+    donate: positions of the arguments whose results must have their layouts. speak: whether this process warns: of the
+    ranks of a job, one does. Raises ValueError with all findings and their lines, or naming the argument that does not
+    have its layout.
     """
-    state = _by_path(declared.state, "0")
-    mesh = next(iter(state.values())).mesh
-    shapes = {path: fake for path, fake in zip(traced.in_paths, traced.fakes, strict=True)}
-    data = {path for path in shapes if path.startswith("1/") or path == "1"}
-    if isinstance(declared.batch, DataParallel):
-        parts = microbatches_of(traced)
-        batch = {path: _of_rows(shapes[path], mesh, declared.batch, parts.get(path, 1)) for path in data}
-    else:
-        batch = _by_path(declared.batch, "1")
-    known = state | batch
-    for path, fake in shapes.items():
-        if path in known and tuple(fake.shape) != known[path].local_shape(0):
+    given = [label.layout for label in traced.in_labels if label is not None]
+    tree.require_mesh(dict(zip(traced.in_paths, given, strict=True)), mesh, f"jit of {name}", "the world")
+    require_mesh_of_graph(traced.graph_module.graph, mesh, f"jit of {name}", "the world")
+    for path, fake, layout in zip(traced.in_paths, traced.fakes, given, strict=True):
+        _require_even(layout, f"{name}: argument {path!r}")
+        if tuple(fake.shape) != layout.local_shape(0) or fake.dtype is not layout.dtype:
             raise ValueError(
-                f"{name}: argument {path!r}: got shape {tuple(fake.shape)}, wanted {known[path].local_shape(0)} on "
-                f"each rank, by its layout {known[path]}; correct the layout, or jit with check=False"
+                f"{name}: argument {path!r}: got {dtype_name(fake.dtype)}{list(fake.shape)}, wanted "
+                f"{dtype_name(layout.dtype)}{list(layout.local_shape(0))} on each rank, by its layout {layout}; place "
+                "it with the layout that it has: tree.place(x.detach(), layout)"
             )
-    given = [known.get(path) for path in traced.in_paths]
     require_rows(traced, given, name)
-    wanted = [state.get(path) for path in traced.out_paths]
-    report = check_traced(traced, mesh, given, wanted, data=data, allow=allow).require(name)
+    outputs, like = _wanted(traced, donate), _in_place_of(traced)
+    report = check_traced(traced, mesh, given, outputs, data=_data(traced), allow=allow, like=like).require(name)
     if report.unproven and speak:
         lines = "\n  ".join(map(str, report.unproven))
         count, all_ = len(report.unproven_outputs), len(traced.out_paths)
@@ -202,29 +248,21 @@ def check_call(
     return report
 
 
-def _by_path(layouts: Any, head: str) -> dict[str, Layout]:
-    leaves = [x if isinstance(x, Layout) else x.layout for x in tree.leaves(layouts)]
-    return {f"{head}/{path}" if path else head: x for path, x in zip(tree.paths(layouts), leaves, strict=True)}
-
-
-def _of_rows(fake: Any, mesh: Mesh, strategy: DataParallel, microbatches: int) -> Layout:
-    """The layout of a leaf of the batch; a 0-d one is the same on all ranks."""
-    shape = tuple(fake.shape)
-    ways = [mesh.extent([axis for axis in axes if axis in mesh]) for axes in (strategy.axes, strategy.sequence)]
-    whole = tuple(n * k for n, k in zip(shape, (*ways, *[1] * len(shape)), strict=False))
-    return strategy.batch_layout(whole, fake.dtype, mesh, microbatches)
-
-
-def _compare(scope: Scope, value: Value, node: Node, path: str, layout: Layout | None) -> dict[str, frozenset[int]]:
+def _compare(
+    scope: Scope, value: Value, node: Node, path: str, layout: Layout | Anyhow | None
+) -> dict[str, frozenset[int]]:
     """Notes findings where a value is not what its layout says -> axis -> reasons why that is not known."""
-    want = value_of(layout, node.meta["val"].shape)
-    source = node
+    want, source = value_of(None if isinstance(layout, Anyhow) else layout, node.meta["val"].shape), node
     while source.target is torch.ops.aten.detach.default:  # of the line that calls the step, not of the step
         source = node_of(source.args[0])
     unproven: dict[str, frozenset[int]] = {}
     for axis in scope.mesh.names:
         if scope.mesh[axis] == 1:
             continue
+        if isinstance(layout, Anyhow):
+            kinds = (*_RANKS_OWN, Pending) if axis in layout.pending else _RANKS_OWN
+            if isinstance(value.marks.get(axis), (*kinds, type(None))):
+                continue  # parts of it, or each rank its own
         mark = _difference(scope, value, want, axis, source, path)
         if isinstance(mark, (Suspect, Wrong)):
             scope.find(mark.node, axis, mark.what, mark.fix, mark.birth)

@@ -16,6 +16,7 @@ from fmegatron.step.passes import Target
 from fmegatron.step.timeline.events import COMPUTE, Event, Timeline
 from fmegatron.step.timeline.planned import PaperWorld, Rates, launched, planned
 from fmegatron.step.torch_private import profiled_events
+from fmegatron.tree.labels import alike
 
 __all__ = ["measured", "timeline"]
 
@@ -73,7 +74,7 @@ def timeline(
 def _copied(step: Jitted, args: tuple) -> tuple:
     """The arguments, those that the step donates as copies."""
     return tuple(
-        tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, arg) if i in step.donate else arg
+        tree.map(lambda x: alike(x.clone(), x) if isinstance(x, torch.Tensor) else x, arg) if i in step.donate else arg
         for i, arg in enumerate(args)
     )
 

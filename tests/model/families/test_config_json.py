@@ -14,7 +14,7 @@ from fmegatron.collectives import Axes
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
 from tests.model.families.released import READ, REFUSED
-from tests.pairs import turns
+from tests.pairs import few
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -54,7 +54,7 @@ def test_the_published_number_of_parameters(name):
     assert counts["total"] - counts.get("mtp", 0) == parameters
 
 
-@pytest.mark.parametrize("name", turns(2, [(name,) for name in READ], READ))
+@pytest.mark.parametrize("name", few(2, [(name,) for name in READ], READ))
 def test_in_small_it_is_what_transformers_computes(name, tmp_path):
     config = small(READ[name][0])
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from fmegatron.layout import DataParallel, Mesh
 from tests.model.families.tiny_hf import MODELS, config_of
 from tests.model.test_reference import make_batch, tiny
 from tests.model.test_sharded import check
-from tests.pairs import mixed, turns
+from tests.pairs import few, mixed
 
 pytest.importorskip("transformers")
 FSDP_TP = Mesh(fsdp=2, tp=2)
@@ -29,7 +29,7 @@ CASES = mixed(DENSE, [Mesh(dp=2, tp=2), FSDP_TP], [False, True])
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "sequence_parallel"), turns(1, CASES, ["-".join(map(str, case)) for case in CASES])
+    ("name", "mesh", "sequence_parallel"), few(1, CASES, ["-".join(map(str, case)) for case in CASES])
 )
 def test_loss_and_each_gradient(name, mesh, sequence_parallel):
     check(family(name, sequence_parallel=sequence_parallel), mesh, save="inputs")
@@ -50,14 +50,14 @@ def assert_proven(decoder, mesh, save="inputs", **others):
     train = step.build_train_step(lambda p, b: model.loss(p, b, decoder, layouts, axes, save), optimizer, layouts, axes)
     rows = DataParallel().batch_layout((8, 12), torch.int64, mesh)
     batch = {"tokens": rows, "labels": rows, **dict.fromkeys(others, rows)}
-    report = step.check(train, step.state_specs(model.specs(decoder, mesh), optimizer), batch, mesh)
+    report = step.check(train, step.state_specs(model.specs(decoder, mesh), optimizer), batch)
     assert report.ok, str(report)
 
 
 PROVEN = mixed(DENSE, [False, True])
 
 
-@pytest.mark.parametrize(("name", "sequence_parallel"), turns(1, PROVEN, ["-".join(map(str, case)) for case in PROVEN]))
+@pytest.mark.parametrize(("name", "sequence_parallel"), few(1, PROVEN, ["-".join(map(str, case)) for case in PROVEN]))
 def test_every_output_is_proven(name, sequence_parallel):
     assert_proven(family(name, sequence_parallel=sequence_parallel), Mesh(dp=2, fsdp=2, tp=2))
 
@@ -70,7 +70,7 @@ OF_COPIES = [(*case, bias) for case in COPIES for bias in (False, True)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "kv_heads", "bias"), turns(1, OF_COPIES, [" ".join(map(str, c)) for c in OF_COPIES]))
+@pytest.mark.parametrize(("mesh", "kv_heads", "bias"), few(1, OF_COPIES, [" ".join(map(str, c)) for c in OF_COPIES]))
 def test_copies_of_kv_heads(mesh, kv_heads, bias):
     of = tiny(kv_heads=kv_heads, kv_copies=True, bias=bias, out_bias=bias, sequence_parallel=bias)
     check(of, mesh, save="inputs")
@@ -113,7 +113,7 @@ def test_documents_do_not_see_each_other(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", turns(1, [(name,) for name in PACKED], PACKED))
+@pytest.mark.parametrize("name", few(1, [(name,) for name in PACKED], PACKED))
 def test_documents_on_a_mesh(name):
     of = tiny(**PACKED[name], sequence_parallel=True)
 

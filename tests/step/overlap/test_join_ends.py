@@ -10,7 +10,7 @@ from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import Overlap, bytes_sent, collectives_of, jit, launches
 from fmegatron.step.graph.nodes import is_start, kind
 from fmegatron.step.overlap import overlapped
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, POLICIES, config, lowered, state, train_step
 from tests.step.overlap.test_ranks import same_bits
@@ -34,7 +34,7 @@ def slow_but(kept, cases):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "policy"),
-    turns(2, [(name, policy) for policy in POLICIES for name in STRATEGIES]),
+    few(2, [(name, policy) for policy in POLICIES for name in STRATEGIES]),
 )
 def test_counts(strategy, policy):
     """2L+1 gathers, L+1 reduce-scatters, 1 all-reduce over the axis that shards, in the order of fp32; HSDP sums over

@@ -9,7 +9,7 @@ from fmegatron.step import Overlap, launches
 from fmegatron.step.graph.memory import peak_bytes
 from fmegatron.step.overlap import overlapped
 from fmegatron.step.overlap.gathers import units
-from tests.pairs import turns
+from tests.pairs import few
 from tests.step.gathered import gathered_bytes, largest_unit_bytes
 from tests.step.overlap.decoder import LAYERS, compiled, config
 from tests.step.overlap.decoder import lowered as lowered_of
@@ -51,7 +51,7 @@ def test_by_default(setting, gathers, scatters, reductions, layers):
 
 @pytest.mark.parametrize(
     ("tied", "reshard", "gathers", "scatters", "layers"),
-    turns(
+    few(
         2,
         [
             (False, ("blocks",), 2 * L + 1, L + 1, 2.27),  # table and head in one gather; the head, 0.27, stays

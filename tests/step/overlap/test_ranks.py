@@ -32,8 +32,12 @@ STEPS = 3
 def of_the_decoder(rank, **options):
     """(train step, this rank's state, this rank's batch at a step)."""
     of = config(2)
-    state = tiny.decoder_state(of, FSDP, rank)
-    return train_step(of, FSDP, **options), state, lambda i: tiny.decoder_batch(of, seed=i, mesh=FSDP, rank=rank)
+    state, n = tiny.decoder_state(of, FSDP, rank), options.get("microbatches", 1)
+
+    def batch_at(i: int) -> dict:
+        return tiny.decoder_batch(of, seed=i, mesh=FSDP, rank=rank, microbatches=n)
+
+    return train_step(of, FSDP, **options), state, batch_at
 
 
 def of_mlp_layers(rank):
@@ -47,8 +51,9 @@ def of_mlp_layers(rank):
         return loss, {"loss": psum(loss.detach(), axes["fsdp"])}
 
     step = build_train_step(loss_fn, tiny.OPTIMIZER, layouts, axes)
-    state = fresh_state(tree.map(torch.clone, split(tiny.mlp_params(), layouts)[rank]), tiny.OPTIMIZER)
-    return step, state, lambda i: tree.map(lambda x: x.chunk(2)[rank], tiny.mlp_batch(seed=i))
+    params = tree.place(tree.map(torch.clone, split(tiny.mlp_params(), layouts)[rank]), layouts, rank)
+    rows = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, FSDP, ("fsdp",)), tiny.mlp_batch())
+    return step, fresh_state(params, tiny.OPTIMIZER), lambda i: split(tiny.mlp_batch(seed=i), rows)[rank]
 
 
 def some_steps(rank, world, overlap, backend, make=of_the_decoder, **options):

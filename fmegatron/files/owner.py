@@ -6,7 +6,7 @@ import os
 import socket
 from typing import Literal
 
-from fmegatron.checkpoint.files.format import digest_text
+import xxhash
 
 Fate = Literal["lives", "gone", "unknown"]
 
@@ -51,7 +51,7 @@ def _where() -> str:
         if os.readlink("/proc/self") != str(os.getpid()):
             return ""  # a container that sees the processes of its host there: the numbers are not ours
         with open("/proc/sys/kernel/random/boot_id") as f:
-            return digest_text(f"{f.read()}{os.readlink('/proc/self/ns/pid')}{host()}".encode())
+            return xxhash.xxh3_64_hexdigest(f"{f.read()}{os.readlink('/proc/self/ns/pid')}{host()}".encode())
     except OSError:
         return ""
 

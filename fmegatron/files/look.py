@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from fmegatron.checkpoint.files.format import digest_text
+import xxhash
 
 T = TypeVar("T")
 
@@ -84,6 +84,24 @@ def names_in(path: str) -> list[str]:
     return sorted(look(lambda: os.listdir(path), []))
 
 
+def listed(path: str | os.PathLike) -> list[str] | None:
+    """Names in a directory, sorted; None for what is no directory. FileNotFoundError where nothing is; OSError."""
+    try:
+        return sorted(look(lambda: os.listdir(path)))
+    except NotADirectoryError:
+        return None
+
+
+def content_of(path: str | os.PathLike) -> bytes | None:
+    """What is in a file, None where there is none. Raises OSError where that cannot be seen, as `exists` does not."""
+
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    return look(read, None)
+
+
 def files_below(root: str, dir_fd: int | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk`, or `os.fwalk` with a descriptor, without following links, and without its silence.
 
@@ -108,7 +126,7 @@ def tree_stamp(root: str) -> bytes:
         for at in (folder, *(os.path.join(folder, name) for name in sorted(names))):
             if (found := look(lambda at=at: os.lstat(at), None)) is not None:
                 rows.append((at, found.st_size, found.st_mtime_ns))
-    return digest_text(repr(rows).encode()).encode()
+    return xxhash.xxh3_64_hexdigest(repr(rows).encode()).encode()
 
 
 def identity(at: str | int) -> tuple[int, int]:

@@ -1,0 +1,55 @@
+"""What there is to know of a step before it runs: the function, and what its arguments are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fmegatron import tree
+
+__all__ = ["Description", "require_description"]
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """What `describe(config)` of an experiment returns: a value that check, parity, plan and search read.
+
+    Nothing of it is an attribute of the function, so the function may be wrapped in any way.
+    `step, state, batch = describe(config)` takes it apart.
+
+    function: train_step(state, batch) -> (state, metrics), over symbolic axes.
+    state: tree of ArraySpecs of its first argument; they know the strategy (`tree.strategy_of`).
+    batch: tree of Layouts or ArraySpecs of its second, of all ranks together.
+    microbatches: into how many the step cuts the rows of a rank.
+    decoder: the `model.Decoder` whose loss the step takes the gradient of; None: another loss, of which formulas
+    (`plan.quick`) count state and traffic, and say that activations are not counted.
+    save, offload, reshard_after_forward: as `model.loss` is given them.
+    """
+
+    function: Callable
+    state: tree.Tree
+    batch: tree.Tree
+    microbatches: int = 1
+    decoder: Any = None
+    save: Any = None
+    offload: int | None = None
+    reshard_after_forward: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        if not callable(self.function):
+            raise ValueError(
+                f"Description: function: got {tree.in_words(self.function)}, wanted train_step(state, batch)"
+            )
+        tree.layouts(self.state), tree.layouts(self.batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.function, self.state, self.batch))
+
+
+def require_description(found: Any, who: str) -> Description:
+    """What an experiment's `describe` returned; ValueError for another value, such as a tuple of its first three."""
+    if isinstance(found, Description):
+        return found
+    fix = "return step.Description(train_step, state_specs, batch_layouts)"
+    raise ValueError(f"{who}: describe(config): got {tree.in_words(found)}, wanted a step.Description; {fix}")

@@ -1,0 +1,50 @@
+"""The layout of a local tensor, kept on the tensor: an attribute of it, as `sharding` is of a jax.Array.
+
+It is stated by who knows it (`init`, a restore, the rows of a batch, `place`, a jit for what its check has proven).
+Every op of torch gives a tensor without it, so it can be missing and never stale; dicts, slices of trees and copies of
+containers keep it, because they keep the tensor. It is no box, no subclass and no node of a tree: structures and paths
+are what they are without it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fmegatron.layout import Layout
+from fmegatron.layout.layout import Label
+from fmegatron.tree.structure import Tree
+
+__all__ = ["alike", "label_of", "labelled", "layout_of"]
+
+
+def layout_of(x: Tree) -> Layout | None:
+    """The layout of the array whose part of this rank `x` is; None: not known.
+
+    Only `x.data = other` leaves a wrong layout; its shape and dtype are compared when a step is traced.
+    """
+    label = label_of(x)
+    return None if label is None else label.layout
+
+
+def label_of(x: Tree) -> Label | None:
+    """What a tensor carries its layout in, one object for each layout, which is quick to compare; None: not known."""
+    label = getattr(x, "_layout", None)
+    return label if isinstance(label, Label) else None
+
+
+def labelled(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """`x`, known to have `layout`: the same tensor, or an alias of it where it is known to have another one.
+
+    For the library's own functions, which know; `place` compares shapes and dtypes.
+    """
+    known = label_of(x)
+    if known is not None and known.layout != layout:
+        x = x.detach() if not x.requires_grad else x.view_as(x)
+    x._layout = layout.label  # pyright: ignore[reportAttributeAccessIssue]  an attribute of the object
+    return x
+
+
+def alike(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`new`, of the shape of `old`: where the layout of `old` is known, that of `new` is too, in its own dtype."""
+    layout = layout_of(old)
+    return new if layout is None else labelled(new, layout.replace(dtype=new.dtype))
