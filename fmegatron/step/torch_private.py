@@ -32,6 +32,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import register_pytree_node as register_node
 
 try:
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -70,6 +71,7 @@ __all__ = [
     "overload_name",
     "profiled_events",
     "quiet_about_shapes",
+    "register_node",
     "storage_number",
     "storage_uses",
     "tensor_uses",
