@@ -58,11 +58,12 @@ def describe(config):
 
 def main(config):
     """Check, train or go on, and save every 100 steps; returns the metrics of the last one."""
-    world, (train_step, specs, rows) = connect(config.mesh), describe(config)
+    world, described = connect(config.mesh), describe(config)
+    train_step, specs, rows = described
     print(step.check(train_step, specs, rows))
     train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
     tokens, metrics = data.ByteTokenizer().encode(TEXT.read_text()), {}
-    batches = data.Batches(tokens, 16, 64, seed=0).for_rank(rows["tokens"], world.rank, world.device)
+    batches = loop.own_rows(data.Batches(tokens, 16, 64, seed=0), described, world)
     with checkpoint.Manager(config.run, keep=2, world=world) as manager:
         begin, state = 0, None
         if manager.steps():

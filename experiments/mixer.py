@@ -84,8 +84,8 @@ def main(config: Config) -> dict[str, float]:
         train, held_out = data.train_and_held_out(ids)
         batches = data.Batches(ids, config.batch_size, config.seq_len, seed=0, split=train)
         windows = data.EvaluationBatches(ids, config.batch_size, config.seq_len, held_out, config.batch_size * 4)
-        windows_at = windows.for_rank(windows.layout(config.mesh), world.rank, world.device).at
         (train_step, specs, _), (params, loss_fn), axes = describe(config), model(config), Axes(config.mesh)
+        rows = loop.own_rows(windows, specs, world)
 
         def held_out_step(state, batch):
             average = step.averaged_params(state, tree.layouts(params), axes, STRATEGY)
@@ -95,7 +95,7 @@ def main(config: Config) -> dict[str, float]:
         held_out_step = step.jit(held_out_step, **jitted)
 
         def evaluate(state):
-            return loop.evaluate(held_out_step, state, windows_at, len(windows), windows.real_tokens)
+            return loop.evaluate(held_out_step, state, rows, len(windows), windows.real_tokens)
 
         how = {"settings": config, "evaluate": evaluate, "eval_every": config.every, "save_every": config.every}
         run = loop.Run(config.run, step.jit(train_step, donate=0, **jitted), specs, world=world, **how)

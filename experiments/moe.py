@@ -110,8 +110,8 @@ def train(config: Config, kind: str, world) -> dict[str, float]:
         return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
 
     def evaluate(state):
-        batch_at = heldout.for_rank(heldout.layout(config.mesh, STRATEGY), world.rank, world.device).at
-        return loop.evaluate(heldout_step, state.params, batch_at, len(heldout), heldout.real_tokens)
+        rows = loop.own_rows(heldout, specs, world)
+        return loop.evaluate(heldout_step, state.params, rows, len(heldout), heldout.real_tokens)
 
     jitted = step.jit(train_step, donate=0, world=world, backend=config.backend)
     run = loop.Run(

@@ -104,7 +104,6 @@ def main(config: Config) -> dict[str, float]:
         batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
         prompts = [torch.from_numpy(tokenizer.encode(text)).long() for text in config.prompts]
         heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
-        heldout_rows = heldout.layout(config.mesh, DataParallel.named(config.strategy))
 
         of = model_config(config, tokenizer.vocab_size)
         loss_fn, described = make_loss(config, of), describe(config)
@@ -114,8 +113,8 @@ def main(config: Config) -> dict[str, float]:
             return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
 
         def evaluate(state):
-            batch_at = heldout.for_rank(heldout_rows, world.rank, world.device).at
-            return loop.evaluate(heldout_step, state.params, batch_at, len(heldout), heldout.real_tokens)
+            rows = loop.own_rows(heldout, described, world)
+            return loop.evaluate(heldout_step, state.params, rows, len(heldout), heldout.real_tokens)
 
         run = loop.Run(
             config.run,

@@ -4,13 +4,14 @@ Claim    The loss, which couples all rows of a microbatch, means the same on eve
 Command  torchrun --nproc-per-node=4 experiments/two_towers.py --config_mesh=dp=2,fsdp=2
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from fmegatron import loop, nn, optim, step, tree
+from fmegatron import data, loop, nn, optim, step, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, connect, psum
 from fmegatron.layout import DataParallel, Mesh
 
@@ -98,10 +99,10 @@ def describe(config: Config):
 def main(config: Config) -> dict[str, float]:
     """Train, or go on; returns the last metrics."""
     with loop.set_up():
-        world, (train_step, specs, rows) = connect(config.mesh), describe(config)
-        train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
-        run = loop.Run(config.run, train_step, specs, world=world, settings=config, save_every=config.every)
-    for _ in run(lambda at: world.put(tree.local(pairs(config, at), rows, world.rank)), config.steps):
+        world, described = connect(config.mesh), describe(config)
+        train_step = step.jit(described.function, donate=0, world=world, backend=config.backend)
+        run = loop.Run(config.run, train_step, described, world=world, settings=config, save_every=config.every)
+    for _ in run(data.source(functools.partial(pairs, config)), config.steps):
         pass
     return run.metrics
 

@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from fmegatron import step, tree
+from fmegatron import data, step, tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Peak, Run
 from fmegatron.step import matmul_seconds
@@ -87,7 +87,7 @@ def looped(compiled, specs, batch, steps: int, folder: str) -> tuple[float, floa
         peak=Peak(1e12, "not measured here"),
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        for info in run(lambda position: batch, steps=steps + 2):
+        for info in run(data.source(lambda position: batch), steps=steps + 2):
             if info.step == 1:
                 began, thread, inside[0] = now(), time.thread_time(), 0.0
             if info.step == steps + 1:  # the last save comes with the update behind

@@ -16,6 +16,7 @@ from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
 from fmegatron.loop.nvidia_restart import nvidia_restart
+from fmegatron.loop.reading import own_rows
 from fmegatron.loop.replicas import ReplicasDifferError, hashes
 from fmegatron.loop.report import Recorded, read_run, report_page
 from fmegatron.loop.rerun import RerunError
@@ -73,6 +74,7 @@ __all__ = [
     "load_experiment",
     "mean",
     "nvidia_restart",
+    "own_rows",
     "parse",
     "peak_of",
     "plot_loss",

@@ -17,7 +17,7 @@ from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
 from fmegatron.loop.loggers import JsonLines, Log, Table, progress
 from fmegatron.loop.losses import RollBack, RunAgain
 from fmegatron.loop.meter import Meter
-from fmegatron.loop.reading import Begun, Reading
+from fmegatron.loop.reading import Begun, Reading, own_part
 from fmegatron.loop.replicas import ReplicasDifferError, compare
 from fmegatron.loop.rerun import good_step, rerun
 from fmegatron.loop.restart import Restarts, started
@@ -92,7 +92,8 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         begun = own.settings.begin(run.manager, run.specs, run.init, local=run.local, step=own.back_to)
         own.back_to, run.start, run.state, own.finished = None, begun.step, begun.state, begun.step
         left_out = tuple((a, b) for a, b in begun.metadata.get("skip", ()))
-        data = own.reading.begin(begun.samples, begun.step, (*own.skip, *left_out))
+        skip = (*own.skip, *left_out)
+        data = own.reading.begin(begun.samples, begun.step, skip, begun.metadata.get("source"))
         steps, own.newest = data.steps(own.length), data
         if first:
             started(run.directory / "starts.json", begun.step, run.restart, world)
@@ -113,14 +114,14 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             with _section(pulse, "evaluation"):
                 run.metrics = run.evaluate()
             log(run.start, {f"resumed_{name}": value for name, value in run.metrics.items()})
-        times, step, batch_at = None, observed.around(run.step, run.start), _told(pulse, data)
+        times, step = None, observed.around(_told(pulse, data, run.step), run.start)
         if run.straggler_ratio is not None and world.size > 1:
             times = Stragglers(world, run.directory / "ranks.jsonl", run.straggler_ratio)
-            step, batch_at = times.timed(step, batch_at)
+            step = times.timed(step)
         infos = train(
             step,
             run.state,
-            meter.timed(batch_at),
+            data.source,
             steps=steps,
             start=run.start,
             log_every=run.log_every,
@@ -189,10 +190,10 @@ def _record_saves(manager: checkpoint.Manager, log: Log, events: Events) -> None
 
 def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     """`startup`, with a line for each change on the way; "" for data of one's own."""
-    if data.course is None or reading.layout_of is None:
+    if data.course is None:
         return ""
     (_, of), *later = data.course.pieces
-    layout = reading.layout_of(of)
+    layout = own_part(of, reading.of, reading.rank).layout
     text = startup(
         tree.layouts(getattr(run.specs, "params", run.specs)),
         of.batch_size,
@@ -225,20 +226,18 @@ def _compare(run: Any, info: StepInfo) -> None:
         raise again from error
 
 
-def _told(pulse: Pulse, data: Begun) -> Callable[[int], Any]:
-    """Position -> batch; a batch of another size makes the step compile again, which may take long."""
+def _told(pulse: Pulse, data: Begun, step: Callable) -> Callable:
+    """The same step; a batch of another size makes it compile again, which may take long."""
     pieces = [] if data.course is None else data.course.pieces
     new = {b[0] for a, b in itertools.pairwise(pieces) if a[1].batch_size != b[1].batch_size}
+    positions = itertools.count(data.start)
 
-    if not new:
-        return data.at
-
-    def at(position: int) -> Any:
-        if position in new:
+    def told(state: Any, batch: Any) -> Any:
+        if next(positions) in new:
             pulse.enter("compile")
-        return data.at(position)
+        return step(state, batch)
 
-    return at
+    return told if new else step
 
 
 class _Saves:
@@ -262,6 +261,7 @@ class _Saves:
                 self.claim.check()
                 own.inject("save", info.step, info.state)
             known = {**own.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
+            known |= self.data.states(info.step, run.world)
             finite = info.finite()
             if near and run.local is not None:
                 self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)

@@ -17,13 +17,13 @@ from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.collectives import World
-from fmegatron.data import RankBatches, StepBatches
+from fmegatron.data import Source
 from fmegatron.loop.arguments import check_hashes, check_injections, check_loggers, check_policies, check_windows
 from fmegatron.loop.attempt import running
 from fmegatron.loop.faults import Injection, Patience
 from fmegatron.loop.hardware import Peak
 from fmegatron.loop.losses import LossSpike, LossStuck, check_action
-from fmegatron.loop.reading import rows_of
+from fmegatron.loop.reading import reading_of
 from fmegatron.loop.restart import Restart
 from fmegatron.loop.resume import Settings
 from fmegatron.loop.signals import is_interactive
@@ -31,7 +31,6 @@ from fmegatron.loop.train import StepInfo
 from fmegatron.loop.until import Until
 from fmegatron.loop.windows import windows
 from fmegatron.step import Description
-from fmegatron.tree.spec import strategy_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +138,7 @@ class Run:
         for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Run: {name}: got {value!r:.60}, wanted a whole number of at least 1")
+        self.described = specs
         self.microbatches = specs.microbatches if isinstance(specs, Description) else 1
         specs = specs.state if isinstance(specs, Description) else specs
         layouts = tree.leaves(tree.layouts(specs))
@@ -197,7 +197,7 @@ class Run:
 
     def __call__(
         self,
-        batches: StepBatches | RankBatches | Callable[[int], Any],
+        batches: Source,
         steps: int | None = None,
         *,
         samples: int | None = None,
@@ -211,20 +211,21 @@ class Run:
         with one rank its pending saves are finished, with several they are given up, as the others may go on.
 
         Args:
-            batches: `data.Batches` (rows are given to ranks by the strategy of the specs), one rank's part of them
-                (`for_rank`), or a function from position to this rank's batch; an object with a method `describe() ->
-                JSON values` is compared with that of the checkpoint, as `data.Batches` are.
+            batches: a `data.Source` of the batches of all ranks: `data.Batches` and their like, a subclass of one's
+                own, or `data.source(function)`. The run gives each rank its rows, by the strategy of the specs or by
+                the Description's layouts of the batch, puts them on its device and reads ahead. What the source
+                states (`describe`) is compared with what the checkpoint states; its `state` is in every checkpoint.
             steps: updates in all, those of earlier processes included.
             samples, tokens: the length of the run in their place, for `data.Batches`; the last batch is a full one.
             batch_sizes: (updates after which it holds, batch size), for `data.Batches`: ((0, 16), (200, 32)). The step
                 is compiled once for each size.
-            skip: ranges (start, stop) of samples that are left out; of positions, where batches are a function.
+            skip: ranges (start, stop) of samples that are left out; of positions, where the source is one's own.
 
         Raises:
-            ValueError: for batches that the ranks cannot share evenly; what `train` raises.
+            ValueError: for what is no source, batches that the ranks cannot share evenly, and arrays that are not those
+                of the Description; for a checkpoint whose state of the source is of other rows; what `train` raises.
         """
-        how = strategy_of(self.specs), self.microbatches
-        reading = rows_of(batches, *how, self.mesh, self.world, batch_sizes, skip)
+        reading = reading_of(batches, self.described, self.world, batch_sizes, skip)
         return running(self, reading, reading.length(steps, samples, tokens))
 
     def evaluate(self) -> dict[str, float]:

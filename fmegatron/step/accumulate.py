@@ -31,8 +31,8 @@ def accumulate(
             equal consecutive parts. Other leaves of the batch, and args, are the same for every microbatch: what must
             differ between them (the count of `nn.dropout`) is a leaf with rows. Under `DataParallel.batch_layout(...,
             microbatches=n)` microbatch m is the rows [m·B/n, (m+1)·B/n) of the full batch on every mesh; under another
-            layout it is other rows on every mesh, which a loss that couples the rows of a microbatch shows. check, jit,
-            simulate and `loop.train` refuse such a layout where they know it; local tensors that were split by hand are
+            layout it is other rows on every mesh, which a loss that couples the rows of a microbatch shows. check, jit
+            and simulate refuse such a layout where they know it; local tensors that were split by hand are
             taken as they are.
         each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make
             each time.

@@ -2,7 +2,7 @@
 
 Each entry is an operator of its own in torch's dispatcher, named after the function and a digest of its graph, so equal
 graphs share one operator, names agree across ranks and processes (the compile cache can be shared), and the operator
-itself leads back to the graph inside it (`node.target.entry`), for what checks, simulates or counts it.
+itself leads back to the graph inside it (`entry_of`), for what checks, simulates or counts it.
 """
 
 from __future__ import annotations

@@ -8,12 +8,11 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import optree
 import torch
-from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
-from fmegatron.step.torch_private import register_node
+from fmegatron.step.torch_private import EVERY_NAMESPACE, register_node
 from fmegatron.tree.spec import strategy_of
 
 __all__ = [
@@ -129,7 +128,7 @@ cast("Any", optree.register_pytree_node)(  # its types want a Collection
     lambda state: (state._seen(), None, State._fields),
     lambda _, fields: State(*fields),
     path_entry_type=optree.GetAttrEntry,
-    namespace=GLOBAL_NAMESPACE,
+    namespace=EVERY_NAMESPACE,
 )
 register_node(State, lambda state: (list(state._seen()), None), lambda fields, _: State(*fields))
 

@@ -181,9 +181,8 @@ def build_train_step(
         precision: in which dtypes gradients are reduced and added up (the model's own policy states how weights are
             gathered); None: as the backward makes them, and microbatches in fp32.
         microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
-            microbatches)`, so that microbatch m is the same rows on every mesh (`data.Batches.for_rank` does that, and
-            `loop.train` refuses another layout of its; a tensor does not state which rows it has, so what was split by
-            hand is taken as it is).
+            microbatches)`, so that microbatch m is the same rows on every mesh (`loop.Run` and `loop.own_rows` do
+            that, and a jit refuses another layout of arrays that know theirs).
         weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
         numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows
             of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from fmegatron import checkpoint, loop, tree
+from fmegatron import checkpoint, data, loop, tree
 from fmegatron.collectives import Axes, connect, enter, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import LossSpike, Patience, Restart, Run, field
@@ -124,8 +124,9 @@ def main(config):
 
     bad_batch = [float(part.flatten()[0]) for part in rows(3).chunk(world.size)][config.faulty_rank :][:1]
 
-    def batch_at(position):
-        return tree.place(rows(position, dtype).chunk(world.size)[world.rank].clone(), specs["w"].layout, world.rank)
+    @data.source
+    def batches(position):
+        return rows(position, dtype)
 
     seconds = config.limit_s
     limits = ("step", "save", "evaluation", "caller", "restart", "end")
@@ -158,7 +159,7 @@ def main(config):
         inject=config.inject,
     )
     real = Axes(config.mesh, world)["fsdp"] if world.size > 1 else None
-    for info in run(batch_at, steps=config.steps):
+    for info in run(batches, steps=config.steps):
         if info.step == run.start + 1:
             with open(f"{config.run}-held-{process}", "a") as file:
                 file.write(json.dumps(what_is_held()) + "\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fmegatron import tree
+from fmegatron import data, tree
 from fmegatron.collectives import connect
 from fmegatron.collectives import world as world_module
 from fmegatron.layout import Layout, Mesh
@@ -61,7 +61,7 @@ def long_run(rank, folder, size, steps, marks, log_every):
             eval_every=steps // 4,
             evaluate=lambda state: {"heldout_loss": 1.0},
         )
-        for info in run(lambda position: torch.ones(()), steps):
+        for info in run(data.source(lambda position: torch.ones(())), steps):
             if info.step in marks:
                 seen[info.step] = held()
     return seen
@@ -136,7 +136,7 @@ def counted_run(rank, folder, size, steps, log_every):
         before, world_module.dist = world_module.dist, Noted()
         try:
             run = Run(folder, step, specs_on(mesh), world=world, log_every=log_every, save_every=steps, hash_every=None)
-            for _ in run(lambda position: position + 1, steps):
+            for _ in run(data.source(lambda position: position + 1), steps):
                 pass
         finally:
             world_module.dist = before

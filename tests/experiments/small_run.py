@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fmegatron import checkpoint, loop, tree
+from fmegatron import checkpoint, data, loop, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import field
@@ -32,15 +32,16 @@ def main(config):
     axis = Axes(config.mesh, world if world.size > 1 else None)["fsdp"]
     layout = Layout((config.width, 4), torch.float32, config.mesh, ("fsdp",))
     specs = {"w": tree.ArraySpec(layout, tree.Normal(1.0))}
-    rows = [box.slices for box in layout.boxes(world.rank)][0]
 
     def step(state, batch):
         error = state["w"] - batch
         return {"w": state["w"] - 0.01 * error}, {"loss": psum((error**2).sum(), axis)}
 
-    def batch_at(position):
-        return torch.randn(config.width, 4, generator=torch.Generator().manual_seed(position))[rows]
+    @data.source
+    def noise(position):
+        return torch.randn(config.width, 4, generator=torch.Generator().manual_seed(position))
 
+    rows = loop.own_rows(noise, specs, world)
     settings = loop.Settings(config, allow=config.allow, data="noise")
     manager, result = checkpoint.Manager(run / "checkpoints", keep=2, world=world), None
     with checkpoint.claim(run, world=world) as claim:
@@ -48,7 +49,7 @@ def main(config):
         records = loop.JsonLines(run / "metrics.jsonl", after=begun.step)
         with loop.Log(records, active=world.rank == 0) as log, loop.catch() as stop, manager:
             where = {"steps": config.steps, "start": begun.step, "log_every": config.log_every}
-            for info in loop.train(step, begun.state, batch_at, **where, stop=stop, world=world):
+            for info in loop.train(step, begun.state, rows, **where, stop=stop, world=world):
                 if info.metrics:
                     log(info.step, info.metrics)
                     result = info.metrics["loss"]

@@ -125,7 +125,7 @@ def test_a_finished_run_only_samples(tmp_path, capsys):
 
 def stopped_by_a_signal(rank, settings):
     """On a real rank: a run during whose step 6 the last rank gets SIGTERM."""
-    at = data.Batches.rows_at
+    at = data.Batches.rows
 
     def at_and_signal(self, step, ranges):
         if step == 5 and rank == settings.mesh.size - 1:
@@ -133,7 +133,7 @@ def stopped_by_a_signal(rank, settings):
         return at(self, step, ranges)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(data.Batches, "rows_at", at_and_signal)
+        patched.setattr(data.Batches, "rows", at_and_signal)
         shakespeare.main(settings)
 
 
@@ -255,8 +255,8 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
     renamed = tmp_path.with_name("renamed")
     tmp_path.rename(renamed)
     shown = {}
-    at = data.Batches.rows_at
-    monkeypatch.setattr(data.Batches, "rows_at", lambda self, step, rows: shown.setdefault(step, at(self, step, rows)))
+    at = data.Batches.rows
+    monkeypatch.setattr(data.Batches, "rows", lambda self, step, rows: shown.setdefault(step, at(self, step, rows)))
     shakespeare.main(config(renamed, batch_size=2, heads=4, lr=1e-3, save_every=2, allow=("batch_size", "heads")))
     out = capsys.readouterr().out
     assert "  allowed    heads 2 -> 4, batch_size 4 -> 2\n  named      steps 3 -> 6, lr 0.01 -> 0.001\n" in out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmegatron import loop
+from fmegatron import data, loop
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop.arguments import check_hashes
 from fmegatron.tree import ArraySpec, Constant
@@ -17,7 +17,8 @@ def halve(state, batch):
 
 
 def train(folder, call=None, **given):
-    for _ in loop.Run(folder, halve, SPECS, log_every=1, **given)(lambda position: position, 3, **(call or {})):
+    numbers = data.source(lambda position: position)
+    for _ in loop.Run(folder, halve, SPECS, log_every=1, **given)(numbers, 3, **(call or {})):
         pass
 
 

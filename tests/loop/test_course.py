@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.data import Batches
+from fmegatron.data import Batches, source
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Run
 from fmegatron.loop.course import course, joined
@@ -96,7 +96,7 @@ def test_a_length_is_given_once(tmp_path):
     for length in ({}, {"steps": 3, "tokens": 5}):
         with pytest.raises(ValueError, match="wanted one of steps=, samples= and tokens="):
             run(DATA, **length)
-    with pytest.raises(ValueError, match="tokens: got 5 and a function from position to batch, wanted steps="):
-        run(lambda position: None, tokens=5)
+    with pytest.raises(ValueError, match="tokens: got 5 and _Function, whose samples are not counted, wanted steps="):
+        run(source(lambda position: None), tokens=5)
     with pytest.raises(ValueError, match="batch_sizes: got .* wanted data.Batches"):
-        run(lambda position: None, 5, batch_sizes=((0, 4),))
+        run(source(lambda position: None), 5, batch_sizes=((0, 4),))

@@ -21,6 +21,7 @@ import os, sys, time
 from dataclasses import dataclass
 import torch
 import torch.distributed as dist
+from fmegatron import data
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
 from fmegatron.loop import catch, launch, train
@@ -68,7 +69,8 @@ def main(config):
         return state + 1, {"loss": state}
     with catch() as stop:
         world.barrier()  # no rank prints its pid before all can be signalled
-        for info in train(step, torch.tensor(0.0), lambda i: i, steps=config.steps, stop=stop, world=world):
+        numbers = data.source(lambda i: i)
+        for info in train(step, torch.tensor(0.0), numbers, steps=config.steps, stop=stop, world=world):
             if info.step == 1:
                 print(f"pid {os.getpid()}", flush=True)
             if info.last:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fmegatron import loop, tree
+from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Events, JsonLines, Meter, Peak, Run, StepInfo, read_events, read_metrics
 from fmegatron.loop.hardware import energy_reader, measured_peak, memory_reader, of_table
@@ -23,8 +24,9 @@ def step(state, batch):
     return {"w": (state["w"] + batch) / 2}, {"loss": ((state["w"] - batch) ** 2).sum()}
 
 
+@source
 def batch_at(position):
-    time.sleep(0.02)
+    time.sleep(0.1)  # longer than all else that a step does, so that the loop waits for what is read ahead, too
     return torch.full((4,), float(position), dtype=torch.float64)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
+from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import LossSpike, RerunError, Restart, Run, Until, catch
 
@@ -22,6 +23,7 @@ def toward(state, batch):
     return {"w": (state["w"] + batch) / 2}, {"loss": ((state["w"] - batch) ** 2).sum() + 1}
 
 
+@source
 def batch_at(position):
     return torch.full((4,), 1 + 0.01 * position, dtype=torch.float64)
 
@@ -29,7 +31,7 @@ def batch_at(position):
 def straight(positions):
     state = tree.init(SPECS, 0, 0)
     for position in positions:
-        state, _ = toward(state, batch_at(position))
+        state, _ = toward(state, batch_at.at(position))
     return state["w"]
 
 
@@ -42,8 +44,9 @@ def records(path, name="loss"):
 def test_roll_back_leaves_the_bad_data_out(tmp_path, log_every):
     """As if the data of update 12 had never been there; and so for a run that is resumed behind it."""
 
+    @source
     def poisoned(position):
-        return batch_at(position) * (math.nan if position == 11 else 1.0)
+        return batch_at.at(position) * (math.nan if position == 11 else 1.0)
 
     run = Run(tmp_path, toward, SPECS, log_every=log_every, save_every=5, on_nonfinite="roll back")
     with pytest.warns(
@@ -62,8 +65,9 @@ def test_roll_back_leaves_the_bad_data_out(tmp_path, log_every):
 
 
 def test_roll_back_of_a_spike_without_a_checkpoint_begins_anew(tmp_path):
+    @source
     def strange(position):
-        return batch_at(position) + (9 if position == 8 else 0)
+        return batch_at.at(position) + (9 if position == 8 else 0)
 
     run = Run(tmp_path, toward, SPECS, log_every=1, save_every=50, spike=LossSpike(3.0, warmup=4))
     with pytest.warns(RuntimeWarning, match=r"(?s)step 9: loss is .*rolled back to step 0 "):

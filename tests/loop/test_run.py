@@ -13,6 +13,7 @@ import torch
 
 from fmegatron import checkpoint, data, loop, optim, step, tree
 from fmegatron.collectives import Axes, World, connect
+from fmegatron.data import source
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop import Run, UsageError, catch
 
@@ -27,6 +28,7 @@ def halve(state, batch):
     return {"w": (state["w"] + batch) / 2, "n": state["n"] + 1}, {"loss": loss}
 
 
+@source
 def batch_at(position):
     return torch.full((4,), float(position), dtype=torch.float64)
 
@@ -38,7 +40,7 @@ def records(path):
 def straight(steps):
     state = tree.init(SPECS, 0, 0)
     for position in range(steps):
-        state, _ = halve(state, batch_at(position))
+        state, _ = halve(state, batch_at.at(position))
     return state
 
 
@@ -204,7 +206,14 @@ def test_batches_are_given_to_ranks_as_the_step_declares(tmp_path, ranks, microb
             lambda at: Run(at, halve, SPECS, world=World(Mesh(dp=2), 0, torch.device("cpu"))),
             "the world of the mesh dp2",
         ),
-        (lambda at: Run(at, halve, SPECS)([1, 2], steps=2), "Run: batches: got a list of 2, wanted data.Batches"),
+        (
+            lambda at: Run(at, halve, SPECS)([1, 2], steps=2),
+            "Run: batches: got a list of 2, wanted a data.Source; give data.Batches",
+        ),
+        (
+            lambda at: Run(at, halve, SPECS)(batch_at.at, steps=2),
+            r"wanted a data.Source; give data.source\(function\), whose function gives the batch of all ranks",
+        ),
         (lambda at: Run(at, halve, SPECS, keep=0), "Manager: got keep=0"),
     ],
 )
@@ -253,7 +262,7 @@ def test_data_of_another_kind_are_refused_without_a_word(tmp_path, capsys):
 
 
 def batch_at_of(batches):
-    return lambda position: batches.at(position)
+    return source(batches.at)
 
 
 def test_a_change_of_the_config_is_not_named_twice(tmp_path):
@@ -281,14 +290,14 @@ def test_another_tokenizer_kept_with_the_model_is_refused(tmp_path):
     reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=Config())  # one without a tokenizer says nothing
 
 
-class Own:
+class Own(data.Source):
     """Data of one's own that say what they are."""
 
     def __init__(self, name):
         self.name = name
 
-    def __call__(self, position):
-        return {"tokens": batch_at(position)}
+    def at(self, position):
+        return {"tokens": batch_at.at(position)}
 
     def describe(self):
         return {"name": self.name}
