@@ -31,7 +31,7 @@ import torch
 from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
-from fmegatron.loop import Patience, Restart, Run
+from fmegatron.loop import Faults, Options, Restart, Run, Save
 from fmegatron.testing import report
 
 SAVE_EVERY, EXCEPTION, KILL, HANG = 4, 6, 10, 16  # updates
@@ -82,10 +82,14 @@ def child(job: Job) -> None:
         noted,
         step.state_specs(specs, optimizer),
         world=world,
-        save_every=SAVE_EVERY,
-        patience=Patience(step=job.limit_s, save=60, caller=60),
-        restart=Restart(),
-        inject="+".join(f"{kind}:rank={rank},step={at}" for kind, (rank, at) in faults.items()),
+        options=Options(
+            save=Save(every=SAVE_EVERY),
+            faults=Faults(
+                patience=f"step={job.limit_s},save=60,caller=60",
+                restart=Restart(),
+                inject="+".join(f"{kind}:rank={rank},step={at}" for kind, (rank, at) in faults.items()),
+            ),
+        ),
     )
     for info in run(batches, steps=HANG + 4):
         note(f"ends-{info.step}")

@@ -31,7 +31,7 @@ def run_in(folder, end=None, deterministic=True):
         return {"w": w * 0.5}, {"loss": w.sum()}
 
     specs = {"w": tree.ArraySpec(Layout((7,), torch.float32, Mesh()), tree.ones)}
-    run = loop.Run(folder, step, specs, deterministic=deterministic)
+    run = loop.Run(folder, step, specs, options=loop.Options(deterministic=deterministic))
     for _ in run(data.source(lambda position: position), 6):
         pass
     return run.state["w"], inside

@@ -26,7 +26,7 @@ def test_a_manager_and_a_run(tmp_path):
     def train_step(state, batch):
         return {"w": state["w"] + batch}, {"loss": state["w"].sum()}
 
-    run = loop.Run(tmp_path / "a", train_step, specs, save_every=1, keep=None)
+    run = loop.Run(tmp_path / "a", train_step, specs, options=loop.Options(save=loop.Save(every=1, keep=None)))
     folder = tmp_path / "a" / "checkpoints"
     manager = f"Manager('{folder}', keep=None)"
     assert repr(run) == f"Run('{tmp_path / 'a'}', rank 0 of {Mesh()}): not begun; {manager}: steps none"
