@@ -4,6 +4,7 @@ import functools
 import math
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch
 from fmegatron import checkpoint, data, loop, tree
 from fmegatron.collectives import World, connect
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.loop import Run, UsageError
+from fmegatron.loop import Faults, Log, Options, Run, Save, UsageError
 from fmegatron.step import Description
 
 ROWS = 8
+EVERY_TWO = Options(log=Log(every=1), save=Save(every=2))
 ALONE_OF_TWO = World(Mesh(dp=2), 0, torch.device("cpu"))  # rank 0, for what asks no other
 
 
@@ -148,7 +150,7 @@ def reads(path, source, of, world=None, *, steps=5, leave=None, **options):
         seen.append({name: x.clone() for name, x in batch.items()})
         return {"n": state["n"] + 1}, {"loss": batch["x" if "x" in batch else "tokens"].double().sum()}
 
-    run = Run(path, update, of, world=world, **{"save_every": 2, "log_every": 1, **options})
+    run = Run(path, update, of, world=world, **{"options": EVERY_TWO, **options})
     for info in run(source, steps=steps):
         if info.step == leave:
             break
@@ -255,7 +257,7 @@ def test_a_roll_back_goes_on_without_the_bad_batch(tmp_path, kind):
         scale = math.nan if broken else 1.0
         return {"n": state["n"] + scale}, {"loss": torch.tensor(scale)}
 
-    run = Run(tmp_path / "b", update, of, save_every=2, log_every=1, on_nonfinite="roll back")
+    run = Run(tmp_path / "b", update, of, options=replace(EVERY_TWO, faults=Faults(nonfinite="roll back")))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert [info.step for info in run(KINDS[kind](), steps=9)][-1] == 9
