@@ -45,14 +45,12 @@ test: $(STAMP)  ## the default tests, doctests included, over all cores: at most
 	@$(PYTEST) $(ARGS)
 
 # SEEDS=fresh: sampled campaigns draw other cases, and a failed test prints the line that repeats it.
-test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs the extras logs, data, eval and resiliency
+test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs the extras logs, data and eval
 	@$(PYTEST) -m 'slow or not slow' $(if $(SEEDS),--fresh-seeds=$(SEEDS)) $(ARGS)
 
-# The extra `resiliency` without the package pynvml, by which every import of torch warns; nvidia-ml-py is in `logs`.
 $(VENV)/.stamp-more: $(STAMP)
 	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[logs,data,eval]'; \
 		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[logs,data,eval]'; fi
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps "nvidia-resiliency-ext==0.4.1; python_version < '3.12'" defusedxml
 	@touch $@
 
 lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is changed

@@ -19,7 +19,7 @@ OPTIONAL = {
     "spmd_types",
     "zarr",
 }
-OPTIONAL |= {"mlflow", "opentelemetry", "pynvml", "nvidia_resiliency_ext"}
+OPTIONAL |= {"mlflow", "opentelemetry", "pynvml"}
 OPTIONAL |= {"zstandard", "pyarrow", "datasets", "jinja2"}
 # Peers of benchmarks, which run in an environment of their own.
 PEERS = {"jax", "orbax", "megatron", "transformers", "grain", "torchdata"}

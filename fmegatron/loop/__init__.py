@@ -15,7 +15,6 @@ from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
-from fmegatron.loop.nvidia_restart import nvidia_restart
 from fmegatron.loop.options import Faults, Local, Log, Options, Policies, Save
 from fmegatron.loop.reading import own_rows
 from fmegatron.loop.replicas import ReplicasDifferError, hashes
@@ -80,7 +79,6 @@ __all__ = [
     "launch",
     "load_experiment",
     "mean",
-    "nvidia_restart",
     "own_rows",
     "parse",
     "peak_of",
