@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions (init, update), made by chaining gradient transforms.
 
-`adamw`, `muon`, `soap`, `adafactor`, `lion` and `sgd` are ready to use; `grouped` trains groups of parameters in their
-own ways; `averaged`, `compressed` and `skip_nonfinite` wrap an optimizer. One of your own is a chain of transforms:
+`adamw`, `muon`, `lion` and `sgd` are ready to use; `grouped` trains groups of parameters in their own ways; `averaged`
+and `skip_nonfinite` wrap an optimizer. `optim.contrib` has more. One of your own is a chain of transforms:
 
 >>> import torch
 >>> from fmegatron import optim, tree
@@ -13,54 +13,42 @@ own ways; `averaged`, `compressed` and `skip_nonfinite` wrap an optimizer. One o
 ([0.5, 2.5], 1)
 """
 
-from fmegatron.optim.adafactor import adafactor, scale_by_factored_rms
 from fmegatron.optim.adamw import adamw, add_decayed_weights, scale_by_adam, scale_by_learning_rate
 from fmegatron.optim.average import average_of, averaged
-from fmegatron.optim.blockwise import float8, float16, int8
 from fmegatron.optim.clip import GradNorm, clip, clip_by_global_norm, global_norm, group_norms
-from fmegatron.optim.compressed import compressed
-from fmegatron.optim.formats import Bfloat16, Float32, NoMaster, Remainder
 from fmegatron.optim.groups import Group, grouped
 from fmegatron.optim.guard import Spike, skip_nonfinite
 from fmegatron.optim.lion import lion, scale_by_lion
 from fmegatron.optim.loss_scale import LossScale
 from fmegatron.optim.muon import fused_parts, muon, scale_by_muon
-from fmegatron.optim.mup import mup_init, mup_multipliers
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
 from fmegatron.optim.settable import set_rate, settable
 from fmegatron.optim.sgd import accumulate_momentum, sgd
-from fmegatron.optim.soap import scale_by_soap, soap
 from fmegatron.optim.transform import Transform, chain
 
 __all__ = [
     # optimizers, and what makes one
     "Optimizer",
     "Transform",
-    "adafactor",
     "adamw",
     "lion",
     "muon",
     "optimizer",
     "sgd",
-    "soap",
     # transforms
     "accumulate_momentum",
     "add_decayed_weights",
     "chain",
     "clip_by_global_norm",
     "scale_by_adam",
-    "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",
-    "scale_by_soap",
     # groups of parameters
     "Group",
     "fused_parts",
     "grouped",
-    "mup_init",
-    "mup_multipliers",
     # learning rates
     "Schedule",
     "constant",
@@ -81,13 +69,4 @@ __all__ = [
     "LossScale",
     "Spike",
     "skip_nonfinite",
-    # state in fewer bytes
-    "Bfloat16",
-    "Float32",
-    "NoMaster",
-    "Remainder",
-    "compressed",
-    "float16",
-    "float8",
-    "int8",
 ]

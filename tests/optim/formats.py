@@ -4,7 +4,8 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.optim import Bfloat16, Float32, NoMaster, Remainder, compressed
+from fmegatron.optim import contrib
+from fmegatron.optim.contrib import Bfloat16, Float32, NoMaster, Remainder, compressed
 from fmegatron.tree import ArraySpec, Normal
 
 ALL = {"smallest": 0}  # the leaves of the tests are small
@@ -19,15 +20,15 @@ def blocks(form, moment, **options):
 FORMATS = {
     "bf16": [("adam", Bfloat16()), FP16_LEAF, ("master", Remainder())],
     "bf16-stochastic": [("adam", Bfloat16(stochastic=True)), FP16_LEAF, ("master", NoMaster())],
-    "fp16": [blocks(optim.float16, "m"), blocks(optim.float16, "v", root=True)],
+    "fp16": [blocks(contrib.float16, "m"), blocks(contrib.float16, "v", root=True)],
     "fp8": [
-        blocks(optim.float8, "m"),
-        blocks(optim.float8, "v", dtype=torch.float8_e5m2, root=True),
+        blocks(contrib.float8, "m"),
+        blocks(contrib.float8, "v", dtype=torch.float8_e5m2, root=True),
         FP16_LEAF,
         ("master", Remainder()),
     ],
-    "int8": [blocks(optim.int8, "m"), blocks(optim.int8, "v", root=True), FP16_LEAF, ("master", NoMaster())],
-    "int8-linear": [blocks(optim.int8, "m", linear=True), blocks(optim.int8, "v", linear=True, root=True)],
+    "int8": [blocks(contrib.int8, "m"), blocks(contrib.int8, "v", root=True), FP16_LEAF, ("master", NoMaster())],
+    "int8-linear": [blocks(contrib.int8, "m", linear=True), blocks(contrib.int8, "v", linear=True, root=True)],
 }
 
 

@@ -7,7 +7,8 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.optim import Group, Optimizer, compressed
+from fmegatron.optim import Group, Optimizer, contrib
+from fmegatron.optim.contrib import compressed
 from fmegatron.optim.transform import chain, masked
 from fmegatron.tree import ArraySpec, Normal
 from tests.optim.formats import FORMATS, adamw_in, blocks
@@ -68,7 +69,7 @@ TABLE = {
     "sgd-nesterov": Row(plain(optim.sgd, optim.cosine(1e-1, 50), momentum=0.9, nesterov=True), MOMENTUM),
     "lion": Row(plain(optim.lion, 1e-2), {"count", "lion/w"}),
     "adafactor": Row(
-        lambda layouts=None, axes=None: optim.adafactor(3e-2, layouts, axes, weight_decay=0.01, clip=2.0),
+        lambda layouts=None, axes=None: contrib.adafactor(3e-2, layouts, axes, weight_decay=0.01, clip=2.0),
         {"count", "factored/row/w", "factored/col/w"},
         state_like_params=False,
     ),
@@ -78,7 +79,7 @@ TABLE = {
         {"count", "muon/w"},
     ),
     "soap": Row(
-        lambda layouts=None, axes=None: optim.soap(1e-2, layouts, axes, matrices=["w$"], max_dim=7),
+        lambda layouts=None, axes=None: contrib.soap(1e-2, layouts, axes, matrices=["w$"], max_dim=7),
         {"count"} | {f"soap/{name}/w" for name in ("m", "v", "left", "left_basis", "right", "right_basis")},
         state_like_params=False,
     ),
@@ -111,11 +112,11 @@ COMPRESSED = {
     for name, rules in FORMATS.items()
 }
 COMPRESSED |= {
-    "sgd-int8": _row(TABLE["sgd-momentum"].make, blocks(optim.int8, "momentum"), _state("momentum")),
-    "lion-fp8": _row(TABLE["lion"].make, blocks(optim.float8, "lion"), _state("lion")),
-    "adafactor-bf16": _row(TABLE["adafactor"].make, ("factored", optim.Bfloat16()), TABLE["adafactor"].state),
-    "soap-bf16": _row(TABLE["soap"].make, ("soap/(m|v)", optim.Bfloat16()), TABLE["soap"].state),
-    "muon-bf16": _row(muon, ("muon", optim.Bfloat16()), {"count", "muon/w"}),
+    "sgd-int8": _row(TABLE["sgd-momentum"].make, blocks(contrib.int8, "momentum"), _state("momentum")),
+    "lion-fp8": _row(TABLE["lion"].make, blocks(contrib.float8, "lion"), _state("lion")),
+    "adafactor-bf16": _row(TABLE["adafactor"].make, ("factored", contrib.Bfloat16()), TABLE["adafactor"].state),
+    "soap-bf16": _row(TABLE["soap"].make, ("soap/(m|v)", contrib.Bfloat16()), TABLE["soap"].state),
+    "muon-bf16": _row(muon, ("muon", contrib.Bfloat16()), {"count", "muon/w"}),
 }
 EVERY = TABLE | COMPRESSED
 DTYPES = {

@@ -9,7 +9,7 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.optim import Group
+from fmegatron.optim import Group, contrib
 from fmegatron.step import build_train_step, jit, placements, state_specs, trace
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
@@ -42,9 +42,9 @@ def awkward_loss(params, batch, layouts, axes, data):
 
 MAKE = {
     "adamw": lambda layouts=None, axes=None: optim.adamw(1e-2),
-    "adafactor": lambda layouts=None, axes=None: optim.adafactor(1e-2, layouts, axes),
+    "adafactor": lambda layouts=None, axes=None: contrib.adafactor(1e-2, layouts, axes),
     "muon": functools.partial(optim.muon, 1e-2, matrices=["^w$", "unused", "odd"]),
-    "soap": functools.partial(optim.soap, 1e-2, matrices=["^w$", "unused"]),
+    "soap": functools.partial(contrib.soap, 1e-2, matrices=["^w$", "unused"]),
 }
 
 
@@ -183,7 +183,7 @@ def test_mup_scales_the_first_step_of_a_wide_decoder():
     base = dataclasses.replace(tiny.CONFIG, tied=False)
     wide = tiny.config_with(dim=32, heads=8, kv_heads=4, ffn_dim=72)
     specs = model.specs(wide, ONE)
-    multipliers = optim.mup_multipliers(specs, model.specs(base, ONE))
+    multipliers = contrib.mup_multipliers(specs, model.specs(base, ONE))
     moved = []
     for given in (multipliers, None):
         opt = optim.grouped(1e-2, [], weight_decay=0.0, multipliers=given, adam=optim.scale_by_adam())
@@ -199,7 +199,7 @@ def test_mup_scales_the_first_step_of_a_wide_decoder():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [optim.soap, optim.adafactor, optim.muon], ids=["soap", "adafactor", "muon"])
+@pytest.mark.parametrize("make", [contrib.soap, contrib.adafactor, optim.muon], ids=["soap", "adafactor", "muon"])
 def test_layouts_without_axes_where_nothing_is_split(make):
     """They change nothing: one rank needs no axes."""
     mesh = Mesh(dp=1)

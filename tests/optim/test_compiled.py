@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fmegatron import optim, tree
+from fmegatron.optim import contrib
 from fmegatron.step import jit, trace
 from tests.pairs import each_value, few
 
@@ -16,12 +17,12 @@ OPTIMIZERS = {
     "adamw": optim.adamw(optim.cosine(1e-2, 100, 10)),
     "sgd": optim.sgd(optim.wsd(1e-2, 100, 10, 5), momentum=0.9, weight_decay=0.1),
     "lion": optim.lion(optim.cosine(1e-2, 100, 10)),
-    "adafactor": optim.adafactor(optim.cosine(1e-2, 100, 10)),
+    "adafactor": contrib.adafactor(optim.cosine(1e-2, 100, 10)),
     "muon": optim.muon(optim.cosine(1e-2, 100, 10), matrices=["blocks"], rules=[("norm", optim.Group(lr=0.5))]),
     # Where no gradient has been, the basis is rounding, and so is what it shows of the gradient: 1e-16, which Adam
     # divides by eps. Inductor sums the trace behind the ridge in another order, which is one unit in the last place of
     # the basis; eps=1e-8 makes 7e-11 of it in the parameters, this one 1e-15.
-    "soap": optim.soap(optim.cosine(1e-2, 100, 10), eps=1e-3, matrices=["blocks"]),
+    "soap": contrib.soap(optim.cosine(1e-2, 100, 10), eps=1e-3, matrices=["blocks"]),
     "guarded": optim.skip_nonfinite(optim.adamw(1e-2), spike=optim.Spike(), loss_scale=optim.LossScale()),
 }
 

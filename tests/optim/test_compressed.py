@@ -6,8 +6,8 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.optim import Bfloat16, Float32, NoMaster, Remainder, compressed, float8, float16, int8
-from fmegatron.optim.rounding import join_master
+from fmegatron.optim.contrib import Bfloat16, Float32, NoMaster, Remainder, compressed, float8, float16, int8
+from fmegatron.optim.contrib.rounding import join_master
 from fmegatron.tree import ArraySpec
 from tests.optim.table import assert_same, grads_of
 

@@ -7,7 +7,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from fmegatron import optim, tree
-from fmegatron.optim import Bfloat16, NoMaster, Remainder, compressed
+from fmegatron.optim import contrib
+from fmegatron.optim.contrib import Bfloat16, NoMaster, Remainder, compressed
 from fmegatron.step import jit
 from tests.optim.table import assert_same
 from tests.pairs import few
@@ -17,14 +18,14 @@ ALL = ["bf16", "random", "fp16", "fp8", "int8", "linear"]
 RULES = [  # a format for each leaf, so that one compilation tries all
     ("adam/.*/bf16", Bfloat16()),
     ("adam/.*/random", Bfloat16(stochastic=True)),
-    ("m/fp16", optim.float16(**BLOCK)),
-    ("v/fp16", optim.float16(root=True, **BLOCK)),
-    ("m/fp8", optim.float8(**BLOCK)),
-    ("v/fp8", optim.float8(torch.float8_e5m2, root=True, **BLOCK)),
-    ("m/int8", optim.int8(**BLOCK)),
-    ("v/int8", optim.int8(root=True, **BLOCK)),
-    ("m/linear", optim.int8(linear=True, **BLOCK)),
-    ("v/linear", optim.int8(linear=True, root=True, **BLOCK)),
+    ("m/fp16", contrib.float16(**BLOCK)),
+    ("v/fp16", contrib.float16(root=True, **BLOCK)),
+    ("m/fp8", contrib.float8(**BLOCK)),
+    ("v/fp8", contrib.float8(torch.float8_e5m2, root=True, **BLOCK)),
+    ("m/int8", contrib.int8(**BLOCK)),
+    ("v/int8", contrib.int8(root=True, **BLOCK)),
+    ("m/linear", contrib.int8(linear=True, **BLOCK)),
+    ("v/linear", contrib.int8(linear=True, root=True, **BLOCK)),
     ("master/(fp16|random)", NoMaster()),
     ("master", Remainder()),
 ]
@@ -102,7 +103,7 @@ def test_elementwise_formats_need_no_memory(names):
     assert_close(assert_in_place(donated, carry, names), after(step, carry, names))
 
 
-BLOCKED = [optim.int8(linear=True, **BLOCK), pytest.param(optim.float8(root=True, **BLOCK), marks=pytest.mark.slow)]
+BLOCKED = [contrib.int8(linear=True, **BLOCK), pytest.param(contrib.float8(root=True, **BLOCK), marks=pytest.mark.slow)]
 
 
 @pytest.mark.long

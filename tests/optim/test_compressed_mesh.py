@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fmegatron import optim, tree
+from fmegatron import tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.optim import contrib
 from fmegatron.step import State, build_train_step, check, placements, state_specs
 from fmegatron.testing import Ranks, simulate, split
 from fmegatron.tree import ArraySpec, Normal
@@ -15,8 +16,8 @@ from tests.pairs import few, mixed
 
 MESHES = [Mesh(dp=1, fsdp=2, tp=2), Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=2, fsdp=1, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
 FLAT_FORMATS = {
-    "stochastic": [("adam", optim.Bfloat16(stochastic=True)), ("master", optim.NoMaster())],
-    "int8": [("m", optim.int8(block=2, smallest=0)), ("v", optim.int8(block=2, smallest=0, root=True))],
+    "stochastic": [("adam", contrib.Bfloat16(stochastic=True)), ("master", contrib.NoMaster())],
+    "int8": [("m", contrib.int8(block=2, smallest=0)), ("v", contrib.int8(block=2, smallest=0, root=True))],
 }
 WHOLE, FLAT = mixed(FORMATS, MESHES), mixed(FLAT_FORMATS, MESHES)
 
@@ -117,7 +118,11 @@ def trained_under(strategy, rules, steps=2):
     return {path: sim.gather(path) for path in sim.paths if path.startswith("0/")}
 
 
-MIXED = [("m", optim.int8(block=2, smallest=0)), ("v", optim.Bfloat16(stochastic=True)), ("master", optim.NoMaster())]
+MIXED = [
+    ("m", contrib.int8(block=2, smallest=0)),
+    ("v", contrib.Bfloat16(stochastic=True)),
+    ("master", contrib.NoMaster()),
+]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fmegatron import optim
-from fmegatron.optim.blockwise import Blockwise
-from fmegatron.optim.grids import Dynamic, Floating, Linear
+from fmegatron.optim import contrib
+from fmegatron.optim.contrib.blockwise import Blockwise
+from fmegatron.optim.contrib.grids import Dynamic, Floating, Linear
 
 GRIDS = {
     "e4m3": Floating(torch.float8_e4m3fn),
@@ -88,18 +88,18 @@ def test_blocks(grid, root, shape):
 
 
 def test_blocks_of_zeros_and_of_no_numbers():
-    form = optim.int8(block=2, smallest=0)
+    form = contrib.int8(block=2, smallest=0)
     stored = form.encode(torch.tensor([0.0, 0.0, 1.0, float("nan"), float("inf"), 1.0, 2.0, -3.0]), None)
     back = form.decode(stored, None)
     assert back[:2].tolist() == [0, 0] and back[2:6].isnan().all() and back[6:].isfinite().all()
     denormal = torch.tensor([1e-42, -3e-43, 0.0, 1e-44])
     assert (form.decode(form.encode(denormal, None), None) - denormal).abs().max() < 2e-44
-    negative = optim.float8(root=True, block=2, smallest=0)
+    negative = contrib.float8(root=True, block=2, smallest=0)
     assert negative.decode(negative.encode(torch.tensor([-1.0, 1.0]), None), None).isnan().all()
 
 
 def test_errors_for_people():
     with pytest.raises(ValueError, match="block of at least 1"):
-        optim.int8(block=0)
+        contrib.int8(block=0)
     with pytest.raises(ValueError, match="wanted torch.float8_e4m3fn"):
-        optim.float8(torch.bfloat16)
+        contrib.float8(torch.bfloat16)

@@ -6,7 +6,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.optim import Group, grouped, scale_by_adam, scale_by_lion
+from fmegatron.optim import Group, contrib, grouped, scale_by_adam, scale_by_lion
 from fmegatron.step import State, build_train_step, jit, state_specs, trace
 from fmegatron.tree import ArraySpec, Constant, Normal
 from tests.fresh_state import fresh_state
@@ -160,11 +160,11 @@ def mup_specs(width):
 
 def test_mup_is_table_3():
     wide, base = mup_specs(64), mup_specs(16)
-    assert optim.mup_multipliers(wide, base) == {"blocks/w": 0.25, "embed/table": 1.0, "head/w": 0.25}
-    stds = tree.map(lambda spec: getattr(spec.init, "std", None), optim.mup_init(wide, base))
+    assert contrib.mup_multipliers(wide, base) == {"blocks/w": 0.25, "embed/table": 1.0, "head/w": 0.25}
+    stds = tree.map(lambda spec: getattr(spec.init, "std", None), contrib.mup_init(wide, base))
     assert stds == {"embed": {"table": 0.02}, "blocks": {"w": 0.01, "norm": None}, "head": {"w": 0.005}}
     with pytest.raises(ValueError, match="mup: head/w: .*same number of dims"):
-        optim.mup_multipliers(wide, base | {"head": {"w": ArraySpec(Layout((4,), torch.float32, Mesh()))}})
+        contrib.mup_multipliers(wide, base | {"head": {"w": ArraySpec(Layout((4,), torch.float32, Mesh()))}})
 
 
 def test_multipliers_scale_the_rate():

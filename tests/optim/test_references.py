@@ -9,6 +9,7 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.optim import contrib
 from fmegatron.optim.muon import COEFFICIENTS, orthogonalize
 
 STEPS = 12
@@ -178,7 +179,7 @@ def test_adafactor_is_torchs_layer_by_layer(weight_decay, clip):
     }
     settings = {"lr": 0.01, "d": clip, "weight_decay": weight_decay, "eps": (1e-15, 1e-3)}
     reference = torch.optim.Adafactor(list(leaves.values()), **settings)
-    opt = optim.adafactor(0.01, clip=clip, weight_decay=weight_decay, decay=lambda path: True)
+    opt = contrib.adafactor(0.01, clip=clip, weight_decay=weight_decay, decay=lambda path: True)
     state = opt.init(params)
     assert {path: tuple(x.shape) for path, x in zip(tree.paths(state), tree.leaves(state), strict=True)} == {
         "count": (), "factored/row/w": (3, 6), "factored/col/w": (3, 4), "factored/full/norm": (3, 5),
@@ -218,7 +219,7 @@ def reference_soap(w, grads, lr, b1, b2, eps, weight_decay, left, right):
 def test_soap_is_the_papers_matrix_by_matrix(max_dim, left, right):
     """Stacks of matrices with one or two bases; with none it is AdamW."""
     w, grads = draw(3, 5, 7), [10.0 ** (i % 3 - 1) * draw(3, 5, 7, seed=i + 1) for i in range(STEPS)]
-    opt = optim.soap(0.02, b1=0.9, b2=0.95, max_dim=max_dim, weight_decay=0.1)
+    opt = contrib.soap(0.02, b1=0.9, b2=0.95, max_dim=max_dim, weight_decay=0.1)
     params = {"w": w}
     state = opt.init(params)
     for g in grads:
@@ -244,7 +245,7 @@ def test_soap_finds_the_eigenvectors_and_so_sees_less_of_a_rotation_than_adam():
         plain, rotated = run(opt, torch.eye(4, dtype=torch.float64))[0], run(opt, turn)[0]
         return (plain - rotated).norm() / plain.norm()
 
-    opt = optim.soap(0.01, b1=0.9, b2=0.99, weight_decay=0.0)
+    opt = contrib.soap(0.01, b1=0.9, b2=0.99, weight_decay=0.0)
     assert seen(opt) < 0.5 * seen(optim.adamw(0.01, b1=0.9, b2=0.99, weight_decay=0.0))
     state = run(opt, turn)[1]["soap"]
     diagonal = state["left_basis"]["w"].T @ state["left"]["w"] @ state["left_basis"]["w"]
@@ -265,14 +266,14 @@ def test_errors_for_people():
         (lambda: muon({"v": tree.layouts(split)["w"]}).init(split), "muon: w: got no layout"),
         (lambda: _one_update(muon(parts=[("w", 3)])), r"got parts 3 of a last dim of size 4"),
         (lambda: optim.lion(1e-3, b1=1.0), "lion: b1: got 1.0"),
-        (lambda: optim.soap(0.1, b1=1.0), "soap: b1: got 1.0"),
-        (lambda: optim.soap(0.1).init({"w": torch.ones(3)}), r"soap: w: got shape \(3,\)"),
-        (lambda: optim.soap(0.1).init(split), r"soap: w: got .*no layouts"),
-        (lambda: optim.adafactor(1e-3, clip=0), "clip: got 0"),
-        (lambda: optim.adafactor(1e-3, eps2=-1), "eps2: got -1"),
-        (lambda: optim.adafactor(1e-3, decay_power=0.8), "decay_power: got 0.8"),
-        (lambda: optim.adafactor(1e-3, eps=-1.0), "eps: got -1"),
-        (lambda: optim.adafactor(1e-3).init(split), "adafactor: w: got .*no layouts"),
+        (lambda: contrib.soap(0.1, b1=1.0), "soap: b1: got 1.0"),
+        (lambda: contrib.soap(0.1).init({"w": torch.ones(3)}), r"soap: w: got shape \(3,\)"),
+        (lambda: contrib.soap(0.1).init(split), r"soap: w: got .*no layouts"),
+        (lambda: contrib.adafactor(1e-3, clip=0), "clip: got 0"),
+        (lambda: contrib.adafactor(1e-3, eps2=-1), "eps2: got -1"),
+        (lambda: contrib.adafactor(1e-3, decay_power=0.8), "decay_power: got 0.8"),
+        (lambda: contrib.adafactor(1e-3, eps=-1.0), "eps: got -1"),
+        (lambda: contrib.adafactor(1e-3).init(split), "adafactor: w: got .*no layouts"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fmegatron.collectives import random_words
-from fmegatron.optim.rounding import join_master, split_master, stochastic_bfloat16
+from fmegatron.optim.contrib.rounding import join_master, split_master, stochastic_bfloat16
 
 QUIET = 0x00400000
 EDGES = {

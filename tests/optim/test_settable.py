@@ -6,6 +6,7 @@ import torch
 from fmegatron import checkpoint, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
+from fmegatron.optim import contrib
 from fmegatron.testing import assert_parity
 from tests.optim.table import assert_same, grads_of, make_params, make_specs
 from tests.step import tiny
@@ -19,7 +20,7 @@ F64 = [torch.float64] * 4
         optim.adamw,
         optim.sgd,
         optim.lion,
-        optim.adafactor,
+        contrib.adafactor,
         lambda rate: optim.muon(rate, rules=[("embed", optim.Group(lr=0.5)), ("scale", optim.Group(rate=1e-3))]),
         lambda rate: optim.skip_nonfinite(optim.averaged(optim.adamw(rate), 0.9)),
     ],

@@ -7,6 +7,7 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
+from fmegatron.optim import contrib
 from fmegatron.step import build_train_step, check, placements, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
@@ -20,9 +21,9 @@ MAKE = {
     "muon": functools.partial(optim.muon, 1e-2, parts=PARTS),
     "muon-heads-shared": functools.partial(optim.muon, 1e-2, parts=[("wqkv", 8)], share=("dp", "fsdp")),
     "soap": functools.partial(
-        optim.soap, 1e-2, eps=1e-3
+        contrib.soap, 1e-2, eps=1e-3
     ),  # what hardly has a gradient is rounding, which is not scaled
-    "adafactor": functools.partial(optim.adafactor, 1e-2),
+    "adafactor": functools.partial(contrib.adafactor, 1e-2),
 }
 # SOAP's bases of what no gradient has reached stand on a ridge of a millionth: other roundings count that much more.
 TOLERANCE = {MAKE["soap"]: 1e-6}

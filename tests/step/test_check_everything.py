@@ -9,6 +9,7 @@ from experiments import minimal, shakespeare
 from fmegatron import model, optim
 from fmegatron.collectives import Precision
 from fmegatron.layout import Layout, Mesh
+from fmegatron.optim import contrib
 from fmegatron.step import check
 from tests.pairs import few, mixed
 from tests.step.graph_mutants import TINY, problem
@@ -36,7 +37,7 @@ def guarded(layouts, axes):
 
 def stored(*rules):
     """AdamW whose state is stored in these formats."""
-    return lambda layouts, axes: optim.compressed(optim.adamw(1e-3), rules, layouts, axes, key=3)
+    return lambda layouts, axes: contrib.compressed(optim.adamw(1e-3), rules, layouts, axes, key=3)
 
 
 OPTIMIZERS = {
@@ -44,14 +45,14 @@ OPTIMIZERS = {
     "sgd": lambda layouts, axes: optim.sgd(1e-2),
     "momentum": lambda layouts, axes: optim.sgd(1e-2, momentum=0.9),
     "lion": lambda layouts, axes: optim.lion(1e-3),
-    "adafactor": functools.partial(optim.adafactor, 1e-2),
+    "adafactor": functools.partial(contrib.adafactor, 1e-2),
     "muon": functools.partial(optim.muon, 1e-2, parts=PARTS),
-    "soap": functools.partial(optim.soap, 1e-2),
+    "soap": functools.partial(contrib.soap, 1e-2),
     "grouped": grouped,
     "guarded": guarded,
-    "bf16 moments, rounded at random": stored(("adam", optim.Bfloat16(stochastic=True))),
-    "int8 moments": stored(("adam/m", optim.int8(block=2)), ("adam/v", optim.int8(block=2, root=True))),
-    "fp8 moments": stored(("adam/m", optim.float8(block=2)), ("adam/v", optim.float8(block=2, root=True))),
+    "bf16 moments, rounded at random": stored(("adam", contrib.Bfloat16(stochastic=True))),
+    "int8 moments": stored(("adam/m", contrib.int8(block=2)), ("adam/v", contrib.int8(block=2, root=True))),
+    "fp8 moments": stored(("adam/m", contrib.float8(block=2)), ("adam/v", contrib.float8(block=2, root=True))),
 }
 BF16 = {"param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
 OPTIONS = {

@@ -6,6 +6,7 @@ import torch
 from fmegatron import model, nn, optim, tree
 from fmegatron.collectives import Axes, Wire, psum, reshard, reshard_many
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.optim import contrib
 from fmegatron.step import (
     PaperWorld,
     build_train_step,
@@ -70,9 +71,9 @@ def test_everything_that_takes_layouts_and_axes(mesh, other):
         lambda: optim.global_norm({"w": x}, w, axes),
         lambda: optim.group_norms({"w": x}, str, w, axes),
         lambda: optim.muon(1e-2, w, axes),
-        lambda: optim.soap(1e-2, w, axes),
-        lambda: optim.adafactor(1e-2, w, axes),
-        lambda: optim.compressed(optim.adamw(1e-2), [("adam", optim.Bfloat16())], w, axes),
+        lambda: contrib.soap(1e-2, w, axes),
+        lambda: contrib.adafactor(1e-2, w, axes),
+        lambda: contrib.compressed(optim.adamw(1e-2), [("adam", contrib.Bfloat16())], w, axes),
     ]
     if decoder is not None:
         params, batch = model.init(tiny.CONFIG, mesh, key=0), tiny.decoder_batch()

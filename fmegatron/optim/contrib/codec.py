@@ -10,10 +10,10 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, random_words
 from fmegatron.layout import Layout
-from fmegatron.optim.blockwise import Blockwise, in_blocks
-from fmegatron.optim.formats import Bfloat16, Float32, Format, FormatTable, NoMaster, Remainder, is_random
+from fmegatron.optim.contrib.blockwise import Blockwise, in_blocks
+from fmegatron.optim.contrib.formats import Bfloat16, Float32, Format, FormatTable, NoMaster, Remainder, is_random
+from fmegatron.optim.contrib.rounding import join_master, split_master, stochastic_bfloat16
 from fmegatron.optim.matrices import split_over
-from fmegatron.optim.rounding import join_master, split_master, stochastic_bfloat16
 from fmegatron.tree import ArraySpec, Tree
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fmegatron import tree
-from fmegatron.optim.blockwise import Blockwise
+from fmegatron.optim.contrib.blockwise import Blockwise
 from fmegatron.optim.groups import whole_segments
 
 

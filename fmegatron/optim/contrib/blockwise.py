@@ -12,7 +12,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Split
-from fmegatron.optim.grids import Dynamic, Floating, Grid, Linear
+from fmegatron.optim.contrib.grids import Dynamic, Floating, Grid, Linear
 from fmegatron.optim.matrices import joined
 from fmegatron.tree import ArraySpec
 

@@ -9,8 +9,8 @@ from fmegatron import tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout
 from fmegatron.optim.clip import GradNorm
-from fmegatron.optim.codec import Codec
-from fmegatron.optim.formats import Format, FormatTable, require_that_rules_match
+from fmegatron.optim.contrib.codec import Codec
+from fmegatron.optim.contrib.formats import Format, FormatTable, require_that_rules_match
 from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.recorded import recorded
 from fmegatron.tree import ArraySpec, Tree
@@ -27,8 +27,8 @@ def compressed(
 ) -> Optimizer:
     """`opt` with its float32 state stored in the formats that the rules name; its arithmetic stays in float32.
 
-        formats = [("adam/m", optim.int8()), ("adam/v", optim.int8(root=True)), ("master", optim.Remainder())]
-        opt = optim.compressed(optim.adamw(3e-4), formats, layouts, Axes(mesh))
+        formats = [("adam/m", contrib.int8()), ("adam/v", contrib.int8(root=True)), ("master", contrib.Remainder())]
+        opt = contrib.compressed(optim.adamw(3e-4), formats, layouts, Axes(mesh))
 
     A leaf in blocks becomes {"codes": …, "scale": …} at its place in the state; any other keeps path and layout. Wrap
     the optimizer itself and put guards around: `skip_nonfinite(compressed(adamw(...), ...))`.
