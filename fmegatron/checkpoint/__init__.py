@@ -17,6 +17,7 @@ from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.checkpoint.reading.explain import Read, explain
 from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, fresh, per_rank, rename, take
 from fmegatron.checkpoint.reading.read import restore
+from fmegatron.checkpoint.reading.rules import fuse, pad, split, stack, transpose, unstack
 from fmegatron.checkpoint.writing.saving import save
 
 __all__ = [
@@ -40,10 +41,12 @@ __all__ = [
     "drop",
     "explain",
     "fresh",
+    "fuse",
     "layouts",
     "metadata",
     "open_snapshot",
     "open_store",
+    "pad",
     "per_rank",
     "rank_state",
     "read_latest",
@@ -51,6 +54,10 @@ __all__ = [
     "restore",
     "save",
     "save_async",
+    "split",
+    "stack",
     "start",
     "take",
+    "transpose",
+    "unstack",
 ]

@@ -25,6 +25,7 @@ from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES
 from fmegatron.checkpoint.files.snapshot import Foreign, again
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, rename, take
+from fmegatron.checkpoint.reading.rules import fuse, split, stack, transpose, unstack
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.diff import diff
 from fmegatron.checkpoint.tools.export import export, parse_dtype, parse_renames
@@ -43,7 +44,7 @@ from fmegatron.checkpoint.tools.reshard import (
 from fmegatron.checkpoint.tools.show import show
 from fmegatron.checkpoint.tools.source import Source, open_source
 from fmegatron.checkpoint.tools.verify import Report, verify
-from fmegatron.interop import fuse, hf, source, split, stack, transpose, unstack
+from fmegatron.interop import hf, source
 
 GOOD, FOUND, FAILED = 0, 1, 2
 

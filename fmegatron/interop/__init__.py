@@ -5,7 +5,6 @@ load_state_dict(path, {"model": net, "optimizer": optimizer})       # in place, 
 state = restore(source("iter_0000100"), layouts, world=world)       # torch's, Megatron's, Hugging Face's files
 save_dcp(path, state, layouts, world)                               # torch.distributed.checkpoint.load reads it
 dcp.save(state_dict, storage_writer=FmegatronWriter(path))          # torch plans, our files
-restore(path, layouts, rules=[interop.fuse(...), ...])              # other layouts of weights: fuse, split, stack, pad
 python -m fmegatron.interop dcp-to-fmegatron | fmegatron-to-dcp
 """
 
@@ -14,7 +13,6 @@ from fmegatron.interop.dcp_bridge import FmegatronReader, FmegatronWriter
 from fmegatron.interop.dcp_read import dcp_objects, read_dcp_object
 from fmegatron.interop.dcp_write import save_dcp
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
-from fmegatron.interop.rules import fuse, pad, split, stack, transpose, unstack
 from fmegatron.interop.sources import source
 from fmegatron.interop.state_dict import from_state_dict, load_state_dict, save_state_dict, to_state_dict
 from fmegatron.interop.upcycle import upcycle
@@ -26,20 +24,14 @@ __all__ = [
     "dcp_to_fmegatron",
     "fmegatron_to_dcp",
     "from_state_dict",
-    "fuse",
     "layout_of",
     "load_state_dict",
     "mesh_of",
-    "pad",
     "read_dcp_object",
     "save_dcp",
     "save_state_dict",
     "source",
-    "split",
-    "stack",
     "to_dtensor",
     "to_state_dict",
-    "transpose",
-    "unstack",
     "upcycle",
 ]

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 
 from fmegatron import checkpoint, nn, tree
-from fmegatron.checkpoint import CheckpointError, Rule
+from fmegatron.checkpoint import CheckpointError, Rule, copy, drop, fuse, pad, rename, split, stack, transpose
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.reading.mapping import copy, drop, rename
 from fmegatron.interop.dcp_directory import COMMON, open_dcp
 from fmegatron.interop.dcp_read import object_of
 from fmegatron.interop.dcp_source import dcp_snapshot, newest_step
-from fmegatron.interop.rules import fuse, pad, split, stack, transpose
 from fmegatron.model import Attention, Decoder, MoE, RMSNorm, arrays, llama
 from fmegatron.step import State
 from fmegatron.tree import Tree
@@ -160,7 +158,7 @@ def rules(decoder: Decoder, *, params: str = "", optimizer: bool = False) -> lis
     if others or not isinstance(one, Attention) or len(decoder.stacks) != 1:
         raise ValueError(
             f"{others[0] if others else 'blocks'}: got what Megatron's GPT lacks, wanted one stack of attention and MLP"
-            " or MoE; write rules of its own (checkpoint.rename, interop.split, ...)"
+            " or MoE; write rules of its own (checkpoint.rename, checkpoint.split, ...)"
         )
     group = (one.heads // one.kv_heads * one.head_dim, one.head_dim, one.head_dim)
     found = [drop(rf"{_FLAT.pattern}|.*_extra_state.*")]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, fresh
-from fmegatron.interop.rules import stack
+from fmegatron.checkpoint import Rule, copy, drop, fresh, stack
 
 
 def upcycle(experts: int, mlp: str = "mlp") -> list[Rule]:

@@ -5,9 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fmegatron.checkpoint import explain, restore
+from fmegatron.checkpoint import explain, restore, unstack
 from fmegatron.checkpoint.reading import fetch
-from fmegatron.interop import unstack
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.counting import counting
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes

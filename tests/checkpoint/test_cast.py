@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fmegatron.checkpoint import copy, restore
-from fmegatron.interop import fuse, pad, transpose
+from fmegatron.checkpoint import copy, fuse, pad, restore, transpose
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 

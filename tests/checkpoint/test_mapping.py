@@ -6,8 +6,21 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError, copy, drop, fresh, rename, restore, take
-from fmegatron.interop import fuse, pad, split, stack, transpose, unstack
+from fmegatron.checkpoint import (
+    CheckpointError,
+    copy,
+    drop,
+    fresh,
+    fuse,
+    pad,
+    rename,
+    restore,
+    split,
+    stack,
+    take,
+    transpose,
+    unstack,
+)
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 
@@ -174,7 +187,8 @@ def test_the_vocabulary_grows_and_shrinks_only_where_it_may(tmp_path):
     for other in wanted:
         check(tmp_path, state, other, [pad(".*/table")])
         with pytest.raises(
-            ValueError, match=r"stored with global shape \(10, 4\), wanted .* rules=\[interop.pad\('m/table', dim=0\)\]"
+            ValueError,
+            match=r"stored with global shape \(10, 4\), wanted .* rules=\[checkpoint.pad\('m/table', dim=0\)\]",
         ):
             restore(tmp_path / "a", layouts_of(other, Mesh()), rank=0, rules=[pad("params/.*")])
     with pytest.raises(ValueError, match=r"m/table: stored with global shape \(10, 4\), wanted \(10, 3\)"):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fmegatron import model, optim, tree
-from fmegatron.checkpoint import copy, rename, restore, take
-from fmegatron.interop import fuse, pad, split, stack, transpose
+from fmegatron.checkpoint import copy, fuse, pad, rename, restore, split, stack, take, transpose
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model import llama
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes

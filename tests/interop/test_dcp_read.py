@@ -186,8 +186,8 @@ def test_rules_turn_megatrons_tree_into_ours(tmp_path):
     stored = write_megatron(tmp_path)
     rules = [
         checkpoint.rename(r"decoder\.layers\.(.*)\.weight", r"blocks/\1"),
-        interop.unstack("blocks/linear", "layers/{i}/linear"),
-        interop.transpose("blocks/tp", (0, 2, 1)),
+        checkpoint.unstack("blocks/linear", "layers/{i}/linear"),
+        checkpoint.transpose("blocks/tp", (0, 2, 1)),
     ]
     mesh = Mesh(tp=2)
     layouts = {

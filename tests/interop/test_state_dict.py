@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fmegatron import checkpoint, interop
+from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.collectives import connect
 from fmegatron.interop import from_state_dict, load_state_dict, save_state_dict, to_state_dict
@@ -209,8 +209,8 @@ def test_rules_and_strictness(tmp_path):
     save_state_dict(path, {"net": {"a": torch.arange(4.0), "b": torch.arange(6.0).view(2, 3)}, "lr": 1})
     rules = [
         checkpoint.rename("net/(.*)", r"model/\1"),
-        interop.transpose("model/b", (1, 0)),
-        interop.pad("model/a"),
+        checkpoint.transpose("model/b", (1, 0)),
+        checkpoint.pad("model/a"),
     ]
     into = {"model": {"a": torch.ones(6), "b": torch.ones(3, 2), "new": torch.ones(2)}, "lr": 0, "wd": 5}
     with pytest.raises(ValueError, match="model/new: not in the checkpoint"):

@@ -1,4 +1,4 @@
-"""Rules that map the stored tree to the requested one: rename, copy, drop, take; fmegatron.interop has more of them.
+"""Rules that map the stored tree to the requested one: rename, copy, drop, take; more are in rules.py.
 
     rules = [rename(r"model\\.(.*)", r"params/\\1"), take(r"params/blocks/.*", range(8)), fresh(r"params/head/.*")]
     restore(path, layouts, rules=rules, initial=state, ...)

@@ -116,7 +116,7 @@ def _misfits(path: str, view: View, layout: Layout, leaves: dict[str, Leaf], cas
         hint = "use the stored shape"
         if len(view.shape) == len(layout.shape):
             dims = [d for d, (a, b) in enumerate(zip(view.shape, layout.shape, strict=True)) if a != b]
-            hint += f", or allow zeros or truncation there by rules=[interop.pad({path!r}, dim={dims[0]})]"
+            hint += f", or allow zeros or truncation there by rules=[checkpoint.pad({path!r}, dim={dims[0]})]"
         return [f"{path}: stored with global shape {view.shape}{renamed}, wanted {layout.shape}; {hint}"]
     if layout.unreduced:
         return [f"{path}: wanted as a pending sum over {layout.unreduced}; ask for a layout without unreduced"]

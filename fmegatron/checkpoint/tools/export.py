@@ -93,7 +93,7 @@ def export(
         cast: floating leaves to this dtype; all others keep their bits.
         shard: bytes.
         most: bytes that are held in memory at a time.
-        rules: what becomes of names and shapes before that, as in a restore: `interop.unstack`, `split`, `transpose`,
+        rules: what becomes of names and shapes before that, as in a restore: `checkpoint.unstack`, `split`, `transpose`,
             `take(..., range(n))` for the rows without padding.
         prefix: the stored subtree that is meant.
         like: a folder whose files besides weights (config.json, tokenizers) are copied; for a directory.

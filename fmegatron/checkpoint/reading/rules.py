@@ -1,4 +1,4 @@
-"""Rules for other people's layouts of weights: transpose, split, fuse, stack, unstack and pad leaves during a restore.
+"""Rules that change layouts of weights: transpose, split, fuse, stack, unstack and pad leaves during a restore.
 
     rules = [
         rename(r"model\\.(.*)", r"params/\\1"),
@@ -9,7 +9,7 @@
     ]
     restore(path, layouts, rules=rules, ...)
 
-They go into one list with those of fmegatron.checkpoint (rename, drop, take, ...) and are applied in order.
+They go into one list with those of mapping.py (rename, drop, take, ...) and are applied in order.
 Patterns are regular expressions that a full path must match.
 """
 
