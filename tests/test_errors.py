@@ -14,7 +14,7 @@ FORM_OF_GIVEN = re.compile(
 )  # or a path before a message made elsewhere
 FORM_OF_EVENT = re.compile(r"\S[^;\n]*: \S", re.S)
 # Facts about a file's content, which the reader puts behind its path and "the manifest is damaged".
-FRAGMENTS = {"fmegatron/checkpoint/files/parse.py"}
+FRAGMENTS = {"fmegatron/checkpoint/files/parse.py", "fmegatron/files/strict_json.py"}
 
 
 def text(node: ast.expr) -> str | None:

@@ -19,16 +19,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
+import torch
+
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.open_store import holding, open_store
-from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES
-from fmegatron.checkpoint.files.snapshot import Foreign, again
+from fmegatron.checkpoint.files.saved import again
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, rename, take
 from fmegatron.checkpoint.reading.rules import fuse, split, stack, transpose, unstack
+from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.tools import printed
 from fmegatron.checkpoint.tools.diff import diff
-from fmegatron.checkpoint.tools.export import export, parse_dtype, parse_renames
 from fmegatron.checkpoint.tools.gc import LIVE_SECONDS, collect
 from fmegatron.checkpoint.tools.ls import listing, listing_of
 from fmegatron.checkpoint.tools.printed import one_line, plain
@@ -42,9 +43,10 @@ from fmegatron.checkpoint.tools.reshard import (
     target_layouts,
 )
 from fmegatron.checkpoint.tools.show import show
-from fmegatron.checkpoint.tools.source import Source, open_source
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.checkpoint.tools.verify import Report, verify
-from fmegatron.interop import hf, source
+from fmegatron.interop import export_safetensors, hf, source
+from fmegatron.layout import dtype_from_name
 
 GOOD, FOUND, FAILED = 0, 1, 2
 
@@ -254,16 +256,48 @@ def _reshard(options: argparse.Namespace) -> Result:
 
 
 def _export(options: argparse.Namespace) -> Result:
-    cast, shard = parse_dtype(options.cast) if options.cast else None, options.shard or FILE_BYTES
+    how: dict[str, Any] = {"shard": options.shard} if options.shard else {}
+    how["cast"] = parse_dtype(options.cast) if options.cast else None
     opened, renames = _source(options, options.src), parse_renames(options.rename)
     if options.like:
         if options.rules or options.rename or options.pattern:
             raise ValueError("got --like and --rules, --rename or a pattern, wanted --like alone: it has the names")
-        done = hf.export(opened.snapshot, options.dst, like=options.like, prefix=options.prefix, cast=cast, shard=shard)
+        done = hf.export(opened, options.dst, like=options.like, prefix=options.prefix, **how)
     else:
-        how = {"rules": _rules(options.rules), "prefix": options.prefix or "", "renames": renames}
-        done = export(opened, options.dst, options.pattern, cast=cast, shard=shard, **how)
-    return GOOD, vars(done), lambda out: printed.exported(out, done)
+        how |= {"rules": _rules(options.rules), "prefix": options.prefix or "", "renames": renames}
+        done = export_safetensors(opened, options.dst, options.pattern, **how)
+    return GOOD, vars(done), lambda out: _exported(out, done.files, done.tensors, done.nbytes)
+
+
+def parse_renames(texts: Sequence[str]) -> tuple[tuple[re.Pattern, str], ...]:
+    """`REGEX=REPLACEMENT` texts. Raises ValueError.
+
+    >>> [(p.pattern, r) for p, r in parse_renames(["^blocks/=layers."])]
+    [('^blocks/', 'layers.')]
+    """
+    rules = []
+    for text in texts:
+        pattern, found, replacement = text.partition("=")
+        if not found or not pattern:
+            raise ValueError(f"got the rename {text!r}, wanted REGEX=REPLACEMENT, e.g. ^params/=")
+        try:
+            rules.append((re.compile(pattern), replacement))
+            rules[-1][0].sub(replacement, "")
+        except re.error as error:
+            raise ValueError(f"got the rename {text!r}, wanted a regular expression: {error}") from None
+    return tuple(rules)
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """A dtype by torch's name or ours: `bfloat16` or `bf16`. Raises ValueError."""
+    found = getattr(torch, text, None)
+    return found if isinstance(found, torch.dtype) else dtype_from_name(text)
+
+
+def _exported(out: TextIO, files: Sequence[str], tensors: int, nbytes: int) -> None:
+    for file in files:
+        print(printed.short(file, 200), file=out)
+    print(f"{tensors} tensors, {printed.size(nbytes)}, in {len(files)} files", file=out)
 
 
 def _rules(path: str | None) -> list[Rule]:
@@ -304,7 +338,8 @@ def _source(options: argparse.Namespace, path: str) -> Source:
     of checkpoints.
     """
     if isinstance(foreign := source(path), Foreign):
-        return open_source(foreign)
+        options.held.enter_context((found := open_source(foreign)).pinned())
+        return found
     store = _place(options, path)
     found = listing(store)
     if found.is_directory:

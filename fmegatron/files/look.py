@@ -92,6 +92,24 @@ def listed(path: str | os.PathLike) -> list[str] | None:
         return None
 
 
+def read_part(opened: Callable[[], int], start: int = 0, size: int | None = None) -> bytes:
+    """At most `size` bytes (None: all) of a regular file, from `start` on.
+
+    opened: gives its descriptor (`open_safely`).  Raises OSError: EINVAL for what is no regular file.
+    """
+
+    def read() -> bytes:
+        with os.fdopen(opened(), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "is no regular file")
+            left = max(0, found.st_size - start)  # a size out of a damaged file takes no memory
+            file.seek(start)
+            return file.read(left if size is None else max(0, min(left, size)))
+
+    return look(read)
+
+
 def content_of(path: str | os.PathLike) -> bytes | None:
     """What is in a file, None where there is none. Raises OSError where that cannot be seen, as `exists` does not."""
 

@@ -13,6 +13,7 @@ from fmegatron.interop.dcp_bridge import FmegatronReader, FmegatronWriter
 from fmegatron.interop.dcp_read import dcp_objects, read_dcp_object
 from fmegatron.interop.dcp_write import save_dcp
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
+from fmegatron.interop.safetensors_export import export_safetensors
 from fmegatron.interop.sources import source
 from fmegatron.interop.state_dict import from_state_dict, load_state_dict, save_state_dict, to_state_dict
 from fmegatron.interop.upcycle import upcycle
@@ -22,6 +23,7 @@ __all__ = [
     "FmegatronWriter",
     "dcp_objects",
     "dcp_to_fmegatron",
+    "export_safetensors",
     "fmegatron_to_dcp",
     "from_state_dict",
     "layout_of",

@@ -37,32 +37,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fmegatron.checkpoint.dicts.described import stored_values
-from fmegatron.checkpoint.dicts.values import VALUES, to_json
-from fmegatron.checkpoint.files.format import MOST_SMALL, dtype_of
-from fmegatron.checkpoint.files.manifest import to_json_text
-from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
-from fmegatron.checkpoint.files.storage import Storage, Store
-from fmegatron.checkpoint.files.targets import Target
-from fmegatron.checkpoint.reading.fetch import Fetch
-from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
-from fmegatron.checkpoint.writing.write import write_part
+from fmegatron.checkpoint import Source, Target, open_snapshot
+from fmegatron.checkpoint.dicts import values as values_of
+from fmegatron.checkpoint.writing import draft as drafts
 from fmegatron.interop.dcp_write import name_of
-from fmegatron.interop.scattered import Scattered
 from fmegatron.interop.torch_blob import plain_object
-from fmegatron.layout import Box, check_cover, row_major_strides
+from fmegatron.layout import Box, row_major_strides
 
 
 @dataclass(frozen=True)
-class _Orders:
-    """What the coordinator sends a rank: its number, where to write, the plans of the leaves that it has parts of."""
+class _Sent:
+    """What the coordinator sends a rank: its orders, and the paths of torch's names that it has."""
 
-    rank: int
-    root: str
-    digest: str
-    plans: dict[str, LeafPlan]  # by torch's name
+    orders: drafts.Orders
+    paths: dict[str, str]
 
 
 class FmegatronWriter(StorageWriter):
@@ -76,9 +64,7 @@ class FmegatronWriter(StorageWriter):
     overlap or leave gaps, `use_collectives=False`, planners that cache plans (`enable_plan_caching`).
     """
 
-    def __init__(
-        self, path: str | os.PathLike | Store, metadata: dict[str, Any] | None = None, *, step: int | None = None
-    ):
+    def __init__(self, path: str | os.PathLike, metadata: dict[str, Any] | None = None, *, step: int | None = None):
         super().__init__()
         self.checkpoint_id, self._metadata, self._step = path, dict(metadata or {}), step
         self._begin_none()
@@ -90,8 +76,7 @@ class FmegatronWriter(StorageWriter):
 
     def _begin_none(self) -> None:
         """No save has begun. What follows is the coordinator's; names are torch's."""
-        self._begun: Storage | None = None
-        self._plans: tuple[LeafPlan, ...] = ()
+        self._begun: drafts.Draft | None = None
         self._names: frozenset[str] = frozenset()
         self._paths: dict[str, str] = {}
 
@@ -119,34 +104,25 @@ class FmegatronWriter(StorageWriter):
                     data = _described(item)
                     whole = held.setdefault(item.index.fqn, (tuple(data.size), data.properties.dtype, []))
                     whole[2].append((rank, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-        self._paths = {name: "/".join(map(str, k)) for name, k in keys.items()}
-        leaves = {}
-        for name, (shape, dtype, boxes) in held.items():
-            try:
-                check_cover([Box(start, size, 0, row_major_strides(size)) for _, start, size in boxes], shape)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            leaves[name] = Scattered(shape, dtype, tuple(boxes))
-        pack = sum(is_small(leaf.shape, leaf.nbytes) for leaf in leaves.values()) > MOST_SMALL
-        leaves = {name: leaf.plan(self._paths.get(name, name), pack) for name, leaf in leaves.items()}
-        self._plans, self._names = tuple(leaves.values()), frozenset(leaves)
-        if len({leaf.path for leaf in self._plans}) < len(leaves):
+        known = {name: "/".join(map(str, k)) for name, k in keys.items()}
+        self._paths, self._names = {name: known.get(name) or name for name in {**known, **held}}, frozenset(held)
+        leaves = {self._paths[name]: found for name, found in held.items()}
+        if len(leaves) < len(held):
             raise ValueError(
                 "state dict: got two tensors with one path, wanted one for each; rename one of the keys that contain "
                 "'/'"
             )
-        self._begun = open_store(self.checkpoint_id).begin()
-        digest, orders = plan_digest(self._plans), []
-        for rank, plan in enumerate(plans):
-            mine = {i.index.fqn: leaves[i.index.fqn] for i in plan.items if i.type != WriteItemType.BYTE_IO}
-            orders.append(replace(plan, storage_data=_Orders(rank, self._begun.root, digest, mine)))
-        return orders
+        self._begun = drafts.Draft.begin(self.checkpoint_id, leaves, len(plans))
+        sent = []
+        for plan, orders in zip(plans, self._begun.orders, strict=True):
+            mine = {i.index.fqn: self._paths[i.index.fqn] for i in plan.items if i.type != WriteItemType.BYTE_IO}
+            sent.append(replace(plan, storage_data=_Sent(orders, mine)))
+        return sent
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shards, in the order of its local tensors."""
-        orders: _Orders = plan.storage_data
-        storage = self._begun or open_store(self.checkpoint_id).draft(orders.root)
-        pieces: dict[str, list[torch.Tensor]] = {name: [] for name in orders.plans}
+        sent: _Sent = plan.storage_data
+        pieces: dict[str, list[torch.Tensor]] = {path: [] for path in sent.orders.plans}
         results = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -157,12 +133,9 @@ class FmegatronWriter(StorageWriter):
             x = given.detach()
             if tuple(x.shape) != tuple(described.chunk.sizes) or x.dtype != described.properties.dtype:
                 raise ValueError(f"{item.index.fqn}: got {x.dtype} {tuple(x.shape)}, wanted {described}, as planned")
-            pieces[item.index.fqn].append(x)
+            pieces[sent.paths[item.index.fqn]].append(x)
             results.append(WriteResult(item.index, x.numel() * x.element_size(), None))
-        tensors = [x[0] if len(x) == 1 else torch.cat([part.reshape(-1) for part in x]) for x in pieces.values()]
-        part = write_part(storage, tuple(orders.plans.values()), tensors, orders.rank)
-        part.plan = orders.digest  # of all ranks' leaves together
-        part.store(storage)
+        sent.orders.write(self.checkpoint_id, pieces, self._begun)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -171,22 +144,20 @@ class FmegatronWriter(StorageWriter):
         """An object, which the planner has pickled, as JSON; read as data."""
         name, given = item.index.fqn, planner.resolve_data(item)
         assert isinstance(given, io.BytesIO), "a plan of an object is resolved to its bytes"
-        return to_json_text(to_json(plain_object(given.getvalue(), name), name))
+        return json.dumps(values_of.to_json(plain_object(given.getvalue(), name), name), allow_nan=False)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all have written: merge, make durable, give the name."""
-        store, storage = open_store(self.checkpoint_id), self._begun
-        assert storage is not None, "the coordinator has begun the save"
+        draft = self._begun
+        assert draft is not None, "the coordinator has begun the save"
         try:
-            parts = [Part.load(storage, rank) for rank in range(len(results))]
             texts = {r.index.fqn: r.storage_data for found in results for r in found if isinstance(r.storage_data, str)}
             values = {self._paths.get(name, name): json.loads(text) for name, text in texts.items()}
             if lost := set(metadata.state_dict_metadata) - {*self._names, *texts}:
                 raise RuntimeError(f"{min(lost)}: torch planned it, but nobody has written it")
-            manifest, digests = merge(self._plans, parts, self._step, {**self._metadata, VALUES: values})
-            store.publish(storage, complete(storage, manifest, digests))
+            draft.finish(self._step, {**self._metadata, values_of.VALUES: values})
         finally:
-            store.end(storage)
+            draft.end()
             self._begun = None
 
     @classmethod
@@ -205,7 +176,7 @@ def _described(item: WriteItem) -> TensorWriteData:
 class _Opened:
     """One save, opened. paths, values: by torch's name."""
 
-    snapshot: Snapshot
+    source: Source
     paths: dict[str, str]
     values: dict[str, Any]
 
@@ -216,7 +187,7 @@ class FmegatronReader(StorageReader):
     torch's name of a leaf joins its path by '.'. Only the bands that the plan's boxes need are read, and verified.
     """
 
-    def __init__(self, path: str | os.PathLike | Store, *, verify: bool = True):
+    def __init__(self, path: str | os.PathLike, *, verify: bool = True):
         super().__init__()
         self.checkpoint_id, self._verify = path, verify
         self._open: _Opened | None = None
@@ -236,24 +207,23 @@ class FmegatronReader(StorageReader):
 
         Raises CheckpointError as `checkpoint.restore`.
         """
-        snapshot = snapshot_of(self.checkpoint_id)
-        manifest = snapshot.manifest
-        values = stored_values(manifest.metadata, snapshot.text)
-        paths = {name_of(path): path for path in manifest.leaves}
+        with open_snapshot(self.checkpoint_id) as source:
+            leaves, values = source.leaves, source.values
+        paths = {name_of(path): path for path in leaves}
         named = {name_of(path): value for path, value in values.items()}
-        seen = Counter(map(name_of, [*manifest.leaves, *values]))
+        seen = Counter(map(name_of, [*leaves, *values]))
         if twice := next((name for name, count in seen.items() if count > 1), None):
             raise ValueError(
-                f"{snapshot.text}: got several leaves with torch's name {twice}, wanted one for each; use "
+                f"{source.text}: got several leaves with torch's name {twice}, wanted one for each; use "
                 "checkpoint.restore"
             )
-        self._open = _Opened(snapshot, paths, named)
+        self._open = _Opened(source, paths, named)
         found: dict[str, Any] = {name: BytesStorageMetadata() for name in named}
-        for path, leaf in manifest.leaves.items():
+        for path, leaf in leaves.items():
             shape = torch.Size(leaf.shape)
             chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            found[name_of(path)] = TensorStorageMetadata(TensorProperties(dtype_of(leaf.dtype)), shape, [chunk])
-        keys = {name_of(path): tuple(path.split("/")) for path in [*manifest.leaves, *values]}
+            found[name_of(path)] = TensorStorageMetadata(TensorProperties(leaf.torch_dtype), shape, [chunk])
+        keys = {name_of(path): tuple(path.split("/")) for path in [*leaves, *values]}
         return Metadata(found, planner_data=keys, storage_data={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -263,7 +233,7 @@ class FmegatronReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the digest of the save that this rank has opened, for the coordinator."""
-        return replace(plan, storage_data=self._opened.snapshot.digest)
+        return replace(plan, storage_data=self._opened.source.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are. Raises RuntimeError when the ranks have opened different saves of the checkpoint."""
@@ -271,14 +241,14 @@ class FmegatronReader(StorageReader):
             first = plans[0].storage_data
             other = next(rank for rank, plan in enumerate(plans) if plan.storage_data != first)
             raise RuntimeError(
-                f"{self._opened.snapshot.text}: ranks 0 and {other} see different saves of it (another job saves there,"
+                f"{self._opened.source.text}: ranks 0 and {other} see different saves of it (another job saves there,"
                 " or the file system shows some nodes what was there before): load again when that is over"
             )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the boxes of the plan into the planner's tensors. Raises CheckpointError for damage, naming the leaf."""
-        snapshot, paths = self._opened.snapshot, self._opened.paths
+        source, paths = self._opened.source, self._opened.paths
         wanted: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
         for item in plan.items:
             name = item.storage_index.fqn
@@ -289,20 +259,20 @@ class FmegatronReader(StorageReader):
                 planner.load_bytes(item, data)
             else:
                 wanted.setdefault(name, []).append((item, planner.resolve_tensor(item).detach()))
-        staged = []
-        with Fetch(snapshot, self._verify) as fetch:
-            for name, items in wanted.items():
-                leaf, targets = snapshot.manifest.leaves[paths[name]], []
-                for item, x in items:
-                    host = x if x.device.type == "cpu" else torch.empty(x.shape, dtype=x.dtype)
-                    staged += [] if host is x else [(x, host)]
-                    shape = tuple(item.lengths)
-                    if tuple(x.shape) != shape:
-                        raise ValueError(f"{name}: got a target of shape {tuple(x.shape)}, wanted {shape}, as planned")
-                    box = Box(tuple(item.storage_offsets), shape, 0, row_major_strides(shape))
-                    if box.size:
-                        targets.append(Target(leaf.path, box, host, dtype_of(leaf.dtype)))
-                fetch.add(leaf, targets)
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        targets: dict[str, list[Target]] = {}
+        for name, items in wanted.items():
+            leaf = source.leaves[paths[name]]
+            for item, x in items:
+                host = x if x.device.type == "cpu" else torch.empty(x.shape, dtype=x.dtype)
+                staged += [] if host is x else [(x, host)]
+                shape = tuple(item.lengths)
+                if tuple(x.shape) != shape:
+                    raise ValueError(f"{name}: got a target of shape {tuple(x.shape)}, wanted {shape}, as planned")
+                box = Box(tuple(item.storage_offsets), shape, 0, row_major_strides(shape))
+                if box.size:
+                    targets.setdefault(leaf.path, []).append(Target(leaf.path, box, host, leaf.torch_dtype))
+        source.fill(targets, self._verify)
         for x, host in staged:
             x.copy_(host)
         for items in wanted.values():

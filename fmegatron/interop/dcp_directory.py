@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
 
-from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint import CheckpointError, open_store
 from fmegatron.checkpoint.files.foreign import recognized
-from fmegatron.checkpoint.files.format import digest
-from fmegatron.files.look import check_damage, is_file, look, open_safely
+from fmegatron.files.look import check_damage, is_file, look, open_safely, read_part
 from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
 from fmegatron.layout import Box, row_major_strides
@@ -100,7 +99,7 @@ def open_dcp(path: str | os.PathLike) -> Directory:
     data = _metadata(root, where)
     try:
         value = load(data, lambda name: name in ALLOWED or dtype_from_global(name) is not None, where)
-        return replace(_parse(root, value, where), digest=digest(data) >> 1)
+        return replace(_parse(root, value, where), digest=xxhash.xxh3_64_intdigest(data) >> 1)
     except UnsafePickle as error:
         raise CheckpointError(str(error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -111,15 +110,18 @@ def open_dcp(path: str | os.PathLike) -> Directory:
 
 def _metadata(root: str, where: str) -> bytes:
     """The bytes of `.metadata`. Raises CheckpointError: no pipe is waited for, and a hole takes no memory."""
-    folder = Folder(root)
+
+    def part(start: int, size: int) -> bytes:
+        return read_part(lambda: open_safely(where), start, size)
+
     try:
         size = os.stat(where, follow_symlinks=False).st_size
-        if size > _MOST_METADATA_BYTES or (size and folder.read(METADATA, size - 1) != b"."):  # how pickles end
+        if size > _MOST_METADATA_BYTES or (size and part(size - 1, 1) != b"."):  # how pickles end
             raise CheckpointError(f"{where}: got {size} bytes that are no pickle, wanted torch's metadata")
-        return folder.read(METADATA, 0, size)
+        return part(0, size)
     except OSError as error:
         check_damage(error, where)
-        hint = recognized(folder) if isinstance(error, FileNotFoundError) else None
+        hint = recognized(open_store(root).locate()) if isinstance(error, FileNotFoundError) else None
         hint = hint or "wanted a directory that torch.distributed.checkpoint has written to its end"
         raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {hint}") from None
 

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from fmegatron import tree
-from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.format import raw_dtype
-from fmegatron.checkpoint.files.targets import Target
+from fmegatron.checkpoint import CheckpointError, Target
 from fmegatron.interop.dcp_directory import Directory, Place, StoredTensor, open_dcp, open_file
 from fmegatron.interop.torch_blob import Blob, open_tensor, read_object
 from fmegatron.layout import Box, check_cover, row_major_strides
@@ -111,7 +109,7 @@ def _blocks(
     fd: int, blob: Blob, box: Box, targets: Sequence[Target], verify: bool, where: str
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]:
     """(global start, shape, bits) of consecutive parts of a shard: all of it to verify, else what targets touch."""
-    width, kind = blob.dtype.itemsize, raw_dtype(blob.dtype.itemsize)
+    width, kind = blob.dtype.itemsize, targets[0].bits
     if not blob.is_plain:  # strided in its storage (nothing of DCP's own making): the full storage in memory
         data = _pread(fd, np.empty(blob.nbytes, np.uint8), blob.start, where)
         if verify and zlib.crc32(data.data) != blob.crc:

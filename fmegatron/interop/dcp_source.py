@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.folder import Folder
-from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.targets import Target
-from fmegatron.files.look import check_damage, is_there
+from fmegatron.checkpoint import CheckpointError, Grain, Leaf, Source, Target
+from fmegatron.files.look import check_damage, is_there, open_safely, read_part
 from fmegatron.interop.dcp_directory import COMMON, METADATA, Directory, Place, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
-from fmegatron.interop.listed import snapshot_from
 from fmegatron.layout import Box
 
 NOTE = "fmegatron"  # the object of a DCP directory that holds step and metadata of the checkpoint it came from
@@ -28,56 +23,81 @@ _MOST_DIGITS = 18
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 
 
-@dataclass(frozen=True)
-class DcpReader:
-    """Reads the elements of a directory."""
+class DcpSource(Source):
+    """A directory, opened. step: Megatron's iteration, where it has one.
 
-    directory: Directory
-    verifies = True
+    "objects" in its metadata names what is stored beside tensors (`read_dcp_object`).
+    """
+
+    def __init__(self, directory: Directory):
+        self._directory = directory
+        self._step, self._noted = words_of(directory)
+        others = [name for name in directory.objects if name != NOTE]
+        self._metadata = self._noted | ({"objects": others} if others else {})
+        self._leaves = {t.path: Leaf.of(t.path, t.shape, t.dtype) for t in directory.tensors.values()}
 
     @property
     def kind(self) -> str:
-        """What it is, in words."""
-        is_megatron = COMMON in self.directory.objects
+        """Whose directory it is."""
+        is_megatron = COMMON in self._directory.objects
         return "a torch_dist checkpoint of Megatron" if is_megatron else "a directory of torch.distributed.checkpoint"
 
-    def check(self, wanted: Mapping[str, Sequence[Box]]) -> None:
-        """Raise CheckpointError unless the shards that these regions touch are in files that are large enough."""
-        check_files(
-            self.directory, ((path, place) for path, boxes in wanted.items() for place in self._at(path, boxes))
-        )
+    @property
+    def verifies(self) -> bool:
+        """Each shard is an archive with checksums."""
+        return True
 
-    def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool) -> None:
+    @property
+    def text(self) -> str:
+        """The directory."""
+        return self._directory.root
+
+    @property
+    def digest(self) -> int:
+        """Of `.metadata`."""
+        return self._directory.digest
+
+    @property
+    def leaves(self) -> Mapping[str, Leaf]:
+        """The tensors."""
+        return self._leaves
+
+    @property
+    def step(self) -> int | None:
+        """Megatron's iteration, or the step that `fmegatron_to_dcp` has noted."""
+        return self._step
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What `fmegatron_to_dcp` has noted, and the names of objects."""
+        return self._metadata
+
+    def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool = True) -> None:
         """Fill the targets; with `verify` all of every shard that they touch is read, else the rows that they need."""
-        self.check({path: [target.box for target in targets] for path, targets in wanted.items()})
-        read_tensors(self.directory, wanted, verify)
+        self.require((path, target.box) for path, targets in wanted.items() for target in targets)
+        read_tensors(self._directory, wanted, verify)
 
-    def reads(self, path: str, box: Box) -> Iterator[tuple[str, int]]:
+    def reads(self, path: str, box: Box) -> Iterator[Grain]:
         """The shards that a region touches, in full, as they are verified."""
-        return ((place.file, place.length) for place in self._at(path, [box]))
+        for place in self._at(path, box):
+            yield Grain((path, place.file, place.offset), path, place.file, place.length)
 
-    def _at(self, path: str, boxes: Sequence[Box]) -> list[Place]:
-        """The shards that are touched, each once."""
-        tensor, found = self.directory.tensors[path], {}
-        for box in boxes:
-            for stored, place in zip(tensor.boxes, tensor.places, strict=True):
-                if stored.intersect(box.start, box.stop) is not None:
-                    found[place] = None
-        return list(found)
+    def require(self, wanted: Iterable[tuple[str, Box]]) -> None:
+        """Raise CheckpointError unless the shards that these regions touch are in files that are large enough."""
+        places = dict.fromkeys((path, place) for path, box in wanted for place in self._at(path, box))
+        check_files(self._directory, places)
+
+    def _at(self, path: str, box: Box) -> Iterator[Place]:
+        """The shards that are touched."""
+        tensor = self._directory.tensors[path]
+        for stored, place in zip(tensor.boxes, tensor.places, strict=True):
+            if stored.intersect(box.start, box.stop) is not None:
+                yield place
 
 
-def dcp_snapshot(path: str | os.PathLike) -> Snapshot:
-    """A directory, or the newest step of a run of Megatron, opened. Raises CheckpointError.
-
-    Its step is Megatron's iteration, where it has one; "objects" in its metadata names what is stored beside tensors
-    (`read_dcp_object`).
-    """
-    directory = open_dcp(newest_step(path))
-    step, metadata = words_of(directory)
-    others = [name for name in directory.objects if name != NOTE]
-    metadata = metadata | ({"objects": others} if others else {})
-    tensors = {t.path: (t.shape, t.dtype) for t in directory.tensors.values()}
-    return snapshot_from(directory.root, tensors, DcpReader(directory), directory.digest, step, metadata)
+def open_source(path: str | os.PathLike) -> DcpSource:
+    """A directory, or the newest step of a run of Megatron, opened. Raises CheckpointError."""
+    return DcpSource(open_dcp(newest_step(path)))
 
 
 def newest_step(path: str | os.PathLike) -> str:
@@ -87,7 +107,7 @@ def newest_step(path: str | os.PathLike) -> str:
     if is_there(os.path.join(root, METADATA)) or not is_there(where):
         return root
     try:
-        text = Folder(root).read(RUN, 0, 64).decode(errors="replace").strip()
+        text = read_part(lambda: open_safely(where), 0, 64).decode(errors="replace").strip()
     except OSError as error:
         check_damage(error, where)
         raise CheckpointError(f"{where}: cannot be read ({error.strerror}); name one of the run's steps") from None

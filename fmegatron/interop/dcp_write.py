@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from fmegatron import tree
-from fmegatron.checkpoint.calls.arguments import ranks_of
-from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.checkpoint.dicts.values import to_json
+from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.checkpoint.writing.saving import check_request
+from fmegatron.collectives import World
 from fmegatron.files.look import is_directory, is_there, names_in
 from fmegatron.layout import Box, Layout
 
@@ -41,7 +40,7 @@ def save_dcp(
     path: str | os.PathLike,
     state: tree.Tree,
     layouts: tree.Tree,
-    world: Ranks | None = None,
+    world: World | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a state as a DCP directory; `torch.distributed.checkpoint.load` reads it.
@@ -60,7 +59,7 @@ def save_dcp(
     Raises:
         ValueError: the path exists or the request does not fit; the rest are torch's errors.
     """
-    ranks = ranks_of(world)
+    ranks = world or World.alone("cpu")
     alone, rank = ranks.size == 1, ranks.rank
     if not alone and not (dist.is_initialized() and dist.get_world_size() == ranks.size):
         raise ValueError(
@@ -77,7 +76,7 @@ def save_dcp(
         for box in (layout.boxes(rank) if layout.nbytes else _nothing(layout, rank))
     ]
     for name, value in (values or {}).items():
-        to_json(value, name)  # what is no plain data is refused, as everywhere
+        values_of.to_json(value, name)  # what is no plain data is refused, as everywhere
     planner = ShardPlanner(shards, lambda shard: _piece(by_path[shard.path], shard.box), values or {}, rank == 0)
     write_dcp(path, planner, alone)
 

@@ -24,21 +24,14 @@ from typing import Any
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError, Rule
-from fmegatron.checkpoint.calls.arguments import ranks_of
-from fmegatron.checkpoint.calls.ranks import Ranks, together
-from fmegatron.checkpoint.files.format import dtype_of, dtype_text
-from fmegatron.checkpoint.files.safetensors_files import FILE_BYTES, INDEX
-from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot
+from fmegatron.checkpoint import CheckpointError, Foreign, Rule, Source, open_snapshot
+from fmegatron.checkpoint.calls.ranks import together
 from fmegatron.checkpoint.reading import view as views_of
-from fmegatron.checkpoint.reading.mapping import Views
-from fmegatron.checkpoint.reading.view import View
-from fmegatron.checkpoint.tools.export import Exported, copy_others
-from fmegatron.checkpoint.tools.export import export as write_export
-from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.collectives import World
 from fmegatron.files.look import is_there
 from fmegatron.files.whole import sync_directory, take_name
+from fmegatron.interop.safetensors_export import Exported, copy_others, export_safetensors
+from fmegatron.interop.safetensors_files import FILE_BYTES, INDEX
 from fmegatron.interop.safetensors_headers import headers
 from fmegatron.interop.safetensors_write import write_state
 from fmegatron.interop.sources import source
@@ -48,6 +41,7 @@ from fmegatron.model.families import Family, family_of
 from fmegatron.model.families.pieces import VOCABULARY, Piece, pieces
 from fmegatron.tree import Tree
 
+_Views = dict[str, views_of.View]
 _FURTHEST = 8  # depths of multi-token prediction that a folder may have
 _LONGEST, _COMPARED, _ALIKE = 300, 64, 0.75  # characters of a name, names that are compared, least ratio of a hint
 
@@ -88,13 +82,13 @@ def _written(decoder: Decoder, family: Family) -> list[Piece]:
     return [*found, *(whole[path]._replace(stored=name) for name, path in again if path in whole)]
 
 
-def _from_names(views: Views, wanted: Sequence[Piece], unused: Sequence[str], tied: bool) -> Views:
-    out: Views = {}
+def _from_names(views: _Views, wanted: Sequence[Piece], unused: Sequence[str], tied: bool) -> _Views:
+    out: _Views = {}
     names = {one.stored for one in wanted}
     ignored = [*unused, *([r"lm_head\.weight"] if tied else [])]
     left = {name: view for name, view in views.items() if name not in names}
     left = {name: view for name, view in left.items() if not any(re.fullmatch(p, name) for p in ignored)}
-    tree_of: dict[str, dict[int | None, dict[int | None, list[View]]]] = {}
+    tree_of: dict[str, dict[int | None, dict[int | None, list[views_of.View]]]] = {}
     for one in wanted:
         if one.stored not in views:
             raise ValueError(
@@ -154,22 +148,22 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(row[3] for row in near[:2])}?)" if near else ""
 
 
-def _transposed(view: View) -> View:
+def _transposed(view: views_of.View) -> views_of.View:
     *first, rows, columns = range(len(view.shape))
     return views_of.transposed(view, (*first, columns, rows))
 
 
-def _columns(views: list[View]) -> View:
+def _columns(views: list[views_of.View]) -> views_of.View:
     return views[0] if len(views) == 1 else views_of.joined(views, len(views[0].shape) - 1)
 
 
-def _joined(views: list[View], alone: bool) -> View:
+def _joined(views: list[views_of.View], alone: bool) -> views_of.View:
     """Views side by side in a new first dim, unless there is one only that has none."""
     return views[0] if alone else views_of.joined([views_of.inserted(view, 0) for view in views], 0)
 
 
-def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
-    found: dict[str, dict[int, View]] = {}
+def _to_names(views: _Views, wanted: Sequence[Piece], vocab_size: int) -> _Views:
+    found: dict[str, dict[int, views_of.View]] = {}
     forms = {one.stored: one.form for one in wanted}
     for one in wanted:
         view = views[one.path]
@@ -181,7 +175,7 @@ def _to_names(views: Views, wanted: Sequence[Piece], vocab_size: int) -> Views:
         if one.path in VOCABULARY:
             view = views_of.cut(view, VOCABULARY[one.path], 0, vocab_size)
         found.setdefault(one.stored, {})[0 if one.of is None else one.of[0]] = view
-    out: Views = {}
+    out: _Views = {}
     for name, beside in found.items():
         view = _columns([beside[at] for at in sorted(beside)])
         if forms[name].transposed:
@@ -237,7 +231,7 @@ def load(
     decoder: Decoder,
     layouts: Tree,
     *,
-    world: Ranks | None = None,
+    world: World | None = None,
     rank: int | None = None,
     read: str = "own",
     cast: bool = True,
@@ -272,22 +266,23 @@ def load(
     return checkpoint.restore(found, layouts, rules=[rule], **options)
 
 
-def _not_quantized(found: Foreign, wanted: Mapping[str, torch.dtype]) -> Snapshot:
+def _not_quantized(found: Foreign, wanted: Mapping[str, torch.dtype]) -> Source:
     """The folder, opened. Raises ValueError, naming the tensor, where numbers without their scales would be cast.
 
     wanted: the dtype of each stored tensor that is read.
     """
-    snapshot = found.look()
+    opened = found.look()
     for name, dtype in wanted.items():
-        leaf = snapshot.manifest.leaves.get(name)
-        got = dtype if leaf is None else dtype_of(leaf.dtype)
-        if got != dtype and dtype.is_floating_point and (got.itemsize == 1 or not got.is_floating_point):
+        leaf = opened.leaves.get(name)
+        if leaf is None or not dtype.is_floating_point or (got := leaf.torch_dtype) == dtype:
+            continue
+        if got.itemsize == 1 or not got.is_floating_point:
             raise ValueError(
-                f"{found.text}: tensor {name}: got dtype {dtype_text(got)}, wanted float32, bfloat16 or float16: it is "
+                f"{found.text}: tensor {name}: got dtype {leaf.dtype}, wanted float32, bfloat16 or float16: it is "
                 "quantized, and a cast would leave its scales out; dequantize the folder, or give one that is not "
                 "quantized"
             )
-    return snapshot
+    return opened
 
 
 def save(
@@ -318,8 +313,8 @@ def save(
 
     Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
     """
-    path, family, ranks = os.path.abspath(folder), family or family_of(config_of(like)), ranks_of(world)
-    draft, rules = path + ".draft", [to_names(decoder, family)]
+    path, family, ranks = os.path.abspath(folder), family or family_of(config_of(like)), world or World.alone("cpu")
+    draft, rule = path + ".draft", to_names(decoder, family)
     tensors, wanted = (dict(zip(tree.paths(t), tree.leaves(t), strict=True)) for t in (params, layouts))
     order = list(dict.fromkeys(one.stored for one in _written(decoder, family)))
 
@@ -339,7 +334,7 @@ def save(
 
     try:
         together(ranks, f"writing {path}", begin)
-        write_state(draft, tensors, wanted, ranks, rules=rules, order=order, shard=shard)
+        write_state(draft, tensors, wanted, ranks, rule=rule, order=order, shard=shard)
         together(ranks, f"writing {path}", finish)
     finally:
         if ranks.rank == 0:
@@ -347,7 +342,7 @@ def save(
 
 
 def export(
-    checkpoint: Saved,
+    checkpoint: str | os.PathLike | Source | Foreign,
     folder: str | os.PathLike,
     *,
     like: str | os.PathLike,
@@ -369,8 +364,9 @@ def export(
 
     Raises as `checkpoint export`; ValueError for a checkpoint of another model.
     """
-    family, of, opened = family or family_of(config_of(like)), decoder(like, family), open_source(checkpoint)
-    if prefix is None:
-        prefix = "params" if any(path.startswith("params/") for path in opened.manifest.leaves) else ""
-    options = {"prefix": prefix, "cast": cast, "like": like, "shard": shard}
-    return write_export(opened, os.fspath(folder), rules=[to_names(of, family)], **options)
+    family, of = family or family_of(config_of(like)), decoder(like, family)
+    with open_snapshot(checkpoint) as opened:
+        if prefix is None:
+            prefix = "params" if any(path.startswith("params/") for path in opened.leaves) else ""
+        options = {"prefix": prefix, "cast": cast, "like": like, "shard": shard}
+        return export_safetensors(opened, os.fspath(folder), rules=[to_names(of, family)], **options)

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from fmegatron import checkpoint, nn, tree
-from fmegatron.checkpoint import CheckpointError, Rule, copy, drop, fuse, pad, rename, split, stack, transpose
-from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.checkpoint.files.snapshot import Snapshot
+from fmegatron.checkpoint import CheckpointError, Rule, Source, copy, drop, fuse, pad, rename, split, stack, transpose
+from fmegatron.collectives import World
 from fmegatron.interop.dcp_directory import COMMON, open_dcp
 from fmegatron.interop.dcp_read import object_of
-from fmegatron.interop.dcp_source import dcp_snapshot, newest_step
+from fmegatron.interop.dcp_source import newest_step, open_source
 from fmegatron.model import Attention, Decoder, MoE, RMSNorm, arrays, llama
 from fmegatron.step import State
 from fmegatron.tree import Tree
@@ -191,7 +190,7 @@ def load(
     decoder: Decoder,
     layouts: Tree,
     *,
-    world: Ranks | None = None,
+    world: World | None = None,
     rank: int | None = None,
     read: str = "own",
     cast: bool = True,
@@ -220,7 +219,7 @@ def load_state(
     decoder: Decoder,
     layouts: State,
     *,
-    world: Ranks | None = None,
+    world: World | None = None,
     rank: int | None = None,
     device: str | torch.device | None = None,
 ) -> State:
@@ -247,23 +246,23 @@ def load_state(
         if others := [key for key in layouts.opt if key not in ("adam", "master", "count")]:
             raise ValueError(f"opt/{others[0]}: got what Megatron's AdamW lacks, wanted the state of optim.adamw")
         table = rules(decoder, params="params/", optimizer=True)
-        masters = [m[1] for name in snapshot.manifest.leaves if (m := _MASTER.fullmatch(name))]
+        masters = [m[1] for name in snapshot.leaves if (m := _MASTER.fullmatch(name))]
         if "master" not in opt and masters:
             table = [drop("|".join(map(re.escape, masters))), rename(_MASTER.pattern, r"\1"), *table]
         elif "master" in opt and not masters:
             table.append(copy(r"params/(.*)", r"opt/master/\1"))
         options = {"world": world, "rank": rank, "cast": True, "device": device}
         got = checkpoint.restore(snapshot, {"params": layouts.params, "opt": opt}, rules=table, **options)
-        step = torch.tensor(snapshot.manifest.step or 0, device=tree.leaves(got)[0].device)
+        step = torch.tensor(snapshot.step or 0, device=tree.leaves(got)[0].device)
     return State(step, got["params"], {**got["opt"], "count": step.clone()})
 
 
 def _source(path: str | os.PathLike) -> checkpoint.Foreign:
-    return checkpoint.Foreign(os.fspath(path), lambda: dcp_snapshot(path))
+    return checkpoint.Foreign(os.fspath(path), lambda: open_source(path))
 
 
-def _check_optimizer(snapshot: Snapshot) -> None:
-    if any(_FLAT.fullmatch(name) for name in snapshot.manifest.leaves):
+def _check_optimizer(snapshot: Source) -> None:
+    if any(_FLAT.fullmatch(name) for name in snapshot.leaves):
         raise ValueError(
             f"{snapshot.text}: got the optimizer's state in flat buffers (dp_reshardable), wanted one for each"
             " parameter; start Megatron once with --dist-ckpt-optim-fully-reshardable and save, or take the parameters"

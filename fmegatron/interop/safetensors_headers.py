@@ -10,12 +10,12 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.format import digest
-from fmegatron.checkpoint.files.parse import parse_json
-from fmegatron.checkpoint.files.safetensors_files import DTYPES, ENDING, INDEX
 from fmegatron.files.look import check_damage, is_directory, is_there, look
+from fmegatron.files.strict_json import parse_json
+from fmegatron.interop.safetensors_files import DTYPES, ENDING, INDEX
 
 INDEXES = (INDEX,)
 WEIGHTS = (f"model{ENDING}", f"adapter_model{ENDING}")
@@ -71,7 +71,7 @@ def headers(path: str | os.PathLike) -> Headers:
     for key, name in (owners or {}).items():
         if key not in places:
             raise CheckpointError(f"{root}: {key[:80]}: got no such tensor in {name}; {_AGAIN}")
-    return Headers(places, sizes, texts[0] if texts else {}, digest(repr(digests).encode()) >> 1)
+    return Headers(places, sizes, texts[0] if texts else {}, xxhash.xxh3_64_intdigest(repr(digests).encode()) >> 1)
 
 
 def _single(root: str) -> str:
@@ -131,7 +131,7 @@ def _header(path: str) -> tuple[dict[str, Place], int, dict[str, str], int]:
         places[name], end = Place(path, dtype, shape, 8 + n + first), last
     if 8 + n + end != size:
         raise CheckpointError(f"{path}: {size} bytes where the header has {8 + n + end}; {_AGAIN}")
-    return places, size, texts, digest(data)
+    return places, size, texts, xxhash.xxh3_64_intdigest(data)
 
 
 def _entry(entry: Any, where: str) -> tuple[int, int, torch.dtype, tuple[int, ...]]:

@@ -15,31 +15,19 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.format import raw_dtype
-from fmegatron.checkpoint.files.snapshot import Snapshot
-from fmegatron.checkpoint.files.targets import Target
+from fmegatron.checkpoint import CheckpointError, Grain, Leaf, Source, Target
 from fmegatron.files.look import look
-from fmegatron.interop.listed import snapshot_from
 from fmegatron.interop.safetensors_headers import Headers, Place, headers, open_regular
 from fmegatron.layout import Box, row_major_strides
 
 _BLOCK_BYTES = 2 << 20  # each thread holds two of it: as stored and transposed
 _MOST_THREADS = 4
 _AGAIN = "download it again"
-
-
-def safetensors_snapshot(path: str | os.PathLike) -> Snapshot:
-    """A file, or the files of a folder, opened; step as `checkpoint export` has written it. Raises CheckpointError."""
-    found = headers(path)
-    tensors = {name: (place.shape, place.dtype) for name, place in found.places.items()}
-    return snapshot_from(os.fspath(path), tensors, SafetensorsReader(found), found.digest, _step(found))
 
 
 def _step(found: Headers) -> int | None:
@@ -60,32 +48,54 @@ class _Block(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SafetensorsReader:
-    """Reads regions of the tensors that the headers list."""
+class SafetensorsSource(Source):
+    """A file, or the files of a folder, opened; its step is that which `checkpoint export` has written."""
 
-    headers: Headers
-    kind = "safetensors files of Hugging Face"
-    verifies = False
+    def __init__(self, path: str | os.PathLike):
+        """Raises CheckpointError: headers are compared with the sizes of the files."""
+        self._path, self._headers = os.fspath(path), headers(path)
+        self._leaves = {name: Leaf.of(name, place.shape, place.dtype) for name, place in self._headers.places.items()}
 
-    def check(self, wanted: Mapping[str, Sequence[Box]]) -> None:
-        """The headers have been compared with the files' sizes when these were opened."""
+    @property
+    def kind(self) -> str:
+        """Whose files they are."""
+        return "safetensors files of Hugging Face"
 
-    def reads(self, path: str, box: Box) -> Iterator[tuple[str, int]]:
+    @property
+    def text(self) -> str:
+        """The file or folder."""
+        return self._path
+
+    @property
+    def digest(self) -> int:
+        """Of all headers."""
+        return self._headers.digest
+
+    @property
+    def leaves(self) -> Mapping[str, Leaf]:
+        """The tensors."""
+        return self._leaves
+
+    @property
+    def step(self) -> int | None:
+        """As `checkpoint export` has written it."""
+        return _step(self._headers)
+
+    def reads(self, path: str, box: Box) -> Iterator[Grain]:
         """The bytes of a region, and no others."""
-        place = self.headers.places[path]
-        yield os.path.basename(place.file), box.size * place.dtype.itemsize
+        place = self._headers.places[path]
+        yield Grain((path, *box), path, os.path.basename(place.file), box.size * place.dtype.itemsize)
 
-    def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool) -> None:
+    def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool = True) -> None:
         """Fill the targets. The files have no checksums, so there is nothing to `verify`."""
         fds: dict[str, int] = {}
         try:
             blocks = []
             for path, targets in wanted.items():
-                place = self.headers.places[path]
+                place = self._headers.places[path]
                 if place.file not in fds:
                     fds[place.file], size = open_regular(place.file)
-                    if size != self.headers.sizes[place.file]:
+                    if size != self._headers.sizes[place.file]:
                         raise CheckpointError(f"{place.file}: changed while it was read; open it again")
                 blocks += [block for target in targets for block in _blocks(fds[place.file], place, target)]
             _read_all(sorted(blocks, key=lambda block: (block.place.file, _offset(block.place, block.start))))
@@ -151,7 +161,7 @@ def _read_block(block: _Block, buffers: list[np.ndarray]) -> None:
     nbytes = math.prod(block.shape) * place.dtype.itemsize
     if not buffers or buffers[0].nbytes < nbytes:
         buffers[:] = [np.empty(-(-nbytes // 16) * 16, np.uint8) for _ in range(2)]
-    into, kind = buffers[0][:nbytes], raw_dtype(place.dtype.itemsize)
+    into, kind = buffers[0][:nbytes], target.bits
     look(lambda: _read_runs(block, into))
     target.put(block.start, into.view(kind).reshape(block.shape), torch.from_numpy(buffers[1].view(kind)))
 

@@ -10,28 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from fmegatron.checkpoint.calls.ranks import Ranks, together
-from fmegatron.checkpoint.files.format import bits
-from fmegatron.checkpoint.files.safetensors_files import (
-    DTYPES,
-    INDEX,
-    Entry,
-    File,
-    grouped,
-    index_text,
-    planned,
-    put,
-)
-from fmegatron.checkpoint.files.targets import matrices
-from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
-from fmegatron.checkpoint.reading.view import Fill, Part, View, check_parts
+from fmegatron.checkpoint.calls.ranks import together
+from fmegatron.checkpoint.files.targets import bytes_of
+from fmegatron.checkpoint.reading import view as views_of
+from fmegatron.collectives import World
+from fmegatron.interop.safetensors_files import DTYPES, INDEX, Entry, File, grouped, index_text, planned, put
 from fmegatron.layout import Box, Layout, row_major_strides
 
 _BLOCK_BYTES = 4 << 20
@@ -50,10 +40,10 @@ def write_state(
     folder: str,
     tensors: Mapping[str, torch.Tensor],
     layouts: Mapping[str, Layout],
-    ranks: Ranks,
+    ranks: World,
     *,
-    rules: Sequence[Rule] = (),
-    order: Sequence[str] | None = None,
+    rule: Callable[[dict[str, views_of.View]], dict[str, views_of.View]],
+    order: Sequence[str],
     shard: int,
 ) -> list[str]:
     """Write a state into a folder that is there; the names of the files. All ranks call it.
@@ -63,17 +53,16 @@ def write_state(
         tensors: by path, this rank's.
         layouts: by path.
         ranks: the ranks that hold them together.
-        rules: what becomes of names and shapes, as in a restore.
-        order: names of the tensors that are written, in the order of the files; None: all, as the rules have them.
+        rule: what becomes of names and shapes, as in a restore.
+        order: names of the tensors that are written, in the order of the files.
         shard: most bytes of elements in a file, unless it is one tensor.
 
-    Raises ValueError for rules that do not fit, and dtypes that safetensors lacks; OSError (RuntimeError elsewhere).
+    Raises ValueError for a rule that does not fit, and dtypes that safetensors lacks; OSError (RuntimeError elsewhere).
     """
 
-    def plan() -> tuple[dict[str, View], list[File]]:
-        views = apply_rules(rules, {path: layout.shape for path, layout in layouts.items()})
-        names = list(views) if order is None else list(order)
-        entries = [Entry(name, _dtype(name, views[name], layouts), views[name].shape) for name in names]
+    def plan() -> tuple[dict[str, views_of.View], list[File]]:
+        views = rule({path: views_of.whole(path, layout.shape) for path, layout in layouts.items()})
+        entries = [Entry(name, _dtype(name, views[name], layouts), views[name].shape) for name in order]
         files = planned(grouped(entries, lambda entry: entry.nbytes, shard), _METADATA)
         if ranks.rank == 0:
             for file in files:
@@ -100,20 +89,20 @@ def write_state(
     return [file.name for file in files]
 
 
-def _dtype(name: str, view: View, layouts: Mapping[str, Layout]) -> torch.dtype:
+def _dtype(name: str, view: views_of.View, layouts: Mapping[str, Layout]) -> torch.dtype:
     found = {layouts[source].dtype for source in view.sources}
-    if len(found) != 1 or any(part.source is Fill.FRESH for part in view.parts):
+    if len(found) != 1 or any(part.source is views_of.Fill.FRESH for part in view.parts):
         raise ValueError(f"{name}: got parts of {sorted(map(str, found))}, wanted one dtype; change the rules")
     if (dtype := found.pop()) not in DTYPES.values():
         raise ValueError(f"{name}: got {dtype}, wanted a dtype that safetensors has; cast it before")
     if any(layouts[source].unreduced for source in view.sources):
         raise ValueError(f"{name}: got a pending sum, wanted its value; reduce it before")
-    check_parts(view)
+    views_of.check_parts(view)
     return dtype
 
 
 def _pieces(
-    view: View,
+    view: views_of.View,
     tensors: Mapping[str, torch.Tensor],
     layouts: Mapping[str, Layout],
     owned: Mapping[str, bool],
@@ -129,7 +118,7 @@ def _pieces(
                     yield _Piece(start, _as_view(part, inside.view(tensors[part.source])))
 
 
-def _shown(part: Part, box: Box) -> tuple[tuple[int, ...], Box] | None:
+def _shown(part: views_of.Part, box: Box) -> tuple[tuple[int, ...], Box] | None:
     """(where in the view, piece of the box) that a part shows of a box of its source; None for nothing."""
     low, high = list(part.at), [a + 1 for a in part.at]
     for v, dim in enumerate(part.dims):
@@ -145,7 +134,7 @@ def _shown(part: Part, box: Box) -> tuple[tuple[int, ...], Box] | None:
     return tuple(start), inside
 
 
-def _as_view(part: Part, x: torch.Tensor) -> torch.Tensor:
+def _as_view(part: views_of.Part, x: torch.Tensor) -> torch.Tensor:
     """Elements with dims as the source has them as the view has them; the same memory."""
     kept = [dim for dim in part.dims if dim is not None]
     for dim in reversed([d for d in range(x.ndim) if d not in kept]):
@@ -197,7 +186,7 @@ def _blocks(piece: _Piece) -> Iterator[_Piece]:
 def _write_block(fd: int, at: int, shape: tuple[int, ...], block: _Piece) -> None:
     """Write a block's elements as runs of the file. at: first byte of the tensor.  shape: of the tensor."""
     x, width = block.x, block.x.element_size()
-    data = _dense(bits(x)).reshape(-1).view(torch.uint8).numpy().data
+    data = bytes_of(x).data
     dim = len(shape)  # dims from here on are written in full
     while dim and x.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
@@ -211,17 +200,3 @@ def _write_block(fd: int, at: int, shape: tuple[int, ...], block: _Piece) -> Non
         while run:
             wrote = os.pwrite(fd, run, offset)
             run, offset = run[wrote:], offset + wrote
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """The elements on the CPU in row-major order; the memory itself where it is that."""
-    x = x.cpu()
-    if x.is_contiguous():
-        return x
-    dense = min((d for d in range(x.ndim) if x.shape[d] > 1), key=x.stride, default=0)
-    if dense == x.ndim - 1 or x.shape[-1] == 1:
-        return x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
-    for into, rows in matrices(out, x, dense):  # dense along their first dim; torch turns contiguous ones in blocks
-        into.copy_(rows.t().contiguous().t())
-    return out

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import TypeVar
 
-from fmegatron.checkpoint.files.format import MARKER
-from fmegatron.checkpoint.files.safetensors_files import ENDING
-from fmegatron.checkpoint.files.snapshot import Foreign, Snapshot
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint import Foreign, open_store
 from fmegatron.files.look import is_file, is_there
 from fmegatron.interop.dcp_directory import METADATA
-from fmegatron.interop.dcp_source import RUN, dcp_snapshot
+from fmegatron.interop.dcp_source import RUN, open_source
+from fmegatron.interop.safetensors_files import ENDING
 from fmegatron.interop.safetensors_headers import INDEXES, WEIGHTS
-from fmegatron.interop.safetensors_source import safetensors_snapshot
+from fmegatron.interop.safetensors_source import SafetensorsSource
+
+T = TypeVar("T")
 
 
-def source(path: str | os.PathLike | Store | Snapshot | Foreign) -> str | os.PathLike | Store | Snapshot | Foreign:
+def source(path: T) -> T | Foreign:
     """What `checkpoint.restore`, `explain`, `describe`, `layouts`, `open_snapshot` and `checkpoint.start` take.
 
     path: of a directory or file; a URL, a Store and what is opened already come back as they are, and so does a path
@@ -34,11 +35,11 @@ def source(path: str | os.PathLike | Store | Snapshot | Foreign) -> str | os.Pat
         return path
     root = os.path.abspath(path)
     if root.endswith(ENDING) and is_file(root):
-        return Foreign(root, partial(safetensors_snapshot, root))
-    if is_there(os.path.join(root, MARKER)):
+        return Foreign(root, partial(SafetensorsSource, root))
+    if open_store(root).is_complete():
         return path
     if is_there(os.path.join(root, METADATA)) or is_there(os.path.join(root, RUN)):
-        return Foreign(root, partial(dcp_snapshot, root))
+        return Foreign(root, partial(open_source, root))
     if any(is_there(os.path.join(root, name)) for name in (*INDEXES, *WEIGHTS)):
-        return Foreign(root, partial(safetensors_snapshot, root))
+        return Foreign(root, partial(SafetensorsSource, root))
     return path

@@ -14,30 +14,20 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint.calls.ranks import Ranks, together
-from fmegatron.checkpoint.dicts.described import stored_values
+from fmegatron.checkpoint import Foreign, Rule, Source, open_store
+from fmegatron.checkpoint.calls.ranks import together
+from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.checkpoint.dicts.flat import flatten
-from fmegatron.checkpoint.dicts.values import VALUES, with_state
-from fmegatron.checkpoint.files.format import Leaf, digest_text, dtype_of
-from fmegatron.checkpoint.files.manifest import layout_from_json, to_json_text
-from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot
-from fmegatron.checkpoint.files.storage import Store
-from fmegatron.checkpoint.files.targets import Target
-from fmegatron.checkpoint.reading.agreed import on_one_save
-from fmegatron.checkpoint.reading.fetch import read_all
-from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
-from fmegatron.checkpoint.reading.read import destinations
-from fmegatron.checkpoint.reading.request import Request, match
-from fmegatron.checkpoint.reading.strict import Difference, complaints, strictness, warn
+from fmegatron.checkpoint.reading import filling
 from fmegatron.collectives import World, connect
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put
@@ -102,7 +92,7 @@ def to_state_dict(
 
 
 def save_state_dict(
-    path: str | os.PathLike | Store,
+    path: str | os.PathLike,
     state_dict: dict[str, Any],
     world: World | None = None,
     metadata: dict[str, Any] | None = None,
@@ -129,15 +119,15 @@ def save_state_dict(
         def prepare():
             state, _ = opened(state_dict)
             tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
-            return tree, layouts, with_state(metadata, values, flatten(state).containers)
+            return tree, layouts, values_of.with_state(metadata, values, flatten(state).containers)
 
         tree, layouts, words = together(ranks, f"saving the state dict to {open_store(path).text}", prepare)
-        _check_same(ranks, words[VALUES])
+        _check_same(ranks, words[values_of.VALUES])
         checkpoint.save(path, tree, layouts, ranks, words, step=step)
 
 
 def load_state_dict(
-    path: Saved,
+    path: str | os.PathLike | Source | Foreign,
     state_dict: dict[str, Any],
     world: World | None = None,
     *,
@@ -170,96 +160,38 @@ def load_state_dict(
         CheckpointError: damage; some tensors may have been filled already.
         RuntimeError: the ranks go on seeing different saves; the same holds.
     """
-    mode, name = strictness(strict), path.text if isinstance(path, Snapshot | Foreign) else open_store(path).text
+    name = path.text if isinstance(path, Source | Foreign) else open_store(path).text
     state, pairs = opened(state_dict)
     flat_items(state)  # what contains itself is an error
-    unmade, filled = Unmade(state, pairs), set()
+    unmade = Unmade(state, pairs)
 
-    def work(snapshot: Snapshot) -> Filled:
-        known = stored_values(snapshot.manifest.metadata, name)
+    def ask(offer: filling.Offer) -> filling.Asked:
         unmade.undo()
-        _make(unmade, snapshot, known, rules, ranks)
-        items = flat_items(state)
-        tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
-        request = match(name, snapshot.manifest, layouts, mode, rules=rules, cast=cast, has_initial=True)
-        missing = tuple(p for p in known if p not in values)
-        unexpected = tuple(p for p in values if p not in known)
-        if problems := complaints(Difference(missing, unexpected), mode):
-            raise ValueError(
-                f"{name}: got other values than the state dict, wanted the same:\n" + "\n".join(problems[:10])
-            )
-        fills = set(request.paths) - set(request.difference.unexpected)
-        if lost := filled - fills:
-            raise RuntimeError(f"{name}: was saved again, without {min(lost)}, which has been filled; load all anew")
-        filled.update(fills)
-        _fill([tree[p] for p in request.paths], request, snapshot, verify)
-        found = request.difference
-        difference = Difference(found.missing + missing, found.unexpected + unexpected)
-        return Filled(difference, {items[p][0]: known[p] for p in values if p in known})
+        # The state of optimizers that have not made it themselves, as what is stored has it.
+        unmade.make(offer.arrays | dict.fromkeys(offer.values), offer.is_sharded, ranks.size)
+        return filling.Asked(*from_state_dict(state, _device_mesh(state) or world))
 
     with _world(world) as ranks:
         try:
-            _, done = on_one_save(ranks, f"loading the state dict from {name}", path, work)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            options = {"strict": strict, "rules": rules, "cast": cast, "verify": verify, "stacklevel": 3}
+            done = filling.fill(path, name, ask, ranks, rank, **options)
         except BaseException:
             unmade.undo()
             raise
-        for keys, value in done.values.items():
-            put(state, keys, value)
+        keys = {p: keys for p, (keys, _) in flat_items(state).items()}
+        for p, value in done.values.items():
+            put(state, keys[p], value)
         give_back(state, state_dict)
         for value, inner in pairs:
             value.load_state_dict(inner)
-        if ranks.rank == 0:
-            warn(done.difference, mode, name, from_initial=True)
     return done.difference.missing, done.difference.unexpected
 
 
-class Filled(NamedTuple):
-    """What a load has found: which paths only one side has, and the values, by their keys, that are to be put."""
-
-    difference: Difference
-    values: dict[tuple, Any]
-
-
-def _make(unmade: Unmade, snapshot: Snapshot, known: dict[str, Any], rules: Sequence[Rule], ranks: Ranks) -> None:
-    """The state of optimizers that have not made it themselves, as what is stored has it, by the names that it gets."""
-    leaves = snapshot.manifest.leaves
-    views = apply_rules(rules, {path: leaf.shape for path, leaf in leaves.items()}) if rules else None
-    sources = {path: path for path in leaves} if views is None else {
-        path: min(view.sources) for path, view in views.items() if view.sources
-    }  # fmt: skip
-    shapes = {path: leaves[path].shape if views is None else views[path].shape for path in sources}
-    stored = {path: (shapes[path], dtype_of(leaves[source].dtype)) for path, source in sources.items()}
-
-    def are_sharded(path: str) -> bool:
-        return bool(layout_from_json(leaves[sources[path]], snapshot.manifest.meshes).sharded)
-
-    unmade.make(stored | dict.fromkeys(known), are_sharded, ranks.size)
-
-
-def _fill(tensors: list[torch.Tensor], request: Request, snapshot: Snapshot, verify: bool) -> None:
-    """Read what is asked for into these tensors, in the order of the request."""
-    plain = [_is_direct(x) for x in tensors]
-    # What a rule leaves as it is must be in the staged copy, too.
-    into = [x if direct else x.cpu().contiguous() for x, direct in zip(tensors, plain, strict=True)]
-    _, wants = destinations(request, dist.get_rank() if dist.is_initialized() else 0, into, into=into)
-    by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
-    for want in wants:
-        by_leaf.setdefault(want.leaf.path, (want.leaf, []))[1].append(want.target)
-    read_all(snapshot, by_leaf.values(), verify)
-    for x, host, direct in zip(tensors, into, plain, strict=True):
-        if not direct:
-            x.copy_(host)
-
-
-def _is_direct(x: torch.Tensor) -> bool:
-    """Whether bytes can be read straight into its memory."""
-    return x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-
-
-def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:
+def _check_same(ranks: World, values: dict[str, Any]) -> None:
     """Raise ValueError, on all ranks, when their values differ; one number per rank is exchanged."""
-    text = to_json_text(values)
-    row = torch.tensor([int(digest_text(text.encode()), 16) - (1 << 63)])
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+    row = torch.tensor([xxhash.xxh3_64_intdigest(text.encode()) - (1 << 63)])
     digests = ranks.gather_rows(row)[:, 0].tolist()
     if other := next((r for r, d in enumerate(digests) if d != digests[0]), None):
         here, there = (json.loads(ranks.broadcast_text(text, source)) for source in (0, other))
@@ -277,7 +209,7 @@ def _device_mesh(state_dict: dict[str, Any]) -> DeviceMesh | None:
 
 
 @contextlib.contextmanager
-def _world(world: World | None) -> Iterator[Ranks]:
+def _world(world: World | None) -> Iterator[World]:
     if world is not None:
         yield world
     elif not dist.is_initialized() or dist.get_world_size() == 1:

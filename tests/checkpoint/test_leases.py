@@ -111,7 +111,7 @@ def test_a_plain_restore_of_a_step_holds_it(tmp_path, monkeypatch, url):
 def test_tools_hold_what_they_read(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, keep=None)
     seen = []
-    for name in ("verify", "show", "diff", "export"):
+    for name in ("verify", "show", "diff", "export_safetensors"):
         real = getattr(command_line, name)
 
         def spy(*args, real=real, name=name, **kwargs):
@@ -122,7 +122,8 @@ def test_tools_hold_what_they_read(tmp_path, monkeypatch):
     one, two = (str(tmp_path / f"step_0000000{step}") for step in (1, 2))
     for argv in (["verify", one], ["show", two], ["diff", one, two], ["export", one, str(tmp_path / "out")]):
         assert tool(argv, io.StringIO(), io.StringIO()) in (0, 1)
-    held = {"verify": [True, False], "show": [False, True], "diff": [True, True], "export": [True, False]}
+    held = {"verify": [True, False], "show": [False, True], "diff": [True, True]}
+    held["export_safetensors"] = [True, False]
     assert dict(seen) == held
     assert [Steps(tmp_path).why_held(step) for step in (1, 2)] == [None, None]
 

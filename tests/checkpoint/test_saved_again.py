@@ -13,9 +13,11 @@ import torch
 from fmegatron import checkpoint, interop
 from fmegatron.checkpoint import CheckpointError, LocalReplicas, Manager, open_store
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.files import commit, snapshot
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files import saved as one_save
 from fmegatron.checkpoint.reading import agreed, fetch
-from fmegatron.checkpoint.tools import export, listing, open_source, show, verify
+from fmegatron.checkpoint.tools import listing, open_source, show, verify
+from fmegatron.interop import export_safetensors
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, small_sizes
 
@@ -135,7 +137,7 @@ def test_one_that_is_saved_again_and_again_is_an_error_that_says_so(place, monke
     tries = when(monkeypatch, "before", lambda: save(place, next(saves)), times=10**9)
     with pytest.raises(RuntimeError, match="was saved again, or deleted, while it was read"):
         checkpoint.restore(place, ONE)
-    assert next(tries) == snapshot._TRIES
+    assert next(tries) == one_save._TRIES
     manager = Manager(place.above())
     with pytest.raises(RuntimeError, match="was saved again"):
         manager.restore_latest(ONE)
@@ -254,7 +256,7 @@ def test_the_commands_begin_anew(tmp_path, monkeypatch, command):
         "ls": ["ls", a],
     }[command]
     out, err, done = io.StringIO(), io.StringIO(), []
-    real = snapshot.read_manifest
+    real = one_save.read_manifest
 
     def then_saved_again(storage):
         found = real(storage)
@@ -263,7 +265,7 @@ def test_the_commands_begin_anew(tmp_path, monkeypatch, command):
             save(a, 2)
         return found
 
-    monkeypatch.setattr(snapshot, "read_manifest", then_saved_again)
+    monkeypatch.setattr(one_save, "read_manifest", then_saved_again)
     assert main(argv, out, err) == 0, (out.getvalue(), err.getvalue())
     assert done
     if command == "export":
@@ -333,5 +335,5 @@ def test_an_export_of_one_save(tmp_path, monkeypatch):
     source = open_source(tmp_path / "a")
     save(tmp_path / "a", 2)
     with pytest.raises(RuntimeError, match="was saved again") as caught:
-        export(source, tmp_path / "out.safetensors")
+        export_safetensors(source, tmp_path / "out.safetensors")
     assert not isinstance(caught.value, CheckpointError) and not (tmp_path / "out.safetensors").exists()

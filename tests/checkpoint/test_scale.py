@@ -9,9 +9,10 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint.files.format import Piece
 from fmegatron.checkpoint.files.manifest import manifest_to_json
-from fmegatron.checkpoint.files.parse import parse_json, parse_manifest
+from fmegatron.checkpoint.files.parse import parse_manifest
 from fmegatron.checkpoint.writing.part import Part, grid_array, merge, one_chunk, plan_digest
 from fmegatron.checkpoint.writing.plan import chunks_to_write, plan
+from fmegatron.files.strict_json import parse_json
 from fmegatron.layout import Layout, Mesh, Split
 from tests.work import counted
 

@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 
-from fmegatron import tree
+from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.tools import diff, open_source
 from fmegatron.checkpoint.tools.diff import Comparison
-from fmegatron.checkpoint.tools.source import Source
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import save_all, small_sizes
 from tests.checkpoint.test_reshard import DTYPES, any_bits
@@ -34,16 +33,16 @@ def save(path, state, mesh=None, spec=(), **options):
 
 
 class Counting:
-    """A Source's read, counted in bytes."""
+    """What Snapshots fill, counted in bytes."""
 
     def __init__(self, monkeypatch):
-        self.nbytes, read = 0, Source.read
+        self.nbytes, fill = 0, checkpoint.Snapshot.fill
 
-        def counted(source, wanted, dtypes=None):
-            self.nbytes += sum(block.nbytes for block in wanted)
-            return read(source, wanted, dtypes)
+        def counted(source, wanted, verify=True):
+            self.nbytes += sum(target.view.nbytes for targets in wanted.values() for target in targets)
+            return fill(source, wanted, verify)
 
-        monkeypatch.setattr(Source, "read", counted)
+        monkeypatch.setattr(checkpoint.Snapshot, "fill", counted)
 
 
 @pytest.mark.long

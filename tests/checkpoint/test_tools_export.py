@@ -11,8 +11,9 @@ from safetensors import safe_open
 
 from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.files.safetensors_files import DTYPES as OF_FILES
-from fmegatron.checkpoint.tools import export, open_source
+from fmegatron.checkpoint.tools import open_source
+from fmegatron.interop import export_safetensors
+from fmegatron.interop.safetensors_files import DTYPES as OF_FILES
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import save_all, small_sizes
 from tests.checkpoint.test_reshard import DTYPES, any_bits, layouts_on, state_for
@@ -51,7 +52,7 @@ def every_dtype(tmp_path, without=()):
 def test_safetensors_in_shards(saved, tmp_path):
     """As Hugging Face lays them out: shards and an index; read back by the safetensors package."""
     path, state = saved
-    export(open_source(path), tmp_path / "out", shard=4000, most=100)
+    export_safetensors(open_source(path), tmp_path / "out", shard=4000, most=100)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(state)
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
@@ -75,7 +76,7 @@ def test_safetensors_dtypes(tmp_path):
     """Each reads as it was in the safetensors package, and in our reader."""
     source, state = every_dtype(tmp_path, LACKING)
     (tmp_path / "folder").mkdir()
-    export(source, tmp_path / "folder/model.safetensors")
+    export_safetensors(source, tmp_path / "folder/model.safetensors")
     found = checkpoint.restore(interop.source(tmp_path / "folder"))
     assert {x.dtype for x in found.values()} == set(OF_FILES.values())
     for name, x in state.items():
@@ -132,15 +133,14 @@ def test_bounded_memory(tmp_path, monkeypatch):
     x = torch.randn(3000, 100)
     checkpoint.save(tmp_path / "a", {"x": x}, {"x": Layout((3000, 100), torch.float32, Mesh())})
     source, held = open_source(tmp_path / "a"), []
-    fetch = type(source).fetch
+    fill = type(source).fill
 
-    def counted(source, wanted):
-        wanted = list(wanted)
-        held.append(sum(target.view.nbytes for _, targets in wanted for target in targets))
-        return fetch(source, wanted)
+    def counted(source, wanted, verify=True):
+        held.append(sum(target.view.nbytes for targets in wanted.values() for target in targets))
+        return fill(source, wanted, verify)
 
-    monkeypatch.setattr(type(source), "fetch", counted)
-    export(source, tmp_path / "x.safetensors", most=40_000)
+    monkeypatch.setattr(type(source), "fill", counted)
+    export_safetensors(source, tmp_path / "x.safetensors", most=40_000)
     assert max(held) <= 40_000 and sum(held) == x.nbytes
     with safe_open(tmp_path / "x.safetensors", "pt") as f:
         assert torch.equal(f.get_tensor("x"), x)
@@ -160,7 +160,7 @@ def test_a_cast_that_torch_does_not_have_is_refused(tmp_path):
         ValueError,
         match="w: got cast=float4_e2m1fn_x2, wanted a dtype that torch casts float32 to; choose other leaves",
     ):
-        export(open_source(tmp_path / "a"), tmp_path / "out/x.safetensors", cast=torch.float4_e2m1fn_x2)
+        export_safetensors(open_source(tmp_path / "a"), tmp_path / "out/x.safetensors", cast=torch.float4_e2m1fn_x2)
     assert os.listdir(tmp_path) == ["a"]
 
 

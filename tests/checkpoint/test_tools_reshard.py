@@ -102,16 +102,15 @@ def test_bounded_memory_and_bytes_read(tmp_path, monkeypatch):
     state = state_for(layouts)
     held, read = [], [0]
 
-    def counted(source, wanted):
-        wanted = list(wanted)
-        held.append(sum(t.view.nbytes for _, targets in wanted for t in targets))
-        return fetch(source, wanted)
+    def counted(source, wanted, verify=True):
+        held.append(sum(t.view.nbytes for targets in wanted.values() for t in targets))
+        return fill(source, wanted, verify)
 
     with small_sizes(chunk=4096, band=512):
         assert save_all(tmp_path / "a", state, layouts) == [None] * 2
         source = open_source(tmp_path / "a")
-        opened, fetch = source.storage.__class__.open, source.__class__.fetch
-        monkeypatch.setattr(source.__class__, "fetch", counted)
+        opened, fill = source.storage.__class__.open, source.__class__.fill
+        monkeypatch.setattr(source.__class__, "fill", counted)
 
         def counting(self, name, size, ranges=()):
             read[0] += sum(hi - lo for lo, hi in ranges)

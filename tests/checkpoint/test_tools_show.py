@@ -85,7 +85,7 @@ def test_streams_are_the_leaves(tmp_path, mesh, most):
     with small_sizes():
         assert save_all(tmp_path / "a", state, layouts) == [None] * mesh.size
         source, parts, ends = open_source(tmp_path / "a"), {}, []
-        for block, x in stream(source, source.leaves(), most):
+        for block, x in stream(source, list(source.leaves.values()), most):
             assert x.nbytes <= most and tuple(x.shape) == block.shape
             before = parts.setdefault(block.leaf.path, [])
             assert block.first == sum(p.numel() for p in before)

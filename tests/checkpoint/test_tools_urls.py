@@ -12,7 +12,6 @@ from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.tools import (
     collect,
     diff,
-    export,
     listing,
     open_source,
     plan_of,
@@ -21,6 +20,7 @@ from fmegatron.checkpoint.tools import (
     target_layouts,
     verify,
 )
+from fmegatron.interop import export_safetensors
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, save_all, small_sizes
 from tests.checkpoint.s3_server import s3_endpoint, s3_store
@@ -56,7 +56,7 @@ def test_all_functions(run, tmp_path):
         assert verify(place).damages == (), verify(place)
     found = diff(a, b, ignore=frozenset(["metadata"]))
     assert {x.path for x in found.leaves} == {p for p in tree.paths(state()) if p != "step"} | {"step"}
-    export(a, tmp_path / "x.safetensors")
+    export_safetensors(a, tmp_path / "x.safetensors")
     got = safetensors.torch.load_file(tmp_path / "x.safetensors")
     assert_same_bits({p: got[p] for p in tree.paths(state())}, state(1))
     wanted = target_layouts(a, [Mesh(tp=4, fsdp=1)])

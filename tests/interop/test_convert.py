@@ -51,15 +51,14 @@ def test_some_chunks_at_a_time(tmp_path, monkeypatch, group):
         {"o": {"t": whole((9, 9), torch.int64)}},
     )
     monkeypatch.setattr(convert, "_GROUP_BYTES", group)
-    monkeypatch.setattr(convert, "CHUNK_BYTES", 64)
-    held, memory = [], convert._memory
+    monkeypatch.setattr(convert, "_SHARD_BYTES", 4 * 64)
+    held, fill = [], convert._Converted.fill
 
-    def watched(*arguments):
-        x, places = memory(*arguments)
-        held.append(x.nbytes)
-        return x, places
+    def watched(source, wanted, verify=True):
+        held.append(sum(target.view.nbytes for targets in wanted.values() for target in targets))
+        return fill(source, wanted, verify)
 
-    monkeypatch.setattr(convert, "_memory", watched)
+    monkeypatch.setattr(convert._Converted, "fill", watched)
     with small_sizes():
         assert interop.dcp_to_fmegatron(tmp_path / "dcp", tmp_path / "ours") == []
         got = checkpoint.restore(tmp_path / "ours", checkpoint.layouts(tmp_path / "ours"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def described(
     return tensors, {p: layout_of(x, p) for p, x in tensors.items()}, with_state(metadata, flat.values, flat.containers)
 
 
-def stored_values(metadata: dict[str, Any], root: str) -> dict[str, Any]:
+def stored_values(metadata: Mapping[str, Any], root: str) -> dict[str, Any]:
     """The values in a checkpoint's metadata, by path. Raises CheckpointError for what is not ours."""
     values = metadata.get(VALUES, {})
     try:
@@ -48,7 +49,7 @@ def stored_values(metadata: dict[str, Any], root: str) -> dict[str, Any]:
         raise CheckpointError(f"{root}: the values of the state dict cannot be read ({error})") from None
 
 
-def stored_containers(metadata: dict[str, Any]) -> dict[str, Any]:
+def stored_containers(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The containers in a checkpoint's metadata, by path; none for a state that was saved with layouts."""
     found = metadata.get(CONTAINERS)
     return found if isinstance(found, dict) and isinstance(metadata.get(VALUES), dict) else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ import torch
 VALUES, CONTAINERS = "state_dict", "containers"  # keys in the checkpoint's metadata: by path, values and containers
 
 
-def own_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+def own_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata that the user passed: without values and containers, where a save has put them there."""
     if not isinstance(metadata.get(VALUES), dict) or not isinstance(metadata.get(CONTAINERS), dict):
-        return metadata
+        return dict(metadata)
     return {key: value for key, value in metadata.items() if key not in (VALUES, CONTAINERS)}
 
 

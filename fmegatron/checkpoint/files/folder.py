@@ -24,7 +24,7 @@ from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, ali
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
-from fmegatron.files.look import files_below, identity, is_directory, look, names_in, open_safely, tree_stamp
+from fmegatron.files.look import files_below, identity, is_directory, look, names_in, open_safely, read_part, tree_stamp
 
 _FSYNCS = 8  # a disk takes many at a time
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
@@ -76,17 +76,7 @@ class Folder:
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         """Bytes of a file."""
-
-        def read() -> bytes:
-            with os.fdopen(self._open(name), "rb") as f:
-                found = os.fstat(f.fileno())
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError(errno.EINVAL, "is no regular file")
-                left = max(0, found.st_size - start)  # a size out of a damaged file takes no memory
-                f.seek(start)
-                return f.read(left if size is None else max(0, min(left, size)))
-
-        return look(read)
+        return read_part(lambda: self._open(name), start, size)
 
     @contextmanager
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]] = ()) -> Iterator[_FileReader]:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import xxhash
 
+from fmegatron.checkpoint.files import version1
 from fmegatron.layout import Box
 
 FORMAT, VERSION = "fmegatron.checkpoint", 3
-READABLE = (1, 3)  # versions of markers and manifests
+READABLE = (version1.VERSION, VERSION)  # versions of markers and manifests
 MARKER_VERSION = 2  # of a pointer in an object store: a marker that is not of files beside it
 MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "zarr.json"
 LOCK = ".__lock"  # the end of the name that tensorstore gives a file while it writes it
@@ -28,12 +29,11 @@ _SMALL_BAND_BYTES = 64 << 10  # bands of rows are not made smaller than this on 
 ALIGN_BYTES = 64  # of a leaf inside a packed array
 
 # Types that zarr.json names, spelled as torch spells them; others are unsigned integers of their width, with the name
-# as an attribute: few zarr3 readers know a float8. Version 1 named those that tensorstore knows.
+# as an attribute: few zarr3 readers know a float8.
 _ZARR_TYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64"
     " complex128".split()
 )
-_ZARR_TYPES_1 = _ZARR_TYPES.union("float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split())
 _RAW = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})
 
 
@@ -100,11 +100,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of the state: in an array of its own in global shape (`array`), or in pieces."""
+    """A leaf of any source. dtype: torch's name of it, also where this torch does not have it."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+
+    @staticmethod
+    def of(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Leaf:
+        """A leaf of a dtype of this torch."""
+        return Leaf(path, shape, dtype_text(dtype))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype. Raises CheckpointError for one that this torch does not have."""
+        return dtype_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredLeaf(Leaf):
+    """One leaf of a checkpoint of ours: in an array of its own in global shape (`array`), or in pieces."""
+
     layout: dict[str, Any]  # spec and flat, and the index of the mesh; see manifest.py
     array: str | None = None
     pieces: tuple[Piece, ...] = ()
@@ -122,7 +143,7 @@ class Manifest:
     step: int | None
     metadata: dict[str, Any]
     meshes: tuple[dict[str, Any], ...]
-    leaves: dict[str, Leaf]
+    leaves: dict[str, StoredLeaf]
     arrays: dict[str, Array]
     digest_count: int
     digest: str = ""
@@ -225,8 +246,10 @@ def band_shape(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 def zarr_metadata(array: Array) -> dict[str, Any]:
     """The zarr3 metadata of an array, as its zarr.json holds it."""
-    known = array.dtype in (_ZARR_TYPES if array.version > 1 else _ZARR_TYPES_1)
-    name = array.dtype if known else f"uint{8 * array.itemsize}"
+    known = array.dtype in _ZARR_TYPES
+    name, attributes = (array.dtype, {}) if known else (f"uint{8 * array.itemsize}", {"dtype": array.dtype})
+    if array.version == version1.VERSION:
+        name, attributes = version1.zarr_type(array.dtype, name)
     fill = False if name == "bool" else [0.0, 0.0] if "complex" in name else 0.0 if "float" in name else 0
     return {
         "zarr_format": 3,
@@ -237,7 +260,7 @@ def zarr_metadata(array: Array) -> dict[str, Any]:
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        "attributes": {} if known or array.version == 1 else {"dtype": array.dtype},
+        "attributes": attributes,
     }
 
 

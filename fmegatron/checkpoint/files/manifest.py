@@ -14,20 +14,18 @@ from fmegatron.checkpoint.files.format import (
     READABLE,
     VERSION,
     CheckpointError,
-    Leaf,
     Manifest,
+    StoredLeaf,
     digest_text,
 )
 from fmegatron.checkpoint.files.parse import (
-    MOST_BYTES,
-    check_memory,
-    parse_json,
     parse_layout,
     parse_manifest,
     parse_mesh,
 )
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.files.look import check_damage, is_directory, is_file
+from fmegatron.files.strict_json import MOST_BYTES, check_memory, parse_json
 from fmegatron.layout import Layout, Mesh
 
 # ---- JSON out
@@ -179,7 +177,7 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
     return marker
 
 
-def layout_from_json(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
+def layout_from_json(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
     """The layout that a leaf had when it was written. Raises CheckpointError."""
     try:
         return parse_layout(leaf, meshes)

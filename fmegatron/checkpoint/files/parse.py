@@ -8,16 +8,12 @@ time and memory in proportion to the file's length.
 
 from __future__ import annotations
 
-import gc
 import itertools
-import json
 import math
 import random
 import re
 import reprlib
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -26,14 +22,14 @@ from fmegatron.checkpoint.files.format import (
     BAND_BYTES,
     READABLE,
     Array,
-    Leaf,
     Manifest,
     Piece,
+    StoredLeaf,
     dtype_of,
 )
+from fmegatron.files.strict_json import no_collection
 from fmegatron.layout import Box, Layout, Mesh, dtype_name
 
-MOST_BYTES = 256 << 20  # of a manifest: room for a million leaves
 _MOST_DIMS = 64  # torch's own bound
 _MOST_SMALL_BANDS = 1 << 16  # of an array whose bands are below _SMALL_BAND_BYTES
 _SMALL_BAND_BYTES = 4 << 10
@@ -45,60 +41,9 @@ _PRIME = (1 << 61) - 1
 _MOST_PARTS = 1 << 16  # interleaved parts of a dim
 _PART = r"(?!zarr\.json(?:/|$))[A-Za-z0-9_%\-][A-Za-z0-9_.%\-]*"
 _NAME = re.compile(f"(?:{_PART})(?:/{_PART})+")
-# What CPython needs for a list or dict and for a value in one, about; how much a file may need, and per byte of it.
-# (`[[],[],` needs 40 bytes for each of its own; a real manifest 8 to 12.)
-_CONTAINER_BYTES, _VALUE_BYTES, _MOST_FOR_ANY_FILE, _MOST_PER_BYTE = 64, 24, 128 << 20, 20
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN or infinity. Raises ValueError, before it takes much memory."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) != len(pairs):
-            raise ValueError("a key stands twice")
-        return value
-
-    def refuse(text: str) -> float:
-        raise ValueError(f"{text[:40]} is no JSON number")
-
-    def finite(text: str) -> float:
-        return value if math.isfinite(value := float(text)) else refuse(text)
-
-    check_memory(data)
-    try:
-        with _no_collection():
-            # Decoded here: json.loads would guess other encodings than UTF-8.
-            value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if type(value) is not dict:
-        raise ValueError(f"got a {type(value).__name__}, wanted an object")
-    return value
-
-
-def check_memory(data: bytes) -> None:
-    """Raise ValueError for JSON that takes more memory than a manifest may."""
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes, more than {MOST_BYTES}")
-    need = (data.count(b"[") + data.count(b"{")) * _CONTAINER_BYTES + data.count(b",") * _VALUE_BYTES
-    if need > max(_MOST_FOR_ANY_FILE, _MOST_PER_BYTE * len(data)):
-        raise ValueError(f"{len(data)} bytes that need {need} bytes of memory")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the search for cycles: what is made here has none, and looking takes longer than all the rest."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@_no_collection()
+@no_collection()
 def parse_manifest(value: dict[str, Any]) -> Manifest:
     """The manifest of parsed JSON, every type and size checked. Raises ValueError naming the leaf or array."""
     name, arrays, leaves, used = "manifest", {}, {}, {}  # used: bytes of each array that leaves have, and padding
@@ -130,7 +75,7 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
     return Manifest(step, metadata, tuple(meshes), leaves, arrays, count, finite=finite, version=version)
 
 
-def parse_layout(leaf: Leaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
+def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
     """The layout that a leaf had when it was written. Raises ValueError."""
     number, spec = _child(leaf.layout, "mesh", int), _child(leaf.layout, "spec", list)
     if not 0 <= number < len(meshes):
@@ -199,7 +144,7 @@ def _parse_array(name: str, row: Any, count: int, version: int) -> Array:
     return array
 
 
-def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, tuple[int, int]]) -> Leaf:
+def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, tuple[int, int]]) -> StoredLeaf:
     """A leaf. `used`: bytes of each array that are a leaf's, and most bytes of padding between them; grows."""
     shape, dtype, layout = _ints(_child(row, "shape", list)), _child(row, "dtype", str), _child(row, "layout", dict)
     width = _known(dtype)
@@ -210,7 +155,7 @@ def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, t
         if array.name in used:
             raise ValueError(f"{array.name} is another leaf's array")
         used[array.name] = math.prod(shape) * width, 0
-        return Leaf(path, shape, dtype, layout, array.name)
+        return StoredLeaf(path, shape, dtype, layout, array.name)
     pieces, everything = [], []
     for piece in _child(row, "pieces", list):
         array, offset = arrays.get(_child(piece, "array", str)), _child(piece, "offset", int)
@@ -222,7 +167,7 @@ def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, t
         everything += boxes
         pieces.append(Piece(array.name, offset, boxes))
     _check_cover(everything, shape)
-    return Leaf(path, shape, dtype, layout, None, tuple(pieces))
+    return StoredLeaf(path, shape, dtype, layout, None, tuple(pieces))
 
 
 def _parse_boxes(rows: list, shape: tuple[int, ...], size: int, width: int) -> tuple[Box, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.files.format import raw
+from fmegatron.checkpoint.files.format import bits, raw, raw_dtype
 from fmegatron.layout import Box
 
 
@@ -21,6 +21,11 @@ class Target:
     box: Box
     view: torch.Tensor
     stored: torch.dtype
+
+    @property
+    def bits(self) -> np.dtype:
+        """The numpy type of raw bits that `put` takes: integers of the width of the stored dtype."""
+        return raw_dtype(self.stored.itemsize)
 
     def put(self, start: Sequence[int], data: np.ndarray, spare: torch.Tensor | None = None) -> None:
         """Copy `data` (raw bits of the stored dtype), which begins at the global index `start`, to its place.
@@ -69,3 +74,21 @@ def matrices(a: torch.Tensor, b: torch.Tensor, dim: int) -> Iterator[tuple[torch
         for d, i in sorted(zip(others, index, strict=True), reverse=True):
             x, y = x.select(d, i), y.select(d, i)
         yield x, y
+
+
+def bytes_of(x: torch.Tensor) -> np.ndarray:
+    """The elements as bytes in row-major order, uint8 [nbytes], on the CPU; the memory itself where it is that."""
+    return raw(_dense(bits(x)).reshape(-1)).view(np.uint8)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    x = x.cpu()
+    if x.is_contiguous():
+        return x
+    dense = min((d for d in range(x.ndim) if x.shape[d] > 1), key=x.stride, default=0)
+    if dense == x.ndim - 1 or x.shape[-1] == 1:
+        return x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for into, rows in matrices(out, x, dense):  # dense along their first dim; torch turns contiguous ones in blocks
+        into.copy_(rows.t().contiguous().t())
+    return out

@@ -10,7 +10,7 @@ import torch
 from fmegatron.checkpoint.background.staging import Portion, portions
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.format import CheckpointError, bits, digest
-from fmegatron.checkpoint.files.snapshot import SavedAgain
+from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.local.shard import Shard
 from fmegatron.checkpoint.reading.fetch import Fetch
@@ -158,9 +158,9 @@ def _read(shard: Shard, places: Sequence[Place] | Iterator[Place], told: list[st
         for p, box, memory in places:
             if memory.numel():
                 wanted.setdefault(p.path, []).append(Target(p.path, box, memory, p.layout.dtype))
-        with Fetch(shard.snapshot, True) as fetch:
+        with Fetch(shard.save, True) as fetch:
             for path, targets in wanted.items():
-                fetch.add(shard.snapshot.manifest.leaves[path], targets)
+                fetch.add(shard.save.manifest.leaves[path], targets)
         return True
     except (CheckpointError, SavedAgain) as error:
         told.append(str(error))

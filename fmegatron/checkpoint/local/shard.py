@@ -21,7 +21,7 @@ import numpy as np
 from fmegatron.checkpoint.files.format import CHUNK_BYTES, CheckpointError, Manifest, digest, dtype_of
 from fmegatron.checkpoint.files.leases import STEP, step_name
 from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, to_json_text
-from fmegatron.checkpoint.files.snapshot import Snapshot, snapshot_of
+from fmegatron.checkpoint.files.saved import Save, save_at
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan, split_chunk
 from fmegatron.layout import Layout, Mesh
@@ -115,34 +115,34 @@ def with_ids(manifest: Manifest, ids: Sequence[int]) -> Manifest:
 class Shard:
     """A shard that is stored. Its manifest is checked; elements are verified when they are read. set: its id."""
 
-    snapshot: Snapshot
+    save: Save
     set: int
 
     @property
     def text(self) -> str:
         """Its directory, for messages."""
-        return self.snapshot.text
+        return self.save.storage.text
 
     @property
     def key(self) -> Key:
         """(step, set, rank)."""
-        step = self.snapshot.manifest.step
+        step = self.save.manifest.step
         assert step is not None, "`open_shard` has checked it"
         return step, self.set, self.about["rank"]
 
     @property
     def about(self) -> dict[str, Any]:
         """Run, rank, world and global layouts."""
-        return self.snapshot.manifest.metadata["replica"]
+        return self.save.manifest.metadata["replica"]
 
     @property
     def metadata(self) -> dict[str, Any]:
         """The user's."""
-        return self.snapshot.manifest.metadata["metadata"]
+        return self.save.manifest.metadata["metadata"]
 
     def fits(self, rows: dict[str, Any], paths: Sequence[str], layouts: Sequence[Layout], world: int) -> bool:
         """Whether this is the shard of its rank under these layouts. rows: `layout_rows` of them."""
-        rank, leaves = self.about["rank"], self.snapshot.manifest.leaves
+        rank, leaves = self.about["rank"], self.save.manifest.leaves
         if self.about["world"] != world or any(self.about[key] != rows[key] for key in rows):
             return False
         stored = {path: (leaf.shape, dtype_of(leaf.dtype)) for path, leaf in leaves.items()}
@@ -151,8 +151,8 @@ class Shard:
 
 def open_shard(store: Store) -> Shard:
     """The shard at a place; all but the elements is checked. Raises CheckpointError."""
-    snapshot = snapshot_of(store)
-    manifest, at = snapshot.manifest, snapshot.text
+    save = save_at(store)
+    manifest, at = save.manifest, save.storage.text
     about, user = manifest.metadata.get("replica"), manifest.metadata.get("metadata")
     if not isinstance(about, dict) or not isinstance(user, dict):
         raise CheckpointError(f"{at}: got a checkpoint of another kind, wanted a shard of local replicas")
@@ -172,4 +172,4 @@ def open_shard(store: Store) -> Shard:
         raise CheckpointError(f"{at}: its manifest cannot be that of a save ({str(error)[:200]})") from None
     if own != ids[rank]:
         raise CheckpointError(f"{at}: its metadata or its digests were altered after the save")
-    return Shard(snapshot, set_id(ids))
+    return Shard(save, set_id(ids))

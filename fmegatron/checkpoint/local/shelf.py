@@ -17,7 +17,7 @@ from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.leases import Watch, alive, saving_note
-from fmegatron.checkpoint.files.snapshot import SavedAgain
+from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.local.shard import Key, Shard, draft_name, open_shard, parse_name, shard_name
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.files.look import is_directory, is_link, names_in

@@ -26,7 +26,7 @@ from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, tog
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.snapshot import SavedAgain
+from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.line import Choice, Line, newest_first, newest_good

@@ -6,9 +6,9 @@ from typing import Any
 
 from fmegatron import tree
 from fmegatron.checkpoint.dicts.values import own_metadata
-from fmegatron.checkpoint.files.snapshot import Saved
 from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.reading.read import restore_save
+from fmegatron.checkpoint.reading.snapshot import Saved
 
 
 def start(
@@ -32,5 +32,5 @@ def start(
     """
     if manager.latest() is not None:
         return manager.restore_latest(target, rank=rank, device=options.get("device"))
-    state, manifest = restore_save(source, target, world=manager.world, rank=rank, stacklevel=3, **options)
-    return 0, state, own_metadata(manifest.metadata)
+    state, found = restore_save(source, target, world=manager.world, rank=rank, stacklevel=3, **options)
+    return 0, state, own_metadata(found.metadata)

@@ -15,7 +15,7 @@ from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import SavedAgain, again, snapshot_of
+from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
@@ -109,7 +109,7 @@ class Steps:
         stamp = self._marker(step)
         if (known := self._facts.get(step)) is None or known[0] != stamp:
             try:
-                manifest = snapshot_of(self.place(step)).manifest
+                manifest = save_at(self.place(step)).manifest
                 metrics = manifest.metadata.get("metrics")
                 facts = Facts(None, manifest.finite, metrics if isinstance(metrics, dict) else {})
             except (CheckpointError, SavedAgain) as error:
@@ -124,12 +124,12 @@ class Steps:
         """
 
         def work() -> None:
-            saved = snapshot_of(self.place(step))
+            saved = save_at(self.place(step))
             try:
                 check_written(saved.storage, saved.manifest)
             except RuntimeError as error:
                 missing = CheckpointError(str(error))
-                saved.check(missing)  # no damage if another run has saved it again meanwhile
+                saved.check_there(missing)  # no damage if another run has saved it again meanwhile
                 raise missing from None
 
         self._facts.pop(step, None)

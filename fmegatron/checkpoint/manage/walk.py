@@ -17,17 +17,17 @@ import torch
 
 from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.calls.ranks import Ranks, together
-from fmegatron.checkpoint.dicts.describe import describe
 from fmegatron.checkpoint.dicts.values import own_metadata
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.snapshot import SavedAgain
+from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.line import Choice, in_order, newest_first, not_complete
 from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.report import state_bytes
 from fmegatron.checkpoint.manage.steps import Steps
+from fmegatron.checkpoint.reading.describe import describe
 from fmegatron.checkpoint.reading.read import rank_of, restore_save
 from fmegatron.checkpoint.reading.target import Wanted, target_of
 
@@ -191,7 +191,7 @@ class Search:
         bar = self.progress if ranks.rank == 0 else False
         try:
             with progress(f"restoring step {step}", size, read_from_now(), bar):
-                state, manifest = restore_save(
+                state, saved = restore_save(
                     place, self.target, world=self.world, rank=self.rank, stacklevel=6, **self.options
                 )
         except BaseException as e:  # a rank that is interrupted must report it to the others, too
@@ -202,7 +202,7 @@ class Search:
         gravest = max(k for k in range(_UNFIT + 1) if firsts[k] < ranks.size)
         if gravest == _GOOD:
             nbytes = size if self._wanted() is not None else state_bytes(self.target)
-            return Found(step, temporary, state, own_metadata(manifest.metadata), nbytes), None
+            return Found(step, temporary, state, own_metadata(saved.metadata), nbytes), None
         first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks, compared
-from fmegatron.checkpoint.files.format import Leaf, Manifest, digest_text
-from fmegatron.checkpoint.files.snapshot import Foreign, Saved, SavedAgain, Snapshot, on_snapshot, snapshot_of
+from fmegatron.checkpoint.files.format import digest_text
+from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.reading.snapshot import Saved, on_snapshot, snapshot_of
+from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.reading.strict import listed
 
 _TRIES = 4  # of reading, because the ranks had read different saves
@@ -29,10 +31,10 @@ def on_one_save(
     ranks: Ranks,
     what: str,
     path: Saved,
-    work: Callable[[Snapshot], Any],
+    work: Callable[[Source], Any],
     asked: Callable[[Any], int] = lambda result: 0,
     before: Callable[[], None] = lambda: None,
-) -> tuple[Snapshot, Any]:
+) -> tuple[Source, Any]:
     """(the save, `work(save)`) on every rank, of the same save on all of them. All ranks call this.
 
     asked: a number of at most 63 bits, of a rank's result, that must be the same on all ranks.  before: checks of the
@@ -41,12 +43,12 @@ def on_one_save(
     Raises on all ranks: what `work` raises on one; RuntimeError, naming the path and what differs, when the ranks go on
     seeing different saves; ValueError when `asked` differs.
     """
-    agreed: Snapshot | None = None
+    agreed: Source | None = None
     for _ in range(_TRIES):
 
-        def read(agreed: Snapshot | None = agreed) -> tuple[Snapshot, Any]:
+        def read(agreed: Source | None = agreed) -> tuple[Source, Any]:
             before()
-            return on_snapshot(path, lambda snapshot: (snapshot, work(snapshot)), first=agreed)
+            return on_snapshot(path, lambda source: (source, work(source)), first=agreed)
 
         found, (same, alike) = compared(ranks, what, read, lambda found: (found[0].digest, asked(found[1])), 2)
         if same and not alike:
@@ -58,7 +60,7 @@ def on_one_save(
             return found
         seen = found[0]
         del found  # given back before another save is read
-        if not isinstance(path, Snapshot):
+        if not isinstance(path, Source):
             seen, same = _look(ranks, what, path)
         if not same:
             raise RuntimeError(f"{what} failed: {_difference(ranks, seen)}")
@@ -66,7 +68,7 @@ def on_one_save(
     raise SavedAgain(f"{what} failed: it was saved again {_TRIES} times meanwhile; try when no other job saves there")
 
 
-def _look(ranks: Ranks, what: str, path: str | os.PathLike | Store | Foreign) -> tuple[Snapshot, bool]:
+def _look(ranks: Ranks, what: str, path: str | os.PathLike | Store | Foreign) -> tuple[Source, bool]:
     """Look, a bounded number of times, until all ranks see the same save: what this rank saw last, and whether."""
     for pause in _PAUSES_S:
         time.sleep(pause)
@@ -76,18 +78,18 @@ def _look(ranks: Ranks, what: str, path: str | os.PathLike | Store | Foreign) ->
     return seen, same
 
 
-def _difference(ranks: Ranks, seen: Snapshot) -> str:
+def _difference(ranks: Ranks, seen: Source) -> str:
     """Which ranks see what, in words that are the same on all ranks."""
     other = _other(ranks, seen.digest)
-    text = json.dumps({"path": seen.text, **_summary(seen.manifest)})
+    text = json.dumps({"path": seen.text, **_summary(seen)})
     a, b = (json.loads(ranks.broadcast_text(text, rank)) for rank in (0, other))
     found = [] if a["step"] == b["step"] else ["their steps"]
     for name in ("metadata", "leaves"):
         if names := [key for key in {**a[name], **b[name]} if a[name].get(key) != b[name].get(key)]:
             found.append(f"{name} {listed(names, 5)}")
     return (
-        f"{a['path']}: the ranks see different saves of it: rank 0 has step {a['step']} (manifest.json"
-        f" {a['digest']}), rank {other} step {b['step']} ({b['digest']}); {', '.join(found)} differ; another job saves"
+        f"{a['path']}: the ranks see different saves of it: rank 0 has step {a['step']} ({a['save']}), rank"
+        f" {other} step {b['step']} ({b['save']}); {', '.join(found)} differ; another job saves"
         " there, or the file system shows some nodes what was there before: restore again when that is over"
     )
 
@@ -98,20 +100,18 @@ def _other(ranks: Ranks, number: int) -> int:
     return next(rank for rank, n in enumerate(numbers) if n != numbers[0])
 
 
-def _summary(manifest: Manifest) -> dict[str, Any]:
+def _summary(source: Source) -> dict[str, Any]:
     """What a save holds, by digests."""
-    leaves = {path: _leaf_digest(leaf, manifest) for path, leaf in manifest.leaves.items()}
+    leaves = {path: _leaf_digest(source, path) for path in source.leaves}
     if len(leaves) > _MOST_COMPARED:
         leaves = {f"({len(leaves)} leaves)": _digest(leaves)}
-    metadata = {key: _digest(value) for key, value in manifest.metadata.items()}
-    return {"step": manifest.step, "digest": manifest.digest, "metadata": metadata, "leaves": leaves}
+    metadata = {key: _digest(value) for key, value in source.metadata.items()}
+    return {"step": source.step, "save": source.named, "metadata": metadata, "leaves": leaves}
 
 
-def _leaf_digest(leaf: Leaf, manifest: Manifest) -> str:
-    """Of a small leaf that is packed with others, it changes with them."""
-    names = [leaf.array] if leaf.array is not None else [piece.array for piece in leaf.pieces]
-    stored = [manifest.arrays[name].digest for name in names]
-    return _digest([leaf.shape, leaf.dtype, leaf.layout, stored])
+def _leaf_digest(source: Source, path: str) -> str:
+    leaf = source.leaves[path]
+    return _digest([leaf.shape, leaf.dtype, source.digest_of(path)])
 
 
 def _digest(value: Mapping[str, Any] | Any) -> str:

@@ -9,43 +9,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from fmegatron.checkpoint.files.format import BAND_BYTES, Array, Leaf, Manifest, dtype_of
+from fmegatron.checkpoint.files.format import Array, Manifest, StoredLeaf, dtype_of
+from fmegatron.checkpoint.reading.source import Grain
 from fmegatron.layout import Box
 
 
-class Band(NamedTuple):
-    """Band number `number` (row-major) of chunk `index` of an array.
-
-    Of a foreign source: `number` elements from `index` on, of the leaf `array`.
-    """
-
-    array: str
-    index: tuple[int, ...]
-    number: int
-
-
-def nbytes_of(manifest: Manifest, leaf: Leaf, band: Band) -> int:
-    """Bytes of a band of a leaf."""
-    if leaf.array is None and not leaf.pieces:
-        return band.number * dtype_of(leaf.dtype).itemsize
-    return band_nbytes(manifest.arrays[band.array], band)
-
-
-def band_nbytes(array: Array, band: Band) -> int:
-    """Bytes of a band; the last ones of a chunk may be smaller."""
-    size, number = array.itemsize, band.number
+def _band(array: Array, index: tuple[int, ...], number: int) -> Grain:
+    """Band number `number` (row-major) of chunk `index` of an array; the last ones of a chunk may be smaller."""
+    size, key = array.itemsize, (array.name, index, number)
     for count, b, c in reversed(list(zip(array.bands, array.band, array.chunk, strict=True))):
         number, i = divmod(number, count)
         size *= min(b, c - i * b)
-    return size
+    return Grain(key, array.name, array.chunk_file(index), size)
 
 
-def cells(manifest: Manifest, leaf: Leaf, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
+def cells(manifest: Manifest, leaf: StoredLeaf, box: Box) -> Iterator[tuple[tuple[Grain, ...], Box]]:
     """The box cut along the bands of the files, as (bands to read for it, piece of the box), in the order of the files.
 
-    Of a foreign source, whose files have none, it is cut into blocks of rows of about as many bytes.
     box: of the leaf; it need not be in any tensor. Where the leaf has an array of its own there is one band for each
     piece. Of stored ranges, whose rows do not begin where bands begin, the last row of a piece may need the next band.
     """
@@ -53,15 +34,13 @@ def cells(manifest: Manifest, leaf: Leaf, box: Box) -> Iterator[tuple[tuple[Band
         yield from _chunk_cells(manifest.arrays[leaf.array], box)
         return
     width = dtype_of(leaf.dtype).itemsize
-    if not leaf.pieces and 0 not in leaf.shape:
-        yield from _foreign_cells(leaf, box, width)
     for piece in leaf.pieces:
         array = manifest.arrays[piece.array]
         for stored in piece.boxes:
             if (part := stored.intersect(box.start, box.stop)) is not None:
                 for first, stop, cell in _range_cells(part, piece.offset, width, array.band[0] * array.itemsize):
                     place = Box(cell.start, cell.shape, *_place(box, cell))
-                    yield tuple(Band(array.name, (0,), n) for n in range(first, stop)), place
+                    yield tuple(_band(array, (0,), n) for n in range(first, stop)), place
 
 
 def _place(box: Box, cell: Box) -> tuple[int, tuple[int, ...]]:
@@ -70,7 +49,7 @@ def _place(box: Box, cell: Box) -> tuple[int, tuple[int, ...]]:
     return box.offset + sum((a - b) * s for a, b, s in at), box.strides
 
 
-def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
+def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Grain, ...], Box]]:
     chunks = (range(x // c, -(-y // c)) for x, y, c in zip(box.start, box.stop, a.chunk, strict=True))
     for index in itertools.product(*chunks):
         origin = [i * c for i, c in zip(index, a.chunk, strict=True)]
@@ -87,23 +66,7 @@ def _chunk_cells(a: Array, box: Box) -> Iterator[tuple[tuple[Band, ...], Box]]:
             number = 0
             for i, count in zip(at, a.bands, strict=True):
                 number = number * count + i
-            yield (Band(a.name, index, number),), cell
-
-
-def _foreign_cells(leaf: Leaf, box: Box, width: int) -> Iterator[tuple[tuple[Band, ...], Box]]:
-    """A box of a leaf of a foreign source, cut along its first dims; each piece as a band of its own."""
-    dim = next((d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) * width <= BAND_BYTES), 0)
-    step = max(1, BAND_BYTES // max(1, math.prod(box.shape[dim + 1 :]) * width)) if box.shape else 1
-    outer = [range(a, a + n) for a, n in zip(box.start[:dim], box.shape[:dim], strict=True)]
-    inner = range(box.start[dim], box.stop[dim], step) if box.shape else range(1)
-    for *at, first in itertools.product(*outer, inner):
-        if not box.shape:
-            yield (Band(leaf.path, (), 0),), box
-            return
-        rest = box.start[dim + 1 :], box.stop[dim + 1 :]
-        cell = box.intersect((*at, first, *rest[0]), (*(a + 1 for a in at), min(first + step, box.stop[dim]), *rest[1]))
-        assert cell is not None, "rows of the box"
-        yield (Band(leaf.path, cell.start, cell.size),), cell
+            yield (_band(a, index, number),), cell
 
 
 def _range_cells(part: Box, base: int, width: int, band: int) -> Iterator[tuple[int, int, Box]]:

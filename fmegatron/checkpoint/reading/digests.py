@@ -8,19 +8,19 @@ import numpy as np
 
 from fmegatron.checkpoint.files.format import DIGESTS, Array, CheckpointError, digest_text
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER
-from fmegatron.checkpoint.files.snapshot import Snapshot
+from fmegatron.checkpoint.files.saved import Save
 from fmegatron.files.look import check_damage
 
 _MOST_BYTES = 1 << 20  # of digests that are read whatever they are the digests of
 
 
-def stored_digests(snapshot: Snapshot, array: Array, leaf: str) -> np.ndarray:
+def stored_digests(save: Save, array: Array, leaf: str) -> np.ndarray:
     """The digests of an array, uint64 [chunks, bands]. leaf: whose elements they are of, for messages.
 
     The file must have the size that all arrays need, and many digests must have chunk files, so no number in the
     manifest takes more memory than there are files. Raises CheckpointError.
     """
-    storage, at = snapshot.storage, snapshot.storage.at(DIGESTS)
+    storage, at = save.storage, save.storage.at(DIGESTS)
     start, stop, done = 8 * array.first_digest, 8 * (array.first_digest + array.digest_count), 0
     for index in ((0,) * len(array.grid), tuple(n - 1 for n in array.grid)) if stop - start > _MOST_BYTES else ():
         file = array.chunk_file(index)
@@ -32,7 +32,7 @@ def stored_digests(snapshot: Snapshot, array: Array, leaf: str) -> np.ndarray:
                 f"{leaf}: {storage.at(file)} cannot be read ({error.strerror}); {RESTORE_ANOTHER}"
             ) from None
     try:
-        with storage.open(DIGESTS, 8 * snapshot.manifest.digest_count, [(start, stop)]) as reader:
+        with storage.open(DIGESTS, 8 * save.manifest.digest_count, [(start, stop)]) as reader:
             data = np.empty(stop - start, np.uint8)
             while done < data.nbytes and (got := reader.read_into(data[done:], start + done)):
                 done += got

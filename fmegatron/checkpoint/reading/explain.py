@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fmegatron import tree
-from fmegatron.checkpoint.files.snapshot import Saved, snapshot_of
-from fmegatron.checkpoint.reading.bands import Band, band_nbytes, cells
 from fmegatron.checkpoint.reading.mapping import Rule
 from fmegatron.checkpoint.reading.once import deal
 from fmegatron.checkpoint.reading.read import destinations
 from fmegatron.checkpoint.reading.request import match
+from fmegatron.checkpoint.reading.snapshot import Saved, snapshot_of
 from fmegatron.checkpoint.reading.strict import strictness
 
 
@@ -43,25 +42,16 @@ def explain(
 
     Raises what `restore` raises when the target does not fit.
     """
-    snapshot = snapshot_of(path)
-    manifest = snapshot.manifest
-    has = {"cast": cast, "has_initial": True}
-    request = match(snapshot.text, manifest, target_layouts, strictness(strict), rules=rules, prefix=prefix, **has)
+    source, has = snapshot_of(path), {"cast": cast, "has_initial": True}
+    request = match(source, target_layouts, strictness(strict), rules=rules, prefix=prefix, **has)
     _, wants = destinations(request, rank, device="meta")
-    mine = [(want.leaf, want.target) for want in wants] if read == "own" else deal(manifest, wants, rank)[0]
-    seen: set[Band] = set()
+    mine = [(want.leaf, want.target) for want in wants] if read == "own" else deal(source, wants, rank)[0]
+    seen: set[tuple] = set()
     reads: dict[tuple[str, str, str], int] = {}
     for leaf, target in mine:
-        if snapshot.reader is not None:
-            for file, nbytes in snapshot.reader.reads(leaf.path, target.box):
-                key = (target.path, leaf.path, file)
-                reads[key] = reads.get(key, 0) + nbytes
-            continue
-        for bands, _ in cells(manifest, leaf, target.box):
-            for band in bands:
-                if band not in seen:
-                    seen.add(band)
-                    array = manifest.arrays[band.array]
-                    key = (target.path, array.name, array.chunk_file(band.index))
-                    reads[key] = reads.get(key, 0) + band_nbytes(array, band)
+        for grain in source.reads(leaf.path, target.box):
+            if grain.key not in seen:
+                seen.add(grain.key)
+                key = (target.path, grain.array, grain.file)
+                reads[key] = reads.get(key, 0) + grain.nbytes
     return [Read(*key, nbytes) for key, nbytes in reads.items()]

@@ -10,7 +10,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -21,13 +21,13 @@ from fmegatron.checkpoint.files.format import (
     ZARR,
     Array,
     CheckpointError,
-    Leaf,
+    StoredLeaf,
     digest,
     raw_dtype,
     zarr_json,
 )
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json
-from fmegatron.checkpoint.files.snapshot import Snapshot
+from fmegatron.checkpoint.files.saved import Save
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.digests import stored_digests
@@ -45,15 +45,15 @@ class Fetch:
     CheckpointError naming leaf and file, SavedAgain when the checkpoint was saved again meanwhile.
     """
 
-    def __init__(self, snapshot: Snapshot, verify: bool):
-        self.snapshot, self.storage, self.manifest = snapshot, snapshot.storage, snapshot.manifest
+    def __init__(self, save: Save, verify: bool):
+        self.save, self.storage, self.manifest = save, save.storage, save.manifest
         self.verify = verify
         self._ranges: dict[str, list[_Range]] = {}
         self._jobs: queue.SimpleQueue[Callable[[np.ndarray], None] | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self.storage.readers)]
 
-    def add(self, leaf: Leaf, targets: Sequence[Target]) -> None:
+    def add(self, leaf: StoredLeaf, targets: Sequence[Target]) -> None:
         """Want these boxes of a leaf; each leaf is added once."""
         if leaf.array is not None:
             array, chunks = self._array(leaf.array, leaf.path), {}
@@ -61,7 +61,7 @@ class Fetch:
                 cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
                 for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
                     chunks.setdefault(index, []).append(target)
-            digests = stored_digests(self.snapshot, array, leaf.path) if self.verify and chunks else None
+            digests = stored_digests(self.save, array, leaf.path) if self.verify and chunks else None
             for index, wanted in chunks.items():
                 for job in _File(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
                     self._jobs.put(job)
@@ -84,7 +84,7 @@ class Fetch:
                 for name, ranges in self._ranges.items():
                     leaf = ranges[0].target.path
                     array = self._array(name, leaf)
-                    digests = stored_digests(self.snapshot, array, leaf) if self.verify else None
+                    digests = stored_digests(self.save, array, leaf) if self.verify else None
                     for job in _File(self.storage, array, (0,), digests, leaf).range_jobs(ranges):
                         self._jobs.put(job)
         except BaseException as late:
@@ -97,9 +97,9 @@ class Fetch:
             thread.join()
         found = found or next(iter(self._errors), None)
         if isinstance(found, CheckpointError):
-            self.snapshot.check(found)
+            self.save.check_there(found)
         elif found is None and not self.verify:
-            self.snapshot.check_unchanged()
+            self.save.check_unchanged()
         if found is not None and found is not error:
             raise found
 
@@ -133,16 +133,6 @@ class Fetch:
             raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
         if data != wanted and load_json(data, what) != json.loads(wanted):
             raise CheckpointError(f"{what}: does not describe the array that was saved; {RESTORE_ANOTHER}")
-
-
-def read_all(snapshot: Snapshot, wanted: Iterable[tuple[Leaf, Sequence[Target]]], verify: bool) -> None:
-    """Fill targets, leaf by leaf; each leaf stands once. Raises as `Fetch`, or as the reader of a foreign source."""
-    if snapshot.reader is not None:
-        snapshot.reader.fill({leaf.path: targets for leaf, targets in wanted}, verify)
-        return
-    with Fetch(snapshot, verify) as fetch:
-        for leaf, targets in wanted:
-            fetch.add(leaf, targets)
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ contiguous in the tensor travel from there and to there, others through a stagin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.checkpoint.files.format import Leaf, Manifest, bits
+from fmegatron.checkpoint.files.format import Leaf, bits
 from fmegatron.checkpoint.files.targets import Target
-from fmegatron.checkpoint.reading.bands import Band, cells, nbytes_of
 from fmegatron.checkpoint.reading.rounds import in_rounds
+from fmegatron.checkpoint.reading.source import Grain, Source
 from fmegatron.collectives import held_interrupt
 from fmegatron.layout import Box, Layout
 
@@ -103,7 +103,7 @@ def exchange_all(exchanges: Sequence[Exchange], world: Ranks) -> bool:
     return well
 
 
-def deal(manifest: Manifest, wants: Sequence[Want], rank: int) -> tuple[list[tuple[Leaf, Target]], list[Exchange]]:
+def deal(source: Source, wants: Sequence[Want], rank: int) -> tuple[list[tuple[Leaf, Target]], list[Exchange]]:
     """What this rank reads of what it wants, and what it exchanges afterwards.
 
     A want whose layout has no replicas is read by this rank alone; when all are like that there is no exchange.
@@ -119,45 +119,45 @@ def deal(manifest: Manifest, wants: Sequence[Want], rank: int) -> tuple[list[tup
             groups.setdefault(ranks, []).append(want)
     exchanges = []
     for members in sorted(groups):
-        shares = share(manifest, groups[members], len(members))
+        shares = share(source, groups[members], len(members))
         mine += shares[members.index(rank)]
         pieces = [[target.view for _, target in part] for part in shares]
         exchanges.append(Exchange(members, pieces, torch.ones(len(members), dtype=torch.uint8)))
     return mine, exchanges
 
 
-def share(manifest: Manifest, wants: Sequence[Want], count: int) -> list[list[tuple[Leaf, Target]]]:
-    """The wants of a group, cut along bands and assigned to its `count` members; no band goes to two of them."""
-    pieces = [(bands[0], want, cell) for want in wants for bands, cell in cells(manifest, want.leaf, want.target.box)]
-    reader = _readers({band: nbytes_of(manifest, want.leaf, band) for band, want, _ in pieces}, count)
+def share(source: Source, wants: Sequence[Want], count: int) -> list[list[tuple[Leaf, Target]]]:
+    """The wants of a group, cut along what is read at once and assigned to its `count` members, none of it to two."""
+    cut = ((want, source.cells(want.leaf.path, want.target.box)) for want in wants)
+    pieces = [(grains[0], want, cell) for want, cells in cut for grains, cell in cells]
+    reader = _readers(list(dict.fromkeys(grain for grain, _, _ in pieces)), count)
     shares: list[list[tuple[Leaf, Target]]] = [[] for _ in range(count)]
-    last: list[tuple[Want, tuple, Box] | None] = [None] * count
-    for band, want, cell in pieces:
+    last: list[tuple[Want, str, Box] | None] = [None] * count
+    for grain, want, cell in pieces:
         most = _ROUND_BYTES // count // want.layout.dtype.itemsize
-        member = reader[band]
-        if (before := last[member]) and before[0] is want and before[1] == band[:2]:
+        member = reader[grain]
+        if (before := last[member]) and before[0] is want and before[1] == grain.file:
             if (grown := _grown(before[2], cell, most)) is not None:
-                last[member] = (want, band[:2], grown)
+                last[member] = (want, grain.file, grown)
                 continue
         if before:
             shares[member].append(_piece(before[0], before[2]))
-        last[member] = (want, band[:2], cell)
+        last[member] = (want, grain.file, cell)
     for member, before in enumerate(last):
         if before:
             shares[member].append(_piece(before[0], before[2]))
     return shares
 
 
-def _readers(nbytes: Mapping[Band, int], count: int) -> dict[Band, int]:
-    """Which member reads a band: runs of equal bytes of all bands, in the order of the files. nbytes: of each."""
+def _readers(grains: Sequence[Grain], count: int) -> dict[Grain, int]:
+    """Which member reads a grain: runs of equal bytes of all of them, in the order of the files."""
     # Arrays in the order in which they are wanted, which is the same on all members.
-    arrays = {name: i for i, name in enumerate(dict.fromkeys(band.array for band in nbytes))}
-    order = sorted(nbytes, key=lambda band: (arrays[band.array], band.index, band.number))
-    sizes = [nbytes[band] for band in order]
-    total, at, readers = sum(sizes), 0, {}
-    for band, size in zip(order, sizes, strict=True):
-        readers[band] = (2 * at + size) * count // (2 * total)
-        at += size
+    arrays = {name: i for i, name in enumerate(dict.fromkeys(grain.array for grain in grains))}
+    order = sorted(grains, key=lambda grain: (arrays[grain.array], grain.key))
+    total, at, readers = sum(grain.nbytes for grain in order), 0, {}
+    for grain in order:
+        readers[grain] = (2 * at + grain.nbytes) * count // (2 * total)
+        at += grain.nbytes
     return readers
 
 

@@ -10,7 +10,7 @@ against 0.65), and a file that gets shorter while it is read is an error instead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -23,20 +23,19 @@ from fmegatron.checkpoint.calls.arguments import check_device, flat_layouts, ran
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.dicts.arrays import as_tensor
 from fmegatron.checkpoint.dicts.flat import Array, flatten
-from fmegatron.checkpoint.files.format import Leaf, Manifest, bits, digest, dtype_of
+from fmegatron.checkpoint.files.format import bits, digest
 from fmegatron.checkpoint.files.open_store import holding, open_store
-from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.agreed import on_one_save
-from fmegatron.checkpoint.reading.fetch import read_all
 from fmegatron.checkpoint.reading.mapping import Rule
 from fmegatron.checkpoint.reading.once import Exchange, Want, deal, exchange_all
 from fmegatron.checkpoint.reading.pages import fresh
 from fmegatron.checkpoint.reading.request import Request, match, subtree
+from fmegatron.checkpoint.reading.snapshot import Saved
+from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, strictness, unflatten_some, warn
 from fmegatron.checkpoint.reading.target import Wanted, target_of, values_of
 from fmegatron.checkpoint.reading.view import Fill, regions
-from fmegatron.layout import Box
 from fmegatron.tree.labels import labelled
 
 
@@ -65,7 +64,7 @@ def restore(
     they read again; if that does not help they raise RuntimeError, which names the path and what differs.
 
     Args:
-        path: of a directory, a URL, a Store, or a Snapshot (`open_snapshot`); of a checkpoint of another system what
+        path: of a directory, a URL, a Store, or a Source (`open_snapshot`); of a checkpoint of another system what
             `fmegatron.interop.source` makes of its path.
         target: tree of Layouts (or ArraySpecs), on any mesh; or, on one process, a state: tensors (meta tensors, too)
             and numpy arrays give shapes, dtypes and devices, plain values are replaced by those stored.
@@ -111,8 +110,8 @@ def restore_save(
     device: str | torch.device | None = None,
     stacklevel: int = 2,
     **options: Any,
-) -> tuple[Any, Manifest]:
-    """`restore`, and the manifest of the one save that it read on all ranks; options: rules, prefix, initial, ..."""
+) -> tuple[Any, Source]:
+    """`restore`, and the one save that it read on all ranks; options: rules, prefix, initial, ..."""
     ranks, what = ranks_of(world), f"restoring the checkpoint {getattr(path, 'text', path)}"
     once, wanted = read == "once" and ranks.size > 1, None
 
@@ -128,28 +127,28 @@ def restore_save(
         if read == "once" and ranks.size == 1 and any(layout.mesh.size > 1 for layout in flat_layouts(target)[1]):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
 
-    def work(snapshot: Snapshot) -> tuple[Started, Any]:
+    def work(source: Source) -> tuple[Started, Any]:
         if wanted is not None:
-            return read_wanted(snapshot, wanted, ranks, device, strict, **options)
+            return read_wanted(source, wanted, ranks, device, strict, **options)
         me = rank_of(target, ranks, rank)
-        started = start_reading(snapshot, target, me, strict, once=once, **options)
+        started = start_reading(source, target, me, strict, once=once, **options)
         return started, None if once else finish_reading(started, ranks, device)
 
     # Rank 0 keeps retention away from the files until all ranks have read.
     with _protected(path) if ranks.rank == 0 else nullcontext():
-        snapshot, (started, state) = on_one_save(ranks, what, path, work, lambda found: found[0].key, check)
+        source, (started, state) = on_one_save(ranks, what, path, work, lambda found: found[0].key, check)
         if once:  # all has been agreed upon before ranks wait for bytes of each other
             state = together(ranks, what, lambda: finish_reading(started, ranks, device))
     if ranks.rank == 0:
         with_initial = options.get("initial") is not None
         warn(started.request.difference, started.mode, started.where, with_initial, stacklevel=stacklevel)
-    return state, snapshot.manifest
+    return state, source
 
 
 def _protected(path: Saved) -> ExitStack:
-    """`holding` of the checkpoint; nothing where that fails: what is wrong is reported by all ranks together, later."""
+    """The checkpoint pinned; nothing where that fails: what is wrong is reported by all ranks together, later."""
     stack = ExitStack()
-    if not isinstance(path, Snapshot | Foreign):  # whoever has opened it holds it
+    if not isinstance(path, Source | Foreign):  # whoever has opened it holds it
         with suppress(Exception):
             stack.enter_context(holding(open_store(path)))
     return stack
@@ -171,7 +170,7 @@ class Started:
 
 
 def start_reading(
-    snapshot: Snapshot,
+    source: Source,
     target_layouts: Any,
     rank: int,
     strict: str = "error",
@@ -188,24 +187,21 @@ def start_reading(
 
     into: by path, memory of leaves in the place of new memory, contiguous on the CPU.
     """
-    mode, manifest = strictness(strict), snapshot.manifest
-    has = {"cast": cast, "has_initial": initial is not None}
-    request = match(snapshot.text, manifest, target_layouts, mode, rules=rules, prefix=prefix, **has)
+    mode, has = strictness(strict), {"cast": cast, "has_initial": initial is not None}
+    request = match(source, target_layouts, mode, rules=rules, prefix=prefix, **has)
     current = _current(initial, target_layouts, rank)
     memory = [into.get(path) for path in request.paths]
-    if snapshot.reader is not None:  # before anything is allocated for elements that may not be there
-        regions_of: dict[str, list[Box]] = {}
-        for want in destinations(request, rank, device="meta")[1]:
-            regions_of.setdefault(want.leaf.path, []).append(want.target.box)
-        snapshot.reader.check(regions_of)
+    # Before anything is allocated for elements that may not be there; a source that does not ask makes no work.
+    source.require((want.leaf.path, want.target.box) for want in _wants(request, rank))
     tensors, wants = destinations(request, rank, current, into=memory)
-    mine, exchanges = deal(manifest, wants, rank) if once else ([(want.leaf, want.target) for want in wants], [])
-    by_leaf: dict[str, tuple[Leaf, list[Target]]] = {}
+    mine, exchanges = deal(source, wants, rank) if once else ([(want.leaf, want.target) for want in wants], [])
+    by_leaf: dict[str, list[Target]] = {}
     for leaf, target in mine:
-        by_leaf.setdefault(leaf.path, (leaf, []))[1].append(target)
+        by_leaf.setdefault(leaf.path, []).append(target)
     # Leaves with files of their own first: they are read while this thread goes through the many small ones.
-    read_all(snapshot, sorted(by_leaf.values(), key=lambda item: item[0].array is None), verify)
-    return Started(snapshot.text, mode, request, tensors, exchanges, _key(request) if once else 0)
+    first = sorted(by_leaf, key=lambda path: not source.grid(path))
+    source.fill({path: by_leaf[path] for path in first}, verify)
+    return Started(source.text, mode, request, tensors, exchanges, _key(request) if once else 0)
 
 
 def finish_reading(started: Started, world: Ranks, device: str | torch.device | None) -> Any:
@@ -234,7 +230,7 @@ def returned(started: Started, state: Any) -> Any:
 
 
 def read_wanted(
-    snapshot: Snapshot,
+    source: Source,
     wanted: Wanted,
     world: Ranks,
     device: str | torch.device | None,
@@ -246,18 +242,18 @@ def read_wanted(
     **options: Any,
 ) -> tuple[Started, Any]:
     """A restore for a target that is no tree of layouts, on one process."""
-    mode, where = strictness(strict), snapshot.text
+    mode, where = strictness(strict), source.text
     rules = (rules,) if isinstance(rules, Rule) else rules
-    layouts = wanted.asked(snapshot, rules, prefix)
-    values, containers = values_of(snapshot, prefix)
-    stored = subtree(snapshot.manifest, prefix)
+    layouts = wanted.asked(source, rules, prefix)
+    values, containers = values_of(source, prefix)
+    stored = subtree(source.leaves, prefix)
     difference = wanted.compare(values, stored, mode, where)
     first = flatten(initial).leaves if initial is not None else {}
     current = (
         None if initial is None else {p: as_tensor(first[p], p) for p in layouts if isinstance(first.get(p), Array)}
     )
     started = start_reading(
-        snapshot,
+        source,
         layouts,
         0,
         strict,
@@ -333,10 +329,15 @@ def destinations(
                         place.copy_(piece.view(current[i].contiguous()))
                 else:
                     leaf = request.leaves[part.source]
-                    source = part.source_box(piece.start, piece.shape)
-                    target = Target(path, source, part.as_source(place), dtype_of(leaf.dtype))
+                    box = part.source_box(piece.start, piece.shape)
+                    target = Target(path, box, part.as_source(place), leaf.torch_dtype)
                     wants.append(Want(layout, leaf, target))
     return tensors, wants
+
+
+def _wants(request: Request, rank: int) -> Iterator[Want]:
+    """What is to be read; nothing is allocated."""
+    yield from destinations(request, rank, device="meta")[1]
 
 
 def _key(request: Request) -> int:

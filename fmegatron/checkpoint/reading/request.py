@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import flat_layouts
-from fmegatron.checkpoint.files.format import Leaf, Manifest, dtype_of, dtype_text
+from fmegatron.checkpoint.files.format import Leaf, dtype_of, dtype_text
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules, is_fresh
+from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, can_be_left_out, complaints, near
 from fmegatron.checkpoint.reading.view import Fill, View, check_parts, filled, fitted
 from fmegatron.layout import Layout
@@ -38,19 +39,19 @@ class Request:
         return [i for i, view in enumerate(self.views) if view is None]
 
 
-def subtree(manifest: Manifest, prefix: str) -> dict[str, Leaf]:
+def subtree(leaves: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
     """The stored leaves below a path, by the rest of their paths (all for ""). Raises ValueError when there is none."""
     if not isinstance(prefix, str):
         raise ValueError(f"prefix: got {prefix!r:.60}, wanted the path of a stored subtree, e.g. 'params', or ''")
     prefix = prefix.strip("/")
     if not prefix:
-        return manifest.leaves
-    if prefix in manifest.leaves:
-        return {"": manifest.leaves[prefix]}
+        return dict(leaves)
+    if prefix in leaves:
+        return {"": leaves[prefix]}
     start = prefix + "/"
-    found = {name.removeprefix(start): leaf for name, leaf in manifest.leaves.items() if name.startswith(start)}
+    found = {name.removeprefix(start): leaf for name, leaf in leaves.items() if name.startswith(start)}
     if not found:
-        above = {"/".join(name.split("/")[: start.count("/")]) for name in manifest.leaves}
+        above = {"/".join(name.split("/")[: start.count("/")]) for name in leaves}
         hint = tree.did_you_mean(prefix, sorted(above))
         raise ValueError(f"prefix: got {prefix!r}, wanted the path of stored leaves{hint}; name a stored subtree")
     return found
@@ -63,8 +64,7 @@ def _listed(rules: Any) -> Sequence[Rule]:
 
 
 def match(
-    where: str,
-    manifest: Manifest,
+    source: Source,
     target_layouts: Any,
     mode: Strictness,
     *,
@@ -73,10 +73,10 @@ def match(
     cast: bool = False,
     has_initial: bool = False,
 ) -> Request:
-    """The request that fits, or one ValueError that lists what does not. `where` names the checkpoint in it."""
+    """The request that fits, or one ValueError that lists what does not."""
     rules = _listed(rules)
     paths, layouts, spec = flat_layouts(target_layouts)
-    leaves = subtree(manifest, prefix)
+    leaves = subtree(source.leaves, prefix)
     views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})
     asked, fresh = set(paths), {path for path in paths if is_fresh(rules, path)}
     difference = Difference(
@@ -104,7 +104,9 @@ def match(
     if problems:
         more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         lines = "\n".join(f"  {p}" for p in problems[:10])
-        raise ValueError(f"{where}: got leaves that do not fit the target layouts, wanted all to fit:\n{lines}{more}")
+        raise ValueError(
+            f"{source.text}: got leaves that do not fit the target layouts, wanted all to fit:\n{lines}{more}"
+        )
     return Request(paths, layouts, spec, leaves, found, difference)
 
 

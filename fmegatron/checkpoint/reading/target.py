@@ -16,11 +16,11 @@ from fmegatron.checkpoint.dicts.arrays import as_numpy, as_tensor, layout_of
 from fmegatron.checkpoint.dicts.described import stored_containers, stored_values
 from fmegatron.checkpoint.dicts.flat import ARRAY, SCALAR, Absent, Flat, flatten, nested, rebuilt
 from fmegatron.checkpoint.dicts.values import to_json
-from fmegatron.checkpoint.files.format import CheckpointError, dtype_of
+from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER
-from fmegatron.checkpoint.files.snapshot import Snapshot
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
 from fmegatron.checkpoint.reading.request import subtree
+from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, complaints
 from fmegatron.layout import Layout, Mesh
 
@@ -46,14 +46,14 @@ class Wanted:
         """The layouts of the arrays of `like`."""
         return {path: layout_of(x, path) for path, x in self.flat.arrays.items()}
 
-    def asked(self, snapshot: Snapshot, rules: Sequence[Rule], prefix: str) -> dict[str, Layout]:
+    def asked(self, source: Source, rules: Sequence[Rule], prefix: str) -> dict[str, Layout]:
         """The layouts of the arrays that are wanted of a save."""
         if self.like is not None:
             return self.layouts
-        leaves = subtree(snapshot.manifest, prefix) if snapshot.manifest.leaves else {}
+        leaves = subtree(source.leaves, prefix) if source.leaves else {}
         views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})
         return {
-            path: Layout(view.shape, dtype_of(leaves[min(view.sources)].dtype), Mesh())
+            path: Layout(view.shape, leaves[min(view.sources)].torch_dtype, Mesh())
             for path, view in views.items()
             if view.sources
         }
@@ -157,10 +157,10 @@ def target_of(target: Any, into: Any, ranks: Ranks, rank: int | None) -> Wanted 
     return found
 
 
-def values_of(snapshot: Snapshot, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def values_of(source: Source, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(plain values, containers) that are stored below a path, by the rest of their paths."""
-    metadata = snapshot.manifest.metadata
-    found = stored_values(metadata, snapshot.text), stored_containers(metadata)
+    metadata = source.metadata
+    found = stored_values(metadata, source.text), stored_containers(metadata)
     start = prefix.strip("/")
     if not start:
         return found

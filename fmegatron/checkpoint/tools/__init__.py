@@ -1,7 +1,6 @@
 """The functions behind `python -m fmegatron.checkpoint`: each returns values, for notebooks and for the commands."""
 
 from fmegatron.checkpoint.tools.diff import diff
-from fmegatron.checkpoint.tools.export import export
 from fmegatron.checkpoint.tools.gc import collect
 from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.checkpoint.tools.reshard import plan_of, reshard, target_layouts
@@ -12,7 +11,6 @@ from fmegatron.checkpoint.tools.verify import verify
 __all__ = [
     "collect",
     "diff",
-    "export",
     "listing",
     "open_source",
     "plan_of",

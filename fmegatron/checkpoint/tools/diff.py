@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from fmegatron.checkpoint.files.format import CheckpointError, Leaf, raw
-from fmegatron.checkpoint.files.manifest import layout_from_json
-from fmegatron.checkpoint.tools.source import PORTION_BYTES, Block, Shape, Source, batches, cut
+from fmegatron.checkpoint.reading.source import Source
+from fmegatron.checkpoint.tools.source import PORTION_BYTES, Block, Shape, batches, cut, leaves_of, read
 from fmegatron.layout import row_major_strides
 
 _BLOCK = 1 << 20  # elements that are compared in float64 at a time
@@ -119,17 +119,17 @@ def diff(
         skipped += _compare_chunks(a, b, left[path], right[path], chunks, compared[path], most)
     _compare_full(a, b, [(left[path], right[path]) for path in full], compared, most)
     found = [_finished(row, compared.get(path), left.get(path)) for path, row in rows.items()]
-    metadata = {} if "metadata" in ignore else _metadata(a.manifest.metadata, b.manifest.metadata)
+    metadata = {} if "metadata" in ignore else _metadata(dict(a.metadata), dict(b.metadata))
     both = sum(path in right for path in left)
-    steps = a.manifest.step, b.manifest.step
+    steps = a.step, b.step
     return Difference(a.text, b.text, steps, metadata, tuple(filter(None, found)), both, skipped)
 
 
 def _leaves(source: Source, pattern: str | None, other: Source) -> list[Leaf]:
     try:
-        return source.leaves(pattern)
+        return leaves_of(source, pattern)
     except ValueError:
-        other.leaves(pattern)  # a pattern that matches on one side only is a difference, not a wrong use
+        leaves_of(other, pattern)  # a pattern that matches on one side only is a difference, not a wrong use
         return []
 
 
@@ -137,7 +137,7 @@ def _layouts(a: Source, x: Leaf, b: Source, y: Leaf) -> tuple[str, str] | None:
     texts = []
     for source, leaf in ((a, x), (b, y)):
         try:
-            layout = layout_from_json(leaf, source.manifest.meshes)
+            layout = source.layout_of(leaf.path)
             texts.append((layout.mesh, layout.spec, layout.flat, str(layout)))
         except CheckpointError as error:
             texts.append((None, None, None, f"unreadable: {error}"))
@@ -168,38 +168,37 @@ def _compare_full(a: Source, b: Source, pairs: list[tuple[Leaf, Leaf]], into: di
     """Read both sides of leaves, block by block."""
     other = {x.path: y for x, y in pairs}
     for batch in batches(a, (x for x, _ in pairs), most // 2):
-        xs, ys = a.read(batch), b.read([replace(block, leaf=other[block.leaf.path]) for block in batch])
+        xs, ys = read(a, batch), read(b, [replace(block, leaf=other[block.leaf.path]) for block in batch])
         for block, x, y in zip(batch, xs, ys, strict=True):
             into[block.leaf.path].add(x, y, lambda at, first=block.first: at + first)
 
 
 def _different_chunks(a: Source, x: Leaf, b: Source, y: Leaf) -> list[int] | None:
     """The numbers of the chunks whose digests differ; None where both sides do not have the same chunks."""
-    if x.array is None or y.array is None or x.dtype != y.dtype:
+    p, q = a.digests(x.path), b.digests(y.path)
+    if p is None or q is None or x.dtype != y.dtype or (p.chunk, p.band) != (q.chunk, q.band):
         return None
-    p, q = a.manifest.arrays[x.array], b.manifest.arrays[y.array]
-    if (p.chunk, p.band) != (q.chunk, q.band):
-        return None
-    if p.digest == q.digest:
+    if p.combined == q.combined:
         return []
-    return np.flatnonzero((a.digests(p, x.path) != b.digests(q, y.path)).any(1)).tolist()
+    return np.flatnonzero((p.table() != q.table()).any(1)).tolist()
 
 
 def _compare_chunks(a: Source, b: Source, x: Leaf, y: Leaf, chunks: list[int], into: Comparison, most: int) -> int:
     """Read these chunks of both sides; returns the bytes of the leaf that were not read."""
-    assert x.array is not None, "`_different_chunks` has compared its digests"
-    array = a.manifest.arrays[x.array]
+    digests, itemsize = a.digests(x.path), x.torch_dtype.itemsize
+    assert digests is not None, "`_different_chunks` has compared them"
+    grid = [-(-n // c) for n, c in zip(x.shape, digests.chunk, strict=True)]
     unread = math.prod(x.shape)
     for chunk in chunks:
-        origin = [int(i) * c for i, c in zip(np.unravel_index(chunk, array.grid), array.chunk, strict=True)]
-        shape = tuple(min(c, n - o) for o, c, n in zip(origin, array.chunk, x.shape, strict=True))
-        for at, part in cut(shape, most // 2 // array.itemsize, (array.band,)):
+        origin = [int(i) * c for i, c in zip(np.unravel_index(chunk, grid), digests.chunk, strict=True)]
+        shape = tuple(min(c, n - o) for o, c, n in zip(origin, digests.chunk, x.shape, strict=True))
+        for at, part in cut(shape, most // 2 // itemsize, (digests.band,)):
             start = tuple(o + i for o, i in zip(origin, at, strict=True))
-            (p,), (q,) = (s.read([Block(leaf, start, part, 0, False)]) for s, leaf in ((a, x), (b, y)))
+            (p,), (q,) = (read(s, [Block(leaf, start, part, 0, False)]) for s, leaf in ((a, x), (b, y)))
             into.add(p, q, lambda at, start=start, part=part: _numbers(at, start, part, x.shape))
         unread -= math.prod(shape)
     into.count += unread
-    return unread * array.itemsize
+    return unread * itemsize
 
 
 def _numbers(at: np.ndarray, start: Shape, part: Shape, shape: Shape) -> np.ndarray:

@@ -14,13 +14,13 @@ from typing import Any
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.foreign import recognized
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest, dtype_of
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
 from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import snapshot_of
+from fmegatron.checkpoint.files.saved import save_at
 from fmegatron.checkpoint.files.storage import Storage, Store
-from fmegatron.checkpoint.tools.source import Source
+from fmegatron.checkpoint.reading.source import Source
 from fmegatron.files.look import is_directory, is_link, is_there, look, names_in
 
 NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
@@ -121,11 +121,11 @@ def listing(path: str | os.PathLike | Store) -> Listing:
 
 def listing_of(source: Source) -> Listing:
     """An opened checkpoint of another system, alone."""
-    m, root = source.manifest, source.text
+    root = source.text
     parent, name = os.path.split(root)
-    size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in m.leaves.values())
+    size = sum(leaf.nbytes for leaf in source.leaves.values())
     files = sum(entry.kind != "directory" for entry in walk(root)) if is_directory(root) else 1
-    facts = (m.step, len(m.leaves), size, files, None, m.metadata, m.finite)
+    facts = (source.step, len(source.leaves), size, files, None, dict(source.metadata), source.finite)
     return Listing(parent, False, (Checkpoint(name, root, root, None, *facts),), ())
 
 
@@ -161,7 +161,7 @@ def _checkpoint(path: str, name: str) -> Checkpoint:
     nbytes, changed = sum(e.size for e in files), max((e.changed for e in files), default=None)
     number = int(m[1]) if (m := STEP.fullmatch(os.path.basename(path))) else None
     try:
-        manifest = snapshot_of(FolderStore(path)).manifest
+        manifest = save_at(FolderStore(path)).manifest
     except (CheckpointError, OSError) as error:
         return Checkpoint(name, path, root, _why(error, root), number, 0, nbytes, len(files), changed, {})
     at = next((e.changed for e in files if e.name == MARKER), changed)
@@ -217,12 +217,12 @@ def _aside(name: str, storage: Storage) -> Leftover:
 
 def _stored(store: Store, name: str) -> Checkpoint:
     try:
-        snapshot = snapshot_of(store)
+        save = save_at(store)
     except CheckpointError as error:
         return Checkpoint(name, store.text, store.text, str(error), None, 0, 0, 0, None, {})
-    m = snapshot.manifest
-    facts = (m.step, len(m.leaves), stored_bytes(m), len(snapshot.storage.names()), None, m.metadata, m.finite)
-    return Checkpoint(name, store.text, snapshot.text, None, *facts)
+    m = save.manifest
+    facts = (m.step, len(m.leaves), stored_bytes(m), len(save.storage.names()), None, m.metadata, m.finite)
+    return Checkpoint(name, store.text, save.storage.text, None, *facts)
 
 
 def stored_bytes(manifest: Manifest) -> int:

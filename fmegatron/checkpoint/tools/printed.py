@@ -12,7 +12,6 @@ from rich.table import Table
 
 from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.tools.diff import Difference, LeafDifference
-from fmegatron.checkpoint.tools.export import Exported
 from fmegatron.checkpoint.tools.gc import Collected
 from fmegatron.checkpoint.tools.ls import Leftover, Listing
 from fmegatron.checkpoint.tools.reshard import Resharded
@@ -132,13 +131,6 @@ def resharded(out: TextIO, done: Resharded, layouts: Mapping[str, Layout]) -> No
     """What was written, and under which layouts."""
     print_table(out, ("LEAF", "LAYOUT"), [(short(path, 100), short(x, 150)) for path, x in layouts.items()])
     print(f"{done.leaves} leaves, {done.files} chunk files, {size(done.nbytes)} -> {short(done.path, 200)}", file=out)
-
-
-def exported(out: TextIO, done: Exported) -> None:
-    """The files."""
-    for file in done.files:
-        print(short(file, 200), file=out)
-    print(f"{done.tensors} tensors, {size(done.nbytes)}, in {len(done.files)} files", file=out)
 
 
 def collected(out: TextIO, done: Collected) -> None:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.files.format import CheckpointError, Leaf, dtype_of
+from fmegatron.checkpoint.files.format import CheckpointError, Leaf, StoredLeaf
 from fmegatron.checkpoint.files.manifest import layout_from_json
 from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.rounds import in_rounds
+from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.tools.ls import stored_bytes
-from fmegatron.checkpoint.tools.source import Source
 from fmegatron.checkpoint.writing.part import Part, complete, grid_array, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunk_shape, cut_unit, plan, split_chunk
 from fmegatron.checkpoint.writing.write import write_part
@@ -79,12 +79,21 @@ def reshard(
             parts.setdefault(rank, Part(rank, plan_id)).add(write_part(storage, leaves, tensors, rank))
         for group in in_rounds(_chunks(plans), bound):
             parts[0].add(_write_chunks(source, storage, group))
-        merged = merge(plans, parts.values(), source.manifest.step, source.manifest.metadata, source.manifest.finite)
+        merged = merge(plans, parts.values(), source.step, dict(source.metadata), source.finite)
         store.publish(storage, complete(storage, *merged))
     finally:
         store.end(storage)
     arrays = merged[0].arrays.values()
     return Resharded(store.text, sum(math.prod(a.grid) for a in arrays), stored_bytes(merged[0]), len(plans))
+
+
+def rewrite(source: Source, path: str | os.PathLike | Store, bound: int = BOUND_BYTES) -> Resharded:
+    """Write a source of any kind as a checkpoint of ours, as one process would save it; in bounded memory.
+
+    What is at `path` is replaced. bound: as of `reshard`. Raises as `reshard`.
+    """
+    layouts = {name: Layout(leaf.shape, leaf.torch_dtype, Mesh()) for name, leaf in source.leaves.items()}
+    return reshard(source, path, plan(list(layouts), list(layouts.values())), bound=bound, overwrite=True)
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ def _chunks(plans: Sequence[LeafPlan]) -> Iterator[_Chunk]:
 
 def _write_chunks(source: Source, storage: Storage, group: Sequence[_Chunk]) -> Part:
     """Read some chunks, of each leaf one after another in a tensor of its own, and write them."""
-    leaves, tensors, places, wanted = [], [], [], []
+    leaves, tensors, places, wanted = [], [], [], {}
     for p, run in itertools.groupby(group, lambda chunk: chunk.leaf):
         chunks, at = list(run), 0
         x = torch.empty(sum(math.prod(c.shape) for c in chunks), dtype=p.layout.dtype)
@@ -122,9 +131,8 @@ def _write_chunks(source: Source, storage: Storage, group: Sequence[_Chunk]) -> 
             boxes.append((c.index, Box(c.start, c.shape, at, row_major_strides(c.shape))))
             at += math.prod(c.shape)
         leaves, tensors, places = [*leaves, p], [*tensors, x], [*places, boxes]
-        views = [Target(p.path, box, box.view(x), x.dtype) for _, box in boxes]
-        wanted.append((source.manifest.leaves[p.path], views))
-    source.fetch(wanted)
+        wanted[p.path] = [Target(p.path, box, box.view(x), x.dtype) for _, box in boxes]
+    source.fill(wanted)
     return write_part(storage, leaves, tensors, 0, places)
 
 
@@ -142,9 +150,11 @@ def _packed(plans: Sequence[LeafPlan]) -> dict[int, list[LeafPlan]]:
 def _read_local(source: Source, leaves: Sequence[LeafPlan], rank: int) -> list[torch.Tensor]:
     """The local tensors of a rank."""
     tensors = [torch.empty(p.layout.local_shape(rank), dtype=p.layout.dtype) for p in leaves]
-    source.fetch(
-        (source.manifest.leaves[p.path], [Target(p.path, box, box.view(x), x.dtype) for box in p.layout.boxes(rank)])
-        for p, x in zip(leaves, tensors, strict=True)
+    source.fill(
+        {
+            p.path: [Target(p.path, box, box.view(x), x.dtype) for box in p.layout.boxes(rank)]
+            for p, x in zip(leaves, tensors, strict=True)
+        }
     )
     return tensors
 
@@ -216,7 +226,7 @@ def target_layouts(
     where it is no longer split over the axes that the mesh lacks.  rules: the first that matches decides instead of the
     stored layout.  like: a checkpoint of the same leaves, whose layouts are taken.
     """
-    stored = {p: layout_from_json(leaf, source.manifest.meshes) for p, leaf in source.manifest.leaves.items()}
+    stored = {path: source.layout_of(path) for path in source.leaves}
     if len({mesh.size for mesh in meshes}) > 1:
         raise ValueError(
             f"got the meshes {', '.join(map(str, meshes))} of different sizes, wanted views of the same ranks"
@@ -224,11 +234,11 @@ def target_layouts(
     if like is not None:
         if meshes or rules:
             raise ValueError("got the layouts of another checkpoint and a mesh or rules, wanted one of them")
-        layouts = {path: _like(like, source.manifest.leaves[path]) for path in stored}
+        layouts = {path: _like(like, source.leaves[path]) for path in stored}
     elif rules:
         meshes = tuple(meshes) or tuple(dict.fromkeys(layout.mesh for layout in stored.values()))
         table = Rules([(rule.pattern, ()) for rule in rules])
-        layouts = {p: _ruled(source.manifest.leaves[p], rules[table.row(p)], meshes) for p in stored}
+        layouts = {p: _ruled(source.leaves[p], rules[table.row(p)], meshes) for p in stored}
     else:
         layouts = {path: _moved(layout, meshes) if meshes else layout for path, layout in stored.items()}
     sizes = {layout.mesh.size for layout in layouts.values()}
@@ -284,16 +294,16 @@ def _chunk(p: LeafPlan, wanted: tuple[int, ...], unit: tuple[int, ...]) -> tuple
 
 
 def _like(other: Source, leaf: Leaf) -> Layout:
-    found = other.manifest.leaves.get(leaf.path)
+    found = other.leaves.get(leaf.path)
     if found is None:
-        near = tree.did_you_mean(leaf.path, list(other.manifest.leaves))
+        near = tree.did_you_mean(leaf.path, list(other.leaves))
         wanted = f"a leaf that {other.text} has{near}"
         raise ValueError(
             f"{leaf.path}: got a leaf of the source only, wanted {wanted}; give --mesh and --rules instead"
         )
     if found.shape != leaf.shape:
         raise ValueError(f"{leaf.path}: got shape {leaf.shape}, wanted {found.shape} as in {other.text}; give --mesh")
-    return layout_from_json(found, other.manifest.meshes).replace(dtype=dtype_of(leaf.dtype))
+    return other.layout_of(leaf.path).replace(dtype=leaf.torch_dtype)
 
 
 def _ruled(leaf: Leaf, rule: LayoutRule, meshes: Sequence[Mesh]) -> Layout:
@@ -304,7 +314,8 @@ def _ruled(leaf: Leaf, rule: LayoutRule, meshes: Sequence[Mesh]) -> Layout:
     for i in sorted(range(len(meshes)), key=lambda i: sum(name not in meshes[i].names for name in axes)):
         row = {"mesh": i, "spec": list(rule.spec), "flat": list(rule.flat)}
         try:
-            return layout_from_json(replace(leaf, layout=row), tuple(mesh.to_json() for mesh in meshes))
+            ruled = StoredLeaf(leaf.path, leaf.shape, leaf.dtype, row)
+            return layout_from_json(ruled, tuple(mesh.to_json() for mesh in meshes))
         except CheckpointError as error:
             errors.append(str(error.__context__))
     raise ValueError(

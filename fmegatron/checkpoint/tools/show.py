@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.files.format import CheckpointError, Leaf, dtype_of
-from fmegatron.checkpoint.files.manifest import layout_from_json
-from fmegatron.checkpoint.tools.source import PORTION_BYTES, Source, stream
+from fmegatron.checkpoint.files.format import CheckpointError, Leaf, StoredLeaf
+from fmegatron.checkpoint.reading.source import Source
+from fmegatron.checkpoint.tools.source import PORTION_BYTES, leaves_of, stream
 
 _BLOCK = 1 << 20  # elements that are looked at in float64 at a time
 
@@ -82,29 +82,30 @@ def show(source: Source, pattern: str | None = None, stats: bool = False, most: 
 
     Raises ValueError for a pattern without a match, CheckpointError for damage in what is read.
     """
-    leaves = source.leaves(pattern)
+    leaves = leaves_of(source, pattern)
     counted = {leaf.path: Statistics() for leaf in leaves} if stats else {}
     if stats:
         for block, x in stream(source, leaves, most):
             counted[block.leaf.path].add(x)
     rows = tuple(_row(source, leaf, counted.get(leaf.path)) for leaf in leaves)
-    meshes = tuple(_mesh(mesh) for mesh in source.manifest.meshes)
-    m = source.manifest
-    return Shown(source.text, m.step, m.metadata, meshes, rows, m.finite)
+    meshes = tuple(_mesh(mesh) for mesh in source.meshes)
+    return Shown(source.text, source.step, dict(source.metadata), meshes, rows, source.finite)
 
 
 def _row(source: Source, leaf: Leaf, statistics: Statistics | None) -> LeafRow:
-    chunk = source.manifest.arrays[leaf.array].chunk if leaf.array is not None else None
-    nbytes = math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize
+    grid = source.grid(leaf.path)
+    chunk = grid[0] if grid else None
     try:
-        layout = str(layout_from_json(leaf, source.manifest.meshes))
+        layout = str(source.layout_of(leaf.path))
     except CheckpointError as error:
         layout = f"unreadable: {error}"
-    return LeafRow(leaf.path, leaf.shape, leaf.dtype, nbytes, home(leaf), chunk, layout, statistics)
+    return LeafRow(leaf.path, leaf.shape, leaf.dtype, leaf.nbytes, home(leaf), chunk, layout, statistics)
 
 
 def home(leaf: Leaf) -> str:
-    """Where a leaf is stored: "array", "packed", "pieces" or "empty"."""
+    """Where a leaf is stored: "array", "packed", "pieces" or "empty" in a checkpoint of ours, else "file"."""
+    if not isinstance(leaf, StoredLeaf):
+        return "file" if 0 not in leaf.shape else "empty"
     if leaf.array is not None:
         return "array"
     return leaf.pieces[0].array.split("/")[0] if leaf.pieces else "empty"

@@ -1,4 +1,4 @@
-"""A checkpoint as the tools read it: opened by path, its elements streamed in portions of bounded size."""
+"""A source of leaves as the tools read it: opened by path, its elements streamed in portions of bounded size."""
 
 from __future__ import annotations
 
@@ -7,87 +7,56 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.files.format import Array, CheckpointError, Leaf, Manifest, dtype_of
-from fmegatron.checkpoint.files.snapshot import Saved, Snapshot, snapshot_of
-from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.checkpoint.files.format import Leaf
 from fmegatron.checkpoint.files.targets import Target
-from fmegatron.checkpoint.reading.digests import stored_digests
-from fmegatron.checkpoint.reading.fetch import read_all
 from fmegatron.checkpoint.reading.rounds import in_rounds
+from fmegatron.checkpoint.reading.snapshot import Saved, snapshot_of
+from fmegatron.checkpoint.reading.source import Source
 from fmegatron.layout import Box, row_major_strides
 
 Shape = tuple[int, ...]
 PORTION_BYTES = 64 << 20  # read at a time, by default
 
 
-@dataclass(frozen=True)
-class Source:
-    """An opened checkpoint: one save of it, whatever is saved there meanwhile."""
+def leaves_of(source: Source, pattern: str | None = None) -> list[Leaf]:
+    """The leaves whose path has a match of a regular expression, in the order of the tree. ValueError for none."""
+    return [source.leaves[path] for path in matching(source, pattern, list(source.leaves))]
 
-    snapshot: Snapshot
 
-    @property
-    def storage(self) -> Storage:
-        """Its files."""
-        return self.snapshot.storage
+def matching(source: Source, pattern: str | None, paths: Sequence[str]) -> list[str]:
+    """Those of some paths that have a match of a regular expression, all for None. ValueError for none."""
+    if pattern is None:
+        return list(paths)
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"got the pattern {pattern!r}, wanted a regular expression: {error}") from None
+    found = [path for path in paths if wanted.search(path)]
+    if not found:
+        near = tree.did_you_mean(pattern, list(paths))
+        raise ValueError(f"{source.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
+    return found
 
-    @property
-    def manifest(self) -> Manifest:
-        """Its checked manifest."""
-        return self.snapshot.manifest
 
-    @property
-    def text(self) -> str:
-        """Path or URL, for messages."""
-        return self.storage.text
+def read(
+    source: Source, wanted: Sequence[Block], dtypes: Mapping[str, torch.dtype] | None = None
+) -> list[torch.Tensor]:
+    """The elements of blocks, verified, as contiguous CPU tensors, cast where `dtypes` has the path.
 
-    def leaves(self, pattern: str | None = None) -> list[Leaf]:
-        """The leaves whose path has a match of a regular expression, in the order of the tree. ValueError for none."""
-        return [self.manifest.leaves[path] for path in self.matching(pattern, list(self.manifest.leaves))]
-
-    def matching(self, pattern: str | None, paths: Sequence[str]) -> list[str]:
-        """Those of some paths that have a match of a regular expression, all for None. ValueError for none."""
-        if pattern is None:
-            return list(paths)
-        try:
-            wanted = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"got the pattern {pattern!r}, wanted a regular expression: {error}") from None
-        found = [path for path in paths if wanted.search(path)]
-        if not found:
-            near = tree.did_you_mean(pattern, list(paths))
-            raise ValueError(f"{self.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
-        return found
-
-    def read(self, wanted: Sequence[Block], dtypes: Mapping[str, torch.dtype] | None = None) -> list[torch.Tensor]:
-        """The elements of blocks, verified, as contiguous CPU tensors, cast where `dtypes` has the path.
-
-        Blocks that are read together share bands: each is read once. Raises CheckpointError naming leaf and file.
-        """
-        tensors, targets = [], {}
-        for block in wanted:
-            x = torch.empty(block.shape, dtype=(dtypes or {}).get(block.leaf.path) or dtype_of(block.leaf.dtype))
-            tensors.append(x)
-            if x.numel():
-                targets.setdefault(block.leaf.path, (block.leaf, []))[1].append(block.target(x))
-        self.fetch(targets.values())
-        return tensors
-
-    def digests(self, array: Array, leaf: str) -> np.ndarray:
-        """The digests of the bands of a leaf's array, uint64 [chunks, bands]. Raises CheckpointError."""
-        try:
-            return stored_digests(self.snapshot, array, leaf)
-        except CheckpointError as error:
-            self.snapshot.check(error)
-            raise
-
-    def fetch(self, wanted: Iterable[tuple[Leaf, list[Target]]]) -> None:
-        """Fill targets, leaf by leaf; each leaf stands once. Raises CheckpointError naming leaf and file."""
-        read_all(self.snapshot, wanted, True)
+    Blocks that are read together share bands: each is read once. Raises CheckpointError naming leaf and file.
+    """
+    tensors: list[torch.Tensor] = []
+    targets: dict[str, list[Target]] = {}
+    for block in wanted:
+        x = torch.empty(block.shape, dtype=(dtypes or {}).get(block.leaf.path) or block.leaf.torch_dtype)
+        tensors.append(x)
+        if x.numel():
+            targets.setdefault(block.leaf.path, []).append(block.target(x))
+    source.fill(targets)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -106,13 +75,12 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes as stored."""
-        return math.prod(self.shape) * dtype_of(self.leaf.dtype).itemsize
+        return math.prod(self.shape) * self.leaf.torch_dtype.itemsize
 
     def target(self, x: torch.Tensor) -> Target:
-        """What `Fetch` fills: `x`, a tensor of the block's shape."""
-        return Target(
-            self.leaf.path, Box(self.start, self.shape, 0, row_major_strides(self.shape)), x, dtype_of(self.leaf.dtype)
-        )
+        """What a source fills: `x`, a tensor of the block's shape."""
+        box = Box(self.start, self.shape, 0, row_major_strides(self.shape))
+        return Target(self.leaf.path, box, x, self.leaf.torch_dtype)
 
 
 def open_source(path: Saved) -> Source:
@@ -120,7 +88,7 @@ def open_source(path: Saved) -> Source:
 
     What reads it raises SavedAgain, a RuntimeError, when it was saved again meanwhile: then it is to be opened anew.
     """
-    return Source(snapshot_of(path))
+    return snapshot_of(path)
 
 
 def blocks(source: Source, leaf: Leaf, most: int = PORTION_BYTES) -> Iterator[Block]:
@@ -128,10 +96,8 @@ def blocks(source: Source, leaf: Leaf, most: int = PORTION_BYTES) -> Iterator[Bl
 
     They end where stored chunks end wherever that is possible, so that nothing is read twice.
     """
-    array = source.manifest.arrays[leaf.array] if leaf.array is not None else None
-    steps = (array.chunk, array.band) if array is not None else ()
     total, first = math.prod(leaf.shape), 0
-    for start, shape in cut(leaf.shape, most // dtype_of(leaf.dtype).itemsize, steps):
+    for start, shape in cut(leaf.shape, most // leaf.torch_dtype.itemsize, source.grid(leaf.path)):
         size = math.prod(shape)
         yield Block(leaf, start, shape, first, first + size == total)
         first += size
@@ -179,7 +145,7 @@ def stream(
     dtypes: by path, what to cast to.
     """
     for batch in batches(source, leaves, most):
-        tensors = source.read(batch, dtypes)
+        tensors = read(source, batch, dtypes)
         tensors.reverse()
         for block in batch:
             yield block, tensors.pop()  # given back when its reader is done with it

@@ -29,10 +29,11 @@ from fmegatron.checkpoint.files.format import (
 )
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.files.snapshot import Foreign, Saved, Snapshot, on_snapshot
 from fmegatron.checkpoint.files.storage import Reader, Storage
+from fmegatron.checkpoint.reading.snapshot import Saved, Snapshot, on_snapshot
+from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
-from fmegatron.checkpoint.tools.source import Source, stream
+from fmegatron.checkpoint.tools.source import stream
 
 _BANDS_PER_JOB = 16
 _MOST_THREADS = 64
@@ -80,36 +81,35 @@ def verify(path: Saved, jobs: int | None = None) -> Report:
     meanwhile is no damage: the new one is verified (RuntimeError when that goes on and on).
     """
     try:
-        return on_snapshot(path, lambda snapshot: _report(snapshot, jobs))
+        return on_snapshot(path, lambda source: _report(source, jobs))
     except CheckpointError as error:
-        where = path.text if isinstance(path, Snapshot | Foreign) else open_store(path).text
+        where = path.text if isinstance(path, Source | Foreign) else open_store(path).text
         file = MANIFEST if str(error).startswith(f"{where}/") and f"/{MANIFEST}: " in str(error) else MARKER
         return Report(where, None, 0, 0, 0, (Damage("metadata", file, str(error)),))
 
 
 def _report_of(source: Source) -> Report:
     """As `_report`, of another system's checkpoint. Raises ValueError where its files have no checksums."""
-    reader, leaves, damages, files, nbytes = source.snapshot.reader, source.leaves(), [], set[str](), 0
-    assert reader is not None, "it is of another system"
-    if not reader.verifies:
+    leaves, damages, files, nbytes = list(source.leaves.values()), [], set[str](), 0
+    if not source.verifies:
         raise ValueError(
-            f"{source.text}: got {reader.kind}, which have no checksums, wanted files that can be verified; `show"
+            f"{source.text}: got {source.kind}, which have no checksums, wanted files that can be verified; `show"
             " --stats` reads the elements (headers and sizes are right)"
         )
     for leaf in leaves:
-        for box in layout_from_json(leaf, source.manifest.meshes).boxes(0):
-            files.update(file for file, _ in reader.reads(leaf.path, box))
+        for box in source.layout_of(leaf.path).boxes(0):
+            files.update(grain.file for grain in source.reads(leaf.path, box))
         try:
             nbytes += sum(x.nbytes for _, x in stream(source, [leaf]))
         except CheckpointError as error:
             damages.append(Damage("bytes", "", str(error), leaf.path))
-    return Report(source.text, source.manifest.step, len(leaves), len(files), nbytes, tuple(damages))
+    return Report(source.text, source.step, len(leaves), len(files), nbytes, tuple(damages))
 
 
-def _report(snapshot: Snapshot, jobs: int | None) -> Report:
-    if snapshot.reader is not None:
-        return _report_of(Source(snapshot))
-    storage, manifest, found, check = snapshot.storage, snapshot.manifest, [], None
+def _report(source: Source, jobs: int | None) -> Report:
+    if not isinstance(source, Snapshot):
+        return _report_of(source)
+    storage, manifest, found, check = source.storage, source.manifest, [], None
     try:
         check = _Check(storage, manifest, {e.name: e for e in _entries(storage)})
         check.metadata()
@@ -119,7 +119,7 @@ def _report(snapshot: Snapshot, jobs: int | None) -> Report:
     except OSError as error:
         found = [Damage("unreadable", "", f"its files cannot be read ({error})")]
     if found:
-        snapshot.check(CheckpointError(str(found[0])))
+        source.check_there(CheckpointError(str(found[0])))
     damages = tuple(sorted(_joined(found), key=lambda d: (d.file, d.start)))
     files, nbytes = (check.files, check.nbytes) if check else (0, 0)
     return Report(storage.text, manifest.step, len(manifest.leaves), files, nbytes, damages)

@@ -17,9 +17,9 @@ from fmegatron.checkpoint.files.format import (
     MANIFEST,
     ZARR,
     Array,
-    Leaf,
     Manifest,
     Piece,
+    StoredLeaf,
     array_name,
     band_shape,
     digest_text,
@@ -172,9 +172,9 @@ def merge(
             row = rows[key] = layout_to_json(p.layout, meshes)
         common = (p.path, p.layout.shape, dtype_text(p.layout.dtype), row)
         leaves[p.path] = (
-            Leaf(*common, array_name(p.path))
+            StoredLeaf(*common, array_name(p.path))
             if p.home == "grid"
-            else Leaf(*common, None, tuple(pieces.get(p.path, ())))
+            else StoredLeaf(*common, None, tuple(pieces.get(p.path, ())))
         )
     known = tuple(mesh.to_json() for mesh in meshes)
     return Manifest(step, metadata, known, leaves, arrays, len(digests), finite=finite), digests

@@ -132,7 +132,7 @@ def edit(rng, cluster, shard):
     about, ids = manifest["metadata"]["replica"], [int(x, 16) for x in found.about["shards"]]
     what = rng.choice(("step", "rank", "metadata", "leaves", "elements", "shape"))
     if what == "elements" and (shard / "arrays/w/c.0.0").exists() and (shard / "digests.bin").exists():
-        array, digests = found.snapshot.manifest.arrays["arrays/w"], bytearray((shard / "digests.bin").read_bytes())
+        array, digests = found.save.manifest.arrays["arrays/w"], bytearray((shard / "digests.bin").read_bytes())
         data = bytearray((shard / "arrays/w/c.0.0").read_bytes())
         data[0] ^= 1
         (shard / "arrays/w/c.0.0").write_bytes(data)

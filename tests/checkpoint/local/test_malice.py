@@ -177,7 +177,7 @@ def fuzz(tmp_path, count):
         if shard.set != saved.set:  # ids of other ranks: its directory has not the name of that set
             continue
         assert shard.key == saved.key, i
-        assert replace(shard.snapshot.manifest, digest="") == replace(saved.snapshot.manifest, digest=""), i
+        assert replace(shard.save.manifest, digest="") == replace(saved.save.manifest, digest=""), i
 
 
 def test_fuzzed(tmp_path):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from fmegatron.checkpoint.dicts.values import own_metadata
-from fmegatron.checkpoint.files.format import FORMAT, CheckpointError, dtype_of
-from fmegatron.checkpoint.files.manifest import layout_from_json, mesh_from_json
-from fmegatron.checkpoint.files.snapshot import Saved, snapshot_of
+from fmegatron.checkpoint.files.format import CheckpointError
+from fmegatron.checkpoint.files.manifest import mesh_from_json
+from fmegatron.checkpoint.reading.snapshot import Saved, snapshot_of
 from fmegatron.layout import Mesh
 
 
@@ -35,38 +34,37 @@ class Description:
 
 def describe(path: Saved) -> Description:
     """The description of a complete checkpoint. Raises CheckpointError when it is missing or damaged."""
-    snapshot = snapshot_of(path)
-    manifest = snapshot.manifest
-    size = sum(math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize for leaf in manifest.leaves.values())
-    meshes = tuple(map(mesh_from_json, manifest.meshes))
+    source = snapshot_of(path)
+    size = sum(leaf.nbytes for leaf in source.leaves.values())
+    meshes = tuple(map(mesh_from_json, source.meshes))
     return Description(
-        snapshot.text,
-        manifest.step,
-        own_metadata(manifest.metadata),
-        FORMAT if snapshot.reader is None else snapshot.reader.kind,
-        manifest.version,
-        len(manifest.leaves),
+        source.text,
+        source.step,
+        own_metadata(source.metadata),
+        source.kind,
+        source.version,
+        len(source.leaves),
         size,
         meshes,
-        manifest.finite,
+        source.finite,
     )
 
 
 def layouts(path: Saved) -> dict[str, Any]:
     """The layouts under which the leaves were written, as nested dicts by path; no tensor data is read."""
-    manifest = snapshot_of(path).manifest
+    source = snapshot_of(path)
     nested: dict[str, Any] = {}
-    for name, leaf in manifest.leaves.items():
+    for name in source.leaves:
         *above, last = name.split("/")
         at = nested
         for key in above:
             at = at.setdefault(key, {})
             if type(at) is not dict:  # names of foreign sources may do that
                 raise CheckpointError(f"{name[:200]}: got a leaf on the way to it, wanted a dict; restore it by rules")
-        at[last] = layout_from_json(leaf, manifest.meshes)
+        at[last] = source.layout_of(name)
     return nested
 
 
 def metadata(path: Saved) -> dict[str, Any]:
     """The user's metadata that was saved with a checkpoint."""
-    return own_metadata(snapshot_of(path).manifest.metadata)
+    return own_metadata(snapshot_of(path).metadata)

@@ -1,0 +1,99 @@
+"""A save that another library plans: any boxes of any leaves on any ranks, written as one checkpoint of ours.
+
+draft = Draft.begin(path, leaves, ranks)   # one rank knows who has which boxes
+orders = draft.orders[rank]                # to each rank, by whatever way
+orders.write(path, tensors)                # each rank; draft=draft on the first
+draft.finish(step, metadata)               # the first, when all have written; then draft.end()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron.checkpoint.files.format import MOST_SMALL
+from fmegatron.checkpoint.files.open_store import open_store
+from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
+from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
+from fmegatron.checkpoint.writing.scattered import Scattered
+from fmegatron.checkpoint.writing.write import write_part
+from fmegatron.layout import Box, check_cover, row_major_strides
+
+Held = Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a rank is to write: its number, where, the plans of the leaves that it has boxes of. It can be pickled."""
+
+    rank: int
+    root: str
+    digest: str
+    plans: dict[str, LeafPlan]
+
+    def write(
+        self, path: str | os.PathLike | Store, tensors: Mapping[str, Sequence[torch.Tensor]], draft: Draft | None = None
+    ) -> None:
+        """Write this rank's boxes, by path of the leaf, each in the order in which they were planned.
+
+        draft: on the rank that has begun it.
+        """
+        storage = open_store(path).draft(self.root) if draft is None else draft.storage
+        boxes = (tensors[name] for name in self.plans)
+        flat = [x[0] if len(x) == 1 else torch.cat([one.reshape(-1) for one in x]) for x in boxes]
+        part = write_part(storage, tuple(self.plans.values()), flat, self.rank)
+        part.plan = self.digest  # of all ranks' leaves together
+        part.store(storage)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A save in progress, on the rank that has begun it. orders: what each rank is to write."""
+
+    store: Store
+    storage: Storage
+    plans: tuple[LeafPlan, ...]
+    orders: tuple[Orders, ...]
+
+    @staticmethod
+    def begin(
+        path: str | os.PathLike | Store,
+        leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype, Held]],
+        ranks: int,
+    ) -> Draft:
+        """Begin a save of these leaves: (global shape, dtype, (rank, start, shape) of every box), by path.
+
+        Raises ValueError, naming the leaf, for boxes that overlap or leave gaps; OSError.
+        """
+        found = {}
+        for name, (shape, dtype, held) in leaves.items():
+            try:
+                check_cover([Box(start, size, 0, row_major_strides(size)) for _, start, size in held], shape)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            found[name] = Scattered(shape, dtype, tuple(held))
+        pack = sum(is_small(leaf.shape, leaf.nbytes) for leaf in found.values()) > MOST_SMALL
+        plans = {name: leaf.plan(name, pack) for name, leaf in found.items()}
+        store, digest = open_store(path), plan_digest(tuple(plans.values()))
+        storage = store.begin()
+        mine: list[dict[str, LeafPlan]] = [{} for _ in range(ranks)]
+        for name, (_, _, held) in leaves.items():
+            for rank in dict.fromkeys(rank for rank, _, _ in held):
+                mine[rank][name] = plans[name]
+        orders = tuple(Orders(rank, storage.root, digest, some) for rank, some in enumerate(mine))
+        return Draft(store, storage, tuple(plans.values()), orders)
+
+    def finish(self, step: int | None, metadata: dict[str, Any]) -> None:
+        """Merge what all ranks have written, make it durable and give it the name; `end` follows in any case."""
+        parts = [Part.load(self.storage, order.rank) for order in self.orders]
+        manifest, digests = merge(self.plans, parts, step, metadata)
+        self.store.publish(self.storage, complete(self.storage, manifest, digests))
+
+    def end(self) -> None:
+        """The save is over; what has not been published is removed."""
+        self.store.end(self.storage)
