@@ -160,7 +160,6 @@ def load_state_dict(
         CheckpointError: damage; some tensors may have been filled already.
         RuntimeError: the ranks go on seeing different saves; the same holds.
     """
-    name = path.text if isinstance(path, Source | Foreign) else open_store(path).text
     state, pairs = opened(state_dict)
     flat_items(state)  # what contains itself is an error
     unmade = Unmade(state, pairs)
@@ -169,13 +168,12 @@ def load_state_dict(
         unmade.undo()
         # The state of optimizers that have not made it themselves, as what is stored has it.
         unmade.make(offer.arrays | dict.fromkeys(offer.values), offer.is_sharded, ranks.size)
-        return filling.Asked(*from_state_dict(state, _device_mesh(state) or world))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return filling.Asked(rank, *from_state_dict(state, _device_mesh(state) or world))
 
     with _world(world) as ranks:
         try:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            options = {"strict": strict, "rules": rules, "cast": cast, "verify": verify, "stacklevel": 3}
-            done = filling.fill(path, name, ask, ranks, rank, **options)
+            done = filling.fill(path, ask, ranks, strict=strict, rules=rules, cast=cast, verify=verify)
         except BaseException:
             unmade.undo()
             raise

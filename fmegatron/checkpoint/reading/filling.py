@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks
+from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules
 from fmegatron.checkpoint.reading.read import destinations
 from fmegatron.checkpoint.reading.request import Request, match
 from fmegatron.checkpoint.reading.snapshot import Saved
-from fmegatron.checkpoint.reading.source import Source
+from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.reading.strict import Difference, complaints, strictness, warn
 from fmegatron.layout import Layout
 
@@ -53,8 +54,9 @@ class Offer:
 
 
 class Asked(NamedTuple):
-    """What is to be filled: by path this rank's tensors, of any device, their layouts, and the plain values."""
+    """What is to be filled: by path the tensors of a rank, of any device, their layouts, and the plain values."""
 
+    rank: int
     tensors: Mapping[str, torch.Tensor]
     layouts: Mapping[str, Layout]
     values: Mapping[str, Any]
@@ -69,35 +71,30 @@ class Filled(NamedTuple):
 
 def fill(
     path: Saved,
-    where: str,
     ask: Callable[[Offer], Asked],
     ranks: Ranks,
-    rank: int,
     *,
     strict: str = "error",
     rules: Sequence[Rule] = (),
     cast: bool = False,
     verify: bool = True,
-    stacklevel: int = 2,
 ) -> Filled:
     """Fill the tensors that `ask` names when it has seen what is stored. All ranks call it; all read one save.
 
     Args:
         path: of the checkpoint.
-        where: its name in messages.
         ask: called again when the checkpoint is saved again meanwhile; raises for what it cannot take.
         ranks: that fill together.
-        rank: whose shards are filled.
         strict: as `restore`; what is not stored, and a mode lets pass, stays as it is.
         rules: as `restore`.
         cast: as `restore`.
         verify: as `restore`.
-        stacklevel: of warnings; 2 is the caller.
 
     Raises ValueError before anything is changed when the request does not fit; CheckpointError for damage, when some
     tensors may have been filled; RuntimeError as `restore`, and where a new save lacks what has been filled.
     """
     mode, filled = strictness(strict), set[str]()
+    where = path.text if isinstance(path, Source | Foreign) else open_store(path).text
 
     def work(source: Source) -> Filled:
         offer = Offer(source, rules)
@@ -114,14 +111,14 @@ def fill(
         if lost := filled - fills:
             raise RuntimeError(f"{where}: was saved again, without {min(lost)}, which has been filled; load all anew")
         filled.update(fills)
-        _fill([asked.tensors[p] for p in request.paths], request, source, rank, verify)
+        _fill([asked.tensors[p] for p in request.paths], request, source, asked.rank, verify)
         found = request.difference
         difference = Difference(found.missing + missing, found.unexpected + unexpected)
         return Filled(difference, {p: known[p] for p in asked.values if p in known})
 
     _, done = on_one_save(ranks, f"loading the state dict from {where}", path, work)
     if ranks.rank == 0:
-        warn(done.difference, mode, where, from_initial=True, stacklevel=stacklevel)
+        warn(done.difference, mode, where, from_initial=True, stacklevel=3)  # of who calls the caller
     return done
 
 
