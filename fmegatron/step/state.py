@@ -49,7 +49,7 @@ class State(Sequence):
     __slots__ = ("_ended", "_fields_made", "_unseen")
     _fields: ClassVar[tuple[str, ...]] = ("step", "params", "opt")
 
-    def __init__(self, step: Any, params: Any, opt: Any):
+    def __init__(self, step: tree.Tree, params: tree.Tree, opt: tree.Tree):
         self._fields_made, self._unseen, self._ended = (step, params, opt), None, None
 
     @classmethod
@@ -72,17 +72,17 @@ class State(Sequence):
         self._fields_made, self._unseen, self._ended = None, made, None
 
     @property
-    def step(self) -> Any:
+    def step(self) -> tree.Tree:
         """Updates done, 0-d int64."""
         return self._seen()[0]
 
     @property
-    def params(self) -> Any:
+    def params(self) -> tree.Tree:
         """The tree of the parameters."""
         return self._seen()[1]
 
     @property
-    def opt(self) -> Any:
+    def opt(self) -> tree.Tree:
         """The optimizer's state."""
         return self._seen()[2]
 
@@ -107,7 +107,7 @@ class State(Sequence):
     def __len__(self) -> int:
         return len(State._fields)
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int) -> tree.Tree:
         return self._seen()[i]
 
     def __eq__(self, other: object) -> bool:
