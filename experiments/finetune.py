@@ -13,15 +13,17 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from fmegatron import data, loop, model, optim, step, tree
-from fmegatron.collectives import Axes, Precision, connect
+from fmegatron import data, loop, model, optim, tree
+from fmegatron.collectives import Precision
 from fmegatron.interop import hf
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
+
+
+# HSDP; ep has rows of its own, too.
+STRATEGY = DataParallel(("dp", "fsdp", "ep"), ("fsdp",), ("fsdp",), ("fsdp",))
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,10 @@ class Config:
 
 
 def describe(config: Config):
-    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
-    strategy = DataParallel(("dp", "fsdp", "ep"), ("fsdp",), ("fsdp",), ("fsdp",))  # HSDP; ep has rows of its own, too
+    """The step, the specs of its state, the layouts of its batch."""
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, config.run.steps // 10))
-    of, axes = decoder(config), Axes(config.mesh, data=strategy.tokens)
-    specs = model.specs(of, config.mesh, strategy=strategy)
-    layouts = tree.layouts(specs)
-
-    def loss_fn(params, batch, samples):
-        return model.loss(params, batch, of, layouts, axes, save="mincut", samples=samples)
-
-    train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy, numbered=True)
-    rows = strategy.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    specs = step.state_specs(specs, optimizer, strategy)
-    return step.Description(train_step, specs, {"tokens": rows, "labels": rows}, decoder=of, save="mincut")
+    shape = (config.batch_size, config.seq_len)
+    return model.build(decoder(config), optimizer, config.mesh, shape, strategy=STRATEGY, samples=True)
 
 
 def decoder(config: Config) -> model.Decoder:
@@ -94,36 +86,29 @@ def token_ids(config: Config, vocab_size: int):
     return ids
 
 
-def main(config: Config) -> dict[str, float]:
-    """Train, or go on, and write the folder; returns the last metrics."""
-    with loop.set_up():
-        if os.path.exists(config.out):
-            raise ValueError(f"out: {config.out}: got a path that exists already, wanted a new one; choose another")
-        world, described = connect(config.mesh), describe(config)
-        of, layouts, tokenizer = decoder(config), tree.layouts(described.state.params), tokenizer_of(config)
-        ids = token_ids(config, of.vocab_size)
-        batches = data.Batches(ids, config.batch_size, config.seq_len, config.run.seed)
+def read(config: Config):
+    """The corpus, or the text, as the model's tokens."""
+    if os.path.exists(config.out):
+        raise ValueError(f"out: {config.out}: got a path that exists already, wanted a new one; choose another")
+    ids = token_ids(config, decoder(config).vocab_size)
+    return data.Batches(ids, config.batch_size, config.seq_len, config.run.seed)
 
-        def init():
-            if world.rank == 0:  # the folder is this run's from here on
-                tokenizer.save(Path(config.run.folder) / "tokenizer.json")
-            params = hf.load(config.model, of, layouts, world=world)
-            return tree.init(described.state, config.run.seed, world.rank, world.device, given=params)
 
-        run = loop.Run(
-            config.run.folder,
-            step.jit(described.function, donate=0, world=world, backend=config.run.backend),
-            described,
-            world=world,
-            settings=loop.Settings(config, kept=model.kept(of, tokenizer)),
-            init=init,
-        )
-    for _ in run(batches, config.run.steps):
-        pass
-    if not run.stopped:
-        hf.save(config.out, run.state.params, of, layouts, world, like=config.model)
-    return run.metrics
+def init(config: Config, described, world):
+    """The weights of the folder, and what an optimizer begins with."""
+    if world.rank == 0:  # the folder is this run's from here on
+        tokenizer_of(config).save(Path(config.run.folder) / "tokenizer.json")
+    params = hf.load(config.model, described.decoder, tree.layouts(described.state.params), world=world)
+    return tree.init(described.state, config.run.seed, world.rank, world.device, given=params)
 
+
+def write(config: Config, run: loop.Run):
+    """The folder for transformers."""
+    of, layouts = run.described.decoder, tree.layouts(run.described.state.params)
+    hf.save(config.out, run.state.params, of, layouts, run.world, like=config.model)
+
+
+experiment = loop.Experiment(Config, describe, read, init=init, finish=write, tokenizer=tokenizer_of)
 
 if __name__ == "__main__":
-    loop.launch(main, Config)
+    loop.launch(experiment)

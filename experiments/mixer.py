@@ -8,11 +8,10 @@ Command  torchrun --nproc-per-node=4 experiments/mixer.py --mesh=dp=2,fsdp=2
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes, connect, psum
+from fmegatron.collectives import Axes, psum
 from fmegatron.layout import DataParallel, Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -62,43 +61,37 @@ def model(config: Config):
 
 
 def describe(config: Config):
-    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
-    specs, loss_fn = model(config)
+    """The step, the specs of its state, the layouts of its batch, and what an evaluation computes: of the average."""
+    (specs, loss_fn), shape = model(config), (config.batch_size, config.seq_len)
     rate = optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), config.decay)
-    train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh), strategy=STRATEGY)
-    rows = STRATEGY.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    specs = step.state_specs(specs, optimizer, STRATEGY)
-    return step.Description(train_step, specs, {"tokens": rows, "labels": rows})
+
+    def evaluate(state, batch):
+        average = step.averaged_params(state, tree.layouts(specs), Axes(config.mesh), STRATEGY)
+        return {"loss": loss_fn(average, batch)[1]["loss"]}
+
+    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, evaluate=evaluate)
 
 
-def main(config: Config) -> dict[str, float]:
-    """Train, or go on; returns the held-out loss of the average of the weights."""
-    with loop.set_up():
-        world = connect(config.mesh)
-        ids = data.ByteTokenizer().encode(TEXT.read_text())
-        train, held_out = data.train_and_held_out(ids)
-        batches = data.Batches(ids, config.batch_size, config.seq_len, seed=config.run.seed, split=train)
-        windows = data.EvaluationBatches(ids, config.batch_size, config.seq_len, held_out, config.batch_size * 4)
-        (train_step, specs, _), (params, loss_fn), axes = describe(config), model(config), Axes(config.mesh)
-        rows = loop.own_rows(windows, specs, world)
+def text():
+    """(bytes of the text, of which range is trained on, and which is held out)."""
+    ids = data.ByteTokenizer().encode(TEXT.read_text())
+    return ids, *data.train_and_held_out(ids)
 
-        def held_out_step(state, batch):
-            average = step.averaged_params(state, tree.layouts(params), axes, STRATEGY)
-            return {"held_out_loss": loss_fn(average, batch)[1]["loss"]}
 
-        jitted = {"world": world, "backend": config.run.backend}
-        held_out_step = step.jit(held_out_step, **jitted)
+def read(config: Config):
+    """What is trained on."""
+    ids, train, _ = text()
+    return data.Batches(ids, config.batch_size, config.seq_len, config.run.seed, train)
 
-        def evaluate(state):
-            return loop.evaluate(held_out_step, state, rows, len(windows), windows.real_tokens)
 
-        train_step = step.jit(train_step, donate=0, **jitted)
-        run = loop.Run(config.run.folder, train_step, specs, world=world, settings=config, evaluate=evaluate)
-    for _ in run(batches, config.run.steps):
-        pass
-    return run.metrics
+def held_out(config: Config):
+    """What is evaluated."""
+    ids, _, part = text()
+    return {"held_out": data.EvaluationBatches(ids, config.batch_size, config.seq_len, part, config.batch_size * 4)}
 
+
+experiment = loop.Experiment(Config, describe, read, held_out)
 
 if __name__ == "__main__":
-    loop.launch(main, Config)
+    loop.launch(experiment)

@@ -9,20 +9,17 @@ Expect   runs/moe/loss.png: after 300 steps, in which an expert sees a quarter o
          mean, which the router's loss keeps near 1 (1.3).
 """
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-from fmegatron import data, loop, model, nn, optim, step, tree
-from fmegatron.collectives import Axes, connect
+from fmegatron import data, loop, model, nn, optim
+from fmegatron.collectives import connect
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
-DATA = ("dp", "fsdp", "ep")
-STRATEGY = DataParallel(DATA, ("fsdp",), ("fsdp",), ("fsdp",))
+STRATEGY = DataParallel(("dp", "fsdp", "ep"), ("fsdp",), ("fsdp",), ("fsdp",))
 KINDS = ("dense", "mixture")
 
 
@@ -31,6 +28,7 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, ep, tp; their product is the number of ranks
+    kind: Literal["mixture", "dense"] = field("mixture", resume="refused")  # `main` trains both
     run: loop.Options = loop.Options("runs/moe", 300, log=loop.Log(eval_every=50), save=loop.Save(every=50))
     dim: int = field(128, resume="refused")
     layers: int = field(4, resume="refused")
@@ -70,58 +68,42 @@ def decoder(config: Config, kind: str, vocab_size: int) -> model.Decoder:
     )
 
 
-def make_loss(config: Config, of: model.Decoder):
-    """loss(params, batch) -> (loss, metrics), over the axes of the mesh."""
-    layouts, axes = model.layouts(of, config.mesh, strategy=STRATEGY), Axes(config.mesh, data=DATA)
-    return functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes)
+def describe(config: Config):
+    """The step, the specs of its state, the layouts of its batch."""
+    of, shape = decoder(config, config.kind, corpus()[0].vocab_size), (config.batch_size, config.seq_len)
+    optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps))
+    return model.build(of, optimizer, config.mesh, shape, strategy=STRATEGY, save=None)
 
 
-def describe(config: Config, kind: str = "mixture"):
-    """The step, the specs of its state, the layouts of its batch, for `main` and for `python -m fmegatron.check`."""
-    of = decoder(config, kind, data.CharTokenizer.from_text(TEXT.read_text()).vocab_size)
-    specs, optimizer = (
-        model.specs(of, config.mesh, strategy=STRATEGY),
-        optim.adamw(optim.cosine(config.lr, config.run.steps)),
-    )
-    how = {"axes": Axes(config.mesh, data=DATA), "strategy": STRATEGY}
-    train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), **how)
-    rows = STRATEGY.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    specs = step.state_specs(specs, optimizer, STRATEGY)
-    return step.Description(train_step, specs, {"tokens": rows, "labels": rows}, decoder=of)
-
-
-def train(config: Config, kind: str, world) -> dict[str, float]:
-    """One of the two runs; its last held-out metrics."""
+def corpus():
+    """(tokenizer, the text as its tokens, the ranges that are trained on and held out)."""
     tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
     ids = tokenizer.encode(TEXT.read_text())
-    train_range, heldout_range = data.train_and_held_out(ids)
-    batches = data.Batches(ids, config.batch_size, config.seq_len, config.run.seed, train_range)
-    heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
-    of, (train_step, specs, _) = decoder(config, kind, tokenizer.vocab_size), describe(config, kind)
-    loss_fn = make_loss(config, of)
+    return tokenizer, ids, *data.train_and_held_out(ids)
 
-    @functools.partial(step.jit, world=world, backend=config.run.backend)
-    def heldout_step(params, batch):
-        return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
 
-    def evaluate(state):
-        rows = loop.own_rows(heldout, specs, world)
-        return loop.evaluate(heldout_step, state.params, rows, len(heldout), heldout.real_tokens)
+def read(config: Config):
+    """What is trained on."""
+    _, ids, part, _ = corpus()
+    return data.Batches(ids, config.batch_size, config.seq_len, config.run.seed, part)
 
-    jitted = step.jit(train_step, donate=0, world=world, backend=config.run.backend)
-    folder = f"{config.run.folder}/{kind}"
-    run = loop.Run(folder, jitted, specs, world=world, settings=config, evaluate=evaluate)
-    for _ in run(batches, config.run.steps):
-        pass
-    return run.metrics or evaluate(run.state)
+
+def held_out(config: Config):
+    """What is evaluated."""
+    _, ids, _, part = corpus()
+    return {"heldout": data.EvaluationBatches(ids, config.batch_size, config.seq_len, part, config.eval_windows)}
+
+
+experiment = loop.Experiment(Config, describe, read, held_out)
 
 
 def main(config: Config) -> dict[str, float]:
-    """Train both, draw both curves; returns the last held-out losses."""
-    world = connect(config.mesh)
-    found = {kind: train(config, kind, world).get("heldout_loss", float("nan")) for kind in KINDS}
+    """Train both kinds, each in a folder of its own, draw both curves; returns the last held-out losses."""
+    world, folder, found = connect(config.mesh), config.run.folder, {}
+    for kind in KINDS:
+        own = replace(config, kind=kind, run=replace(config.run, folder=f"{folder}/{kind}"))
+        found[kind] = experiment(own, world).metrics.get("heldout_loss", float("nan"))
     if world.rank == 0:
-        folder = config.run.folder
         runs = {kind: f"{folder}/{kind}/metrics.jsonl" for kind in KINDS}
         loop.plot_losses(runs, f"{folder}/loss.png", title="Dense and mixture of experts, equal work per token")
         print(f"held-out loss: {found}; {folder}/loss.png")

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, model, nn, optim, step, tree
-from fmegatron.collectives import Axes, connect, psum
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.collectives import Axes, psum
+from fmegatron.layout import Mesh
 from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -85,27 +85,20 @@ def decoder(config):
 
 
 def describe(config):
-    """The step, the specs of its state, the layouts of its batch, for `main`, `fmegatron.check` and parity."""
-    specs, loss_fn = decoder(config)
+    """The step, the specs of its state, the layouts of its batch."""
+    (specs, loss_fn), shape = decoder(config), (config.batch_size, config.seq_len)
     rate = optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10)
-    optimizer = optim.averaged(optim.adamw(rate), decay=0.99)
-    train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh))
-    rows = DataParallel().batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    specs = step.state_specs(specs, optimizer)
-    return step.Description(train_step, specs, {"tokens": rows, "labels": rows})
+    optimizer = optim.averaged(optim.adamw(rate), decay=0.99)  # `step.averaged_params` gives what to sample with
+    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape})
 
 
-def main(config):
-    """Train, or go on; returns the last metrics. `step.averaged_params` gives what to evaluate or sample with."""
-    with loop.set_up():
-        world, (train_step, specs, _) = connect(config.mesh), describe(config)
-        train_step = step.jit(train_step, donate=0, world=world, backend=config.run.backend)
-        ids = data.ByteTokenizer().encode(TEXT.read_text())
-        run = loop.Run(config.run.folder, train_step, specs, world=world, settings=config)
-    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=config.run.seed), config.run.steps):
-        pass
-    return run.metrics
+def read(config):
+    """The text as bytes."""
+    ids = data.ByteTokenizer().encode(TEXT.read_text())
+    return data.Batches(ids, config.batch_size, config.seq_len, config.run.seed)
 
+
+experiment = loop.Experiment(Config, describe, read)
 
 if __name__ == "__main__":
-    loop.launch(main, Config)
+    loop.launch(experiment)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes, all_gather, axis_index, connect, psum
+from fmegatron.collectives import Axes, all_gather, axis_index, psum
 from fmegatron.layout import DataParallel, Mesh
 
 STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicated over dp
@@ -79,29 +79,18 @@ def pairs(config: Config, position: int) -> dict:
 
 
 def describe(config: Config):
-    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
-    (specs, loss_fn), axes = model(config), Axes(config.mesh)
-    layouts, how = tree.layouts(specs), {"strategy": STRATEGY, "microbatches": config.microbatches}
-    optimizer = optim.muon(config.lr, step.placements(layouts, STRATEGY).optim, axes)
-    train_step = step.build_train_step(loss_fn, optimizer, layouts, axes, **how)
-    batch = {
-        name: STRATEGY.batch_layout(x.shape, x.dtype, config.mesh, config.microbatches)
-        for name, x in pairs(config, 0).items()
-    }
-    specs = step.state_specs(specs, optimizer, STRATEGY)
-    return step.Description(train_step, specs, batch, config.microbatches)
+    """The step, the specs of its state, the layouts of its batch."""
+    specs, loss_fn = model(config)
+    optimizer = optim.muon(config.lr, step.placements(tree.layouts(specs), STRATEGY).optim, Axes(config.mesh))
+    return step.build(loss_fn, optimizer, specs, pairs(config, 0), microbatches=config.microbatches)
 
 
-def main(config: Config) -> dict[str, float]:
-    """Train, or go on; returns the last metrics."""
-    with loop.set_up():
-        world, described = connect(config.mesh), describe(config)
-        train_step = step.jit(described.function, donate=0, world=world, backend=config.run.backend)
-        run = loop.Run(config.run.folder, train_step, described, world=world, settings=config)
-    for _ in run(data.source(functools.partial(pairs, config)), config.run.steps):
-        pass
-    return run.metrics
+def read(config: Config):
+    """The pairs, position by position."""
+    return data.source(functools.partial(pairs, config))
 
+
+experiment = loop.Experiment(Config, describe, read)
 
 if __name__ == "__main__":
-    loop.launch(main, Config)
+    loop.launch(experiment)

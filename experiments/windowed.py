@@ -8,11 +8,9 @@ Command  torchrun --nproc-per-node=2 experiments/windowed.py --mesh=tp=2
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from fmegatron import data, loop, model, nn, optim, step, tree
-from fmegatron.collectives import Axes, connect, psum
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.collectives import Axes, psum
+from fmegatron.layout import Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 
@@ -34,7 +32,7 @@ class Config:
 
 
 def describe(config: Config):
-    """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
+    """The step, the specs of its state, the layouts of its batch."""
     sizes = {"dim": config.dim, "layers": config.layers, "heads": config.heads, "kv_heads": config.heads}
     mlp = model.MLP(4 * config.dim, "gelu", gated=False)
     of = model.llama(
@@ -51,24 +49,18 @@ def describe(config: Config):
         loss = loss_BS.sum() / (loss_BS.numel() * data_axis.size)
         return loss, {"loss": psum(loss.detach(), data_axis)}
 
+    shape = (config.batch_size, config.seq_len)
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10))
-    train_step = step.build_train_step(loss_fn, optimizer, layouts, axes)
-    rows = DataParallel().batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
-    specs = step.state_specs(specs, optimizer)
-    return step.Description(train_step, specs, {"tokens": rows, "labels": rows})
+    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape})
 
 
-def main(config: Config) -> dict[str, float]:
-    """Train, or go on; returns the last metrics."""
-    with loop.set_up():
-        world, (train_step, specs, _) = connect(config.mesh), describe(config)
-        train_step = step.jit(train_step, donate=0, world=world, backend=config.run.backend)
-        ids = data.ByteTokenizer().encode(TEXT.read_text())
-        run = loop.Run(config.run.folder, train_step, specs, world=world, settings=config)
-    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=config.run.seed), config.run.steps):
-        pass
-    return run.metrics
+def read(config: Config):
+    """The text as bytes."""
+    ids = data.ByteTokenizer().encode(TEXT.read_text())
+    return data.Batches(ids, config.batch_size, config.seq_len, config.run.seed)
 
+
+experiment = loop.Experiment(Config, describe, read)
 
 if __name__ == "__main__":
-    loop.launch(main, Config)
+    loop.launch(experiment)

@@ -1,7 +1,7 @@
 """`python -m fmegatron.check experiment.py --mesh dp=2,fsdp=2,tp=2`: check the collectives of an experiment's step.
 
-The experiment is a file with a dataclass `Config` that has a field `mesh`, and a function
-`describe(config) -> step.Description`: the step over symbolic axes (`Axes(config.mesh)`), and what its arguments are.
+The experiment is a file that defines `experiment`, a `loop.Experiment`; or, of parts, a dataclass `Config` that has a
+field `mesh`, and `describe(config) -> step.Description`: the step over symbolic axes, and what its arguments are.
 No process group, no device, no memory is used, whatever the size of the mesh.
 Exit status: 0 all outputs are proven; 1 findings; 2 wrong use, or it could not be done; 3 no findings, but outputs that
 are not proven.
@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     except SystemExit as stop:  # --help, or wrong use, of which argparse has told
         return int(stop.code or 0)
     try:
-        experiment = loop.load_experiment(options.experiment)
-        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], experiment.Config)
+        kind, describe = loop.load_experiment(options.experiment)
+        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], kind)
         start = time.perf_counter()
-        described = require_description(experiment.describe(config), options.experiment)
+        described = require_description(describe(config), options.experiment)
         report = check(*described, allow=dict(options.allow))
     except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"check: {options.experiment}: {error}", file=err)
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "Exit status: 0 all outputs are proven; 1 findings; 2 wrong use, or it could not be done; 3 no findings, but "
         "outputs that are not proven.",
     )
-    p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")
+    p.add_argument("experiment", help="a file that defines experiment (see fmegatron/check.py)")
     p.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,fsdp=2,tp=2")
     p.add_argument("--allow", action="append", default=[], type=_allowed, metavar="FILE:LINE=REASON",
                    help="do not count findings or unproven ops at a line; may be given again")  # fmt: skip

@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     except SystemExit as stop:  # --help, or wrong use, which argparse has reported
         return int(stop.code or 0)
     try:
-        experiment = loop.load_experiment(options.experiment)
-        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], experiment.Config)
+        kind, describe = loop.load_experiment(options.experiment)
+        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], kind)
         start = time.perf_counter()
-        result, below = compare(experiment.describe, config, options.steps, options.tolerance, options.below)
+        result, below = compare(describe, config, options.steps, options.tolerance, options.below)
     except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"parity: {options.experiment}: {error}", file=err)
         return 2
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Further flags (--NAME=VALUE) are the experiment's own; give small shapes. "
         "Exit status: 0 all outputs agree; 1 outputs differ; 2 wrong use, or it could not be done.",
     )
-    p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")
+    p.add_argument("experiment", help="a file that defines experiment (see fmegatron/check.py)")
     p.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,fsdp=2,tp=2")
     p.add_argument("--steps", type=_count, default=2, help="updates that are compared (default: 2)")
     p.add_argument("--tolerance", type=float, default=1e-10, help="largest relative error (default: 1e-10)")

@@ -5,7 +5,7 @@ from fmegatron.loop.curves import plot_loss, plot_losses
 from fmegatron.loop.deterministic import deterministic
 from fmegatron.loop.engines import Engines, engines
 from fmegatron.loop.events import Events, read_events
-from fmegatron.loop.experiment import load_experiment
+from fmegatron.loop.experiment import Experiment, load_experiment
 from fmegatron.loop.faults import Injection, Patience, Pulse, watched
 from fmegatron.loop.flags import parse, set_up
 from fmegatron.loop.hardware import Peak, peak_of
@@ -36,6 +36,7 @@ __all__ = [
     "Changes",
     "Engines",
     "Events",
+    "Experiment",
     "Faults",
     "Injection",
     "JsonLines",

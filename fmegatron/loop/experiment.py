@@ -1,17 +1,137 @@
-"""Experiments as modules: the file of an experiment, loaded by its path, for programs that look at its step."""
+"""An experiment is functions of a config: what is trained, on what data, and how it is evaluated.
 
+    experiment = loop.Experiment(Config, describe, data=read, evaluate=held_out)
+
+    if __name__ == "__main__":
+        loop.launch(experiment)
+
+`experiment(config)` trains, in notebooks too; `experiment.prepare(config)` makes the run and what it reads, and writes
+nothing; `python -m fmegatron.check`, `plan` and `parity` take the file. `experiments/by_hand.py` shows the parts.
+"""
+
+from __future__ import annotations
+
+import functools
 import importlib.util
 import sys
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
+
+from fmegatron import data, model, step, tree
+from fmegatron.collectives import World, connect
+from fmegatron.layout import Mesh
+from fmegatron.loop.config import Config
+from fmegatron.loop.flags import set_up
+from fmegatron.loop.options import FIELD, Options, Policies
+from fmegatron.loop.reading import own_rows
+from fmegatron.loop.resume import Settings
+from fmegatron.loop.run import Run
+from fmegatron.loop.train import evaluate as evaluated
+from fmegatron.step.description import require_description
 
 
-def load_experiment(path: str) -> ModuleType:
-    """The module of an experiment's file.
+@dataclass(frozen=True)
+class Experiment:
+    """The functions of a Config that make an experiment.
 
-    It has a dataclass `Config` with a field `mesh`, and `describe(config) -> (train_step, state_specs, batch_layouts)`:
-    the step over symbolic axes (`Axes(config.mesh)`), and trees of Layouts or ArraySpecs.
-    Raises ValueError for a file that has not, and what its import raises.
+    Config: a frozen dataclass with the fields `mesh: Mesh` and `run: loop.Options`, all of them with defaults.
+    describe: config -> `step.Description`: the step, the specs of its state, the layouts of its batch.
+    data: config -> `data.Source`, such as `data.Batches`: batches of all ranks; the run gives each rank its rows.
+    evaluate: config -> {name: held-out batches}, `data.EvaluationBatches`: what `Description.evaluate` makes of each is
+        logged as "NAME_loss", every `run.log.eval_every` steps and at the end.
+    init: (config, described, world) -> the state of a new run; None: drawn by the specs, of the seed `run.seed`.
+    finish: (config, run): after the last step, where the run was not stopped before.
+    tokenizer: config -> the tokenizer that checkpoints keep beside a decoder, so that they open without the program.
+    policies: what no text can give, such as loggers.
+
+    Raises ValueError for a Config without the two fields.
+    """
+
+    Config: type
+    describe: Callable[[Config], step.Description]
+    data: Callable[[Config], data.Source]
+    evaluate: Callable[[Config], Mapping[str, data.EvaluationBatches]] | None = None
+    init: Callable[[Config, step.Description, World], tree.Tree] | None = None
+    finish: Callable[[Config, Run], Any] | None = None
+    tokenizer: Callable[[Config], data.Tokenizer] | None = None
+    policies: Policies = Policies()
+
+    def __post_init__(self):
+        hints = typing.get_type_hints(self.Config)
+        wanted = ("mesh", Mesh, "Mesh = Mesh()"), (FIELD, Options, 'loop.Options = loop.Options("runs/a")')
+        for name, kind, text in wanted:
+            if hints.get(name) is not kind:
+                got = f"{name} of type {hints[name]}" if name in hints else f"the fields {', '.join(hints) or '(none)'}"
+                raise ValueError(f"Experiment: {self.Config.__name__}: got {got}, wanted {name}; write {name}: {text}")
+
+    def prepare(self, config: Config = None, world: World | None = None) -> tuple[Run, data.Source]:
+        """(the run, what it reads): `for info in run(source, config.run.steps): ...`. Nothing is written.
+
+        config: None: the defaults. world: the ranks, where they are connected already. All ranks call it.
+        Raises UsageError for what cannot be meant; what `connect` raises.
+        """
+        config = self.Config() if config is None else config
+        options = config.run
+        with set_up():
+            world = connect(config.mesh) if world is None else world
+            described = require_description(self.describe(config), "Experiment")
+            source = self.data(config)
+            tokenizer = None if self.tokenizer is None else self.tokenizer(config)
+            kept = None if described.decoder is None else model.kept(described.decoder, tokenizer)
+            held_out = {} if self.evaluate is None else self.evaluate(config)
+            run = Run(
+                options.folder,
+                step.jit(described.function, donate=0, world=world, backend=options.backend),
+                described,
+                world=world,
+                settings=Settings(config, kept=kept),
+                init=None if self.init is None else functools.partial(self.init, config, described, world),
+                evaluate=_evaluations(held_out, described, world, options.backend),
+                policies=self.policies,
+            )
+        return run, source
+
+    def __call__(self, config: Config = None, world: World | None = None) -> Run:
+        """Train, or go on; evaluate; finish. The run, whose `state` and `metrics` are the last ones."""
+        config = self.Config() if config is None else config
+        run, source = self.prepare(config, world)
+        for _ in run(source, config.run.steps):
+            pass
+        if not run.stopped:
+            run.metrics = run.metrics or run.evaluate()
+            if self.finish is not None:
+                self.finish(config, run)
+        return run
+
+
+def _evaluations(
+    held_out: Mapping[str, data.EvaluationBatches], described: step.Description, world: World, backend: str
+) -> dict[str, Callable]:
+    """{name: state -> metrics}, by the one function of the Description, compiled and checked as the step is."""
+    if not held_out:
+        return {}
+    if described.evaluate is None:
+        raise ValueError(
+            f"Experiment: evaluate: got {', '.join(held_out)}, and a Description without `evaluate`, wanted one: "
+            "(state, batch) -> {name: 0-d tensor}, over symbolic axes"
+        )
+    metrics_of = step.jit(described.evaluate, world=world, backend=backend)
+
+    def of(batches: data.EvaluationBatches) -> Callable:
+        rows = own_rows(batches, described, world)
+        return lambda state: evaluated(metrics_of, state, rows, len(batches), batches.real_tokens)
+
+    return {name: of(batches) for name, batches in held_out.items()}
+
+
+def load_experiment(path: str) -> tuple[type, Callable[[Config], step.Description]]:
+    """(Config, describe) of the `experiment` that a file defines, or of a file of parts that defines these two.
+
+    Config: a dataclass with a field `mesh`. describe: config -> `step.Description`, over symbolic axes.
+    Raises ValueError for a file that has neither, and what its import raises.
     """
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
@@ -19,10 +139,12 @@ def load_experiment(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
-    missing = [name for name in ("Config", "describe") if not hasattr(module, name)]
-    if missing:
-        raise ValueError(
-            f"load_experiment: got a file that defines no {' and no '.join(missing)}, wanted a Config with a mesh, and "
-            "describe(config) -> (train_step, state_specs, batch_layouts); see experiments/shakespeare.py"
-        )
-    return module
+    found = vars(module)
+    if isinstance(found.get("experiment"), Experiment):
+        return found["experiment"].Config, found["experiment"].describe
+    if "Config" in found and "describe" in found:
+        return found["Config"], found["describe"]
+    raise ValueError(
+        "load_experiment: got a file that defines no experiment, wanted experiment = loop.Experiment(Config, describe, "
+        "data), or a Config with a mesh and describe(config) -> step.Description; see experiments/shakespeare.py"
+    )

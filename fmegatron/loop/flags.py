@@ -18,6 +18,7 @@ from fmegatron.loop.options import FIELD, MOVED, of_before, options_of
 from fmegatron.loop.sources import SourceError, as_toml, fields_of, of_file, text_of, value_of, walk
 
 FILES = "config"
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN = (
     ("help", "print these flags and stop"),
     ("print_config", "print the value of each field, and where it is from, as a TOML file, and stop"),
@@ -61,8 +62,9 @@ def set_up() -> Iterator[None]:
     except ValueError as error:
         if type(error) is not ValueError:
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({os.path.basename(frames[1].filename)}:{frames[1].lineno})" if len(frames) > 1 else ""
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)] or frames
+        where = f" ({os.path.basename(own[0].filename)}:{own[0].lineno})" if own else ""
         raise UsageError(f"{error}{where}") from error
 
 

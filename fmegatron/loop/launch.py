@@ -2,8 +2,10 @@
 
 import builtins
 import contextlib
+import functools
 import os
 import sys
+import typing
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,15 +14,22 @@ from absl import logging
 from fmegatron.checkpoint import ClaimedError
 from fmegatron.collectives import adopt_slurm
 from fmegatron.loop.config import Config, T, UsageError
+from fmegatron.loop.experiment import Experiment
 from fmegatron.loop.faults import Place, fail, watch
 from fmegatron.loop.flags import parse
 
 
-def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | None = None) -> T:
-    """Run `main(config)` with the flags of the command line, on this process as one rank, and return its result.
+@typing.overload
+def launch(main: Experiment, config: Config = None, argv: Sequence[str] | None = None) -> dict[str, float]: ...
+@typing.overload
+def launch(main: Callable[[Config], T], config: Config = None, argv: Sequence[str] | None = None) -> T: ...
+def launch(
+    main: Experiment | Callable[[Config], T], config: Config = None, argv: Sequence[str] | None = None
+) -> T | dict[str, float]:
+    """Run an experiment with the flags of the command line, on this process as one rank, and return its last metrics.
 
-    main: the experiment, a function of its config.
-    config: a frozen dataclass whose fields all have defaults (or an instance of one); see `flags.parse`.
+    main: the `Experiment`, or a function of a config, whose result is returned (a loop by hand).
+    config: of a function: a frozen dataclass whose fields all have defaults (or an instance of one); see `flags.parse`.
     argv: program name and flags; None reads `sys.argv`, or in a notebook takes the defaults.
 
     Under torchrun or srun each rank gets cores // ranks threads, only rank 0 writes on stdout, and an exception on one
@@ -36,6 +45,8 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
     >>> launch(lambda config: config.lr * 2, Config, ["prog", "--lr=4"])
     8.0
     """
+    if isinstance(main, Experiment):
+        return launch(functools.partial(_trained, main), main.Config if config is None else config, argv)
     adopt_slurm(os.environ)
     place = Place.of_environment()
     if argv is None:
@@ -64,6 +75,10 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
                 print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)
                 raise SystemExit(status) from None
             raise
+
+
+def _trained(experiment: Experiment, config: Config) -> dict[str, float]:
+    return experiment(config).metrics
 
 
 def _status(error: SystemExit) -> int:

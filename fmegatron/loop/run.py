@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fmegatron import checkpoint, model, tree
-from fmegatron.collectives import World
+from fmegatron.collectives import Axes, World
 from fmegatron.data import Source
 from fmegatron.layout import Layout
 from fmegatron.loop.arguments import check_hashes, check_injections, check_loggers, check_policies, check_windows
@@ -98,6 +98,7 @@ class Run:
         metrics: of the last evaluation; without `evaluate`, those of the last step that was logged.
         stopped: whether a signal, or `options.until`, ended the run before its last step.
         manager: the `checkpoint.Manager` of `checkpoints/`.
+        described: the `step.Description`, None where only specs were given.
 
     Raises:
         ValueError: for arguments of another kind. TypeError: for arguments of before 2026-11, naming where they are
@@ -118,8 +119,8 @@ class Run:
         options: Options | None = None,
         policies: Policies | None = None,
     ):
-        self.described = specs
-        described = specs if isinstance(specs, Description) else None
+        self._given, self.described = specs, specs if isinstance(specs, Description) else None
+        described = self.described
         self.microbatches = 1 if described is None else described.microbatches
         specs = specs.state if isinstance(specs, Description) else specs
         layouts: list[Layout] = tree.leaves(tree.layouts(specs))
@@ -159,7 +160,8 @@ class Run:
         self.patience = _patience(faults.patience, self.world.size)
         self.hash_every = check_hashes(faults.hash_every, layouts, self.world.size)
         self.inject = check_injections(faults.inject, self.world.size, bool(self.evaluations))
-        self.start, self.state, self.stopped, self.began = 0, None, False, time.monotonic()
+        self.start, self.stopped, self.began = 0, False, time.monotonic()
+        self.state: Any = None
         self.metrics: dict[str, float] = {}
 
     def __repr__(self) -> str:
@@ -196,7 +198,7 @@ class Run:
             ValueError: for what is no source, batches that the ranks cannot share evenly, and arrays that are not those
                 of the Description; for a checkpoint whose state of the source is of other rows; what `train` raises.
         """
-        reading = reading_of(batches, self.described, self.world, batch_sizes, skip)
+        reading = reading_of(batches, self._given, self.world, batch_sizes, skip)
         return running(self, reading, reading.length(steps, samples, tokens))
 
     def evaluate(self) -> dict[str, float]:
@@ -211,6 +213,20 @@ class Run:
                 )
             found.update({f"{name}_{key}" if name else key: value for key, value in got.items()})
         return found
+
+    def inference(self) -> model.Inference:
+        """The decoder of the newest state, ready to write: `model.generate(run.inference(), prompts, 100)`. All ranks.
+
+        Raises ValueError for a run whose step is not that of a decoder.
+        """
+        if self.described is None or self.described.decoder is None:
+            raise ValueError(
+                "Run.inference: got a step of another model, wanted that of a decoder: a Description with `decoder`, "
+                "as model.build makes it"
+            )
+        layouts = tree.layouts(self.described.state.params)
+        axes = Axes(self.mesh, self.world if self.world.size > 1 else None)
+        return model.inference(self.state.params, self.described.decoder, layouts, axes)
 
 
 def _by_name(evaluate: Any) -> dict[str, Callable]:

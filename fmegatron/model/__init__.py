@@ -25,6 +25,7 @@ from fmegatron.model.settled import settled
 from fmegatron.model.specs import arrays, init, layouts, rules, specs
 from fmegatron.model.stored import Opened, kept, opened
 from fmegatron.model.text import pieces
+from fmegatron.model.training import build
 from fmegatron.model.weights import GROUPS, gather_weights
 from fmegatron.model.wrapped import Wrapped
 
@@ -54,6 +55,7 @@ __all__ = [
     "ahead",
     "arrays",
     "block",
+    "build",
     "cache_bytes_per_token",
     "described",
     "description",

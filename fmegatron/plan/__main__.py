@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from fmegatron import loop
@@ -30,6 +29,8 @@ from fmegatron.plan import (
 )
 from fmegatron.step import Description, Overlap, Rates
 from fmegatron.step.description import require_description
+
+Loaded = tuple[type, Callable[[Any], Description]]  # (Config, describe) of the experiment
 
 _WRITES = 1e9  # bytes/s of a rank that saves, where nothing is measured
 _DEEP = 16  # layers from which on a plan is continued from shallower models
@@ -55,13 +56,13 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         return 2
 
 
-def _config(experiment: ModuleType, options: argparse.Namespace, flags: list[str], mesh: str) -> Any:
-    return loop.parse([options.experiment, f"--mesh={mesh}", *flags], experiment.Config)
+def _config(experiment: Loaded, options: argparse.Namespace, flags: list[str], mesh: str) -> Any:
+    return loop.parse([options.experiment, f"--mesh={mesh}", *flags], experiment[0])
 
 
-def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
+def _planned(experiment: Loaded, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
     config = _config(experiment, options, flags, options.mesh)
-    described = require_description(experiment.describe(config), options.experiment)
+    described = require_description(experiment[1](config), options.experiment)
     overlap = _overlap(options)
     try:
         by_formula = quick(described, overlap=overlap)
@@ -101,7 +102,7 @@ def _verdict(peak: int, unknown: Sequence[str], limit: int, out: TextIO) -> int:
 
 
 def _counted(
-    experiment: ModuleType,
+    experiment: Loaded,
     config: Any,
     described: Description,
     overlap: Overlap | None,
@@ -112,7 +113,7 @@ def _counted(
     if isinstance(layers, int) and layers >= _DEEP and not options.all_layers:
 
         def build(depth: int) -> Description:
-            return experiment.describe(dataclasses.replace(config, layers=depth))
+            return experiment[1](dataclasses.replace(config, layers=depth))
 
         try:
             return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
@@ -136,13 +137,13 @@ def _print_seconds(plan: Quick, rates: Rates, measured: bool, out: TextIO) -> No
     print(f"  a save     {plan.written / writing:.4g} s at {writing:.3g} B/s for each rank ({place})", file=out)
 
 
-def _searched(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
+def _searched(experiment: Loaded, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
     if options.memory is None:
         raise ValueError("--search: got no --memory, wanted the GiB of a device, such as --memory 80")
     base = _config(experiment, options, flags, "dp=1")
 
     def describe(mesh: Mesh) -> Description:
-        return require_description(experiment.describe(dataclasses.replace(base, mesh=mesh)), options.experiment)
+        return require_description(experiment[1](dataclasses.replace(base, mesh=mesh)), options.experiment)
 
     meshes = meshes_of(options.search, options.axes.split(","))
     found = search(describe, meshes, round(options.memory * 2**30), rates=rates, overlap=_overlap(options))
@@ -164,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
         "Exit status: 0 planned, and it fits into --memory; 1 it does not fit; 2 wrong use, or it could not be done; "
         "3 whether it fits is not known, since not all of the memory was counted.",
     )
-    p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")
+    p.add_argument("experiment", help="a file that defines experiment (see fmegatron/check.py)")
     p.add_argument("--mesh", help="axes and sizes, such as dp=2,fsdp=2,tp=2")
     p.add_argument("--rank", type=int, default=0, help="of which the exact plan is")
     p.add_argument("--quick", action="store_true", help="formulas alone, in milliseconds")

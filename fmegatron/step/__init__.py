@@ -6,6 +6,7 @@ from fmegatron.step.clock import matmul_seconds, seconds_of
 from fmegatron.step.costs import StateBytes, Traffic, WeightTransfer, least_traffic, least_transfers, state_bytes
 from fmegatron.step.description import Description
 from fmegatron.step.donation import Donated
+from fmegatron.step.from_loss import build
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
 from fmegatron.step.layer import compiled_layer, layer_layout, layers, remat, unstack
@@ -39,6 +40,7 @@ __all__ = [
     "WeightTransfer",
     "accumulate",
     "averaged_params",
+    "build",
     "build_train_step",
     "bytes_sent",
     "check",

@@ -25,6 +25,7 @@ class Description:
     decoder: the `model.Decoder` whose loss the step takes the gradient of; None: another loss, of which formulas
     (`plan.quick`) count state and traffic, and say that activations are not counted.
     save, offload, reshard_after_forward: as `model.loss` is given them.
+    evaluate: (state, batch) -> metrics of held-out rows, for evaluations; None: there is none.
     """
 
     function: Callable
@@ -35,6 +36,7 @@ class Description:
     save: Any = None
     offload: int | None = None
     reshard_after_forward: tuple[str, ...] | None = None
+    evaluate: Callable | None = None
 
     def __post_init__(self):
         if not callable(self.function):

@@ -1,8 +1,9 @@
 """A run with a fault in each attempt of its job: `torchrun ... faulty_run.py EXPERIMENT FAULTS,FAULTS,... FLAGS`.
 
-EXPERIMENT: a module with a Config and a main. FAULTS of the attempts, in their order, each KIND:RANK:STEP and joined by
-"+": what happens to that rank when it begins that update. The file RUN-faults counts the attempts that have ended by
-one. After the last attempt the run is done once more, by the same processes in the folder RUN-clean, without faults.
+EXPERIMENT: a module with a Config and an `experiment`, or a main. FAULTS of the attempts, in their order, each
+KIND:RANK:STEP and joined by "+": what happens to that rank when it begins that update. The file RUN-faults counts the
+attempts that have ended by one. After the last attempt the run is done once more, by the same processes in the folder
+RUN-clean, without faults.
 """
 
 import dataclasses
@@ -78,11 +79,12 @@ def main(config):
         return train(faulty, state, batch_at, **settings)
 
     loop.train = with_faults
-    result = EXPERIMENT.main(config)
+    train_it = EXPERIMENT.experiment if "experiment" in vars(EXPERIMENT) else EXPERIMENT.main
+    result = train_it(config)
     if attempt == len(ATTEMPTS) - 1:
         clean = dataclasses.replace(config.run, folder=f"{config.run.folder}-clean")
-        EXPERIMENT.main(dataclasses.replace(config, run=clean))
-    return result
+        train_it(dataclasses.replace(config, run=clean))
+    return result if isinstance(result, float | None) else result.metrics
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def folder(name, path):
 
 def finetuned(rank, config):
     """On a real rank."""
-    return finetune.main(config)
+    return finetune.experiment(config).metrics
 
 
 @pytest.mark.long
@@ -36,7 +36,7 @@ def finetuned(rank, config):
 def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     theirs = folder(name, tmp_path / "model")
     places = {"model": str(tmp_path / "model"), "out": str(tmp_path / "out"), "run": str(tmp_path / "run")}
-    finetune.main(made(finetune.Config, **places, **TINY))
+    finetune.experiment(made(finetune.Config, **places, **TINY))
     first, last = (
         r["loss"] for r in loop.read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"] in (1, 6) and "loss" in r
     )
@@ -63,7 +63,7 @@ def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks, kind, meshes)
             finetune.Config, model=str(tmp_path / "model"), mesh=mesh, **places, **{**TINY, "steps": 2, "lr": 1e-3}
         )
         if mesh.size == 1:
-            finetune.main(config)
+            finetune.experiment(config)
         else:
             ranks.run(finetuned, config, ranks=2)
         tuned.append(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{mesh}_out").state_dict())
@@ -98,15 +98,15 @@ def test_a_corpus_is_trained_on_and_the_result_talks(tmp_path):
     assert data_command(["prepare", str(tmp_path / "lines.jsonl"), *arguments]) == 0
     places = {"model": str(tmp_path / "model"), "out": str(tmp_path / "out"), "run": str(tmp_path / "run")}
     config = made(finetune.Config, **places, text=f"{prefix}.bin", **{**TINY, "steps": 2})
-    finetune.main(config)
+    finetune.experiment(config)
     out = io.StringIO()
     assert model_command(["chat", str(tmp_path / "run"), "--prompt", "To be", "--tokens", "5"], out=out) == 0
     assert len(out.getvalue()) > 5  # and no error: most ids of the model are none of the tokenizer
     (tmp_path / "model" / "tokenizer.json").unlink()  # now its tokens are bytes
     with pytest.raises(loop.UsageError, match="text: .*got a corpus of another tokenizer, wanted the model's"):
-        finetune.main(made(config, run=str(tmp_path / "other"), out=str(tmp_path / "other_out")))
+        finetune.experiment(made(config, run=str(tmp_path / "other"), out=str(tmp_path / "other_out")))
     with pytest.raises(loop.UsageError, match="out: .*got a path that exists already"):  # before it trains
-        finetune.main(made(config, run=str(tmp_path / "other")))
+        finetune.experiment(made(config, run=str(tmp_path / "other")))
     assert not (tmp_path / "other").exists()
 
 
@@ -116,4 +116,4 @@ def test_a_text_that_the_vocabulary_does_not_have(tmp_path):
         finetune.Config, model=str(tmp_path / "model"), run=str(tmp_path / "run"), out=str(tmp_path / "o"), **TINY
     )
     with pytest.raises(loop.UsageError, match="text: got token 122, wanted at most 69"):
-        finetune.main(config)
+        finetune.experiment(config)

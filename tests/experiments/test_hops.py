@@ -1,8 +1,8 @@
 """How far it is from an experiment to its maths, as the stack has it: files to open, and calls to follow.
 
-Counted are the functions of the package and of the experiment, from the step (for bytes on disk: from the experiment's
-`main`) to the line in question. What records a graph (`RECORDERS`) is left out: it calls the function that it is given,
-as torch does, and is no place to look for it.
+Counted are the functions of the package and of the experiment, from the step (for bytes on disk: from the call of the
+experiment) to the line in question. What records a graph (`RECORDERS`) is left out: it calls the function that it is
+given, as torch does, and is no place to look for it.
 """
 
 import inspect
@@ -77,17 +77,19 @@ def test_from_the_step_to_the_reduce_scatter_of_a_gradient(monkeypatch, changes)
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"dim": 128, "heads": 2}], ids=str)
 def test_from_the_experiment_to_bytes_on_disk(monkeypatch, tmp_path, changes):
-    """All calls are counted, from the experiment's `main` by the loop to tensorstore's write of a chunk."""
+    """All calls are counted, from the call of the experiment by the loop to tensorstore's write of a chunk."""
     write, found = tensorstore.TensorStore.write, []
 
     def noted(*args, **options):
-        found.append(here("main"))
+        found.append(here("__call__"))
         return write(*args, **options)
 
     monkeypatch.setattr(tensorstore.TensorStore, "write", noted)
     config = {**SMALL, "run": str(tmp_path / "run"), "steps": 1, "warmup": 0, "eval_windows": 4, "backend": "eager"}
-    shakespeare.main(made(shakespeare.Config, **config | changes))
+    shakespeare.experiment(made(shakespeare.Config, **config | changes))
     assert len(found) > 10 and not list((tmp_path / "run").rglob(".new-*"))
     for frames in found:
-        assert frames[0] == ("experiments/shakespeare.py", "main") and frames[-1][0].startswith("fmegatron/checkpoint/")
+        assert frames[0] == ("fmegatron/loop/experiment.py", "__call__") and frames[-1][0].startswith(
+            "fmegatron/checkpoint/"
+        )
         assert len({file for file, _ in frames}) <= 5 and len(frames) <= 10, frames

@@ -67,13 +67,13 @@ def stopped(rank, name, config):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checkpoint.Manager, "save", save_and_ask_to_stop)
-        importlib.import_module(f"experiments.{name}").main(config)
+        importlib.import_module(f"experiments.{name}").experiment(config)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", few(2, [(name,) for name in CASES], CASES))
 def test_it_learns_on_one_rank_and_goes_on_there_from_two(name, tmp_path, ranks):
-    case, main = CASES[name], importlib.import_module(f"experiments.{name}").main
+    case, main = CASES[name], importlib.import_module(f"experiments.{name}").experiment
     main(case.config(name, tmp_path / "one"))
     ranks.run(stopped, name, case.config(name, tmp_path / "two", mesh=case.two), ranks=2)
     assert checkpoint.Manager(tmp_path / "two" / "checkpoints").latest() in (11, 12)

@@ -27,6 +27,11 @@ def config(run, **changes):
     return made(shakespeare.Config, run=str(run), **{**SMALL, **changes})
 
 
+def trained(config):
+    """The last metrics."""
+    return shakespeare.experiment(config).metrics
+
+
 def losses(run):
     return {r["step"]: r["loss"] for r in loop.read_metrics(run / "metrics.jsonl") if "loss" in r}
 
@@ -55,7 +60,7 @@ def start(python, *flags, ranks=1, **settings):
 @pytest.mark.long
 def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monkeypatch, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    result = shakespeare.main(config(whole))
+    result = trained(config(whole))
     assert "ROMEO:" in capsys.readouterr().out
 
     save = checkpoint.Manager.save
@@ -66,10 +71,10 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monke
         return save(self, step, *args, **kwargs)
 
     monkeypatch.setattr(checkpoint.Manager, "save", save_and_ask_to_stop)
-    shakespeare.main(config(halves))
+    trained(config(halves))
     assert "stopped after step 4" in capsys.readouterr().out
     assert sorted(losses(halves)) == [1, 2, 3, 4]
-    resumed = shakespeare.main(config(halves))
+    resumed = trained(config(halves))
     assert resumed == result
     assert losses(whole) == losses(halves)
     a, b = stored(whole, 6), stored(halves, 6)
@@ -79,7 +84,7 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monke
 @pytest.mark.long
 def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatch):
     """Also when a signal stops the run: the last save is waited for, and no process is left."""
-    shakespeare.main(config(tmp_path / "waits"))
+    trained(config(tmp_path / "waits"))
     started, start_writer = [], checkpoint.AsyncSaver.__init__
     monkeypatch.setattr(
         checkpoint.AsyncSaver, "__init__", lambda self: (start_writer(self), started.append(self.writer_pid))[0]
@@ -93,9 +98,9 @@ def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatc
         return save(self, step, *args, **kwargs)
 
     monkeypatch.setattr(checkpoint.Manager, "save", save_and_ask_to_stop)
-    shakespeare.main(config(tmp_path / "async", async_save=True, save_every=1))
+    trained(config(tmp_path / "async", async_save=True, save_every=1))
     assert checkpoint.Manager(tmp_path / "async" / "checkpoints").steps() == [3, 4]
-    shakespeare.main(config(tmp_path / "async", async_save=True, save_every=1))
+    trained(config(tmp_path / "async", async_save=True, save_every=1))
     a, b = stored(tmp_path / "waits", 6), stored(tmp_path / "async", 6)
     assert a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
     assert checkpoint.Manager(tmp_path / "async" / "checkpoints").steps() == [5, 6]
@@ -113,12 +118,12 @@ def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatc
 @pytest.mark.long
 def test_a_finished_run_only_samples(tmp_path, capsys):
     """Also when fewer steps are asked for than are done, which is said; without prompts it only evaluates."""
-    result = shakespeare.main(config(tmp_path, steps=3))
+    result = trained(config(tmp_path, steps=3))
     assert capsys.readouterr().out.count("ROMEO:") == 1
-    assert shakespeare.main(config(tmp_path, steps=3)) == result
+    assert trained(config(tmp_path, steps=3)) == result
     assert capsys.readouterr().out.count("ROMEO:") == 1
     with pytest.warns(RuntimeWarning, match="got steps=2, but 3 steps are done: nothing is trained"):
-        assert shakespeare.main(config(tmp_path, steps=2, warmup=1, prompts=())) == result
+        assert trained(config(tmp_path, steps=2, warmup=1, prompts=())) == result
     out = capsys.readouterr().out
     assert "3 to 3: 0 tokens (more than the 2 that were asked for are done)" in out and "\nROMEO:" not in out
     assert sorted(losses(tmp_path)) == [1, 2, 3]
@@ -135,7 +140,7 @@ def stopped_by_a_signal(rank, settings):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(data.Batches, "rows", at_and_signal)
-        shakespeare.main(settings)
+        trained(settings)
 
 
 @pytest.mark.long
@@ -146,11 +151,11 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
     """
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     changes = {"steps": 20, "save_every": 1000, "eval_every": 1000}
-    shakespeare.main(config(whole, **changes))
+    trained(config(whole, **changes))
     ranks.run(stopped_by_a_signal, config(moved, **changes, mesh=Mesh(fsdp=2, tp=2)))
     stopped = checkpoint.Manager(moved / "checkpoints").latest()
     assert 4 <= stopped <= 8  # the batch of step 6 is made up to two steps before
-    shakespeare.main(config(moved, **changes))
+    trained(config(moved, **changes))
     records = loop.read_metrics(moved / "metrics.jsonl")
     before = next(r["heldout_loss"] for r in records if r["step"] == stopped and "heldout_loss" in r)
     after = next(r["resumed_heldout_loss"] for r in records if "resumed_heldout_loss" in r)
@@ -204,7 +209,7 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
 def test_a_wrong_flag_is_one_line_and_nothing_is_written(tmp_path, changes, words, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        loop.launch(shakespeare.main, shakespeare.Config, ["shakespeare.py", *flags(tmp_path / "run", **changes)])
+        loop.launch(shakespeare.experiment, argv=["shakespeare.py", *flags(tmp_path / "run", **changes)])
     assert ended.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert words in first and second == "Try --help." and not list(tmp_path.iterdir())
@@ -212,7 +217,7 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(tmp_path, changes, word
 
 def test_a_folder_that_cannot_be_made_is_the_systems_fault():
     with pytest.raises(RuntimeError, match="claiming /dev/null/x for a run failed: NotADirectoryError"):
-        loop.launch(shakespeare.main, shakespeare.Config, ["shakespeare.py", *flags("/dev/null/x")])
+        loop.launch(shakespeare.experiment, argv=["shakespeare.py", *flags("/dev/null/x")])
 
 
 def test_every_field_says_what_a_change_of_it_means():
@@ -232,7 +237,7 @@ def test_every_field_says_what_a_change_of_it_means():
 
 @pytest.mark.long
 def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monkeypatch):
-    shakespeare.main(config(tmp_path, steps=3))
+    trained(config(tmp_path, steps=3))
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["config"]["heads"] == 2 and written["facts"]["data"]["tokens"].startswith("1115394 tokens, xxh3 ")
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -243,7 +248,7 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
         ({"seq_len": 8, "prompts": ("A",)}, "seq_len 16 -> 8"),
     ):
         with pytest.raises(loop.UsageError, match=f"step 3 is of a run with other settings: {words}. These change"):
-            shakespeare.main(config(tmp_path, **change))
+            trained(config(tmp_path, **change))
     text = tmp_path / "other.txt"
     text.write_text(shakespeare.TEXT.read_text().replace("ROMEO", "RAMEO"))
     with (
@@ -251,7 +256,7 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
         pytest.raises(loop.UsageError, match='data {"tokens": "1115394 tokens.* -> {"tokens": "1115394'),
     ):
         patched.setattr(shakespeare, "TEXT", text)
-        shakespeare.main(config(tmp_path))
+        trained(config(tmp_path))
     text.unlink()
     assert kept == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}  # nothing was written
 
@@ -261,7 +266,7 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
     shown = {}
     at = data.Batches.rows
     monkeypatch.setattr(data.Batches, "rows", lambda self, step, rows: shown.setdefault(step, at(self, step, rows)))
-    shakespeare.main(config(renamed, batch_size=2, heads=4, lr=1e-3, save_every=2, allow=("batch_size", "heads")))
+    trained(config(renamed, batch_size=2, heads=4, lr=1e-3, save_every=2, allow=("batch_size", "heads")))
     out = capsys.readouterr().out
     assert "  allowed    heads 2 -> 4, batch_size 4 -> 2\n  named      run.steps 3 -> 6, lr 0.01 -> 0.001\n" in out
     assert "  free       run.folder " in out and "run.save.every 3 -> 2" in out
@@ -277,7 +282,7 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
 
 @pytest.mark.long
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):
-    shakespeare.main(config(tmp_path, steps=6))
+    trained(config(tmp_path, steps=6))
     chunk = max((tmp_path / "checkpoints" / "step_00000006").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
     content = bytearray(chunk.read_bytes())
     content[len(content) // 2] ^= 1
@@ -286,7 +291,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):
         pytest.warns(RuntimeWarning, match="steps 6 were set aside"),
         pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 6"),
     ):
-        shakespeare.main(config(tmp_path, steps=6))
+        trained(config(tmp_path, steps=6))
     assert "steps        3 to 6" in capsys.readouterr().out
 
 
@@ -306,7 +311,7 @@ def test_ctrl_c_twice_while_saving_leaves_the_earlier_checkpoint(tmp_path, pytho
         "        while True: save(self, step, *args, **kwargs)\n"
         "    return save(self, step, *args, **kwargs)\n"
         "checkpoint.Manager.save = slow\n"
-        "loop.launch(shakespeare.main, shakespeare.Config)\n"
+        "loop.launch(shakespeare.experiment)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *flags(tmp_path / "run", save_every=1)]
@@ -316,4 +321,4 @@ def test_ctrl_c_twice_while_saving_leaves_the_earlier_checkpoint(tmp_path, pytho
     state = stored(tmp_path / "run", 3)
     assert int(state["step"]) == 3 and all(x.isfinite().all() for x in state.values())
     assert sorted(losses(tmp_path / "run"))[:3] == [1, 2, 3]
-    shakespeare.main(config(tmp_path / "run"))  # and the run goes on from whatever is complete
+    trained(config(tmp_path / "run"))  # and the run goes on from whatever is complete

@@ -102,7 +102,7 @@ def own(tmp_path, source):
     file = tmp_path / "own.py"
     file.write_text(
         "from experiments import shakespeare\nfrom experiments.shakespeare import Config\n"
-        "from fmegatron import optim, step, tree\nfrom fmegatron.collectives import Axes\n\n" + source
+        "from fmegatron import model, optim, step, tree\nfrom fmegatron.collectives import Axes\n\n" + source
     )
     return str(file)
 
@@ -110,12 +110,11 @@ def own(tmp_path, source):
 WRITTEN_AS_DEF = """
 def describe(config):
     of = shakespeare.describe(config)
-    loss = shakespeare.make_loss(config, of.decoder)
+    layouts = tree.layouts(of.state.params)
 
     def loss_fn(params, batch):
-        return loss(params, batch)
+        return model.loss(params, batch, of.decoder, layouts, Axes(config.mesh), save="mincut")
 
-    layouts = tree.layouts(of.state.params)
     how = {"strategy": tree.leaves(of.state)[0].strategy}
     made = step.build_train_step(loss_fn, optim.adamw(1e-3), layouts, Axes(config.mesh), **how)
     return step.Description(made, of.state, of.batch)

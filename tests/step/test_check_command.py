@@ -70,7 +70,7 @@ def test_what_is_not_proven_has_a_status_of_its_own(experiment):
     "argv, said",
     [
         (["nowhere.py", "--mesh", "dp=2"], "nowhere.py"),
-        ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no Config and no describe"),
+        ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no experiment"),
         (["EXPERIMENT", "--mesh", "dp=x"], "wanted axes and their sizes"),
         (["EXPERIMENT", "--mesh", "dp=2", "--wrong=1"], "Unknown command line flag"),
         (["EXPERIMENT", "--mesh", "dp=3"], "uneven|not divisible"),

@@ -68,7 +68,7 @@ def test_a_missing_sum_is_found_and_its_line_named(experiment):
     "argv, said",
     [
         (["nowhere.py", "--mesh", "dp=2"], "nowhere.py"),
-        ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no Config and no describe"),
+        ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no experiment"),
         (["EXPERIMENT", "--mesh", "dp=3"], "uneven"),
         (["EXPERIMENT", "--mesh", "dp=2", "--wrong=1"], "Unknown command line flag"),
         (["EXPERIMENT", "--mesh", "dp=2", "--below", "7"], "index 6 is out of bounds"),

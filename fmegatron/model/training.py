@@ -1,0 +1,65 @@
+"""The training step of a decoder and its loss, as one value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from fmegatron import optim, step, tree
+from fmegatron.collectives import Axes
+from fmegatron.layout import DataParallel, Mesh
+from fmegatron.model.decoder import Decoder
+from fmegatron.model.forward import loss
+from fmegatron.model.settled import settled
+from fmegatron.model.specs import specs
+
+__all__ = ["build"]
+
+
+def build(
+    decoder: Decoder,
+    optimizer: optim.Optimizer,
+    mesh: Mesh,
+    shape: tuple[int, int],
+    *,
+    strategy: str | DataParallel = "hsdp",
+    microbatches: int = 1,
+    samples: bool = False,
+    save: step.Policy | None = "mincut",
+) -> step.Description:
+    """What an experiment that trains a decoder by `model.loss` returns of `describe(config)`.
+
+    Args:
+        decoder: the model; its precision also says how gradients are reduced.
+        optimizer: of its parameters.
+        mesh: of the ranks.
+        shape: (sequences, tokens of each) of a batch, all ranks together.
+        strategy: how parameters, gradients and the optimizer's state are sharded; or its name (`DataParallel.named`).
+        microbatches: into which a rank's rows are cut.
+        samples: dropout and router noise of the model are applied, the same on every mesh; else it has none.
+        save: what a block keeps for its backward (`model.logits`).
+
+    Raises ValueError, naming what does not fit the mesh.
+    """
+    strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
+    found = specs(decoder, mesh, strategy=strategy)
+    axes = Axes(mesh, data=strategy.tokens)
+
+    plain = functools.partial(loss, decoder=decoder, layouts=tree.layouts(found), axes=axes, save=save)
+
+    def of_samples(params: dict, batch: dict, numbers: torch.Tensor | None = None) -> tuple[torch.Tensor, dict]:
+        return plain(params, batch, samples=numbers)
+
+    described = step.build(
+        of_samples if samples else plain,
+        optimizer,
+        found,
+        {"tokens": shape, "labels": shape},
+        microbatches=microbatches,
+        samples=samples,
+        precision=decoder.precision,
+        settle=functools.partial(settled, decoder=decoder),
+    )
+    return dataclasses.replace(described, decoder=decoder, save=save)

@@ -1,0 +1,62 @@
+"""The standard training step of a loss, an optimizer and specs, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.collectives import Axes, Precision
+from fmegatron.layout import DataParallel, Layout
+from fmegatron.step.description import Description
+from fmegatron.step.state import state_specs
+from fmegatron.step.train_step import build_train_step
+from fmegatron.tree.spec import strategy_of
+
+__all__ = ["build"]
+
+
+def build(
+    loss_fn: Callable,
+    optimizer: optim.Optimizer,
+    specs: tree.Tree,
+    batch: tree.Tree,
+    *,
+    microbatches: int = 1,
+    samples: bool = False,
+    precision: Precision | None = None,
+    settle: Callable[[Any, dict], tuple[Any, dict]] | None = None,
+    evaluate: Callable[[Any, Any], dict] | None = None,
+) -> Description:
+    """What `describe(config)` of an experiment with a loss of its own returns: `build_train_step`, described.
+
+    Args:
+        loss_fn: as `build_train_step` takes it: (params, batch) of this rank, (params, batch, samples) with samples.
+        optimizer: of the parameters.
+        specs: of the parameters; mesh, layouts and strategy are said there and nowhere else.
+        batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, or arrays like them, of all ranks together.
+        microbatches, precision, settle: of `build_train_step`.
+        samples: its `numbered`.
+        evaluate: (state, batch) -> metrics of held-out rows; None: the loss of the parameters, of no samples.
+
+    Raises what `build_train_step` and `DataParallel.batch_layout` raise.
+    """
+    layouts, strategy = tree.layouts(specs), strategy_of(specs)
+    mesh, by = tree.leaves(layouts)[0].mesh, strategy or DataParallel()
+    axes = Axes(mesh, data=by.tokens)
+    how = {"strategy": strategy, "microbatches": microbatches, "precision": precision, "settle": settle}
+    train_step = build_train_step(loss_fn, optimizer, layouts, axes, numbered=samples, **how)
+
+    def row(x: Any) -> Layout:
+        given: Any = (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x
+        shape, dtype = given if isinstance(given[-1], torch.dtype) else (given, torch.int64)
+        return by.batch_layout(tuple(shape), dtype, mesh, microbatches)
+
+    def held_out(state: Any, rows: Any) -> dict:
+        return {"loss": loss_fn(state.params, rows)[1]["loss"]}
+
+    rows = {name: row(x) for name, x in batch.items()}
+    specs = state_specs(specs, optimizer, strategy)
+    return Description(train_step, specs, rows, microbatches, evaluate=evaluate or held_out)
