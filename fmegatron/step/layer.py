@@ -52,7 +52,8 @@ def layers(
         block: block(x, weights, *rest, **named) -> x, or (x, more): a pure function of tensors; constants (a config, an
             axis) by functools.partial. rest and named: trees of tensors, the same for all layers, to which no gradient
             flows.
-        params: tree of stacked tensors [L, ...], this rank's shards; `nn.Scaled` ones where they travel in 8 bits.
+        params: tree of stacked tensors [L, ...], this rank's shards; `nn.Scaled` ones where they travel in 8 bits. Only
+            of those that need a gradient (`requires_grad`) one is made and reduced.
         layouts: of the stacked tensors; dim 0 is not split.
         axes: Axes(mesh); weights are gathered over `axes.data`, and what tp splits stays split.
         save: what a layer keeps for its backward, see `compiled_layer`. None: the block is not compiled by itself; its
