@@ -55,8 +55,8 @@ def ours(mesh: Mesh, sizes: Sizes, rows: int | None):
     choose = nn.Router(E, K, normalised=True)
 
     def experts(w, x_MD, ends, expert_M):
-        gate, up = nn.grouped_mm(x_MD, w["up"], ends).chunk(2, -1)
-        return nn.grouped_mm(F.silu(gate) * up, w["down"], ends)
+        gate, up = nn.grouped_matmul(x_MD, w["up"], ends).chunk(2, -1)
+        return nn.grouped_matmul(F.silu(gate) * up, w["down"], ends)
 
     def layer(x, router, up, down):
         leaves = [v.detach().requires_grad_() for v in (x, router, up, down)]

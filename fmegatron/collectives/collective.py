@@ -209,7 +209,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, there, back, *xs):
         ctx.back = back
-        return tuple(there(xs))
+        ys, needed = tuple(there(xs)), ctx.needs_input_grad[2:]
+        if any(needed):  # else the results of frozen tensors would ask for gradients beside those of trained ones
+            ctx.mark_non_differentiable(*[y for y, need in zip(ys, needed, strict=True) if not need])
+        return ys
 
     @staticmethod
     def backward(ctx, *gs):
@@ -217,7 +220,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(there: Callable, back: Callable, xs: Sequence[Tensor]) -> list[Tensor]:
-    """`there(xs)`, a linear function of a list of tensors that autograd does not look into.
+    """`there(xs)`, a linear function of a list of tensors that autograd does not look into: a result for each of them,
+    which needs a gradient where its tensor does.
 
     back: its transpose, (gradients of the results, whether each of xs needs one) -> gradients of xs.
     """

@@ -1,6 +1,7 @@
 """Models: decoders as lists of blocks of mixers, and the tree of specs of their arrays."""
 
 from fmegatron.model import families, sample
+from fmegatron.model.adapters import Adapter, adapted, lora, merged
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.attention import Attention
 from fmegatron.model.choose import Choice
@@ -35,6 +36,7 @@ __all__ = [
     "MLA",
     "MLP",
     "MTP",
+    "Adapter",
     "Array",
     "At",
     "Attention",
@@ -52,6 +54,7 @@ __all__ = [
     "Rope",
     "Score",
     "Wrapped",
+    "adapted",
     "ahead",
     "arrays",
     "block",
@@ -72,7 +75,9 @@ __all__ = [
     "layouts",
     "llama",
     "logits",
+    "lora",
     "loss",
+    "merged",
     "opened",
     "parameters",
     "perplexity",

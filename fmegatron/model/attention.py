@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, Axis, declare, enter, shard
+from fmegatron.collectives import Axes, Axis, all_gather, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.context import Context, attend, joined, longer, order_of, remembered, require_form
@@ -111,9 +111,16 @@ class Attention(Mixer):
         """(q[B, S, H, K], k[B, S, G, K], v[B, S, G, K]), rotated, of the full sequence."""
         tp, split, K = axes["tp"], at.splits(u_BSD), self.head_dim
         heads, kv_heads = self.heads // tp.size, max(1, self.kv_heads // tp.size)
-        w_DF, bias_F = self._fused(w, "w", tp), self._fused(w, "bias_", tp) if self.bias else None
-        qkv_BSF = nn.column_parallel(u_BSD, w_DF, tp, split)
-        qkv_BSF = qkv_BSF if bias_F is None else qkv_BSF + bias_F.to(qkv_BSF.dtype)
+        if not self.kv_copies:
+            qkv_BSF = nn.column_parallel(u_BSD, w["wqkv"], tp, split)
+            qkv_BSF = qkv_BSF + w["bias_qkv"].to(qkv_BSF.dtype) if self.bias else qkv_BSF
+        else:
+            u_BSD = all_gather(u_BSD, tp, 1) if split else enter(u_BSD, tp)
+            kv_BSF = nn.matmul(u_BSD, self._of_heads(nn.dense(w["wkv"]), tp))
+            qkv_BSF = torch.cat((nn.matmul(u_BSD, w["wq"]), kv_BSF), -1)
+            if self.bias:
+                bias_F = torch.cat((w["bias_q"], self._of_heads(w["bias_kv"], tp)))
+                qkv_BSF = qkv_BSF + bias_F.to(qkv_BSF.dtype)
         q, k, v = qkv_BSF.unflatten(-1, (heads + 2 * kv_heads, K)).split((heads, kv_heads, kv_heads), -2)
         if self.qk_norm is not None:  # each rank normalises other heads, so the weights' gradients are sums over tp
             q, k = (
@@ -127,14 +134,12 @@ class Attention(Mixer):
             k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
         return q, k, v
 
-    def _fused(self, w: Tree, name: str, tp: Axis) -> Tensor:
-        """Weights or biases of q, k and v side by side, those of this rank's heads."""
-        if not self.kv_copies:
-            return w[f"{name}qkv"]
-        heads = w[f"{name}kv"].unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
+    def _of_heads(self, w_DF: Tensor, tp: Axis) -> Tensor:
+        """Of weights or biases of all keys and values those that this rank's queries read."""
+        heads = w_DF.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         if tp.size > self.kv_heads:  # copies, whose gradients the transpose adds up
             heads = [x.repeat_interleave(tp.size // self.kv_heads, -2) for x in heads]
-        return torch.cat((w[f"{name}q"], *(self._own(x, tp) for x in heads)), -1)
+        return torch.cat([self._own(x, tp) for x in heads], -1)
 
     def _own(self, w_DGK: Tensor, tp: Axis) -> Tensor:
         """[D, G·K] of this rank's heads. A part that is one head leaves no trace in sizes, so it is declared."""

@@ -21,7 +21,7 @@ from fmegatron.model.deterministic import require_samples
 from fmegatron.model.draws import draws_of, dropped
 from fmegatron.model.mtp import predict, with_ahead
 from fmegatron.model.settled import loads
-from fmegatron.model.weights import Outer, each_layer, embedded, prepared
+from fmegatron.model.weights import Outer, adapted_named, each_layer, embedded, prepared
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -46,7 +46,8 @@ def block(
     for part in parts:
         u_BSD = x_BSD if part.norm is None else part.norm(x_BSD, w[f"{part.name}_norm"], at, axes)
         given = (u_BSD, w[part.name], at.of(part.name))
-        y_BSD = part.mixer(*given, axes) if mix is None else mix(part, *given)
+        with adapted_named(part.name, w[part.name]):
+            y_BSD = part.mixer(*given, axes) if mix is None else mix(part, *given)
         if isinstance(y_BSD, tuple):
             y_BSD, statistics[part.name] = y_BSD
         if not isinstance(y_BSD, Tensor) or y_BSD.shape != u_BSD.shape:
@@ -208,8 +209,8 @@ def _scores(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Ten
     return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), axes["tp"], at.splits(x_BSD)))
 
 
-def _head(w: dict, decoder: Decoder) -> Tensor:
-    return w["embed"]["table"].t() if decoder.tied else w["head"]["w"]
+def _head(w: dict, decoder: Decoder) -> nn.Weight:
+    return nn.dense(w["embed"]["table"]).t() if decoder.tied else w["head"]["w"]
 
 
 def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder, axes: Axes):

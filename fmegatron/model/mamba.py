@@ -194,7 +194,7 @@ class Mamba(Mixer):
         """One token more: (y[B, 1, D], the state behind it)."""
         given = self._project(u_B1D, w, axes, False)
         seen_BWX = torch.cat((state["conv"], torch.cat((given.x, given.groups), -1)), 1)
-        conv_WX = torch.cat((w["conv"], w["conv_groups"]), -1)
+        conv_WX = torch.cat((nn.dense(w["conv"]), nn.dense(w["conv_groups"])), -1)
         bias_X = torch.cat((w["bias_conv"], w["bias_conv_groups"])) if self.conv_bias else None
         now_B1X = F.silu(nn.causal_conv(seen_BWX[:, -1:], conv_WX, bias_X, before_BWC=seen_BWX[:, :-1]))
         x_B1HP, b_B1GN, c_B1GN = self._heads(*now_B1X.split((given.x.shape[-1], given.groups.shape[-1]), -1))
@@ -208,19 +208,19 @@ class Mamba(Mixer):
         tp, u = axes["tp"], u_BSD
         u = all_gather(u, tp, 1) if split else enter(u, tp)
         heads = self.heads // tp.size
-        gate, x, dt = (u @ w["w_in"]).split((heads * self.head_dim, heads * self.head_dim, heads), -1)
-        return _Projected(gate, dt, x, u @ self._own(w["w_groups"], axes))
+        gate, x, dt = nn.matmul(u, w["w_in"]).split((heads * self.head_dim, heads * self.head_dim, heads), -1)
+        return _Projected(gate, dt, x, nn.matmul(u, self._own(w["w_groups"], axes)))
 
-    def _own(self, w: Tensor, axes: Axes) -> Tensor:
+    def _own(self, w: nn.Weight, axes: Axes) -> nn.Weight:
         """Weights of the groups: of one that every rank has, whose heads are others on each, the gradient is a sum."""
-        return w if self.groups > 1 else enter(w, axes["tp"])
+        return w if self.groups > 1 else nn.entered(w, axes["tp"])
 
     def _filters(self, w: Tree, axes: Axes) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """(weights[W, I] and bias of x, weights[W, 2GN] and bias of the groups)."""
-        of_groups = self._own(w["conv_groups"], axes)
+        of_x, of_groups = nn.dense(w["conv"]), nn.dense(self._own(w["conv_groups"], axes))
         if not self.conv_bias:
-            return (w["conv"], None), (of_groups, None)
-        return (w["conv"], w["bias_conv"]), (of_groups, self._own(w["bias_conv_groups"], axes))
+            return (of_x, None), (of_groups, None)
+        return (of_x, w["bias_conv"]), (of_groups, nn.dense(self._own(w["bias_conv_groups"], axes)))
 
     def _heads(self, x_BSI: Tensor, bc_BSX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(x[B, S, H, P], b[B, S, G, N], c[B, S, G, N])."""

@@ -6,6 +6,7 @@ Legend: B batch, S sequence, D width, H heads of this rank, K width of a head's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,16 +79,16 @@ class MLA(Mixer):
         """(q[B, S, H, K], k[B, S, H, K], v[B, S, H, v_dim]), rotated, of the full sequence."""
         tp, split, heads, angles = axes["tp"], at.splits(u_BSD), self.heads // axes["tp"].size, at.rotation("MLA")
 
-        def own(name: str) -> Tensor:  # every rank has it; with other tokens on each its gradient is a sum
-            return enter(w[name], tp) if split else w[name]
+        def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
+            return nn.entered(w[name], tp) if split else w[name]
 
         if self.q_rank is None:
             q_BSF = nn.column_parallel(u_BSD, w["wq"], tp, split)
         else:
-            q_BSR = nn.rms_norm(u_BSD @ own("q_down"), own("q_norm"), self.norm_eps)
+            q_BSR = nn.rms_norm(nn.matmul(u_BSD, own("q_down")), own("q_norm"), self.norm_eps)
             q_BSF = nn.column_parallel(q_BSR, w["q_up"], tp, split)
         q_nope, q_rope = q_BSF.unflatten(-1, (heads, -1)).split((self.nope, self.rope.dim), -1)
-        kv_BSR, k_rope = (u_BSD @ own("kv_down")).split((self.kv_rank, self.rope.dim), -1)
+        kv_BSR, k_rope = nn.matmul(u_BSD, own("kv_down")).split((self.kv_rank, self.rope.dim), -1)
         kv_BSR = nn.rms_norm(kv_BSR, own("kv_norm"), self.norm_eps)
         kv_BSF = nn.column_parallel(kv_BSR, w["kv_up"], tp, split)
         k_nope, v = kv_BSF.unflatten(-1, (heads, -1)).split((self.nope, self.v_dim), -1)

@@ -143,10 +143,10 @@ class MoE(PerToken):
         everywhere = axes[(*axes.data, "tp")] if split else data
         tokens = u_BSD.shape[0] * u_BSD.shape[1] * everywhere.size
 
-        def own(name: str) -> Tensor:  # every rank has it; with other tokens on each its gradient is a sum
-            return enter(w[name], tp) if split else w[name]
+        def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
+            return nn.entered(w[name], tp) if split else w[name]
 
-        logits_BSE = jittered(u_BSD, self.jitter, at, axes) @ own("router")
+        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at, axes), own("router"))
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
         logits_BSE = noisy(logits_BSE, self.noise, at, axes)
@@ -209,7 +209,7 @@ class MoE(PerToken):
 
     def _experts(self, w: Any, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, *, tp: Axis) -> Tensor:
         """This rank's experts (`nn.Apply`), of which tp splits the hidden units."""
-        h_MF = nn.grouped_mm(x_MD, w["up"], ends_X)
+        h_MF = nn.grouped_matmul(x_MD, w["up"], ends_X)
         if self.biases:
             h_MF = h_MF + w["bias_up"].to(h_MF.dtype).index_select(0, expert_M)
         if self.limit is None:
@@ -219,7 +219,7 @@ class MoE(PerToken):
             gate_MF, up_MF = h_MF.unflatten(-1, (-1, 2)).unbind(-1)
             gate_MF, up_MF = gate_MF.clamp(max=self.limit), up_MF.clamp(-self.limit, self.limit)
             h_MF = gate_MF * torch.sigmoid(1.702 * gate_MF) * (up_MF + 1)
-        y_MD = nn.grouped_mm(h_MF, w["down"], ends_X)
+        y_MD = nn.grouped_matmul(h_MF, w["down"], ends_X)
         if not self.biases:
             return y_MD
         # each rank of tp adds its share to what is summed over tp

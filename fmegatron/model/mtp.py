@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmegatron.collectives import Axes, enter
+from fmegatron import nn
+from fmegatron.collectives import Axes
 from fmegatron.model.arrays import At
 
 if TYPE_CHECKING:
@@ -37,9 +38,9 @@ def predict(
         axes: Axes(mesh).
     """
     e_BSD, h_BSD = both_BSX.chunk(2, -1)
-    proj = enter(w["proj"], axes["tp"]) if at.splits(both_BSX) else w["proj"]  # else all ranks do the same work
+    proj = nn.entered(w["proj"], axes["tp"]) if at.splits(both_BSX) else w["proj"]  # else all ranks do the same work
     normed = (mtp.norm(e_BSD, w["embed_norm"], at, axes), mtp.norm(h_BSD, w["hidden_norm"], at, axes))
-    found = block(torch.cat(normed, -1) @ proj, w, at, parts=mtp.block, axes=axes)
+    found = block(nn.matmul(torch.cat(normed, -1), proj), w, at, parts=mtp.block, axes=axes)
     x_BSD, statistics = found if isinstance(found, tuple) else (found, {})
     x_BSD = mtp.norm(x_BSD, w["out_norm"], at, axes)
     return (x_BSD, statistics) if statistics else x_BSD

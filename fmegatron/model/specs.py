@@ -59,7 +59,7 @@ def specs(
     meant = _meant(strategy)
     along = SEQUENCE_AXES if strategy is None else strategy.sequence
     known = tuple(dict.fromkeys((*DATA_AXES, *along, *meant.values(), "tp")))
-    whole = arrays(decoder)
+    of_all = arrays(decoder)
     residual = sum(len(parts) for parts in decoder.blocks)
 
     def spec_of(path: str, array: Array) -> ArraySpec:
@@ -68,26 +68,39 @@ def specs(
             spec = (*spec[:-1], Split(axes, array.parts))
         layout = Layout(array.shape, decoder.param_dtype, mesh, spec)
         stack = (0,) if path.partition("/")[0] in decoder.stacks else ()
-        if strategy is not None:  # the layer dim of a stack stays whole: a layer is gathered when it runs
-            full = tuple(range(len(array.shape))) if array.full else stack
-            layout = _beside(strategy, array.kept).params_layout(layout, whole=full)
-        elif not layout.is_even:
-            layout = _moved_data_axes(layout, stack)
-        for dim, (size, entry) in enumerate(zip(array.shape, layout.spec, strict=True)):
-            pieces, ways = entry.sizes(size) if isinstance(entry, Split) else (size,), mesh.extent(layout.axes(dim))
-            if any(piece % ways for piece in pieces):
-                raise ValueError(
-                    f"{path}: got dim {dim} of size {' + '.join(map(str, pieces))}, wanted a multiple of {ways} "
-                    f"({'·'.join(layout.axes(dim))} of the mesh {mesh}); change size or mesh, or give a rule without it"
-                )
+        # the layer dim of a stack stays whole: a layer is gathered when it runs
+        whole = tuple(range(len(array.shape))) if array.full and strategy is not None else stack
+        layout = at_rest(path, layout, array.kept, strategy, whole)
         init = array.init
         if array.residual and isinstance(init, Normal):  # GPT-2's scaling of what is added to the stream
             init = Normal(init.std / math.sqrt(residual))
         return ArraySpec(layout, init, strategy=strategy, stacked=bool(stack))
 
-    out = tree.map_with_path(spec_of, whole)
+    out = tree.map_with_path(spec_of, of_all)
     _check_every_axis_works(out, mesh, known)
     return out
+
+
+def at_rest(
+    path: str, layout: Layout, kept: tuple[str, ...], strategy: DataParallel | None, whole: tuple[int, ...]
+) -> Layout:
+    """A layout by the rules with the data axes where they lie at rest, on none of the dims `whole`.
+
+    kept: data axes that split it for another reason. ValueError, naming the path, for a dim that its axes do not
+    divide.
+    """
+    if strategy is not None:
+        layout = _beside(strategy, kept).params_layout(layout, whole=whole)
+    elif not layout.is_even:
+        layout = _moved_data_axes(layout, whole)
+    for dim, (size, entry) in enumerate(zip(layout.shape, layout.spec, strict=True)):
+        pieces, ways = entry.sizes(size) if isinstance(entry, Split) else (size,), layout.mesh.extent(layout.axes(dim))
+        if any(piece % ways for piece in pieces):
+            raise ValueError(
+                f"{path}: got dim {dim} of size {' + '.join(map(str, pieces))}, wanted a multiple of {ways} "
+                f"({'·'.join(layout.axes(dim))} of the mesh {layout.mesh}); change size or mesh, or the rule"
+            )
+    return layout
 
 
 def _beside(strategy: DataParallel, kept: tuple[str, ...]) -> DataParallel:

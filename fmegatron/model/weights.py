@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,21 +28,36 @@ def gather_weights(shards, layouts, decoder: Decoder, axes: Axes):
 
 def block_weights(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
     """`gather_weights` of one block; what its arrays keep split is another collective."""
-    kept = [array.kept for array in tree.leaves(arrays)]
+    _, of_arrays, spec = tree.flatten(arrays)
+    kept = [array.kept for array in of_arrays]
     if not any(kept):
         return gather_weights(shards, layouts, decoder, axes)
-    _, of_leaves, spec = tree.flatten(layouts)
-    wires: list[Any] = tree.leaves(decoder.policy.wires(layouts))
-    whole: Any = shards
-    leaves = spec.flatten_up_to(whole)
+    given: tuple[Any, ...] = (shards, layouts, decoder.policy.wires(layouts))
+    leaves, of_leaves, wires = (spec.flatten_up_to(each) for each in given)  # nodes where a weight is one
     for names in dict.fromkeys(kept):
         mine = [i for i, own in enumerate(kept) if own == names]
         axis = axes[tuple(name for name in axes.data if name not in names)]
-        given = ([leaves[i] for i in mine], [of_leaves[i] for i in mine])
-        found = nn.gather_tree(given[0], given[1], axis, [wires[i] for i in mine])
+        xs, of, how = ([each[i] for i in mine] for each in (leaves, of_leaves, wires))
+        found = nn.gather_tree(xs, of, axis, how)
         for i, leaf in zip(mine, found, strict=True):
             leaves[i] = leaf
     return tree.unflatten(spec, leaves)
+
+
+@contextlib.contextmanager
+def adapted_named(part: str, w: tree.Tree) -> Iterator[None]:
+    """Where a mixer does with a `nn.LowRank` what only a tensor has, the error says which arrays may be meant."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if "LowRank" in str(error):
+            whole = tree.map_with_path(
+                lambda path, x: f"{part}/{path}" if isinstance(x, nn.LowRank) else None,
+                w,
+                is_leaf=lambda x: isinstance(x, nn.LowRank),
+            )
+            error.add_note(f"Arrays with adapters (model.lora): {', '.join(tree.leaves(whole))}")
+        raise
 
 
 def prepared(params: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:

@@ -11,7 +11,6 @@ from fmegatron.nn.context_parallel import (
 )
 from fmegatron.nn.embed import embed, positions
 from fmegatron.nn.gather import gather_tree
-from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import best, chunked_cross_entropy, cross_entropy
 from fmegatron.nn.mlp import ACTIVATIONS, gated_mlp
@@ -33,15 +32,19 @@ from fmegatron.nn.router import (
 )
 from fmegatron.nn.scaled import Scaled, with_scales
 from fmegatron.nn.state_space import causal_conv, from_before, gated_rms_norm, segments, ssd, ssd_step
+from fmegatron.nn.weight import LowRank, Pair, Weight, dense, entered, grouped_matmul, matmul
 
 __all__ = [
     "ACTIVATIONS",
     "Linear",
     "Llama3",
+    "LowRank",
+    "Pair",
     "Router",
     "Routing",
     "Scaled",
     "Scaling",
+    "Weight",
     "Yarn",
     "apply_rope",
     "attention",
@@ -53,9 +56,11 @@ __all__ = [
     "chunked_cross_entropy",
     "column_parallel",
     "cross_entropy",
+    "dense",
     "dropless",
     "dropout",
     "embed",
+    "entered",
     "expert_load",
     "expert_weights",
     "from_before",
@@ -63,9 +68,10 @@ __all__ = [
     "gated_rms_norm",
     "gather_tree",
     "gathered_attention",
-    "grouped_mm",
+    "grouped_matmul",
     "jittered",
     "layer_norm",
+    "matmul",
     "most_rows",
     "noisy",
     "normal",

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmegatron.collectives import Axis, axis_index, declare, psum, reduce_scatter, shard
+from fmegatron.nn.weight import Weight, dense
 
 
 def local_ids(ids: Tensor, rows: int, tp: Axis) -> Tensor:
@@ -11,7 +12,7 @@ def local_ids(ids: Tensor, rows: int, tp: Axis) -> Tensor:
     return ids if tp.size == 1 else ids - axis_index(tp, like=ids) * rows
 
 
-def embed(tokens_BS: Tensor, table_VD: Tensor, tp: Axis, sequence_parallel: bool = False) -> Tensor:
+def embed(tokens_BS: Tensor, table_VD: Weight, tp: Axis, sequence_parallel: bool = False) -> Tensor:
     """Rows of a table that is split over tp by vocabulary: each rank looks up its own rows, the others add zero.
 
     `tokens[B, S]@R(tp), table[V_tp, D] -> x[B, S, D]@R(tp)`; with sequence_parallel `-> x[B, S_tp, D]`.
@@ -19,6 +20,7 @@ def embed(tokens_BS: Tensor, table_VD: Tensor, tp: Axis, sequence_parallel: bool
     into its own part of the table's gradient, complete. Ids outside 0 .. V-1 give zeros when tp > 1 and an index error
     at tp = 1.
     """
+    table_VD = dense(table_VD)
     if tp.size == 1:
         return F.embedding(tokens_BS, table_VD)
     rows = table_VD.shape[0]
@@ -31,11 +33,11 @@ def embed(tokens_BS: Tensor, table_VD: Tensor, tp: Axis, sequence_parallel: bool
     return reduce_scatter(x_BSD, tp, 1) if sequence_parallel else psum(x_BSD, tp)
 
 
-def positions(positions_S: Tensor, table_TD: Tensor, tp: Axis, sequence_parallel: bool = False) -> Tensor:
+def positions(positions_S: Tensor, table_TD: Weight, tp: Axis, sequence_parallel: bool = False) -> Tensor:
     """Rows of a table of learned positions that every rank has: `positions[S], table[T, D] -> x[S, D]@R(tp)`.
 
     With sequence_parallel `-> x[S_tp, D]`, and [B, S_tp, D] of positions [B, S]. Transpose: the gradient arrives
     replicated (of a part of the sequence: all_gather makes it full), so the table's is complete.
     """
-    x_SD = F.embedding(positions_S, table_TD)
+    x_SD = F.embedding(positions_S, dense(table_TD))
     return shard(x_SD, tp, -2) if sequence_parallel else x_SD

@@ -8,6 +8,7 @@ from fmegatron import tree
 from fmegatron.collectives import Axes, Axis, Place, Wire, all_gather_many
 from fmegatron.layout import Layout
 from fmegatron.nn.scaled import Scaled
+from fmegatron.nn.weight import of_products
 from fmegatron.tree import Tree
 
 
@@ -24,6 +25,7 @@ def gather_tree(
     (`axes["dp", "fsdp"]`) leaves that all of them split are gathered at once, on one dim or on several; those that only
     some of them split are another collective, since gathering what is replicated would send it in vain.
     Transpose: the same path backwards, so one reduce_scatter over `axis` sums and shards all the weights' gradients.
+    A factor of a `LowRank` that tp does not split, where it splits the base, gets a gradient that is a sum over tp.
 
     Args:
         shards: this rank's parts.
@@ -42,6 +44,7 @@ def gather_tree(
         axes = Axes(tree.leaves(layouts)[0].mesh)
         axis = axes[axes.data]
     axis.require(layouts, "gather_tree")
+    nodes = layouts
     paths, layouts, spec = tree.flatten(layouts)
     leaves: list[Any] = spec.flatten_up_to(shards)
     scales = [leaf.scale if isinstance(leaf, Scaled) else None for leaf in leaves]
@@ -58,7 +61,7 @@ def gather_tree(
         whole = all_gather_many(xs, axis.only(names), places, *of_each)
         for i, x in zip(mine, whole, strict=True):
             leaves[i] = x
-    return tree.unflatten(spec, leaves)
+    return of_products(tree.unflatten(spec, leaves), nodes, axis)
 
 
 def _axes_of(layout: Layout, axis: Axis) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fmegatron.nn.torch_private import grouped_mm as torch_grouped_mm
 
-__all__ = ["grouped_mm"]
+__all__ = ["grouped_mm"]  # of tensors: `grouped_matmul` takes any weight
 
 
 def grouped_mm(x_ND: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:

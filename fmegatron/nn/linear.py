@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from fmegatron.collectives import Axis, all_gather, enter, psum, reduce_scatter
+from fmegatron.nn.weight import Weight, matmul
 
 
-def column_parallel(x_BSD: Tensor, w_DF: Tensor, tp: Axis, sequence_parallel: bool = False) -> Tensor:
+def column_parallel(x_BSD: Tensor, w_DF: Weight, tp: Axis, sequence_parallel: bool = False) -> Tensor:
     """x @ w with w's columns split over tp: every rank makes its own part of the output.
 
     `x[B, S, D]@R(tp), w[D, F_tp] -> y[B, S, F_tp]`; with sequence_parallel `x[B, S_tp, D] -> y[B, S, F_tp]`.
@@ -14,10 +15,10 @@ def column_parallel(x_BSD: Tensor, w_DF: Tensor, tp: Axis, sequence_parallel: bo
     Source: Megatron-LM, arXiv 1909.08053, section 3 (its operator f); sequence parallel: arXiv 2205.05198 (its g).
     """
     x_BSD = all_gather(x_BSD, tp, 1) if sequence_parallel else enter(x_BSD, tp)
-    return x_BSD @ w_DF
+    return matmul(x_BSD, w_DF)
 
 
-def row_parallel(x_BSF: Tensor, w_FD: Tensor, tp: Axis, sequence_parallel: bool = False) -> Tensor:
+def row_parallel(x_BSF: Tensor, w_FD: Weight, tp: Axis, sequence_parallel: bool = False) -> Tensor:
     """x @ w with w's rows split over tp: the product is a sum over ranks.
 
     `x[B, S, F_tp], w[F_tp, D] -> y[B, S, D]@R(tp)`; with sequence_parallel `-> y[B, S_tp, D]`.
@@ -25,5 +26,5 @@ def row_parallel(x_BSF: Tensor, w_FD: Tensor, tp: Axis, sequence_parallel: bool 
     is all_gather, which makes dy whole again. w's gradient is complete.
     Source: as column_parallel (operators g and g-bar).
     """
-    y_BSD = x_BSF @ w_FD
+    y_BSD = matmul(x_BSF, w_FD)
     return reduce_scatter(y_BSD, tp, 1) if sequence_parallel else psum(y_BSD, tp)

@@ -8,6 +8,7 @@ from torch import Tensor
 from fmegatron.collectives import Axis, all_gather, axis_index, declare, pmax, psum
 from fmegatron.nn.attention import soft_cap
 from fmegatron.nn.embed import local_ids
+from fmegatron.nn.weight import Weight, dense
 
 
 def cross_entropy(
@@ -94,7 +95,7 @@ def best(logits_BSV: Tensor, tp: Axis, vocab_size: int | None = None) -> Tensor:
 # ---- without the logits of all tokens --------------------------------------------------------------------------------
 def chunked_cross_entropy(
     x_BSD: Tensor,
-    head_DV: Tensor,
+    head_DV: Weight,
     labels_BS: Tensor,
     tp: Axis,
     vocab_size: int | None = None,
@@ -110,7 +111,7 @@ def chunked_cross_entropy(
 
     Args:
         x_BSD: what the head multiplies.
-        head_DV: split over tp by columns.
+        head_DV: split over tp by columns. Of a `LowRank` the dense matrix is made.
         labels_BS: int64 ids.
         tp: the axis of tensor parallelism.
         vocab_size: real columns, of all ranks; None: all.
@@ -124,7 +125,7 @@ def chunked_cross_entropy(
         raise ValueError(
             f"chunks: got {chunks}, wanted a divisor of the {B * S} tokens of a rank; change it or the batch"
         )
-    nll, lse = _Chunked.apply(x_BSD, head_DV, labels_BS, tp, vocab_size, chunks, softcap)
+    nll, lse = _Chunked.apply(x_BSD, dense(head_DV), labels_BS, tp, vocab_size, chunks, softcap)
     return nll, lse
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fmegatron.collectives import Axis
 from fmegatron.nn.linear import column_parallel, row_parallel
+from fmegatron.nn.weight import Weight
 
 ACTIVATIONS = MappingProxyType(
     {
@@ -21,8 +22,8 @@ ACTIVATIONS = MappingProxyType(
 
 def gated_mlp(
     x_BSD: Tensor,
-    gate_up_D2F: Tensor,
-    down_FD: Tensor,
+    gate_up_D2F: Weight,
+    down_FD: Weight,
     tp: Axis,
     sequence_parallel: bool = False,
     activation: str = "silu",

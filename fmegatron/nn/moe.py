@@ -27,7 +27,8 @@ class Apply(Protocol):
     """apply(w, x[M, D], ends[X], expert[M]) -> y[M, D]: this rank's experts on rows that are sorted by expert."""
 
     def __call__(self, w: Tree, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, /) -> Tensor:
-        """w: weights. ends: int32, where the rows of each expert end (`nn.grouped_mm`). expert: in [0, X), of each row.
+        """w: weights. ends: int32, where the rows of each expert end (`nn.grouped_matmul`). expert: of each
+        row, in [0, X).
 
         Rows behind the last end are no tokens: their results are not used.
         """
@@ -42,9 +43,15 @@ def most_rows(tokens: int, ep: Axis, top_k: int, experts: int) -> int:
 
 def expert_weights(w: Tree, ep: Axis, token_axes: Axis) -> Tree:
     """The weights of this rank's experts `w[X, ...]`, for rows of all ranks of ep: their gradient is complete over ep,
-    and a pending sum over the other ones of the axes that split the tokens."""
+    and a pending sum over the other ones of the axes that split the tokens. Of a number for all
+    experts it is such a sum over ep, too."""
     rest = token_axes.only(tuple(name for name in token_axes.names if name not in ep.names))
-    return tree.map(lambda x: declare(declare(x, ep, backward=("sharded", 0)), rest, backward="partial"), w)
+
+    def one(x: Tensor) -> Tensor:
+        of_experts = declare(x, ep, backward=("sharded", 0) if x.dim() else "partial")
+        return declare(of_experts, rest, backward="partial")
+
+    return tree.map(one, w)
 
 
 # ---- rows and their places -------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from fmegatron.step import Description, Overlap, Rates, placements
 __all__ = ["Quick", "quick", "quick_of"]
 
 _NO_DECODER = (
-    "activations and logits, since describe(config) states no decoder: give it to the step.Description, as decoder=, "
-    "where the step is that of model.loss"
+    "activations and logits, since describe(config) states no decoder whose parameters are those of the state: give it "
+    "to the step.Description, as decoder=, where the step is that of model.loss; with adapters plan.exact counts them"
 )
 _INLINED = 4  # reads of a value that Inductor computes where it is used (its realize_reads_threshold)
 

@@ -19,8 +19,8 @@ class Setting:
     """A step on a mesh, as values.
 
     state: layouts of its state. strategy: of its specs. rows, length: local rows of a microbatch, and positions of a
-    sequence, on one rank. tokens: of the whole batch. decoder: None: activations and FLOPs are not known by formula,
-    which is said.
+    sequence, on one rank. tokens: of the whole batch. decoder: whose parameters are those of the state; None:
+    activations and FLOPs are not known by formula, which is said.
     save, offload, freed: as `model.loss` was given them.
     """
 
@@ -70,12 +70,17 @@ def setting_of(described: Description, overlap: Overlap | None = None) -> Settin
         rows=local[0] // described.microbatches,
         length=math.prod(local[1:]),
         tokens=math.prod(largest.shape),
-        decoder=described.decoder,
+        decoder=described.decoder if _is_of(described.decoder, state.params) else None,
         save=described.save,
         offload=described.offload,
         freed=described.reshard_after_forward,
         overlap=overlap,
     )
+
+
+def _is_of(decoder: model.Decoder | None, params: tree.Tree) -> bool:
+    """Whether the parameters of a state are those of the decoder, and not, say, a part of them beside adapters."""
+    return decoder is not None and isinstance(params, dict) and all(name in params for name in decoder.stacks)
 
 
 def _layout(leaf: Any) -> Layout:

@@ -20,7 +20,7 @@ from fmegatron.layout import Layout
 from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
-from fmegatron.step.partition import Partition, Policy, joint_graph, partition, require_policy
+from fmegatron.step.partition import Partition, Policy, has_gradient, joint_graph, partition, require_policy
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.trace import described
 
@@ -52,7 +52,8 @@ def layers(
         block: block(x, weights, *rest, **named) -> x, or (x, more): a pure function of tensors; constants (a config, an
             axis) by functools.partial. rest and named: trees of tensors, the same for all layers, to which no gradient
             flows.
-        params: tree of stacked tensors [L, ...], this rank's shards; `nn.Scaled` ones where they travel in 8 bits.
+        params: tree of stacked tensors [L, ...], this rank's shards; `nn.Scaled` ones where they travel in 8 bits. Only
+            of those that need a gradient (`requires_grad`) one is made and reduced.
         layouts: of the stacked tensors; dim 0 is not split.
         axes: Axes(mesh); weights are gathered over `axes.data`, and what tp splits stays split.
         save: what a layer keeps for its backward, see `compiled_layer`. None: the block is not compiled by itself; its
@@ -146,18 +147,28 @@ class CompiledLayer:
     def __call__(self, x: torch.Tensor, shards: Any, /, *rest: Any, **named: Any) -> Any:
         """What fn returns, differentiable in x and shards (`compiled_layer`)."""
         _require_tensors(self.fn, x, shards, (rest, named))
-        with torch.no_grad():
-            weights = shards if self.prepare is None else self.prepare(shards)
+        weights, trained = self._weights(x, shards)
         inputs = (x, weights, rest, named)
-        key = (tree.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))))
+        key = (tree.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained)
         if key not in self.halves:
             with outside_of_tracing():
-                joint = joint_graph(self.fn, *inputs, f"layer {described(self.fn)}")
+                joint = joint_graph(self.fn, *inputs, f"layer {described(self.fn)}", trained)
                 self.halves[key] = _cut(joint, self.save, self.name)
         specs = tuple(tree.flatten(given)[2] for given in (shards, (rest, named)))
-        gathered = [w.detach() for w in tree.leaves(weights)]
         pair, leaves = self.halves[key], (*tree.leaves(shards), *tree.leaves(inputs[2:]))
-        return tree.unflatten(pair.spec, list(_Layer.apply(self, pair, gathered, specs, x, *leaves)))
+        return tree.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))
+
+    def _weights(self, x: torch.Tensor, shards: Any) -> tuple[Any, tuple[bool, ...]]:
+        """(the weights without history, for each leaf whether a gradient of it is made).
+
+        Where nothing asks for a gradient, as in an evaluation, those of all are in the pair, which is then the one of
+        training. That of x always is: the first of several layers shares the pair of the others.
+        """
+        with torch.enable_grad():  # autograd knows which of the prepared weights depend on a trained shard
+            weights = shards if self.prepare is None else self.prepare(shards)
+        asked = x.requires_grad or any(t.requires_grad for t in tree.leaves(shards))
+        trained = tuple(w.requires_grad if asked else has_gradient(w) for w in tree.leaves(weights))
+        return tree.map(torch.Tensor.detach, weights), trained
 
 
 def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: int | None = None) -> Callable:
@@ -169,6 +180,8 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
     outside of the opaque node, once before the forward and again before the backward, so gathered weights live only
     while a layer runs (ZeRO-3); its collectives stay visible in the step's graph, and its transpose (the
     reduce-scatter) is applied to the gradients. None: the shards are the weights.
+    Gradients are made and reduced of the shards that need one (`requires_grad`) alone: those of a frozen base cost
+    nothing.
     y has memory of its own, also where fn returns an argument, a view, or a value that the backward reads (one copy);
     it has no gradient where fn's has none. With `offload`, what reads the first tensor of y runs after the copies.
     Gradients of gradients are refused: ValueError in the second backward.
@@ -260,7 +273,9 @@ class _Layer(torch.autograd.Function):
             from_host(t, gs[parts.taken[0]]) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)
         ]
         x = residuals.pop(0) if ctx.needs_x else None
-        shards = [t.detach().requires_grad_(_has_gradient(t)) for t in leaves[:n]]
+        shards = [
+            t.detach().requires_grad_(need) for t, need in zip(leaves[:n], ctx.needs_input_grad[5:], strict=False)
+        ]
         weights = shards
         if layer.prepare is not None:
             with torch.enable_grad():
@@ -286,10 +301,6 @@ def _through(weights: list, grads: list, shards: list) -> list:
         taken = torch.autograd.grad([w for w, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     taken = iter(taken)
     return [next(taken) if t.requires_grad else None for t in shards]
-
-
-def _has_gradient(t: torch.Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 class _NotTwice(torch.autograd.Function):

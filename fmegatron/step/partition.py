@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from fmegatron.step.torch_private import (
 )
 from fmegatron.step.trace import make_fakes, record, tried
 
-__all__ = ["Joint", "Partition", "Policy", "joint_graph", "partition", "require_policy"]
+__all__ = ["Joint", "Partition", "Policy", "has_gradient", "joint_graph", "partition", "require_policy"]
 
 Policy = str | float | Callable
 
@@ -66,15 +66,18 @@ class Partition:
     residual_bytes: int
 
 
-def joint_graph(fn: Callable, x: Any, weights: Any, rest: tuple, named: dict, name: str) -> Joint:
-    """Trace `fn(x, weights, *rest, **named) -> tree of ys` together with the gradients of x and weights.
+def joint_graph(
+    fn: Callable, x: Any, weights: Any, rest: tuple, named: dict, name: str, trained: Sequence[bool]
+) -> Joint:
+    """Trace `fn(x, weights, *rest, **named) -> tree of ys` together with the gradients of x and of the weights that are
+    trained, one bool for each leaf of them.
 
     Two traces: autograd's formulas contain in-place ops, and the partitioner needs a functional graph; functionalizing
     refuses `requires_grad_`, so the gradients are taken in the first trace and functionalized in the second.
     """
     tensors, spec = tree.leaves((x, weights, rest, named)), tree.flatten((x, weights, rest, named))[2]
-    count = 1 + len(tree.leaves(weights))
-    differentiable = [i < count and (t.is_floating_point() or t.is_complex()) for i, t in enumerate(tensors)]
+    differentiable = [has_gradient(x), *trained]
+    differentiable += [False] * (len(tensors) - len(differentiable))
     mode = FakeTensorMode()
     fakes = make_fakes(tensors, mode)
 
@@ -114,6 +117,11 @@ def joint_graph(fn: Callable, x: Any, weights: Any, rest: tuple, named: dict, na
     raw = record(joint, [*fakes, *tangents], mode, name)
     require_pure(raw, [*tree.paths((x, weights, *rest)), *tree.paths(named), *["gradient"] * len(taken)])
     return Joint(_functionalize(raw, fakes, tangents, mode), fakes, tangents, nesting, wanted, taken, mode)
+
+
+def has_gradient(t: torch.Tensor) -> bool:
+    """Whether its dtype is one of tensors that have gradients."""
+    return t.is_floating_point() or t.is_complex()
 
 
 def _functionalize(raw, fakes, tangents, mode) -> torch.fx.GraphModule:

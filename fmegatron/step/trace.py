@@ -20,6 +20,7 @@ import torch
 from fmegatron import collectives, tree
 from fmegatron.layout import dtype_name
 from fmegatron.layout.layout import Label
+from fmegatron.nn import weight
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
 from fmegatron.step.purity import (
     generators_kept,
@@ -49,7 +50,8 @@ _ROOT = os.path.dirname(os.path.dirname(_PACKAGE)) + os.sep
 _COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
 _TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, "<")
+_PRODUCTS = os.path.abspath(weight.__file__)  # who multiplies says more than how
+_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, "<")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.nn import Router, grouped_mm, moe, router
+from fmegatron.nn import Router, grouped_matmul, moe, router
 from fmegatron.step import remat, value_and_grad
 
 B, S, D, FF, E = 8, 8, 6, 14, 8
@@ -102,8 +102,8 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
     tokens = B * S
 
     def apply(w, x_MD: Tensor, ends: Tensor, expert_M: Tensor) -> Tensor:
-        gate_MF, up_MF = grouped_mm(x_MD, w["up"], ends).chunk(2, -1)
-        return grouped_mm(F.silu(gate_MF) * up_MF, w["down"], ends)
+        gate_MF, up_MF = grouped_matmul(x_MD, w["up"], ends).chunk(2, -1)
+        return grouped_matmul(F.silu(gate_MF) * up_MF, w["down"], ends)
 
     def loss_fn(w, batch):
         h_BSD = (batch["x"] @ w["mix"]).tanh()

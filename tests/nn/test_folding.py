@@ -12,8 +12,8 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, axis_index, enter, psum, shard
 from fmegatron.layout import Layout, Mesh, folded
+from fmegatron.nn import grouped_matmul
 from fmegatron.nn.context_parallel import ring_attention
-from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.moe import dropless, expert_weights
 from fmegatron.step import check, value_and_grad
 from fmegatron.testing import parity
@@ -65,8 +65,8 @@ def make_step(fold):
         own = expert_weights({name: w[name] for name in ("up", "down")}, ep, dealt)
 
         def apply(own, x_MD, ends_X, expert_M):
-            h_MF = torch.tanh(grouped_mm(enter(x_MD, etp), own["up"], ends_X))
-            return psum(grouped_mm(h_MF, own["down"], ends_X), etp)
+            h_MF = torch.tanh(grouped_matmul(enter(x_MD, etp), own["up"], ends_X))
+            return psum(grouped_matmul(h_MF, own["down"], ends_X), etp)
 
         y_BSD, stats = dropless(h_BSD, gates, chosen, own, apply, E, ep, dp, sequence)
         loss = (h_BSD + y_BSD - target).square().sum() / (B * S)

@@ -32,7 +32,7 @@ def by_hand(x, w, dy, ends):
 def with_gradients(x, w, dy, ends):
     x, w = (t.detach().requires_grad_() for t in (x, w))
     with torch.enable_grad():
-        y = nn.grouped_mm(x, w, ends)
+        y = nn.grouped_matmul(x, w, ends)
     return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
 
@@ -100,12 +100,12 @@ def test_check_has_its_rule(dtype):
 def test_bad_arguments(change):
     x, w, _, ends = values(COUNTS["spread"], torch.float32)
     with pytest.raises(ValueError, match="grouped_mm: got .* wanted"):
-        nn.grouped_mm(*change(x, w, ends))
+        nn.grouped_matmul(*change(x, w, ends))
 
 
 def test_gradients_of_gradients_are_refused():
     x, w, dy, ends = values(COUNTS["spread"], torch.float64)
     x.requires_grad_()
-    (dx,) = torch.autograd.grad(nn.grouped_mm(x, w, ends), x, dy.requires_grad_(), create_graph=True)
+    (dx,) = torch.autograd.grad(nn.grouped_matmul(x, w, ends), x, dy.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()

@@ -277,7 +277,7 @@ def scaled_matrices(scope: Scope, node: Node, given: dict) -> Value | None:
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 def grouped(scope: Scope, node: Node, given: dict) -> Value | None:
-    """_grouped_mm (nn.grouped_mm): rows of a group with the matrix of the group, and the forms of its gradients.
+    """_grouped_mm (nn.grouped_matmul): rows of a group with the matrix of the group, and the forms of its gradients.
 
         self[M, K] @ mat2[G, K, N] -> [M, N]       offs[G]: where the rows of each group end
         self[K, M] @ mat2[M, N] -> [G, K, N]       gradient of the matrices: sums over the rows of each group
