@@ -192,25 +192,19 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
 
 
 def evaluate(
-    metrics_of: Callable[[Tree, Tree], dict],
-    params: Tree,
-    batch_at: Callable[[int], Tree],
-    count: int,
-    weight_of: Callable[[int], float] | None = None,
+    metrics_of: Callable[[Tree, Tree], dict], params: Tree, batch_at: Callable[[int], Tree], count: int
 ) -> dict[str, float]:
     """Means of the metrics of `metrics_of(params, batch)` over batches 0 .. count - 1.
 
-    One host synchronization, at the end.
+    A metric NAME beside "NAME/count", as `step.means` gives them, is the mean over all that counts in all batches, others
+    are means over batches. One host synchronization, at the end.
 
     Args:
         metrics_of: (params, batch) -> dict of 0-d tensors.
         params: this rank's shards.
         batch_at: number -> batch.
         count: number of batches, 1 or more (else ValueError).
-        weight_of: the weight of a batch, such as its number of tokens (`EvaluationBatches.real_tokens`); None: the same
-            for all.
     """
     if count < 1:
         raise ValueError(f"evaluate: got {count} batches, wanted 1 or more; is the held-out text shorter than a batch?")
-    weights = None if weight_of is None else [weight_of(index) for index in range(count)]
-    return fetch(mean([metrics_of(params, batch_at(index)) for index in range(count)], weights))
+    return fetch(mean([metrics_of(params, batch_at(index)) for index in range(count)]))

@@ -148,8 +148,10 @@ def _traced(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[d
             functools.partial(_gradient, of), calls[0], _name(of.loss_fn), described(of.loss_fn), twice
         )
     node = nodes[key]
-    early = [node.before(call) for call in calls] if node.counts is not None else [{}]
-    return (summed(early, of.axes_of(calls[0][0])) if early[0] else {}), node.gradient
+    if node.counts is None:
+        return {}, node.gradient
+    early = [node.before(call) for call in calls]
+    return summed([one.before for one in early], of.axes_of(calls[0][0]), early[0].lines), node.gradient
 
 
 def _eager(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[dict, Callable]:
@@ -161,8 +163,10 @@ def _eager(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[di
         first = _gradient(of, *calls[0])
         nodes["counted"] = bool(first.before)
         done = [] if first.before else [first]
-    early = [of.before(params, (batch, *args)) for params, batch, args, _ in calls] if nodes["counted"] else [{}]
-    sums = summed(early, of.axes_of(calls[0][0])) if early[0] else {}
+    sums = {}
+    if nodes["counted"]:
+        early, lines = zip(*(of.before(params, (batch, *args)) for params, batch, args, _ in calls), strict=True)
+        sums = summed(early, of.axes_of(calls[0][0]), lines[0])
     return sums, lambda call, sums: done.pop() if done else _gradient(of, *call, sums=sums)
 
 

@@ -57,11 +57,10 @@ class OneNode:
             fakes = [*traced.fakes, *(torch.empty_like(traced.outputs[i].meta["val"]) for i in sums)]
         self.entry = Entry.make(name, graph_module_of(root, _needed(graph, rest, sums)), fakes, traced.fake_mode)
 
-    def before(self, args: tuple) -> dict[str, dict[str, torch.Tensor]]:
-        """`Gradient.before` of a microbatch."""
-        if self.counts is None:
-            return {}
-        return self._result(_BEFORE, fx.Interpreter(self.counts).run(*_tensors(args))).before
+    def before(self, args: tuple) -> Gradient:
+        """Of a microbatch `Gradient.before`, and what is no tensor, alone."""
+        assert self.counts is not None, "nothing must be known before"
+        return self._result(_BEFORE, fx.Interpreter(self.counts).run(*_tensors(args)))
 
     def gradient(self, args: tuple, sums: dict[str, torch.Tensor]) -> Gradient:
         """The gradient of a microbatch, given the sums of all: one node."""
@@ -150,6 +149,6 @@ def _refused(who: str, path: str, found: tuple[str, str]) -> ValueError:
     return ValueError(
         f"{who}: part {part!r}: its {what} (at {line}) depends on the parameter {leaf!r}, wanted one that the batch "
         "alone decides, as all microbatches are divided by one sum, known before the first backward; count what "
-        " the batch has (mask.sum(); x.numel() where all count, and not ones_like(x).sum()), take microbatches=1, "
+        "the batch has (mask.sum(); x.numel() where all count, and not ones_like(x).sum()), take microbatches=1, "
         "or twice=True, which runs all forward passes once more before"
     )

@@ -12,7 +12,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout
-from fmegatron.step.parts import Part, Shown, before, finished, parts_of, require_names, summed, terms
+from fmegatron.step.parts import Part, Shown, before, finished, lines_of, parts_of, require_names, summed, terms
 from fmegatron.step.reduce import raw_gradient_layout, widened
 from fmegatron.step.torch_private import is_tracing, mark_backward
 from fmegatron.step.trace import described
@@ -60,6 +60,7 @@ class Gradient(NamedTuple):
 
     before: dict[str, dict[str, torch.Tensor]]
     sums: dict[str, torch.Tensor]
+    lines: dict[str, str]
     loss: Any
     aux: Any
     shown: Shown | tuple
@@ -90,11 +91,14 @@ class LossFn:
             )
         return loss, parts, aux
 
-    def before(self, params, args: tuple) -> dict[str, dict[str, torch.Tensor]]:
-        """`Gradient.before` by a forward pass alone."""
+    def before(self, params, args: tuple) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
+        """`Gradient.before` and `Gradient.lines` by a forward pass alone."""
         with torch.no_grad():
             _, parts, _ = self._called(params, args, {})
-            return {} if parts is None else before(parts, self.axes_of(params))
+            if parts is None:
+                return {}, {}
+            axes = self.axes_of(params)
+            return before(parts, axes), lines_of(parts.values(), axes)
 
     def axes_of(self, params) -> Axes:
         """The axes over which parts are added up. ValueError where nothing knows them."""
@@ -124,11 +128,11 @@ class LossFn:
         leaves = list(map(_knowing, leaves, known))
         with torch.enable_grad():
             loss, parts, aux = self._called(tree.unflatten(spec, leaves), args, named)
-            early, shown = {}, ()
+            early, lines, shown = {}, {}, ()
             if parts is not None:
                 axes = self.axes_of(params)
-                early = before(parts, axes)
-                sums = summed([early], axes) if sums is None and early else sums or {}
+                early, lines = before(parts, axes), lines_of(parts.values(), axes)
+                sums = summed([early], axes, lines) if sums is None and early else sums or {}
                 require_names(self.loss_fn, parts, aux)
                 of_aux = {name: x for name, x in aux.items() if isinstance(x, Part)}
                 loss, shown = terms(parts, of_aux, sums, axes, self.n)
@@ -141,9 +145,9 @@ class LossFn:
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
         grads = [_knowing(g.detach(), layout and _raw(layout)) for g, layout in zip(grads, known, strict=True)]
         aux, grads = tree.map(_without_history, aux), tree.unflatten(spec, grads)
-        return Gradient(
-            early, (sums or {}) if parts is not None else {}, loss.detach() if parts is None else (), aux, shown, grads
-        )
+        if parts is None:
+            return Gradient({}, {}, {}, loss.detach(), aux, (), grads)
+        return Gradient(early, sums or {}, lines, (), aux, shown, grads)
 
     def whole(self, found: Gradient, params) -> tuple[tuple[Any, Any], tree.Tree]:
         """((loss, aux), grads) of one call that is the whole batch."""

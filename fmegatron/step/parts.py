@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,22 @@ from torch import Tensor
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, Axis, psum
-from fmegatron.step.trace import described
+from fmegatron.step.graph.nodes import user_line
+from fmegatron.step.trace import as_of, described, line_here
 
-__all__ = ["Part", "Shown", "before", "finished", "mean", "means", "parts_of", "require_names", "summed", "terms"]
+__all__ = [
+    "Part",
+    "Shown",
+    "before",
+    "finished",
+    "lines_of",
+    "mean",
+    "means",
+    "parts_of",
+    "require_names",
+    "summed",
+    "terms",
+]
 
 
 # ---- what a loss_fn returns ------------------------------------------------------------------------------------------
@@ -43,6 +56,7 @@ class Part:
     count: Tensor | float
     weights: tuple[Any, ...] = ()
     over: tuple[str, ...] | None = None
+    line: str = ""  # that made it, for findings of a check
 
     def __mul__(self, weight: Any) -> Part:
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
@@ -98,7 +112,7 @@ def mean(total: Tensor, count: Tensor | float, over: Sequence[str] | str | None 
     elif isinstance(count, bool) or not isinstance(count, int | float) or not math.isfinite(count):
         raise ValueError(f"mean: count: got {tree.in_words(count)}, wanted a 0-d tensor or a finite number")
     over = (over,) if isinstance(over, str) else over if over is None else tuple(over)
-    return Part(total, count, (), over)
+    return Part(total, count, (), over, user_line(line_here()))
 
 
 def parts_of(loss_fn: Callable, loss: Any) -> dict[str, Part] | None:
@@ -151,13 +165,28 @@ def before(parts: Mapping[str, Part], axes: Axes) -> dict[str, dict[str, Tensor]
     return found
 
 
-def summed(found: Sequence[Mapping[str, Mapping[str, Tensor]]], axes: Axes) -> dict[str, Tensor]:
+def lines_of(parts: Iterable[Part], axes: Axes) -> dict[str, str]:
+    """{axes: the lines that made what is summed over them}, for findings of a check."""
+    found: dict[str, dict[str, None]] = {}
+    for part in parts:
+        for one in (part, *(w for w in part.weights if isinstance(w, Part))):
+            found.setdefault(_over(one, axes).key, {})[one.line] = None
+    return {key: f"{', '.join(lines)} (in step.mean, {_SUMS})" for key, lines in found.items()}
+
+
+_SUMS = "which sums it over the ranks itself: give each rank its own part, or over= for whole rows"
+
+
+def summed(
+    found: Sequence[Mapping[str, Mapping[str, Tensor]]], axes: Axes, lines: Mapping[str, str]
+) -> dict[str, Tensor]:
     """{name: sum over microbatches and ranks}: one psum of one small fp64 vector for each set of axes (mostly one)."""
     sums: dict[str, Tensor] = {}
     for over, first in found[0].items():
         values = [functools.reduce(operator.add, [one[over][name] for one in found]) for name in first]
-        vector = torch.cat([v.reshape(-1) for v in values])
-        together = psum(vector, axes[tuple(over.split("+")) if over else ()]).split([v.numel() for v in values])
+        with as_of(lines[over]):
+            vector = torch.cat([v.reshape(-1) for v in values])
+            together = psum(vector, axes[tuple(over.split("+")) if over else ()]).split([v.numel() for v in values])
         sums |= {name: v.view(one.shape) for name, v, one in zip(first, together, values, strict=True)}
     return sums
 
@@ -167,20 +196,21 @@ class Shown(NamedTuple):
 
     totals: {axes: {"part NAME", "metric NAME", "count NAME": fp64}}, undivided, so that a check proves their sum.
     factors: {name: product of the weights that are no Parts}. counts: {name: count of the whole batch}, of the parts
-    and metrics whose count is a number. dtypes: of the means.
+    and metrics whose count is a number. dtypes: of the means. lines: `lines_of`.
     """
 
     totals: dict[str, dict[str, Tensor]]
     factors: dict[str, Any]
     counts: dict[str, float]
     dtypes: dict[str, torch.dtype]
+    lines: dict[str, str]
 
 
 def terms(
     parts: Mapping[str, Part], metrics: Mapping[str, Part], sums: Mapping[str, Tensor], axes: Axes, n: int
 ) -> tuple[Tensor, Shown]:
     """(this rank's share of the loss, differentiable, a pending sum; what is shown) of one of n microbatches."""
-    loss, shown = None, Shown({}, {}, {}, {})
+    loss, shown = None, Shown({}, {}, {}, {}, lines_of([*parts.values(), *metrics.values()], axes))
     for name, part in parts.items():
         total, count = _total(name, part, sums, axes, n), _count(f"{name}/count", part, sums, axes, n)
         numbers = [w for w in part.weights if not isinstance(w, Part)]
@@ -213,7 +243,7 @@ def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> 
     """(loss, metrics) of all microbatches and ranks: "loss", each part's mean by its name and its "NAME/count"."""
     loss: Any = 0
     means, counts, first = {}, {}, found[0]
-    values = summed([one.totals for one in found], axes)
+    values = summed([one.totals for one in found], axes, first.lines)
     for key, value in values.items():
         kind, _, name = key.partition(" ")
         if kind == "count":
@@ -245,7 +275,7 @@ def means(parts: Mapping[str, Part], axes: Axes) -> dict[str, Tensor]:
     named = {name: dataclasses.replace(part, weights=()) for name, part in parts.items()}
     if not named or not all(isinstance(part, Part) for part in parts.values()):
         raise ValueError(f"means: got {tree.in_words(parts)}, wanted {{name: step.mean(total, count)}}")
-    sums = summed([before(named, axes)], axes)
+    sums = summed([before(named, axes)], axes, lines_of(named.values(), axes))
     _, found = finished([terms(named, {}, sums, axes, 1)[1]], sums, axes)
     return {name: value for name, value in found.items() if name != "loss" or name in named}
 
