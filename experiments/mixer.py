@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes, connect, psum
+from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -59,8 +59,7 @@ def model(config: Config):
         x_BSD = step.layers(block, params["blocks"], layouts["blocks"], axes)(embed[batch["tokens"]])
         logits_BSV = nn.rms_norm(x_BSD, norm) @ head
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        loss = loss / (batch["labels"].numel() * data_axis.size)
-        return loss, {"loss": psum(loss.detach(), data_axis)}
+        return step.mean(loss, batch["labels"].numel())  # the step adds both up, and divides
 
     return specs, loss_fn
 
@@ -89,13 +88,13 @@ def main(config: Config) -> dict[str, float]:
 
         def held_out_step(state, batch):
             average = step.averaged_params(state, tree.layouts(params), axes, STRATEGY)
-            return {"held_out_loss": loss_fn(average, batch)[1]["loss"]}
+            return step.means({"held_out_loss": loss_fn(average, batch)}, axes)
 
         jitted = {"world": world, "backend": config.backend}
         held_out_step = step.jit(held_out_step, **jitted)
 
         def evaluate(state):
-            return loop.evaluate(held_out_step, state, windows_at, len(windows), windows.real_tokens)
+            return loop.evaluate(held_out_step, state, windows_at, len(windows))
 
         how = {"settings": config, "evaluate": evaluate, "eval_every": config.every, "save_every": config.every}
         run = loop.Run(config.run, step.jit(train_step, donate=0, **jitted), specs, world=world, **how)

@@ -76,7 +76,7 @@ def decoder(config: Config, kind: str, vocab_size: int) -> model.Decoder:
 
 
 def make_loss(config: Config, of: model.Decoder):
-    """loss(params, batch) -> (loss, metrics), over the axes of the mesh."""
+    """loss(params, batch) -> (parts of the loss, metrics), over the axes of the mesh."""
     layouts, axes = model.layouts(of, config.mesh, strategy=STRATEGY), Axes(config.mesh, data=DATA)
     return functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes)
 
@@ -103,15 +103,15 @@ def train(config: Config, kind: str, world) -> dict[str, float]:
     batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
     heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
     of, (train_step, specs, _) = decoder(config, kind, tokenizer.vocab_size), describe(config, kind)
-    loss_fn = make_loss(config, of)
+    loss_fn, axes = make_loss(config, of), Axes(config.mesh, data=DATA)
 
     @functools.partial(step.jit, world=world, backend=config.backend)
     def heldout_step(params, batch):
-        return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
+        return step.means({"heldout_loss": loss_fn(params, batch)[0]["lm"]}, axes)
 
     def evaluate(state):
         batch_at = heldout.for_rank(heldout.layout(config.mesh, STRATEGY), world.rank, world.device).at
-        return loop.evaluate(heldout_step, state.params, batch_at, len(heldout), heldout.real_tokens)
+        return loop.evaluate(heldout_step, state.params, batch_at, len(heldout))
 
     jitted = step.jit(train_step, donate=0, world=world, backend=config.backend)
     run = loop.Run(

@@ -71,7 +71,7 @@ def model_config(config: Config, vocab_size: int) -> model.Decoder:
 
 
 def make_loss(config: Config, of: model.Decoder):
-    """loss(params, batch) -> (loss, metrics), over the axes of the mesh."""
+    """loss(params, batch) -> (parts of the loss, metrics), over the axes of the mesh."""
     layouts = model.layouts(of, config.mesh, strategy=DataParallel.named(config.strategy))
     return functools.partial(model.loss, decoder=of, layouts=layouts, axes=Axes(config.mesh), save="mincut")
 
@@ -111,11 +111,11 @@ def main(config: Config) -> dict[str, float]:
 
         @functools.partial(step.jit, world=world, backend=config.backend)
         def heldout_step(params, batch):
-            return {"heldout_loss": loss_fn(params, batch)[1]["loss"]}
+            return step.means({"heldout_loss": loss_fn(params, batch)[0]["lm"]}, Axes(config.mesh))
 
         def evaluate(state):
             batch_at = heldout.for_rank(heldout_rows, world.rank, world.device).at
-            return loop.evaluate(heldout_step, state.params, batch_at, len(heldout), heldout.real_tokens)
+            return loop.evaluate(heldout_step, state.params, batch_at, len(heldout))
 
         run = loop.Run(
             config.run,

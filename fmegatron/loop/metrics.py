@@ -47,8 +47,8 @@ def _number(name: str, value: Any) -> float:
 def mean(many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of each metric over several dicts of the same names, in float64, still on the device.
 
-    Of a metric NAME beside "NAME/count", as `step.means` gives them, the mean by its counts, and their sum: the mean over
-    all that counts. NaN where nothing does.
+    Of a metric NAME beside "NAME/count", as `step.means` gives them, the mean over all that counts, and the sum of the
+    counts. NaN where nothing does.
 
     >>> found = mean([{"loss": 1.0, "loss/count": 2, "lr": 0.5}, {"loss": 4.0, "loss/count": 1, "lr": 0.5}])
     >>> {name: float(value) for name, value in found.items()}

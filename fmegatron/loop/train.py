@@ -196,8 +196,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Means of the metrics of `metrics_of(params, batch)` over batches 0 .. count - 1.
 
-    A metric NAME beside "NAME/count", as `step.means` gives them, is the mean over all that counts in all batches, others
-    are means over batches. One host synchronization, at the end.
+    A metric NAME beside "NAME/count", as `step.means` gives them, is the mean over all that counts in all batches,
+    others are means over batches. One host synchronization, at the end.
 
     Args:
         metrics_of: (params, batch) -> dict of 0-d tensors.

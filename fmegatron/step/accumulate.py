@@ -97,7 +97,9 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
     def once(params, batch, args, scale):
         require_parts(batch, 1)
         found = of.gradient(params, (batch, *args), scale=scale)
-        if not found.shown:
+        if found.shown:
+            _require_no_weight(weight)
+        else:
             weight_of(found.loss, found.aux, weight)  # an error where microbatches would be one
         (loss, aux), grads = of.whole(found, params)
         return loss, aux, each(grads), bool(found.shown)
@@ -114,6 +116,8 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
                 parts = _after(parts, tree.leaves(total))
             one = gradient((params, tree.unflatten(spec, parts), args, scale), sums)
             found.append(one)
+            if one.shown:
+                _require_no_weight(weight)
             # The totals of parts were divided by the counts of all: no weight, and no division behind the loop.
             weights.append(None if one.shown else weight_of(one.loss, one.aux, weight))
             grads = _weighted(tree.map(lambda g: widened(g, dtype), each(one.grads)), weights[-1])
@@ -172,6 +176,13 @@ def _eager(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[di
 
 def _gradient(of: LossFn, params, batch, args, scale, sums: dict | None = None) -> Gradient:
     return of.gradient(params, (batch, *args), scale=scale, sums=sums)
+
+
+def _require_no_weight(weight: str | None) -> None:
+    if weight is not None:
+        raise ValueError(
+            f"weight={weight!r}: got a loss of parts, which have counts of their own, wanted none; leave weight out"
+        )
 
 
 def _name(fn: Callable) -> str:

@@ -108,7 +108,7 @@ def mean(total: Tensor, count: Tensor | float, over: Sequence[str] | str | None 
                 "mask.sum() of a bool, or mask.float().sum()"
             )
         # A whole number stays one until it is added up in fp64: a count above 2^24 is not rounded.
-        count = count.detach()
+        count = count.detach() if count.requires_grad else count
     elif isinstance(count, bool) or not isinstance(count, int | float) or not math.isfinite(count):
         raise ValueError(f"mean: count: got {tree.in_words(count)}, wanted a 0-d tensor or a finite number")
     over = (over,) if isinstance(over, str) else over if over is None else tuple(over)
@@ -136,7 +136,9 @@ def parts_of(loss_fn: Callable, loss: Any) -> dict[str, Part] | None:
 
 
 def require_names(loss_fn: Callable, parts: Mapping[str, Part], metrics: Mapping[str, Any]) -> None:
-    """ValueError for a metric with the name of one that the step makes of the parts."""
+    """ValueError for metrics that are no dict, and for one with the name of one that the step makes of the parts."""
+    if not isinstance(metrics, dict):
+        raise ValueError(f"{described(loss_fn)}: beside parts: got {tree.in_words(metrics)}, wanted a dict of metrics")
     taken = {"loss", *parts, *(f"{name}/count" for name in parts)} & set(metrics)
     if taken:
         name = min(taken)
@@ -270,10 +272,10 @@ def means(parts: Mapping[str, Part], axes: Axes) -> dict[str, Tensor]:
             parts, _ = model.loss(params, batch, decoder)
             return step.means({"heldout_loss": parts["lm"]}, axes)
 
-    `loop.evaluate` weighs the means of several batches by their counts. Weights of a part are left out.
+    `loop.evaluate` weighs the means of several batches by their counts. Numbers among the weights are left out.
     """
-    named = {name: dataclasses.replace(part, weights=()) for name, part in parts.items()}
-    if not named or not all(isinstance(part, Part) for part in parts.values()):
+    named = dict(parts) if isinstance(parts, Mapping) else {}
+    if not named or not all(isinstance(part, Part) for part in named.values()):
         raise ValueError(f"means: got {tree.in_words(parts)}, wanted {{name: step.mean(total, count)}}")
     sums = summed([before(named, axes)], axes, lines_of(named.values(), axes))
     _, found = finished([terms(named, {}, sums, axes, 1)[1]], sums, axes)

@@ -15,6 +15,7 @@ from fmegatron.collectives import Axes, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step.check import check_call
 from fmegatron.testing import relative_error, simulate
+from tests.definition import loss_of, mean_of
 from tests.fresh_state import fresh_state
 
 B, S, V, D = 48, 4, 12, 6
@@ -144,12 +145,6 @@ class Wanted(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def value_of(part: step.Part) -> Tensor:
-    """total / count times the means among the weights, of one rank that has the whole batch."""
-    shares = [value_of(w).detach() for w in part.weights if isinstance(w, step.Part)]
-    return functools.reduce(torch.mul, shares, part.total / part.count)
-
-
 @functools.cache
 def by_definition(name: str) -> Wanted:
     """Plain autograd on the full batch: the sum of weight * total / count, nothing else."""
@@ -158,10 +153,7 @@ def by_definition(name: str) -> Wanted:
     out = loss_fn_of(case.loss, Axes(Mesh()), None)(params, batch_of(case.batch))
     parts, metrics = out if isinstance(out, tuple) else (out, {})
     parts = {"loss": parts} if isinstance(parts, step.Part) else parts
-    means, loss = {k: value_of(p).detach().sum() for k, p in (parts | metrics).items()}, torch.zeros((), dtype=F64)
-    for part in parts.values():
-        numbers = [w for w in part.weights if not isinstance(w, step.Part)]
-        loss = loss + functools.reduce(lambda a, b: a * b, numbers, value_of(part).sum())
+    means, loss = {k: mean_of(p).detach() for k, p in (parts | metrics).items()}, loss_of(parts)
     grads = torch.autograd.grad(loss, list(params.values()))
     return Wanted(loss.detach(), means, dict(zip(params, grads, strict=True)))
 
