@@ -283,8 +283,8 @@ def loss(
     nll_BS, lse_BS = _token_losses(x_BSD, w, at, labels_BS, decoder, axes)
     learned_BS = batch["labels"] >= 0
     if "mask" in batch:
-        mask_BS = batch["mask"].to(nll_BS.dtype) if batch["mask"].is_floating_point() else batch["mask"] != 0
-        learned_BS = torch.where(learned_BS, mask_BS, 0) if mask_BS.is_floating_point() else learned_BS & mask_BS
+        mask_BS = batch["mask"].to(nll_BS.dtype) if batch["mask"].is_floating_point() else batch["mask"]
+        learned_BS = learned_BS & mask_BS if mask_BS.dtype == torch.bool else torch.where(learned_BS, mask_BS, 0)
     count, weight_BS = learned_BS.sum(), learned_BS.to(nll_BS.dtype)
     parts = {"lm": step.mean((nll_BS * weight_BS).sum(), count)}
     if decoder.z_loss:

@@ -222,6 +222,8 @@ def _require_gradient(loss_fn: Callable, loss: Any) -> None:
             fix = "return it"
         elif isinstance(loss, dict):
             fix = "return the loss first and the rest behind it: return out['loss'], out"
+        elif isinstance(loss, tuple):
+            fix = "give loss_fn itself, and not value_and_grad of it"
     elif loss.dim() != 0:
         got, fix = f"a tensor of shape {tuple(loss.shape)}", "take its .mean() or .sum()"
     elif not loss.is_floating_point():

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +134,13 @@ def test_counts_are_added_up_in_fp64():
         torch.ones(()), x
     )
     assert metrics["loss/count"] == 2**24 + 3 and metrics["loss/count"].dtype == F64
+
+
+def test_the_page_runs():
+    """docs/losses.md, as it stands there."""
+    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    exec(compile(code, "losses.md", "exec"), {})
 
 
 # ---- how it is computed ----------------------------------------------------------------------------------------------
