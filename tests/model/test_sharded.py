@@ -38,7 +38,7 @@ def batch_layouts(batch, mesh):
 def make_step(config, save=None, rules=None):
     def of_mesh(mesh):
         layouts, axes = model.layouts(config, mesh, rules), Axes(mesh)
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, save))
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, save), axes=axes)
 
         def step(params, batch):
             (loss, metrics), grads = f(params, batch)
