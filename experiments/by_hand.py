@@ -1,7 +1,7 @@
 """A training step in sight: gradients, their sum over the ranks, norm, clip and update, on any mesh of dp and fsdp.
 
 Command  python experiments/by_hand.py
-         torchrun --nproc-per-node=2 experiments/by_hand.py --config_mesh=fsdp=2     goes on from there, on two ranks
+         torchrun --nproc-per-node=2 experiments/by_hand.py --mesh=fsdp=2     goes on from there, on two ranks
 Expect   2.41 nats per byte at step 100, 2.14 at 500; seconds on one core.
 """
 
@@ -23,7 +23,7 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = Mesh()
-    run: str = "runs/by_hand"
+    folder: str = "runs/by_hand"
     steps: int = 500
     dtype: str = "float32"
     backend: str = "inductor"
@@ -58,12 +58,13 @@ def describe(config):
 
 def main(config):
     """Check, train or go on, and save every 100 steps; returns the metrics of the last one."""
-    world, (train_step, specs, rows) = connect(config.mesh), describe(config)
+    world, described = connect(config.mesh), describe(config)
+    train_step, specs, rows = described
     print(step.check(train_step, specs, rows))
     train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
     tokens, metrics = data.ByteTokenizer().encode(TEXT.read_text()), {}
-    batches = data.Batches(tokens, 16, 64, seed=0).for_rank(rows["tokens"], world.rank, world.device)
-    with checkpoint.Manager(config.run, keep=2, world=world) as manager:
+    batches = loop.own_rows(data.Batches(tokens, 16, 64, seed=0), described, world)
+    with checkpoint.Manager(config.folder, keep=2, world=world) as manager:
         begin, state = 0, None
         if manager.steps():
             begin, state, _ = manager.restore_latest(tree.layouts(specs))

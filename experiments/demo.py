@@ -28,7 +28,7 @@ ROOT = SCRIPT.parents[1]
 class Config:
     """What the demo varies."""
 
-    run: str = loop.field("runs/demo", least=1)
+    folder: str = loop.field("runs/demo", least=1)
     first: str = "fsdp=2,tp=2"  # mesh of the first half
     second: str = "fsdp=2"  # mesh of the second half
     steps: int = 500
@@ -42,7 +42,7 @@ def torchrun(config: Config, mesh: str) -> subprocess.Popen:
     for axis in mesh.split(","):
         ranks *= int(axis.partition("=")[2])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
-    flags = [f"--config_mesh={mesh}", f"--config_run={config.run}", f"--config_steps={config.steps}", *config.flags]
+    flags = [f"--mesh={mesh}", f"--run.folder={config.folder}", f"--run.steps={config.steps}", *config.flags]
     shown = ["torchrun", f"--nproc-per-node={ranks}", str(SCRIPT.relative_to(ROOT)), *flags]
     print(f"\n$ {' '.join(shown)}", flush=True)
     # One thread a rank to begin with: the same default torchrun would warn about.
@@ -51,7 +51,7 @@ def torchrun(config: Config, mesh: str) -> subprocess.Popen:
 
 def records(config: Config) -> list[dict]:
     """What the run has written to metrics.jsonl so far."""
-    path = Path(config.run, "metrics.jsonl")
+    path = Path(config.folder, "metrics.jsonl")
     return loop.read_metrics(path) if path.exists() else []
 
 
@@ -79,7 +79,7 @@ def finish(process: subprocess.Popen, what: str) -> None:
 
 def main(config: Config) -> dict[str, float]:
     """Run both halves and print the table; returns its numbers."""
-    began, run = time.perf_counter(), Path(config.run)
+    began, run = time.perf_counter(), Path(config.folder)
     for old in ("checkpoints", "metrics.jsonl", "loss.png"):
         shutil.rmtree(run / old) if (run / old).is_dir() else (run / old).unlink(missing_ok=True)
 
@@ -118,7 +118,7 @@ def main(config: Config) -> dict[str, float]:
     print("\n" + "\n".join(f"{name:<66} {value}" for name, value in rows))
     print("\nTry next:")
     print("  .venv/bin/python experiments/shakespeare.py --help")
-    print(f"  .venv/bin/python experiments/shakespeare.py --config_run={run} --config_steps={config.steps + 100}")
+    print(f"  .venv/bin/python experiments/shakespeare.py --run.folder={run} --run.steps={config.steps + 100}")
     print("  .venv/bin/python experiments/minimal.py")
     if difference > 1e-5 or result["final"] > config.target:
         raise SystemExit("demo: a number of the table is not what it should be")

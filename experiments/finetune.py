@@ -1,8 +1,8 @@
 """Finetune a model of Hugging Face: its folder, some steps on a text, and a folder that transformers loads.
 
 Claim    A folder of any family of `fmegatron.model.families` opens on any mesh, trains there, and goes back.
-Command  torchrun --nproc-per-node=4 experiments/finetune.py --config_model=Qwen2.5-0.5B --config_mesh=fsdp=2,tp=2
-         The folder must have config.json and safetensors files; --config_text is a text, which its tokenizer reads
+Command  torchrun --nproc-per-node=4 experiments/finetune.py --model=Qwen2.5-0.5B --mesh=fsdp=2,tp=2
+         The folder must have config.json and safetensors files; --text is a text, which its tokenizer reads
          (without one the ids of tokens are bytes), or a corpus, PREFIX.bin and PREFIX.idx. Afterwards
          python -m fmegatron.model chat runs/finetune
 """
@@ -32,22 +32,19 @@ class Config:
     out: str = field("runs/finetune/model", resume="free", least=1)  # and that it goes to, new
     text: str = field(str(TEXT), resume="refused", least=1)  # or PREFIX.bin
     mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp; ep for experts, cp for long sequences
-    run: str = field("runs/finetune", resume="free", least=1)  # checkpoints and metrics; resumed if it is there
+    run: loop.Options = loop.Options("runs/finetune", steps=50)
     seq_len: int = field(256, resume="refused", least=2)
     batch_size: int = field(8, resume="refused", least=1)
-    steps: int = field(50, resume="named", least=1)
     lr: float = field(1e-5, resume="named", above=0)
     precision: Literal["fp32", "bf16"] = field("fp32", resume="named")  # bf16: fp32 weights, bf16 products
     sequence_parallel: bool = field(True, resume="named")  # over tp
     dropout: bool = field(False, resume="named")  # whether the rates in config.json count (GPT-2's are 0.1)
-    every: int = field(100, resume="free", least=1)  # steps between checkpoints
-    backend: Literal["inductor", "aot_eager", "eager"] = field("inductor", resume="named")
 
 
 def describe(config: Config):
     """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
     strategy = DataParallel(("dp", "fsdp", "ep"), ("fsdp",), ("fsdp",), ("fsdp",))  # HSDP; ep has rows of its own, too
-    optimizer = optim.adamw(optim.cosine(config.lr, config.steps, config.steps // 10))
+    optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, config.run.steps // 10))
     of, axes = decoder(config), Axes(config.mesh, data=strategy.tokens)
     specs = model.specs(of, config.mesh, strategy=strategy)
     layouts = tree.layouts(specs)
@@ -102,27 +99,26 @@ def main(config: Config) -> dict[str, float]:
     with loop.set_up():
         if os.path.exists(config.out):
             raise ValueError(f"out: {config.out}: got a path that exists already, wanted a new one; choose another")
-        world, (train_step, specs, _) = connect(config.mesh), describe(config)
-        of, layouts, tokenizer = decoder(config), tree.layouts(specs.params), tokenizer_of(config)
-        batches = data.Batches(token_ids(config, of.vocab_size), config.batch_size, config.seq_len, seed=0)
+        world, described = connect(config.mesh), describe(config)
+        of, layouts, tokenizer = decoder(config), tree.layouts(described.state.params), tokenizer_of(config)
+        ids = token_ids(config, of.vocab_size)
+        batches = data.Batches(ids, config.batch_size, config.seq_len, config.run.seed)
 
         def init():
             if world.rank == 0:  # the folder is this run's from here on
-                tokenizer.save(Path(config.run) / "tokenizer.json")
+                tokenizer.save(Path(config.run.folder) / "tokenizer.json")
             params = hf.load(config.model, of, layouts, world=world)
-            return tree.init(specs, 0, world.rank, world.device, given=params)
+            return tree.init(described.state, config.run.seed, world.rank, world.device, given=params)
 
         run = loop.Run(
-            config.run,
-            step.jit(train_step, donate=0, world=world, backend=config.backend),
-            specs,
+            config.run.folder,
+            step.jit(described.function, donate=0, world=world, backend=config.run.backend),
+            described,
             world=world,
             settings=loop.Settings(config, kept=model.kept(of, tokenizer)),
             init=init,
-            save_every=config.every,
-            flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
         )
-    for _ in run(batches, config.steps):
+    for _ in run(batches, config.run.steps):
         pass
     if not run.stopped:
         hf.save(config.out, run.state.params, of, layouts, world, like=config.model)

@@ -29,8 +29,8 @@ def main(steps=1000):
     tokens = data.CharTokenizer.from_text(TEXT.read_text()).encode(TEXT.read_text())
     train, held_out = data.train_and_held_out(tokens)
     specs = {k: tree.ArraySpec(Layout(s, torch.float32, Mesh()), tree.Normal(s[0] ** -0.5)) for k, s in SHAPES.items()}
-    batch_at = data.Batches(tokens, batch_size=16, seq_len=64, seed=0, split=train).at
-    for info in loop.train(step.jit(train_step), tree.init(specs, key=0, rank=0), batch_at, steps=steps, log_every=100):
+    batches = data.Batches(tokens, batch_size=16, seq_len=64, seed=0, split=train)
+    for info in loop.train(step.jit(train_step), tree.init(specs, key=0, rank=0), batches, steps=steps, log_every=100):
         print(f"step {info.step}: {info.metrics['loss']:.3f}") if info.metrics else None
     return loss_fn(info.state, data.EvaluationBatches(tokens, 256, 64, held_out, windows=256).at(0)).item()
 

@@ -2,12 +2,11 @@
 
 Claim    Positions mixed by learned lower triangular matrices, without attention, learn to predict the next byte, by the
          same losses on every mesh. What is evaluated is the average of the weights.
-Command  torchrun --nproc-per-node=4 experiments/mixer.py --config_mesh=dp=2,fsdp=2
+Command  torchrun --nproc-per-node=4 experiments/mixer.py --mesh=dp=2,fsdp=2
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +24,13 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp and fsdp
-    run: str = loop.field("runs/mixer", resume="free")
+    run: loop.Options = loop.Options("runs/mixer", steps=1000)
     dim: int = 128
     layers: int = 4
     seq_len: int = 64
     batch_size: int = 32
-    steps: int = loop.field(1000, resume="named", least=1)
     lr: float = loop.field(3e-3, resume="named", above=0)
     decay: float = 0.99  # of the average of the weights, for each step
-    every: int = loop.field(100, resume="free", least=1)  # steps between checkpoints and evaluations
-    backend: Literal["inductor", "aot_eager", "eager"] = loop.field("inductor", resume="named")
 
 
 def block(x_BSD, w):
@@ -67,7 +63,7 @@ def model(config: Config):
 def describe(config: Config):
     """The step, the specs of its state, the layouts of its batch, for `main`, `check` and `parity`."""
     specs, loss_fn = model(config)
-    rate = optim.cosine(config.lr, config.steps, warmup=config.steps // 10)
+    rate = optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), config.decay)
     train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh), strategy=STRATEGY)
     rows = STRATEGY.batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
@@ -81,24 +77,24 @@ def main(config: Config) -> dict[str, float]:
         world = connect(config.mesh)
         ids = data.ByteTokenizer().encode(TEXT.read_text())
         train, held_out = data.train_and_held_out(ids)
-        batches = data.Batches(ids, config.batch_size, config.seq_len, seed=0, split=train)
+        batches = data.Batches(ids, config.batch_size, config.seq_len, seed=config.run.seed, split=train)
         windows = data.EvaluationBatches(ids, config.batch_size, config.seq_len, held_out, config.batch_size * 4)
-        windows_at = windows.for_rank(windows.layout(config.mesh), world.rank, world.device).at
         (train_step, specs, _), (params, loss_fn), axes = describe(config), model(config), Axes(config.mesh)
+        rows = loop.own_rows(windows, specs, world)
 
         def held_out_step(state, batch):
             average = step.averaged_params(state, tree.layouts(params), axes, STRATEGY)
             return step.means({"held_out_loss": loss_fn(average, batch)}, axes)
 
-        jitted = {"world": world, "backend": config.backend}
+        jitted = {"world": world, "backend": config.run.backend}
         held_out_step = step.jit(held_out_step, **jitted)
 
         def evaluate(state):
-            return loop.evaluate(held_out_step, state, windows_at, len(windows))
+            return loop.evaluate(held_out_step, state, rows, len(windows))
 
-        how = {"settings": config, "evaluate": evaluate, "eval_every": config.every, "save_every": config.every}
-        run = loop.Run(config.run, step.jit(train_step, donate=0, **jitted), specs, world=world, **how)
-    for _ in run(batches, config.steps):
+        train_step = step.jit(train_step, donate=0, **jitted)
+        run = loop.Run(config.run.folder, train_step, specs, world=world, settings=config, evaluate=evaluate)
+    for _ in run(batches, config.run.steps):
         pass
     return run.metrics
 

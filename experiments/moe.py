@@ -3,7 +3,7 @@
 Claim    With 8 experts of which a token uses 2, each half as wide as the dense model's MLP, a token needs the same
          multiply-adds (the router's besides), and the model has 3 times the parameters.
 Command  python experiments/moe.py
-         torchrun --nproc-per-node=2 experiments/moe.py --config_mesh=ep=2
+         torchrun --nproc-per-node=2 experiments/moe.py --mesh=ep=2
 Expect   runs/moe/loss.png: after 300 steps, in which an expert sees a quarter of 0.6 M characters, the mixture is still
          behind: 2.02 nats held out against 1.99. The metric "imbalance" is the largest load of an expert over the
          mean, which the router's loss keeps near 1 (1.3).
@@ -12,7 +12,6 @@ Expect   runs/moe/loss.png: after 300 steps, in which an expert sees a quarter o
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -32,7 +31,7 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, ep, tp; their product is the number of ranks
-    run: str = field("runs/moe", resume="free", least=1)  # a folder in it for each model
+    run: loop.Options = loop.Options("runs/moe", 300, log=loop.Log(eval_every=50), save=loop.Save(every=50))
     dim: int = field(128, resume="refused")
     layers: int = field(4, resume="refused")
     heads: int = field(4, resume="refused")
@@ -43,12 +42,8 @@ class Config:
     chunks: int = field(1, resume="named", least=1)  # of a rank's tokens
     seq_len: int = field(128, resume="refused")
     batch_size: int = field(16, resume="refused", least=1)
-    steps: int = field(300, resume="named", least=1)
     lr: float = field(2e-3, resume="named", above=0)
-    seed: int = field(0, resume="refused")
     eval_windows: int = field(128, resume="named", least=1)
-    every: int = field(50, resume="free", least=1)  # steps between two evaluations, and saves
-    backend: Literal["inductor", "compile", "aot_eager", "eager"] = field("inductor", resume="named")
 
     def __post_init__(self):
         loop.check(self)
@@ -86,7 +81,7 @@ def describe(config: Config, kind: str = "mixture"):
     of = decoder(config, kind, data.CharTokenizer.from_text(TEXT.read_text()).vocab_size)
     specs, optimizer = (
         model.specs(of, config.mesh, strategy=STRATEGY),
-        optim.adamw(optim.cosine(config.lr, config.steps)),
+        optim.adamw(optim.cosine(config.lr, config.run.steps)),
     )
     how = {"axes": Axes(config.mesh, data=DATA), "strategy": STRATEGY}
     train_step = step.build_train_step(make_loss(config, of), optimizer, tree.layouts(specs), **how)
@@ -100,32 +95,23 @@ def train(config: Config, kind: str, world) -> dict[str, float]:
     tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
     ids = tokenizer.encode(TEXT.read_text())
     train_range, heldout_range = data.train_and_held_out(ids)
-    batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
+    batches = data.Batches(ids, config.batch_size, config.seq_len, config.run.seed, train_range)
     heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
     of, (train_step, specs, _) = decoder(config, kind, tokenizer.vocab_size), describe(config, kind)
     loss_fn, axes = make_loss(config, of), Axes(config.mesh, data=DATA)
 
-    @functools.partial(step.jit, world=world, backend=config.backend)
+    @functools.partial(step.jit, world=world, backend=config.run.backend)
     def heldout_step(params, batch):
         return step.means({"heldout_loss": loss_fn(params, batch)[0]["lm"]}, axes)
 
     def evaluate(state):
-        batch_at = heldout.for_rank(heldout.layout(config.mesh, STRATEGY), world.rank, world.device).at
-        return loop.evaluate(heldout_step, state.params, batch_at, len(heldout))
+        rows = loop.own_rows(heldout, specs, world)
+        return loop.evaluate(heldout_step, state.params, rows, len(heldout))
 
-    jitted = step.jit(train_step, donate=0, world=world, backend=config.backend)
-    run = loop.Run(
-        f"{config.run}/{kind}",
-        jitted,
-        specs,
-        world=world,
-        settings=config,
-        key=config.seed,
-        evaluate=evaluate,
-        eval_every=config.every,
-        save_every=config.every,
-    )
-    for _ in run(batches, config.steps):
+    jitted = step.jit(train_step, donate=0, world=world, backend=config.run.backend)
+    folder = f"{config.run.folder}/{kind}"
+    run = loop.Run(folder, jitted, specs, world=world, settings=config, evaluate=evaluate)
+    for _ in run(batches, config.run.steps):
         pass
     return run.metrics or evaluate(run.state)
 
@@ -135,9 +121,10 @@ def main(config: Config) -> dict[str, float]:
     world = connect(config.mesh)
     found = {kind: train(config, kind, world).get("heldout_loss", float("nan")) for kind in KINDS}
     if world.rank == 0:
-        runs = {kind: f"{config.run}/{kind}/metrics.jsonl" for kind in KINDS}
-        loop.plot_losses(runs, f"{config.run}/loss.png", title="Dense and mixture of experts, equal work per token")
-        print(f"held-out loss: {found}; {config.run}/loss.png")
+        folder = config.run.folder
+        runs = {kind: f"{folder}/{kind}/metrics.jsonl" for kind in KINDS}
+        loop.plot_losses(runs, f"{folder}/loss.png", title="Dense and mixture of experts, equal work per token")
+        print(f"held-out loss: {found}; {folder}/loss.png")
     return found
 
 

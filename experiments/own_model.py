@@ -2,7 +2,7 @@
 
 Claim    Attention without a softmax, whose heads forget at rates that they learn (gated retention, arXiv 2307.08621),
          learns the next byte, trained by a focal loss (arXiv 1708.02002).
-Command  torchrun --nproc-per-node=4 experiments/own_model.py --config_mesh=fsdp=2,tp=2
+Command  torchrun --nproc-per-node=4 experiments/own_model.py --mesh=fsdp=2,tp=2
          python -m fmegatron.check experiments/own_model.py --mesh dp=2,fsdp=4,tp=2
 """
 
@@ -26,18 +26,15 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = field(Mesh(), resume="named")
-    run: str = field("runs/own_model", resume="free")
+    run: loop.Options = loop.Options("runs/own_model", steps=1000)
     dim: int = 128
     layers: int = 4
     heads: int = 4
     seq_len: int = 64
     focus: float = field(1.0, least=0)  # γ of the focal loss: 0 is the plain one
     batch_size: int = 32
-    steps: int = field(1000, resume="named", least=1)
     lr: float = field(3e-3, resume="named", above=0)
-    every: int = field(100, resume="free", least=1)  # steps between checkpoints
     dtype: Literal["float32", "float64"] = "float32"
-    backend: Literal["inductor", "aot_eager", "eager"] = field("inductor", resume="named")
 
 
 def retention(q_BHSK, k_BHSK, v_BHSK, forget_H):
@@ -90,7 +87,7 @@ def decoder(config):
 def describe(config):
     """The step, the specs of its state, the layouts of its batch, for `main`, `fmegatron.check` and parity."""
     specs, loss_fn = decoder(config)
-    rate = optim.cosine(config.lr, config.steps, warmup=config.steps // 10)
+    rate = optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), decay=0.99)
     train_step = step.build_train_step(loss_fn, optimizer, tree.layouts(specs), Axes(config.mesh))
     rows = DataParallel().batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
@@ -102,10 +99,10 @@ def main(config):
     """Train, or go on; returns the last metrics. `step.averaged_params` gives what to evaluate or sample with."""
     with loop.set_up():
         world, (train_step, specs, _) = connect(config.mesh), describe(config)
-        train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
+        train_step = step.jit(train_step, donate=0, world=world, backend=config.run.backend)
         ids = data.ByteTokenizer().encode(TEXT.read_text())
-        run = loop.Run(config.run, train_step, specs, world=world, settings=config, save_every=config.every)
-    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=0), config.steps):
+        run = loop.Run(config.run.folder, train_step, specs, world=world, settings=config)
+    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=config.run.seed), config.run.steps):
         pass
     return run.metrics
 

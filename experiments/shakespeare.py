@@ -3,7 +3,7 @@
 Claim    A decoder of 1.8 M parameters reaches a held-out loss below 1.75 nats per character after 500 steps of 2,048
          characters (one pass over the text), and the mesh it runs on, or moves to half-way, changes only the speed.
 Command  python experiments/shakespeare.py
-         torchrun --nproc-per-node=4 experiments/shakespeare.py --config_mesh=fsdp=2,tp=2
+         torchrun --nproc-per-node=4 experiments/shakespeare.py --mesh=fsdp=2,tp=2
          Stop it with Ctrl-C, or a SIGTERM to any rank; the same command, with any mesh, goes on from there.
 Expect   held-out 2.15 at step 100, 1.95 at 200, 1.72 at 500; three minutes on 2 cores.
 """
@@ -11,7 +11,6 @@ Expect   held-out 2.15 at step 100, 1.95 at 200, 1.72 at 500; three minutes on 2
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -29,32 +28,19 @@ class Config:
 
     mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp; their product is the number of ranks
     strategy: str = field("hsdp", resume="named")  # replicated, zero1, zero2, zero3, hsdp (fsdp inside of dp), hybrid
-    run: str = field(
-        "runs/shakespeare", resume="free", least=1
-    )  # checkpoints and metrics; a run that is there is resumed
-    allow: tuple[str, ...] = field((), resume="free")  # fields that may differ from the run that is resumed
+    run: loop.Options = loop.Options("runs/shakespeare")
     dim: int = field(192, resume="refused")
     layers: int = field(4, resume="refused")
     heads: int = field(6, resume="refused")
     seq_len: int = field(128, resume="refused")
     batch_size: int = field(16, resume="refused", least=1)  # sequences per step, all ranks together
     microbatches: int = field(1, resume="named", least=1)  # of each rank, one after the other, in a step
-    steps: int = field(500, resume="named", least=1)
     lr: float = field(2e-3, resume="named", above=0)  # peak learning rate
     warmup: int = field(50, resume="named", least=0)  # steps
     weight_decay: float = field(0.1, resume="named", least=0)
-    seed: int = field(0, resume="refused")
     eval_windows: int = field(256, resume="named", least=1)  # held-out sequences of each evaluation
-    eval_every: int = field(100, resume="free", least=1)  # steps
-    save_every: int = field(100, resume="free", least=1)  # steps
-    async_save: bool = field(False, resume="free")  # train on while a checkpoint is written (for states of gigabytes)
-    log_every: int = field(10, resume="free", least=1)  # steps
-    backend: Literal["inductor", "compile", "aot_eager", "eager"] = field("inductor", resume="named")
-    deterministic: bool = field(False, resume="named")  # the same bits in every process of a machine
-    profile: str = field("", resume="free")  # steps that a profiler observes: trace:steps=10-12,rank=0
     prompts: tuple[str, ...] = field(("ROMEO:", "QUEEN:"), resume="free")  # equally long beginnings of samples
     sample: int = field(120, resume="free", least=0)  # characters of each
-    inject: str = field("", resume="free")  # faults that are to happen, such as kill:rank=1,step=17
 
     def __post_init__(self):
         loop.check(self)
@@ -78,7 +64,7 @@ def make_loss(config: Config, of: model.Decoder):
 
 def rate(config: Config) -> optim.Schedule:
     """The learning rate of each step."""
-    return optim.cosine(config.lr, config.steps, config.warmup, end=config.lr / 10)
+    return optim.cosine(config.lr, config.run.steps, config.warmup, end=config.lr / 10)
 
 
 def describe(config: Config):
@@ -101,40 +87,30 @@ def main(config: Config) -> dict[str, float]:
         tokenizer = data.CharTokenizer.from_text(TEXT.read_text())
         ids = tokenizer.encode(TEXT.read_text())
         train_range, heldout_range = data.train_and_held_out(ids)
-        batches = data.Batches(ids, config.batch_size, config.seq_len, config.seed, train_range)
+        batches = data.Batches(ids, config.batch_size, config.seq_len, config.run.seed, train_range)
         prompts = [torch.from_numpy(tokenizer.encode(text)).long() for text in config.prompts]
         heldout = data.EvaluationBatches(ids, config.batch_size, config.seq_len, heldout_range, config.eval_windows)
-        heldout_rows = heldout.layout(config.mesh, DataParallel.named(config.strategy))
 
         of = model_config(config, tokenizer.vocab_size)
         loss_fn, described = make_loss(config, of), describe(config)
 
-        @functools.partial(step.jit, world=world, backend=config.backend)
+        @functools.partial(step.jit, world=world, backend=config.run.backend)
         def heldout_step(params, batch):
             return step.means({"heldout_loss": loss_fn(params, batch)[0]["lm"]}, Axes(config.mesh))
 
         def evaluate(state):
-            batch_at = heldout.for_rank(heldout_rows, world.rank, world.device).at
-            return loop.evaluate(heldout_step, state.params, batch_at, len(heldout))
+            rows = loop.own_rows(heldout, described, world)
+            return loop.evaluate(heldout_step, state.params, rows, len(heldout))
 
         run = loop.Run(
-            config.run,
-            step.jit(described.function, donate=0, world=world, backend=config.backend),
+            config.run.folder,
+            step.jit(described.function, donate=0, world=world, backend=config.run.backend),
             described,
             world=world,
-            settings=loop.Settings(config, allow=config.allow, kept=model.kept(of, tokenizer)),
-            key=config.seed,
+            settings=loop.Settings(config, kept=model.kept(of, tokenizer)),
             evaluate=evaluate,
-            log_every=config.log_every,
-            eval_every=config.eval_every,
-            save_every=config.save_every,
-            async_save=config.async_save,
-            flops_per_token=model.flops_per_token(of, config.seq_len)["total"],
-            profile=config.profile,
-            inject=config.inject,
-            deterministic=config.deterministic,
         )
-    for _ in run(batches, config.steps):
+    for _ in run(batches, config.run.steps):
         pass
     if run.stopped:
         return run.metrics
@@ -144,7 +120,7 @@ def main(config: Config) -> dict[str, float]:
         params, layouts = run.state.params, tree.layouts(described.state.params)
         count = min(config.sample, config.seq_len - prompt.shape[1])
         writer = model.inference(params, of, layouts, axes)
-        written = model.generate(writer, prompt, count, key=config.seed, temperature=0.8, top_p=0.95)
+        written = model.generate(writer, prompt, count, key=config.run.seed, temperature=0.8, top_p=0.95)
         for text, row in zip(config.prompts, written, strict=True):
             print(f"\n{text}{tokenizer.decode(row.tolist())}")
     return run.metrics or evaluate(run.state)

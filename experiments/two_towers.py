@@ -1,16 +1,16 @@
 """Two towers that learn which image belongs to which text: a softmax over all ranks' batch, microbatches, and Muon.
 
 Claim    The loss, which couples all rows of a microbatch, means the same on every mesh.
-Command  torchrun --nproc-per-node=4 experiments/two_towers.py --config_mesh=dp=2,fsdp=2
+Command  torchrun --nproc-per-node=4 experiments/two_towers.py --mesh=dp=2,fsdp=2
 """
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from fmegatron import loop, nn, optim, step, tree
+from fmegatron import data, loop, nn, optim, step, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, connect
 from fmegatron.layout import DataParallel, Mesh
 
@@ -22,7 +22,7 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp and fsdp
-    run: str = loop.field("runs/two_towers", resume="free")
+    run: loop.Options = loop.Options("runs/two_towers", steps=500)
     hidden: int = 16  # numbers that an image and its text have in common
     image: int = 96  # numbers of an image
     text: int = 64  # numbers of a text
@@ -31,10 +31,7 @@ class Config:
     out: int = 32  # numbers that both towers end in
     batch_size: int = 64
     microbatches: int = 2
-    steps: int = loop.field(500, resume="named", least=1)
     lr: float = loop.field(3e-3, resume="named", above=0)
-    every: int = loop.field(100, resume="free", least=1)  # steps between checkpoints
-    backend: Literal["inductor", "aot_eager", "eager"] = loop.field("inductor", resume="named")
 
 
 def block(x_BD, w):
@@ -98,10 +95,10 @@ def describe(config: Config):
 def main(config: Config) -> dict[str, float]:
     """Train, or go on; returns the last metrics."""
     with loop.set_up():
-        world, (train_step, specs, rows) = connect(config.mesh), describe(config)
-        train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
-        run = loop.Run(config.run, train_step, specs, world=world, settings=config, save_every=config.every)
-    for _ in run(lambda at: world.put(tree.local(pairs(config, at), rows, world.rank)), config.steps):
+        world, described = connect(config.mesh), describe(config)
+        train_step = step.jit(described.function, donate=0, world=world, backend=config.run.backend)
+        run = loop.Run(config.run.folder, train_step, described, world=world, settings=config)
+    for _ in run(data.source(functools.partial(pairs, config)), config.run.steps):
         pass
     return run.metrics
 

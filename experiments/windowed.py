@@ -2,12 +2,11 @@
 
 Claim    Attention over the last 16 positions, with a learned logit of each head that takes its share of the softmax,
          trains under tensor parallelism with the losses of one rank.
-Command  torchrun --nproc-per-node=2 experiments/windowed.py --config_mesh=tp=2
+Command  torchrun --nproc-per-node=2 experiments/windowed.py --mesh=tp=2
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -23,7 +22,7 @@ class Config:
     """What this experiment varies."""
 
     mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp, fsdp and tp
-    run: str = loop.field("runs/windowed", resume="free")
+    run: loop.Options = loop.Options("runs/windowed", steps=1000)
     dim: int = 128
     layers: int = 4
     heads: int = 4
@@ -31,10 +30,7 @@ class Config:
     window: int = loop.field(16, least=1)  # positions that a head sees, its own included
     smoothing: float = loop.field(0.1, resume="named", least=0)  # share of the target that all bytes have in common
     batch_size: int = 32
-    steps: int = loop.field(1000, resume="named", least=1)
     lr: float = loop.field(3e-3, resume="named", above=0)
-    every: int = loop.field(100, resume="free", least=1)  # steps between checkpoints
-    backend: Literal["inductor", "aot_eager", "eager"] = loop.field("inductor", resume="named")
 
 
 def describe(config: Config):
@@ -54,7 +50,7 @@ def describe(config: Config):
         loss_BS = (1 - config.smoothing) * nll_BS + config.smoothing * even_BS
         return step.mean(loss_BS.sum(), loss_BS.numel())
 
-    optimizer = optim.adamw(optim.cosine(config.lr, config.steps, warmup=config.steps // 10))
+    optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10))
     train_step = step.build_train_step(loss_fn, optimizer, layouts, axes)
     rows = DataParallel().batch_layout((config.batch_size, config.seq_len), torch.int64, config.mesh)
     specs = step.state_specs(specs, optimizer)
@@ -65,10 +61,10 @@ def main(config: Config) -> dict[str, float]:
     """Train, or go on; returns the last metrics."""
     with loop.set_up():
         world, (train_step, specs, _) = connect(config.mesh), describe(config)
-        train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
+        train_step = step.jit(train_step, donate=0, world=world, backend=config.run.backend)
         ids = data.ByteTokenizer().encode(TEXT.read_text())
-        run = loop.Run(config.run, train_step, specs, world=world, settings=config, save_every=config.every)
-    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=0), config.steps):
+        run = loop.Run(config.run.folder, train_step, specs, world=world, settings=config)
+    for _ in run(data.Batches(ids, config.batch_size, config.seq_len, seed=config.run.seed), config.run.steps):
         pass
     return run.metrics
 

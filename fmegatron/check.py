@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         return int(stop.code or 0)
     try:
         experiment = loop.load_experiment(options.experiment)
-        config = loop.parse([options.experiment, f"--config_mesh={options.mesh}", *flags], experiment.Config)
+        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], experiment.Config)
         start = time.perf_counter()
         described = require_description(experiment.describe(config), options.experiment)
         report = check(*described, allow=dict(options.allow))
@@ -49,9 +49,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = argparse.ArgumentParser(
+        allow_abbrev=False,  # a beginning of a name of ours may be a flag of the experiment
         prog="python -m fmegatron.check",
         description="Check the collectives of an experiment's training step: forward, backward and optimizer.",
-        epilog="Further flags (--config_NAME=VALUE) are the experiment's own. "
+        epilog="Further flags (--NAME=VALUE) are the experiment's own. "
         "Exit status: 0 all outputs are proven; 1 findings; 2 wrong use, or it could not be done; 3 no findings, but "
         "outputs that are not proven.",
     )

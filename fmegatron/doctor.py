@@ -29,12 +29,14 @@ from typing import Any, TextIO
 import torch
 from torch.cuda import nccl as torch_nccl
 
+import fmegatron
 from fmegatron.collectives import Axes, World, connect, psum
 from fmegatron.layout import Mesh
 from fmegatron.loop.hardware import memory_reader, of_table
 from fmegatron.step import matmul_seconds
 
 LEAST = (("torch", "2.11"), ("optree", "0.14"), ("numpy", "1.26"), ("xxhash", "3.4"), ("tensorstore", "0.1.70"))
+TRIED = "2.14"  # the newest torch that the tests have run with
 SLOW = 1.25  # times the median
 OPEN_FILES, SHARED_BYTES = 4096, 2**30  # least that is fit for a run
 _SETTINGS = re.compile(r"(NCCL|GLOO|TORCH|CUDA|OMP|MKL|SLURM_(JOB|STEP)|FMEGATRON)_?\w*")
@@ -91,8 +93,8 @@ def examine(world: World, size: int = 0, mib: int = 16) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, the packages that fmegatron needs, CUDA, NCCL and the kernel."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Of fmegatron, Python, the packages that it needs, CUDA, NCCL and the kernel."""
+    found: dict[str, str | None] = {"fmegatron": fmegatron.__version__, "python": platform.python_version()}
     for name, _ in LEAST:
         try:
             found[name] = importlib.metadata.version(name)
@@ -248,6 +250,11 @@ def _text(ranks: Sequence[Mapping[str, Any]], fixes: Sequence[str]) -> str:
     """For people: what rank 0 has, a line for each rank, and what to fix."""
     first = ranks[0]
     lines = [f"versions   {', '.join(f'{k} {v}' for k, v in first['versions'].items() if v)}"]
+    torch_version = first["versions"].get("torch")
+    if torch_version and _parts(torch_version)[:2] > _parts(TRIED):
+        lines.append(
+            f"note       torch {torch_version} is newer than any that was tried ({TRIED}); run the tests: make test"
+        )
     machines = {rank["host"]: rank["machine"] for rank in ranks}
     for host, of in list(machines.items())[:8]:
         shared = of.get("shared_free_bytes", 0) / 1e9

@@ -2,7 +2,7 @@
 
 The experiment's step runs on simulated ranks of the mesh and on one rank, in this process and in fp64, on values that
 are drawn here: the state by its specs, batches at random. Every leaf of the state and every metric is compared. Give
-small shapes (--config_dim=32 ...). The experiment is as `python -m fmegatron.check` takes it.
+small shapes (--dim=32 ...). The experiment is as `python -m fmegatron.check` takes it.
 Exit status: 0 all outputs agree; 1 outputs differ (the line to blame is printed); 2 wrong use, or it could not be done.
 """
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         return int(stop.code or 0)
     try:
         experiment = loop.load_experiment(options.experiment)
-        config = loop.parse([options.experiment, f"--config_mesh={options.mesh}", *flags], experiment.Config)
+        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], experiment.Config)
         start = time.perf_counter()
         result, below = compare(experiment.describe, config, options.steps, options.tolerance, options.below)
     except (ValueError, OSError, SyntaxError, ImportError) as error:
@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = argparse.ArgumentParser(
+        allow_abbrev=False,  # a beginning of a name of ours may be a flag of the experiment
         prog="python -m fmegatron.parity",
         description="Run an experiment's step on simulated ranks and on one rank, in fp64, and compare all outputs.",
-        epilog="Further flags (--config_NAME=VALUE) are the experiment's own; give small shapes. "
+        epilog="Further flags (--NAME=VALUE) are the experiment's own; give small shapes. "
         "Exit status: 0 all outputs agree; 1 outputs differ; 2 wrong use, or it could not be done.",
     )
     p.add_argument("experiment", help="a file with Config and describe(config) (see fmegatron/check.py)")

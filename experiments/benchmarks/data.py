@@ -228,6 +228,7 @@ def bench_ahead(folder: Path, rounds: int) -> None:
     """What a step of 20 ms waits for a batch that takes 5 ms: the mean over 50 steps."""
     batches = data.Batches(data.IndexedTokens(folder / "corpus"), 8, 2048, 1)
 
+    @data.source
     def slow(n: int):
         time.sleep(0.005)  # a disk
         return batches.at(n)
@@ -236,7 +237,7 @@ def bench_ahead(folder: Path, rounds: int) -> None:
     for _ in range(rounds):
         with data.ahead(slow) as reader:
             reader(0)
-            for name, batch_at in (("plain", slow), ("ahead", reader)):
+            for name, batch_at in (("plain", slow.at), ("ahead", reader)):
                 waited = 0.0
                 for n in range(1, 51):
                     time.sleep(0.02)

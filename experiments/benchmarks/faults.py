@@ -31,7 +31,7 @@ import torch
 from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
-from fmegatron.loop import Patience, Restart, Run
+from fmegatron.loop import Faults, Options, Restart, Run, Save
 from fmegatron.testing import report
 
 SAVE_EVERY, EXCEPTION, KILL, HANG = 4, 6, 10, 16  # updates
@@ -68,26 +68,30 @@ def child(job: Job) -> None:
     update = step.build_train_step(loss, optimizer, layouts, axes)
     compiled = step.jit(update, donate=0, world=world, backend=job.backend)
     batches = data.Batches(data.ByteTokenizer().encode("To be, or not to be. " * 99), batch_size=8, seq_len=64, seed=0)
-    batches = batches.for_rank(batches.layout(mesh), world.rank, world.device)
 
-    def batch_at(position: int):
-        note(f"begins-{position + 1}")
-        if position + 1 > KILL:
+    def noted(state, batch):
+        number = int(state.step) + 1
+        note(f"begins-{number}")
+        if number > KILL:
             time.sleep(PAUSE_S)
-        return batches.at(position)
+        return compiled(state, batch)
 
     faults = {"exception": (1, EXCEPTION), "kill": (1, KILL), job.last: (1, HANG)}
     run = Run(
         f"{job.folder}/run",
-        compiled,
+        noted,
         step.state_specs(specs, optimizer),
         world=world,
-        save_every=SAVE_EVERY,
-        patience=Patience(step=job.limit_s, save=60, caller=60),
-        restart=Restart(),
-        inject="+".join(f"{kind}:rank={rank},step={at}" for kind, (rank, at) in faults.items()),
+        options=Options(
+            save=Save(every=SAVE_EVERY),
+            faults=Faults(
+                patience=f"step={job.limit_s},save=60,caller=60",
+                restart=Restart(),
+                inject="+".join(f"{kind}:rank={rank},step={at}" for kind, (rank, at) in faults.items()),
+            ),
+        ),
     )
-    for info in run(batch_at, steps=HANG + 4):
+    for info in run(batches, steps=HANG + 4):
         note(f"ends-{info.step}")
 
 

@@ -18,9 +18,9 @@ import time
 
 import torch
 
-from fmegatron import step, tree
+from fmegatron import data, step, tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Peak, Run
+from fmegatron.loop import Log, Options, Policies, Run, Save
 from fmegatron.step import matmul_seconds
 from fmegatron.testing import report
 
@@ -81,13 +81,11 @@ def looped(compiled, specs, batch, steps: int, folder: str) -> tuple[float, floa
         folder,
         timed,
         specs,
-        log_every=LOG_EVERY,
-        save_every=10**9,
-        flops_per_token=1e6,
-        peak=Peak(1e12, "not measured here"),
+        options=Options(log=Log(every=LOG_EVERY, peak_flops=1e12), save=Save(every=10**9)),
+        policies=Policies(flops_per_token=1e6),
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        for info in run(lambda position: batch, steps=steps + 2):
+        for info in run(data.source(lambda position: batch), steps=steps + 2):
             if info.step == 1:
                 began, thread, inside[0] = now(), time.thread_time(), 0.0
             if info.step == steps + 1:  # the last save comes with the update behind

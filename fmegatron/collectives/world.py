@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ class World:
         self._backend, self._timeout_s = "", 0.0
         self._sockets: dict[int, int] = {}
         self._indices: dict[tuple[str, ...], torch.Tensor] = {}
+        self.compiled: dict[Any, Any] = {}  # of the room step: the layers that are compiled for these ranks
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> World:

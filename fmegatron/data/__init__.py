@@ -3,6 +3,7 @@
 from fmegatron.data.batches import Batches, EvaluationBatches, train_and_held_out
 from fmegatron.data.blend import Blend
 from fmegatron.data.chat import Chats, chat_row
+from fmegatron.data.contract import Source, source
 from fmegatron.data.documents import Tokens
 from fmegatron.data.fill_in import FillInTheMiddle
 from fmegatron.data.fingerprint import fingerprint
@@ -37,6 +38,7 @@ __all__ = [
     "Packing",
     "RankBatches",
     "Reader",
+    "Source",
     "SourceBatches",
     "StepBatches",
     "Stream",
@@ -54,6 +56,7 @@ __all__ = [
     "merge_indexed",
     "pack",
     "prepare",
+    "source",
     "token_dtype",
     "train_and_held_out",
     "write_indexed",

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
+from fmegatron.data.contract import Ranges
 from fmegatron.data.documents import Tokens, check_documents, document_ends, document_entries
 from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens
@@ -22,17 +22,14 @@ from fmegatron.data.order import shuffled, shuffled_rows
 from fmegatron.data.packing import Packing
 from fmegatron.data.steps import (
     Batch,
-    Ranges,
-    RankBatches,
     StepBatches,
+    TokenBatches,
     arranged,
     check_sizes,
-    layout_of,
     numbers_in,
 )
 from fmegatron.data.stored import digest_of
 from fmegatron.data.tokens import TokenArray
-from fmegatron.layout import DataParallel, Layout, Mesh
 
 
 def train_and_held_out(tokens: Tokens, held_out: float = 0.1) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -142,7 +139,7 @@ class Batches(StepBatches):
 
 
 @dataclass(frozen=True, eq=False)
-class EvaluationBatches:
+class EvaluationBatches(TokenBatches):
     """Fixed batches for evaluation: `windows` windows, evenly spaced over the range `split`; default: all of them, in
     order.
 
@@ -184,20 +181,9 @@ class EvaluationBatches:
             return self.seq_len * rows
         return int(self.at(number)["mask"].sum())
 
-    def at(self, number: int) -> Batch:
-        """The full batch `number`; ValueError when there is no such batch."""
-        return self.rows_at(number, ((0, self.batch_size),))
-
-    def layout(self, mesh: Mesh, strategy: DataParallel | None = None) -> Layout:
-        """The layout of tokens, labels and mask: `strategy.batch_layout`; None: rows over dp and fsdp."""
-        return layout_of(self, mesh, strategy, 1)
-
-    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> RankBatches:
-        """What one rank gets: `.at(number)` is its part of batch `number` (see `Batches.for_rank`)."""
-        return RankBatches(self, layout, rank, device)
-
-    def rows_at(self, number: int, ranges: Ranges) -> Batch:
-        """Some rows of batch `number`: ranges (start, stop) of its rows."""
+    def rows(self, position: int, ranges: Ranges) -> Batch:
+        """Some rows of a batch: ranges (start, stop) of its rows. ValueError when there is no such batch."""
+        number = position
         if not 0 <= number < len(self):
             raise ValueError(f"EvaluationBatches.at: got batch {number}, wanted 0 to {len(self) - 1}")
         rows = number * self.batch_size + numbers_in(ranges)

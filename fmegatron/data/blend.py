@@ -107,7 +107,7 @@ class Blend(StepBatches):
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint states of this data, as JSON."""
-        parts = [{"weight": weight, **part.describe()} for weight, part in self.parts]
+        parts = [{"weight": weight, **(part.describe() or {})} for weight, part in self.parts]
         changes = [[at, list(weights)] for at, weights in self.changes]
         return {"kind": "blend", "rule": self.rule, "changes": changes, "parts": parts}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fmegatron.data.sources import Row, Source
+from fmegatron.data.sources import Items, Row
 from fmegatron.data.template import ChatTemplate, Messages
 
 
@@ -114,7 +114,7 @@ class Chats:
     learned. template: in the place of the tokenizer's own.
     """
 
-    source: Source
+    source: Items
     tokenizer: Any
     seq_len: int
     key: str = "messages"

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import Condition, Thread
 from typing import Any
 
 import torch
 
 from fmegatron import tree
-from fmegatron.data.steps import RankBatches
+from fmegatron.data.contract import Placed, Source, require_source
 from fmegatron.tree.labels import labelled, layout_of
 
 _LOOK_S = 1.0  # how often one who waits looks whether the thread is alive
 
 
 class Reader:
-    """`reader(n)` is `batch_at(n)`, made before it was asked for; see `ahead`.
+    """`reader(n)` is `source.at(n)`, made before it was asked for; see `ahead`.
 
     waited: seconds that callers waited for batches so far.
     """
 
-    def __init__(self, batch_at: Callable[[int], tree.Tree], depth: int, device: torch.device | None) -> None:
+    def __init__(self, source: Source, depth: int, device: torch.device | None) -> None:
         self.waited = 0.0
-        self._batch_at, self._depth, self._device = batch_at, depth, device
+        self._source, self._depth, self._device = source, depth, device
         self._ready: dict[int, tuple[Any, Exception | None, Any]] = {}  # number -> batch, error, event
         self._wanted = range(0)
         self._closed, self._changed = False, Condition()
@@ -37,7 +36,7 @@ class Reader:
     def __call__(self, number: int) -> tree.Tree:
         """The batch of a number: at once where it follows the one before, else as long as it takes to make it.
 
-        Raises what `batch_at(number)` raised; RuntimeError where the thread has ended, or `close` was called.
+        Raises what `source.at(number)` raised; RuntimeError where the thread has ended, or `close` was called.
         """
         began = time.perf_counter()
         with self._changed:
@@ -59,7 +58,9 @@ class Reader:
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
-            tree.map(lambda x: x.record_stream(stream), batch)
+            for x in tree.leaves(batch):
+                if isinstance(x, torch.Tensor):
+                    x.record_stream(stream)
         return batch
 
     def close(self) -> None:
@@ -76,6 +77,8 @@ class Reader:
 
     def _make(self) -> None:
         """What the thread does: the first batch that is wanted and not there, until it is closed."""
+        if self._device is not None and self._device.index is not None:
+            torch.cuda.set_device(self._device)  # a thread begins with device 0
         while True:
             with self._changed:
                 while not self._closed and all(n in self._ready for n in self._wanted):
@@ -84,7 +87,7 @@ class Reader:
                     return
                 number = next(n for n in self._wanted if n not in self._ready)
             try:
-                result = self._moved(self._batch_at(number))
+                result = self._moved(self._source.at(number))
             except Exception as error:  # it belongs to the step that needs the batch
                 result = None, error, None
             with self._changed:
@@ -104,33 +107,32 @@ class Reader:
             event.record()
         return batch, None, event
 
-    def _on_device(self, x: torch.Tensor) -> torch.Tensor:
-        moved, layout = x.pin_memory().to(self._device, non_blocking=True), layout_of(x)
+    def _on_device(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.device == self._device:
+            return x
+        moved, layout = (x if x.is_cuda else x.pin_memory()).to(self._device, non_blocking=True), layout_of(x)
         return moved if layout is None else labelled(moved, layout)
 
 
 @contextmanager
-def ahead(batch_at: Callable[[int], tree.Tree], depth: int = 2) -> Iterator[Reader]:
-    """`batch_at`, a pure function of the number, with batches n + 1 … n + depth made in a thread while n is used.
+def ahead(source: Source, depth: int = 2) -> Iterator[Reader]:
+    """The batches of a source, with n + 1 … n + depth made in a thread while n is used.
 
-        with data.ahead(batches.at) as batch_at:
+        with data.ahead(batches) as batch_at:
             for n in range(steps):
                 state, metrics = step(state, batch_at(n))
 
-    Batches and their order are those of `batch_at`; what it raises is raised by the call that asks for that batch. For
-    `RankBatches` on a CUDA device the copy goes through pinned memory and does not wait. Seconds that the caller waited
-    are in `.waited`. Raises ValueError for a depth below 1.
+    Batches and their order are those of `source.at`; what it raises is raised by the call that asks for that batch. To
+    a CUDA device (`loop.own_rows`) the copy goes through pinned memory and does not wait. Seconds that the caller
+    waited are in `.waited`. Raises ValueError for a depth below 1, and for what is no source.
     """
-    if not callable(batch_at):
-        raise ValueError(f"ahead: batch_at: got {tree.in_words(batch_at)}, wanted a function such as batches.at")
+    require_source(source, "ahead")
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise ValueError(f"ahead: depth: got {depth!r}, wanted a number of batches of 1 or more")
-    batches, device = getattr(batch_at, "__self__", None), None
-    if isinstance(batches, RankBatches) and batches.device is not None:
-        there = torch.device(batches.device)
-        if there.type == "cuda":
-            batch_at, device = replace(batches, device=None).at, there
-    reader = Reader(batch_at, depth, device)
+    device = None
+    if isinstance(source, Placed) and source.device.type == "cuda":
+        source, device = source.source, source.device
+    reader = Reader(source, depth, device)
     try:
         yield reader
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fmegatron.data.contract import Source
 from fmegatron.data.order import shuffled
 from fmegatron.data.steps import StepBatches, check_sizes, require_from_start, whole
 from fmegatron.data.stored import digest_of
@@ -22,7 +22,7 @@ _IGNORED = -100  # a label that is none, of Hugging Face and of torch's cross_en
 _LOOKED_AT = 16  # items of a source that its description looks at
 
 
-class Source(Protocol):
+class Items(Protocol):
     """A grain.MapDataset, a datasets.Dataset, a list: what has a length and items by number."""
 
     def __len__(self) -> int: ...
@@ -54,7 +54,7 @@ class SourceBatches(StepBatches):
     ([[1, 2, 0, 0], [4, 5, 6, 0]], [[True, True, False, False], [True, True, True, False]])
     """
 
-    source: Source
+    source: Items
     batch_size: int
     seq_len: int
     seed: int
@@ -149,39 +149,38 @@ def _named(function: Any) -> str:
     return named
 
 
-class Stream:
-    """An iterable with a state, such as torchdata's StatefulDataLoader or a streaming `datasets`, as batches by step.
+class Stream(Source):
+    """An iterable with a state, such as torchdata's StatefulDataLoader or a streaming `datasets`, as a source.
 
-        stream = data.Stream(loader)                       # or Stream(loader, step, state) after a restore
-        for info in loop.train(step, state, stream.at, steps=1000, ...):
-            ... checkpoint.rank_state.pack(stream.state(info.step)) is a leaf of the checkpoint
+        for info in run(data.Stream(loader), steps=1000):
+            ...
 
-    `.at(n)` gives the batches in order, each once; `.state(n)`, a JSON value, is what goes on with batch n, and is
-    known for the newest `keep` batches. Items are what the iterable gives. Each rank has its own iterable and state.
+    An item is the batch of a position, of all ranks together: every rank has the same iterable, reads all of it and is
+    given its rows by the run, which saves the iterable's state (a JSON value) with each checkpoint. Who wants a rank to
+    read less writes a `Source` with `rows`. A new epoch begins where the iterable ends.
     Raises ValueError for an iterable without `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, iterable: Stateful, step: int = 0, state: Tree | None = None, keep: int = 16) -> None:
+    def __init__(self, iterable: Stateful) -> None:
         for name in ("state_dict", "load_state_dict", "__iter__"):
             if not hasattr(iterable, name):
                 raise ValueError(
                     f"Stream: got {in_words(iterable)} without {name}, wanted an iterable with state_dict and "
                     "load_state_dict (torchdata.stateful_dataloader, datasets.IterableDataset)"
                 )
-        if state is not None:
-            iterable.load_state_dict(copy.deepcopy(state))
-        self._iterable, self._next, self._keep = iterable, step, keep
+        self._iterable, self._next = iterable, 0
         self._iterator: Iterator | None = None
-        self._states: OrderedDict[int, Any] = OrderedDict([(step, copy.deepcopy(iterable.state_dict()))])
 
-    def at(self, step: int) -> Tree:
-        """The next batch, which must be that of `step`; a new epoch where the iterable ends.
+    def at(self, position: int) -> Tree:
+        """The next batch, which must be that of this position.
 
-        Raises ValueError for another step: an iterable cannot go back; RuntimeError for an iterable that is empty.
+        Raises ValueError for another position: an iterable cannot go back; RuntimeError for an iterable that is empty.
         """
-        if whole(step, "Stream.at: step") != self._next:
-            raise ValueError(f"Stream.at: got step {step}, wanted {self._next}, as an iterable only goes on; make "
-                             "another Stream(iterable, step, state) with the state of that step")  # fmt: skip
+        if whole(position, "Stream.at: position") != self._next:
+            raise ValueError(
+                f"Stream.at: got position {position}, wanted {self._next}, as an iterable only goes on; restore(state) "
+                "goes where the state was taken"
+            )
         for _ in range(2):
             self._iterator = iter(self._iterable) if self._iterator is None else self._iterator
             try:
@@ -192,16 +191,16 @@ class Stream:
         else:
             raise RuntimeError("Stream.at: the iterable has no item in a new epoch; give one that is not used up")
         self._next += 1
-        self._states[self._next] = copy.deepcopy(self._iterable.state_dict())  # it may be what it goes on to change
-        while len(self._states) > self._keep:
-            self._states.popitem(last=False)
         return item
 
-    def state(self, step: int) -> Tree:
-        """The state that goes on with the batch of `step`; ValueError for one that is not remembered."""
-        if step not in self._states:
-            raise ValueError(f"Stream.state: got step {step}, wanted one of {list(self._states)}; keep more")
-        return copy.deepcopy(self._states[step])
+    def state(self) -> dict[str, Any]:
+        """The next position, and the iterable's own state: {"next", "iterable"}."""
+        return {"next": self._next, "iterable": copy.deepcopy(self._iterable.state_dict())}  # it may go on to change it
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on behind the batch after which `state` was given."""
+        self._iterable.load_state_dict(copy.deepcopy(state["iterable"]))
+        self._next, self._iterator = state["next"], None
 
 
 def row_of(item: Any, length: int, where: str) -> Row:

@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
+from fmegatron import tree
+from fmegatron.data.contract import Placed, Ranges, Source
 from fmegatron.layout import DataParallel, Layout, Mesh, zigzag
-from fmegatron.tree import in_words
-from fmegatron.tree.labels import labelled
+from fmegatron.tree.labels import labelled, layout_of
 
 Batch = dict[str, torch.Tensor]
-Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
 
 
-class StepBatches:
-    """Training batches as a pure function of the step: sample n, the row of a batch, depends on n alone.
+class TokenBatches(Source):
+    """Batches of token windows: a source that knows the sizes of its batches, and reads what rows it is asked for.
 
-    What `Batches`, `Blend` and `SourceBatches` have in common. batch_size: rows of all ranks. seq_len: columns.
-    offset: see `after`. zigzag: for how many ranks the columns are in zigzag order (see `Batches`).
+    batch_size: rows of all ranks. seq_len: columns. zigzag: for how many ranks the columns are in zigzag order.
     """
 
     batch_size: int
     seq_len: int
-    offset: int
     zigzag: int
+
+    def at(self, position: int) -> Batch:
+        """The full batch of a position."""
+        return self.rows(position, ((0, self.batch_size),))
+
+    @abstractmethod
+    def rows(self, position: int, ranges: Ranges) -> Batch:
+        """Some rows of a batch: ranges (start, stop) of its rows."""
+
+    def layout(self, mesh: Mesh, strategy: DataParallel | None = None, microbatches: int = 1) -> Layout:
+        """The layout of tokens and labels: `strategy.batch_layout` of their shape; None: rows over dp and fsdp."""
+        shape = self.batch_size, self.seq_len
+        return (strategy or DataParallel()).batch_layout(shape, torch.int64, mesh, microbatches)
+
+    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> Source:
+        """What one rank gets: `.at(position)` is its part of the batch under the batch's layout (`layout()`).
+
+        device: where its tensors are put; None: they stay in host memory. A run does this (`loop.own_rows`).
+        """
+        part = RankBatches(self, layout, rank)
+        return part if device is None else Placed(part, torch.device(device))
+
+
+class StepBatches(TokenBatches):
+    """Training batches as a pure function of the step: sample n, the row of a batch, depends on n alone.
+
+    What `Batches`, `Blend` and `SourceBatches` have in common. offset: see `after`.
+    """
+
+    offset: int
 
     def after(self, samples: int | None, step: int) -> Self:
         """The same data, of which `step` steps have read `samples` samples: the batch of `step` begins behind them.
@@ -52,16 +82,13 @@ class StepBatches:
         """How many samples the first `step` steps read: the position of the data, whatever the batch size was."""
         return self.offset + step * self.batch_size
 
-    def at(self, step: int) -> Batch:
-        """The full batch of `step` (0, 1, 2 …)."""
-        return self.rows_at(step, ((0, self.batch_size),))
-
-    def rows_at(self, step: int, rows: Ranges) -> Batch:
-        """Some rows of the batch of `step`: ranges (start, stop) of its rows."""
+    def rows(self, position: int, ranges: Ranges) -> Batch:
+        """Some rows of the batch of a step (0, 1, 2 …): ranges (start, stop) of its rows."""
+        step = position
         if step < 0 or self.samples(step) < 0:
             more = f", from {-(self.offset // self.batch_size)} on" if self.offset < 0 else ""
             raise ValueError(f"{type(self).__name__}.at: got step {step}, wanted 0 or more{more}")
-        return arranged(self.read_rows(operator.index(step), rows), self.zigzag)
+        return arranged(self.read_rows(operator.index(step), ranges), self.zigzag)
 
     def read_rows(self, step: int, rows: Ranges) -> dict[str, np.ndarray]:
         """Arrays [rows, S] of these rows of the batch of `step`, in order."""
@@ -71,57 +98,36 @@ class StepBatches:
         """Arrays [n, S] of the samples of these numbers (int64 [n]): "tokens" and "labels" int64, and more."""
         raise TypeError(f"{type(self).__name__}.read: got a class without it, wanted one of Batches, Blend, ...")
 
-    def describe(self) -> dict[str, Any]:
-        """What a checkpoint states of this data, as JSON: what samples depend on, and digests of their data.
-
-        `loop.Run` puts it into every checkpoint, and refuses a resume with other data by what differs. The batch size
-        is none of it: it may change.
-        """
-        raise TypeError(f"{type(self).__name__}.describe: got a class without it, wanted one of Batches, Blend, ...")
-
-    def layout(self, mesh: Mesh, strategy: DataParallel | None = None, microbatches: int = 1) -> Layout:
-        """The layout of tokens and labels: `strategy.batch_layout` of their shape; None: rows over dp and fsdp."""
-        return layout_of(self, mesh, strategy, microbatches)
-
-    def for_rank(self, layout: Layout, rank: int, device: torch.device | str | None = None) -> RankBatches:
-        """What one rank gets: `.at(step)` is its part of the batch of `step` under the batch's layout (`layout()`).
-
-        device: where its tensors are put; None: they stay in host memory.
-        """
-        return RankBatches(self, layout, rank, device)
-
-
-class _Rows(Protocol):
-    """What a rank can have a part of."""
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def zigzag(self) -> int: ...
-    def rows_at(self, step: int, rows: Ranges, /) -> Batch: ...
-
 
 @dataclass(frozen=True, eq=False)
-class RankBatches:
-    """The part of every batch that one rank holds under a layout of the batch, [B, S].
+class RankBatches(Source):
+    """The part of every batch of a source that one rank has: its rows, and its columns where they are split.
 
+    layout: of the arrays of a batch: one Layout [B, S], which all of them have in their first two dims; or a tree of
+    Layouts or ArraySpecs (`step.Description.batch`), and arrays that it does not name are split like its first one; or
+    a function (shape, dtype) -> Layout, where no shape is known before.
     ValueError for a layout of another shape, or under which ranks hold unequal parts, or whose ranks along the sequence
-    are not those for which the batch is in zigzag order.
+    are not those for which the batch is in zigzag order; and, naming the array, for a batch of other shapes or dtypes.
     """
 
-    batches: _Rows
-    layout: Layout
+    batches: Source
+    layout: Layout | Callable[[tuple[int, ...], torch.dtype], Layout] | tree.Tree
     rank: int
-    device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
-        wanted = self.batches.batch_size, self.batches.seq_len
+        if isinstance(self.batches, TokenBatches):
+            self._check_tokens(self.batches)
+        for layout in self._stated.values():
+            if not layout.is_even or layout.flat or layout.unreduced:
+                raise ValueError(f"RankBatches: got the layout {layout}, wanted equal parts for all ranks")
+            layout.mesh.check_rank(self.rank)
+
+    def _check_tokens(self, batches: TokenBatches) -> None:
+        wanted = batches.batch_size, batches.seq_len
         if not isinstance(self.layout, Layout):
             raise ValueError(
-                f"for_rank: got {in_words(self.layout)} as the layout, wanted one Layout, of tokens and labels; give "
-                "batches.layout(mesh, strategy, microbatches), or one of those that the step declares"
+                f"for_rank: got {tree.in_words(self.layout)} as the layout, wanted one Layout, of tokens and labels; "
+                "give batches.layout(mesh, strategy, microbatches), or one of those of a step's Description"
             )
         if self.layout.shape != wanted or not self.layout.is_even or self.layout.flat or self.layout.unreduced:
             raise ValueError(
@@ -129,41 +135,125 @@ class RankBatches:
                 "give batches.layout(mesh, strategy, microbatches)"
             )
         ranks = self.layout.shard_counts[1]
-        if ranks % self.batches.zigzag:
+        if ranks % batches.zigzag:
             raise ValueError(
-                f"for_rank: got a batch in zigzag order for {self.batches.zigzag} ranks and a layout that splits its "
+                f"for_rank: got a batch in zigzag order for {batches.zigzag} ranks and a layout that splits its "
                 f"sequences over {ranks}, wanted a multiple; give Batches(..., zigzag={ranks})"
             )
-        self.layout.mesh.check_rank(self.rank)
 
     @cached_property
-    def _ranges(self) -> tuple[Ranges, ...]:
-        """Of rows and of columns."""
-        return tuple(
-            tuple((s.start, s.start + s.length) for s in self.layout.segments(self.rank, dim)) for dim in range(2)
-        )
+    def _stated(self) -> dict[str, Layout]:
+        """The layouts that are known before a batch is read, by path."""
+        if callable(self.layout):
+            return {}
+        found = tree.layouts(self.layout)
+        return dict(zip(tree.paths(found), tree.leaves(found), strict=True))
 
-    def at(self, step: int) -> Batch:
-        """This rank's part of a batch."""
-        rows, columns = self._ranges
-        batch = self.batches.rows_at(step, rows)
-        if columns != ((0, self.batches.seq_len),):
-            batch = {name: torch.cat([x[:, a:b] for a, b in columns], 1) for name, x in batch.items()}
-        if self.device is not None:
-            batch = {name: x.to(self.device) for name, x in batch.items()}
-        return {name: labelled(x, self._layout_of(x)) for name, x in batch.items()}
+    @cached_property
+    def _first(self) -> Layout | None:
+        """The first of those layouts that has rows."""
+        return next((layout for layout in self._stated.values() if layout.shape), None)
+
+    @cached_property
+    def ranges(self) -> Ranges | None:
+        """The rows of this rank; None where they are not known before a batch is read, or differ by array."""
+        found = {(x.shape[0], _ranges(x, self.rank, 0)) for x in self._stated.values() if x.shape}
+        return next(iter(found))[1] if len(found) == 1 and all(x.shape for x in self._stated.values()) else None
+
+    def at(self, position: int) -> tree.Tree:
+        """This rank's part of the batch of a position."""
+        where = f"{type(self.batches).__name__}: the batch of position {position}"
+        if self.ranges is not None and self._first is not None:
+            got = self.batches.rows(position, self.ranges)
+            if got is not None:
+                count = sum(stop - start for start, stop in self.ranges)
+                return self._cut(got, where, count, self._first.shape[0])
+        return self._cut(self.batches.at(position), where, None, 0)
+
+    def describe(self) -> dict[str, Any] | None:
+        """What the source states."""
+        return self.batches.describe()
+
+    def state(self) -> tree.Tree | None:
+        """That of the source."""
+        return self.batches.state()
+
+    def restore(self, state: tree.Tree) -> None:
+        """Go on there, with the source."""
+        self.batches.restore(state)
+
+    def _cut(self, batch: tree.Tree, where: str, count: int | None, total: int) -> tree.Tree:
+        """The part of this rank. count: rows that are there, of `total`; None: all of them."""
+        paths, leaves, spec = tree.flatten(batch)
+        if not isinstance(self.layout, Layout):
+            for path in self._stated:
+                if path not in paths:
+                    raise ValueError(
+                        f"{where}: got the arrays {', '.join(map(repr, paths)) or 'none'}, wanted {path!r} among them, "
+                        "as the Description of the step has it"
+                    )
+        parts = []
+        for path, x in zip(paths, leaves, strict=True):
+            if isinstance(x, torch.Tensor):
+                x = self._part(x, path, f"{where}: {path!r}", count, total)
+            parts.append(x)
+        return tree.unflatten(spec, parts)
+
+    def _part(self, x: torch.Tensor, path: str, where: str, count: int | None, total: int) -> torch.Tensor:
+        known = layout_of(x)
+        if count is None and known is not None and any(n > 1 for n in known.shard_counts):
+            raise ValueError(
+                f"{where}: got an array that is known to be a part, {known}, wanted the whole one: a source gives the "
+                "batch of all ranks, of which the run gives each rank its rows"
+            )
+        shape = tuple(x.shape)
+        if count is not None:
+            if shape[:1] != (count,):
+                raise ValueError(f"{where}: got shape {shape} of rows(...), wanted the {count} rows that it asked for")
+            shape = total, *shape[1:]
+        layout = self._layout_of(path, shape, x.dtype, where)
+        cut = False
+        for dim in range(0 if count is None else 1, x.dim()):
+            ranges = _ranges(layout, self.rank, dim)
+            if ranges != ((0, shape[dim]),):
+                x, cut = torch.cat([x.narrow(dim, a, b - a) for a, b in ranges], dim), True
+        return labelled(x.contiguous() if cut else x, layout)
 
     @cached_property
     def _layouts(self) -> dict[tuple, Layout]:
-        """By dtype and further dims: of what was read so far, so that equal arrays have one Layout."""
+        """By path, shape and dtype: of what was read so far, so that equal arrays have one Layout."""
         return {}
 
-    def _layout_of(self, x: torch.Tensor) -> Layout:
-        key = x.dtype, x.dim(), x.shape[2:]
+    def _layout_of(self, path: str, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> Layout:
+        key = path, shape, dtype
         if key not in self._layouts:
-            shape = (*self.layout.shape[: x.dim()], *x.shape[2:])
-            self._layouts[key] = self.layout.replace(shape=shape, dtype=x.dtype, spec=self.layout.spec[: x.dim()])
+            self._layouts[key] = self._new_layout(path, shape, dtype, where)
         return self._layouts[key]
+
+    def _new_layout(self, path: str, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> Layout:
+        if callable(self.layout):
+            try:
+                return self.layout(shape, dtype)  # pyright: ignore[reportReturnType]  a function is one of layouts
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        if not isinstance(self.layout, Layout) and path in self._stated:
+            wanted = self._stated[path]
+            if (shape, dtype) != (wanted.shape, wanted.dtype):
+                raise ValueError(
+                    f"{where}: got {shape} {dtype}, wanted {wanted.shape} {wanted.dtype}, as the Description of the "
+                    "step has it, for all ranks together"
+                )
+            return wanted
+        like = self._first
+        if like is None:
+            return Layout(shape, dtype, next(iter(self._stated.values())).mesh)
+        if shape and shape[0] != like.shape[0]:
+            raise ValueError(f"{where}: got {shape}, wanted {like.shape[0]} rows, as the other arrays have them")
+        return like.replace(shape=shape, dtype=dtype, spec=like.spec[: len(shape)])
+
+
+def _ranges(layout: Layout, rank: int, dim: int) -> Ranges:
+    return tuple((s.start, s.start + s.length) for s in layout.segments(rank, dim))
 
 
 def arranged(arrays: dict[str, np.ndarray], n: int) -> Batch:
@@ -210,8 +300,3 @@ def require_from_start(batches: StepBatches, who: str) -> None:
         raise ValueError(
             f"{who}: got batches with after(...), wanted them from their beginning; take after() of the result"
         )
-
-
-def layout_of(of: Any, mesh: Mesh, strategy: DataParallel | None, microbatches: int) -> Layout:
-    """The layout of a batch: `strategy.batch_layout`; None: rows over dp and fsdp."""
-    return (strategy or DataParallel()).batch_layout((of.batch_size, of.seq_len), torch.int64, mesh, microbatches)

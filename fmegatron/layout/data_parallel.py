@@ -140,7 +140,7 @@ class DataParallel:
         then is the rows [m·B/n, (m+1)·B/n) of the batch on every mesh, of which each rank holds its share: it has one
         piece of every microbatch, one after the other. So a loss that couples the rows of a microbatch (a softmax over
         the batch, batch statistics, the load of experts) means the same on every mesh. `data.Batches` gives ranks their
-        rows by it; what checks or simulates a step with microbatches, and `loop.train`, refuse another one.
+        rows by it; what checks, compiles or simulates a step with microbatches refuses another one.
         Arrays without dims are replicated. Raises ValueError where ranks and microbatches do not divide the rows.
 
         >>> from fmegatron.layout import Mesh

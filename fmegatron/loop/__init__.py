@@ -1,21 +1,23 @@
 """The impure shell around a pure step: launching, the loop, logs, signals, faults."""
 
-from fmegatron.loop.config import check, field
+from fmegatron.loop.config import UsageError, check, field
 from fmegatron.loop.curves import plot_loss, plot_losses
 from fmegatron.loop.deterministic import deterministic
 from fmegatron.loop.engines import Engines, engines
 from fmegatron.loop.events import Events, read_events
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.faults import Injection, Patience, Pulse, watched
-from fmegatron.loop.flags import UsageError, parse, set_up
+from fmegatron.loop.flags import parse, set_up
 from fmegatron.loop.hardware import Peak, peak_of
 from fmegatron.loop.launch import launch
-from fmegatron.loop.loggers import JsonLines, Log, Table, progress, read_metrics
+from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress, read_metrics
 from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
 from fmegatron.loop.nvidia_restart import nvidia_restart
+from fmegatron.loop.options import Faults, Local, Log, Options, Policies, Save
+from fmegatron.loop.reading import own_rows
 from fmegatron.loop.replicas import ReplicasDifferError, hashes
 from fmegatron.loop.report import Recorded, read_run, report_page
 from fmegatron.loop.rerun import RerunError
@@ -35,23 +37,29 @@ __all__ = [
     "Changes",
     "Engines",
     "Events",
+    "Faults",
     "Injection",
     "JsonLines",
+    "Local",
     "Log",
+    "Loggers",
     "LossSpike",
     "LossStuck",
     "MLflow",
     "Meter",
     "NonFiniteError",
     "OpenTelemetry",
+    "Options",
     "Patience",
     "Peak",
+    "Policies",
     "Pulse",
     "Recorded",
     "ReplicasDifferError",
     "RerunError",
     "Restart",
     "Run",
+    "Save",
     "Settings",
     "StepInfo",
     "Stop",
@@ -73,6 +81,7 @@ __all__ = [
     "load_experiment",
     "mean",
     "nvidia_restart",
+    "own_rows",
     "parse",
     "peak_of",
     "plot_loss",

@@ -1,9 +1,9 @@
 """What `Run` is given, checked when it is made: a policy of another type would be noticed only when it is needed.
 
->>> from fmegatron.loop.until import Until
->>> check_policies(until=(3600, Until, "Until(hours=11.5)"))
+>>> from fmegatron.loop.options import Options
+>>> check_policies(options=(3600, Options, "Options(steps=1000)"))
 Traceback (most recent call last):
-ValueError: Run: until: got 3600, wanted a loop.Until or None; write until=loop.Until(hours=11.5)
+ValueError: Run: options: got 3600, wanted a loop.Options or None; write options=loop.Options(steps=1000)
 """
 
 import warnings
@@ -29,7 +29,9 @@ def check_policies(**given: tuple[Any, type, str]) -> None:
 def check_loggers(loggers: Any) -> tuple[Any, ...]:
     """The loggers; ValueError for what has no `write` and `close`, and for a class in the place of a logger."""
     if not isinstance(loggers, Sequence) or isinstance(loggers, str):
-        raise ValueError(f"Run: loggers: got {loggers!r:.60}, wanted a list of them; write loggers=[logger]")
+        raise ValueError(
+            f"Run: loggers: got {loggers!r:.60}, wanted a list of them; write policies=loop.Policies(loggers=[logger])"
+        )
     for logger in loggers:
         if isinstance(logger, type) or not all(callable(getattr(logger, name, None)) for name in ("write", "close")):
             raise ValueError(
@@ -39,15 +41,13 @@ def check_loggers(loggers: Any) -> tuple[Any, ...]:
     return tuple(loggers)
 
 
-def check_injections(faults: Any, ranks: int, evaluates: bool) -> tuple[Injection, ...]:
-    """The faults of a text or a tuple; ValueError for one that cannot happen, a warning for one of a rank that is not.
+def check_injections(faults: str, ranks: int, evaluates: bool) -> tuple[Injection, ...]:
+    """The faults of a text; ValueError for one that cannot happen, a warning for one of a rank that is not.
 
     That is no error: a run that goes on with fewer ranks keeps its command line.
     """
-    found = Injection.parse(faults) if isinstance(faults, str) else tuple(faults)
+    found = Injection.parse(faults)
     for fault in found:
-        if not isinstance(fault, Injection):
-            raise ValueError(f"Run: inject: got {fault!r:.60}, wanted a text, or a tuple of loop.Injection")
         if fault.at == "evaluation" and not evaluates:
             raise ValueError(
                 f"Run: inject: got {fault}, wanted a fault of another place in a run without evaluations; give "

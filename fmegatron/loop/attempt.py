@@ -14,10 +14,10 @@ from fmegatron import checkpoint, tree
 from fmegatron.loop.deterministic import deterministic
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
-from fmegatron.loop.loggers import JsonLines, Log, Table, progress
+from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress
 from fmegatron.loop.losses import RollBack, RunAgain
 from fmegatron.loop.meter import Meter
-from fmegatron.loop.reading import Begun, Reading
+from fmegatron.loop.reading import Begun, Reading, own_part
 from fmegatron.loop.replicas import ReplicasDifferError, compare
 from fmegatron.loop.rerun import good_step, rerun
 from fmegatron.loop.restart import Restarts, started
@@ -37,7 +37,7 @@ class _Attempts:
         self.run, self.reading, self.length, self.pulse, self.stop = run, reading, length, pulse, stop
         about = reading.describe()
         self.settings = run.settings if about is None else run.settings.about(data=about)
-        self.inject = Injector(run.inject, run.world.rank, run.directory / "injected")
+        self.inject = Injector(run.inject, run.world.rank, run.folder / "injected")
         self.finished, self.began, self.count = 0, False, 0
         # The checkpoint that the next attempt begins with; 0: a new run; None: the newest.
         self.back_to: int | None = None
@@ -51,7 +51,7 @@ class _Attempts:
         if self.asked or not logged or (run.evaluations and not run.metrics):
             return
         self.asked = True
-        if run.world.rank == 0 and (text := run.until.unknown({**logged, **run.metrics})):
+        if run.world.rank == 0 and (text := run.options.until.unknown({**logged, **run.metrics})):
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
@@ -60,11 +60,11 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
     world, pulse = run.world, Pulse(run.patience, run.world.rank)
     restarts = Restarts(run.restart, world, pulse)
     with ExitStack() as open_:
-        open_.enter_context(deterministic(run.deterministic))
+        open_.enter_context(deterministic(run.options.deterministic))
         size = world.size if run.patience is not None or run.restart is not None else 1
-        open_.enter_context(watched(pulse, run.directory, size))
-        claim = open_.enter_context(checkpoint.claim(run.directory, world=world))
-        stop = open_.enter_context(catch(run.signals))
+        open_.enter_context(watched(pulse, run.folder, size))
+        claim = open_.enter_context(checkpoint.claim(run.folder, world=world))
+        stop = open_.enter_context(catch(run.options.until.asked()))
         own = _Attempts(run, reading, length, pulse, stop)
         open_.callback(lambda: pulse.enter("end"))
         while True:
@@ -92,42 +92,43 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         begun = own.settings.begin(run.manager, run.specs, run.init, local=run.local, step=own.back_to)
         own.back_to, run.start, run.state, own.finished = None, begun.step, begun.state, begun.step
         left_out = tuple((a, b) for a, b in begun.metadata.get("skip", ()))
-        data = own.reading.begin(begun.samples, begun.step, (*own.skip, *left_out))
+        skip = (*own.skip, *left_out)
+        data = own.reading.begin(begun.samples, begun.step, skip, begun.metadata.get("source"))
         steps, own.newest = data.steps(own.length), data
         if first:
-            started(run.directory / "starts.json", begun.step, run.restart, world)
+            started(run.folder / "starts.json", begun.step, run.restart, world)
         if lead:
-            own.settings.write(run.directory / "config.json")
+            own.settings.write(run.folder / "config.json")
             if first and (text := _startup(run, own.reading, data, steps)):
                 print(text, flush=True)
-        records = JsonLines(run.directory / "metrics.jsonl", after=run.start, mesh=str(run.mesh))
+        records = JsonLines(run.folder / "metrics.jsonl", after=run.start, mesh=str(run.mesh))
         loggers = [logger for logger in run.loggers if first or hasattr(logger, "resume")]
-        log = open_.enter_context(Log(Table(), records, *loggers, active=lead, after=run.start))
+        log = open_.enter_context(Loggers(Table(), records, *loggers, active=lead, after=run.start))
         meter = Meter(world.device, world.size, run.flops_per_token, run.peak, active=lead, start=run.start)
-        events = open_.enter_context(Events(run.directory / "events.jsonl", active=lead))
+        events = open_.enter_context(Events(run.folder / "events.jsonl", active=lead))
         events.started(run.start, mesh=str(run.mesh), device=str(world.device), **meter.about())
         seen = (run.profile if first else (), world.rank, world.device, events, meter.measured_exposed)
-        observed = open_.enter_context(Windows(run.directory, *seen))
+        observed = open_.enter_context(Windows(run.folder, *seen))
         manager = open_.enter_context(run.manager)
         if run.start and run.evaluations:
             with _section(pulse, "evaluation"):
                 run.metrics = run.evaluate()
             log(run.start, {f"resumed_{name}": value for name, value in run.metrics.items()})
-        times, step, batch_at = None, observed.around(run.step, run.start), _told(pulse, data)
-        if run.straggler_ratio is not None and world.size > 1:
-            times = Stragglers(world, run.directory / "ranks.jsonl", run.straggler_ratio)
-            step, batch_at = times.timed(step, batch_at)
+        times, step = None, observed.around(_told(pulse, data, run.step), run.start)
+        if run.options.log.straggler_ratio is not None and world.size > 1:
+            times = Stragglers(world, run.folder / "ranks.jsonl", run.options.log.straggler_ratio)
+            step = times.timed(step)
         infos = train(
             step,
             run.state,
-            meter.timed(batch_at),
+            data.source,
             steps=steps,
             start=run.start,
-            log_every=run.log_every,
+            log_every=run.options.log.every,
             tokens_per_step=data.tokens,
             stop=stop,
             world=world,
-            on_nonfinite=run.on_nonfinite,
+            on_nonfinite=run.options.faults.nonfinite,
             spike=run.spike,
             stuck=run.stuck,
             pulse=pulse,
@@ -149,20 +150,21 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                     if not run.evaluations:
                         run.metrics = dict(info.metrics)
                 if lead and first and info.step == run.start + 1:
-                    print(memory(run.planned_bytes, world.device, info.seconds), flush=True)
+                    print(memory(run.policies.planned_bytes, world.device, info.seconds), flush=True)
                 if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
                     _compare(run, info)
                 with meter.section("save"):
                     saves.due(info)
                 _record_saves(manager, log, events)
-                if run.evaluations and (info.last or info.step % run.eval_every == 0):
+                if run.evaluations and (info.last or info.step % run.options.log.eval_every == 0):
                     with _section(pulse, "evaluation"), meter.section("evaluation"):
                         inject("evaluation", info.step, info.state)
                         run.metrics = run.evaluate()
                     log(info.step, run.metrics)
                 if stop.signal is None:
                     own.ask_of_metric(info.metrics)
-                    stop.signal = run.until.reached({**info.metrics, **run.metrics}, look=lead and bool(info.metrics))
+                    known, look = {**info.metrics, **run.metrics}, lead and bool(info.metrics)
+                    stop.signal = run.options.until.reached(known, time.monotonic() - run.began, look)
                 pulse.enter("caller")
                 events.step = info.step
                 with meter.section("caller"):
@@ -180,7 +182,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         _record_saves(manager, log, events)
 
 
-def _record_saves(manager: checkpoint.Manager, log: Log, events: Events) -> None:
+def _record_saves(manager: checkpoint.Manager, log: Loggers, events: Events) -> None:
     """The saves that have ended, for records and events."""
     for report in manager.poll():
         log(report.step, report.record())
@@ -189,10 +191,10 @@ def _record_saves(manager: checkpoint.Manager, log: Log, events: Events) -> None
 
 def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     """`startup`, with a line for each change on the way; "" for data of one's own."""
-    if data.course is None or reading.layout_of is None:
+    if data.course is None:
         return ""
     (_, of), *later = data.course.pieces
-    layout = reading.layout_of(of)
+    layout = own_part(of, reading.of, reading.rank).layout
     text = startup(
         tree.layouts(getattr(run.specs, "params", run.specs)),
         of.batch_size,
@@ -216,29 +218,27 @@ def _compare(run: Any, info: StepInfo) -> None:
         compare(info.state, run.specs, run.world, info.step)
     except ReplicasDifferError as error:
         first = max(run.start, info.step - run.hash_every) + 1
-        if run.on_difference == "raise":
+        if run.options.faults.on_difference == "raise":
             raise
-        if run.on_difference == "roll back":
+        if run.options.faults.on_difference == "roll back":
             raise RollBack(f"{error}", first, first - 1) from error
         again = RunAgain(f"{error}", first, info.step)
         again.state = info.state
         raise again from error
 
 
-def _told(pulse: Pulse, data: Begun) -> Callable[[int], Any]:
-    """Position -> batch; a batch of another size makes the step compile again, which may take long."""
+def _told(pulse: Pulse, data: Begun, step: Callable) -> Callable:
+    """The same step; a batch of another size makes it compile again, which may take long."""
     pieces = [] if data.course is None else data.course.pieces
     new = {b[0] for a, b in itertools.pairwise(pieces) if a[1].batch_size != b[1].batch_size}
+    positions = itertools.count(data.start)
 
-    if not new:
-        return data.at
-
-    def at(position: int) -> Any:
-        if position in new:
+    def told(state: Any, batch: Any) -> Any:
+        if next(positions) in new:
             pulse.enter("compile")
-        return data.at(position)
+        return step(state, batch)
 
-    return at
+    return told if new else step
 
 
 class _Saves:
@@ -250,9 +250,11 @@ class _Saves:
     def due(self, info: StepInfo) -> None:
         """Save what is due after this update."""
         own, run = self.own, self.own.run
-        whole = info.last or info.save or info.step % run.save_every == 0
-        near = run.local is not None and info.step % run.local_every == 0
-        near = near and not (whole and (info.last or not run.async_save))  # what is durable needs no replica
+        whole = info.last or info.save or info.step % run.options.save.every == 0
+        near = run.local is not None and info.step % run.options.save.local.every == 0
+        near = near and not (
+            whole and (info.last or not run.options.save.in_background)
+        )  # what is durable needs no replica
         if self.pending is not None and (self.pending.poll() or near or info.last):
             self.pending = self.pending.result()
         if not (whole or near):
@@ -262,6 +264,7 @@ class _Saves:
                 self.claim.check()
                 own.inject("save", info.step, info.state)
             known = {**own.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
+            known |= self.data.states(info.step, run.world)
             finite = info.finite()
             if near and run.local is not None:
                 self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)
@@ -277,13 +280,13 @@ class _Saves:
     def _save(self, info: StepInfo, known: dict, finite: bool) -> None:
         run = self.own.run
         try:
-            wait = info.last or not run.async_save
+            wait = info.last or not run.options.save.in_background
             run.manager.save(info.step, info.state, run.specs, known, finite=finite, wait=wait)
         except (RuntimeError, OSError) as error:
-            if run.on_failed_save == "raise" or info.last or lost_peer(error):
+            if run.options.save.on_failure != "warn" or info.last or lost_peer(error):
                 raise
             if run.world.rank == 0:
-                text = f"step {info.step}: the save failed: {error}; training goes on, as on_failed_save='warn' says"
+                text = f"step {info.step}: the save failed: {error}; training goes on, as on_failure='warn' says"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 

@@ -4,7 +4,7 @@
 class Config:
     heads: int = field(6, resume="refused", least=1)  # changes the function, or the order of data
     lr: float = field(2e-3, resume="named", above=0)  # meant to be changed by who knows what follows
-    log_every: int = field(10, resume="free", least=1)  # changes what is shown and kept
+    prompts: tuple[str, ...] = field(("ROMEO:",), resume="free")  # changes what is shown and kept
     __post_init__ = check
 """
 
@@ -19,6 +19,10 @@ from typing import Any, Literal, TypeVar
 Config = Any
 T = TypeVar("T")
 CLASSES = ("refused", "named", "free")
+
+
+class UsageError(ValueError):
+    """A command line that does not fit the `Config`; the message states what was wrong and names the nearest flag."""
 
 
 def field(default: T, *, resume: str = "refused", least: float | None = None, above: float | None = None) -> T:

@@ -8,11 +8,10 @@ behind the samples of the piece before (`Batches.after`).
 
 import bisect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fmegatron.data import Batch, StepBatches
-from fmegatron.layout import Layout
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -25,7 +24,14 @@ class Course:
 
     def of(self, position: int) -> StepBatches:
         """The Batches that the update which reads this position reads."""
-        return self.pieces[max(0, bisect.bisect_right(self.pieces, position, key=lambda piece: piece[0]) - 1)][1]
+        return self.pieces[self._index(position)][1]
+
+    def first(self, position: int) -> int:
+        """The first position of the piece that a position is in."""
+        return self.pieces[self._index(position)][0]
+
+    def _index(self, position: int) -> int:
+        return max(0, bisect.bisect_right(self.pieces, position, key=lambda piece: piece[0]) - 1)
 
     def at(self, position: int) -> Batch:
         """The full batch of a position."""
@@ -48,18 +54,6 @@ class Course:
             if end is None or least <= end:
                 return max(0, least)
         return least
-
-    def for_rank(self, layout_of: Callable[[StepBatches], Layout], rank: int, device) -> Callable[[int], Batch]:
-        """Position -> one rank's part of the batch. layout_of: the layout of the batch of these Batches."""
-        parts = [(first, of.for_rank(layout_of(of), rank, device)) for first, of in self.pieces]
-        if len(parts) == 1:
-            return parts[0][1].at  # a method of data that can be read ahead
-
-        def at(position: int) -> Batch:
-            index = max(0, bisect.bisect_right(parts, position, key=lambda part: part[0]) - 1)
-            return parts[index][1].at(position)
-
-        return at
 
 
 def course(

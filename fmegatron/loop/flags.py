@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import os
 import shlex
@@ -12,30 +13,33 @@ from typing import Any
 
 from absl import flags
 
-from fmegatron import tree
-from fmegatron.loop.config import Config, check, type_name
-from fmegatron.loop.sources import (
-    SourceError,
-    as_toml,
-    fields_of,
-    of_environment,
-    of_file,
-    text_of,
-    value_of,
-    walk,
-)
+from fmegatron.loop.config import Config, UsageError, check, type_name
+from fmegatron.loop.options import FIELD, MOVED, of_before, options_of
+from fmegatron.loop.sources import SourceError, as_toml, fields_of, of_file, text_of, value_of, walk
 
-PREFIX = "config_"
 FILES = "config"
 _OWN = (
     ("help", "print these flags and stop"),
     ("print_config", "print the value of each field, and where it is from, as a TOML file, and stop"),
-    (FILES, "values of a TOML file, or of a run's config.json; variables and flags win over them"),
+    (FILES, "values of a TOML file, or of a run's config.json; flags win over them"),
 )
 
 
-class UsageError(ValueError):
-    """A command line that does not fit the `Config`; the message states what was wrong and names the nearest flag."""
+# Flags of absl, which reads them itself, or which a program of absl has (`app.run`).
+_ABSL = (
+    *("flagfile", "undefok", "helpfull", "helpshort", "helpxml", "v", "verbosity", "log_dir", "logger_levels"),
+    *("logtostderr", "alsologtostderr", "stderrthreshold", "showprefixforinfo", "only_check_args", "pdb"),
+    *("pdb_post_mortem", "run_with_pdb", "run_with_profiling", "profile_file", "use_cprofile_for_profiling"),
+)
+# Flags of torchrun, which refuses what more than one of them begins with, wherever on the command line it is.
+_TORCHRUN = (
+    *("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "module"),
+    *("max-restarts", "monitor-interval", "start-method", "event-log-handler", "role", "no-python", "run-path", "tee"),
+    *("log-dir", "redirects", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters"),
+    *("node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle"),
+    *("shutdown-timeout", "virtual-local-rank"),
+)
+_SPELLED = tuple(dict.fromkeys(text for name in _TORCHRUN for text in (name, name.replace("-", "_"))))
 
 
 @contextlib.contextmanager
@@ -50,7 +54,7 @@ def set_up() -> Iterator[None]:
     >>> with set_up():
     ...     raise ValueError("windows: got 9, the text has 1 to 6 of them")
     Traceback (most recent call last):
-    fmegatron.loop.flags.UsageError: windows: got 9, the text has 1 to 6 of them (...)
+    fmegatron.loop.config.UsageError: windows: got 9, the text has 1 to 6 of them (...)
     """
     try:
         yield
@@ -62,71 +66,62 @@ def set_up() -> Iterator[None]:
         raise UsageError(f"{error}{where}") from error
 
 
-def parse(argv: Sequence[str], config: Config, environment: Mapping[str, str] | None = None) -> Config:
-    """Return `config` with values of files, the environment and the command line in place of its defaults.
+def parse(argv: Sequence[str], config: Config) -> Config:
+    """Return `config` with values of files and the command line in place of its defaults.
 
     Later ones win: the defaults; `--config=FILE` (TOML, or the `config.json` of a run; may be given several times);
-    variables such as FMEGATRON_CONFIG_LR, FMEGATRON_CONFIG_MODEL__DIM; flags. Each field is a flag
-    `--config_NAME=VALUE`, or short `--NAME=VALUE`; a field that is a dataclass gives one flag for each of its own
-    fields, `--config_model.dim=256`. Types: int (also `1e3`), float, bool (also `--noconfig_x`), str, Literal, tuples
-    (`1,2,3`; a text with commas in double quotes), Optional (`none`), Mesh (`fsdp=2,tp=2`; empty: one rank;
-    `fsdp=*,tp=2`: as many as are left).
-    `--print_config` prints the values, and where each is from, as a TOML file; `--help` the flags.
+    flags. Each plain field is a flag `--NAME=VALUE`; a field that is a dataclass, a group, gives one flag for each of
+    its own fields, `--run.save.every=100`. Types: int (also `1e3`), float, bool (also `--noNAME`,
+    `--norun.save.in_background`), str, Literal, tuples (`1,2,3`; a text with commas in double quotes), Optional
+    (`none`), Mesh (`fsdp=2,tp=2`; empty: one rank; `fsdp=*,tp=2`: as many as are left).
+    `--print_config` prints the values, and where each is from, as a TOML file that `--config` reads back; `--help` the
+    flags.
 
     Args:
         argv: program name and flags.
         config: a frozen dataclass, or an instance of one, whose fields all have defaults.
-        environment: variables; None: those of this process.
 
     Raises:
-        UsageError: an unknown flag, name or variable (with the nearest names), a bad value or a stray argument.
+        UsageError: an unknown flag or name (with the nearest names), a bad value or a stray argument.
+        ValueError: a Config that cannot have flags: a field without a default, or with the name of a flag of
+            absl, or a name that torchrun takes for a beginning of its own.
         SystemExit: with status 0, after `--help` and `--print_config`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Config:
     ...     lr: float = 1e-3
     ...     steps: int = 100
-    >>> parse(["prog", "--config_lr=0.1", "--steps=1e3"], Config, {}).steps
+    >>> parse(["prog", "--lr=0.1", "--steps=1e3"], Config).steps
     1000
-    >>> parse(["prog", "--config_lrr=1"], Config, {})
+    >>> parse(["prog", "--lrr=1"], Config)
     Traceback (most recent call last):
-    fmegatron.loop.flags.UsageError: Unknown command line flag 'config_lrr'. Did you mean: config_lr ?
+    fmegatron.loop.config.UsageError: Unknown command line flag 'lrr'. Did you mean: lr ?
     """
     defaults = _instance(config)
     values = flags.FlagValues()
-    for name, text in _OWN:
-        if name == FILES:
-            flags.DEFINE_multi_string(name, [], text, flag_values=values, module_name="launch")
-        else:
-            flags.DEFINE_boolean(name, False, text, flag_values=values, module_name="launch")
     _define(defaults, values)
     try:
-        rest = values(_full_names(argv, values))[1:]
+        rest = values(argv)[1:]
     except flags.UnrecognizedFlagError as error:
-        short = tree.did_you_mean(error.flagname, [field.name for field in fields_of(defaults)])
-        raise UsageError(f"{error}{'' if error.flagname.startswith(PREFIX) else short}") from None
+        raise UsageError(_unknown(error.flagname, defaults)) from None
     except (flags.Error, ValueError) as error:  # the second of absl, too: a value behind --noNAME
         raise UsageError(str(error)) from None
     if values["help"].value:
         print(usage(defaults))
         raise SystemExit(0)
     if rest:
-        raise UsageError(f"got the argument {rest[0]!r}, wanted flags only: --{PREFIX}NAME=VALUE (see --help)")
+        raise UsageError(f"got the argument {rest[0]!r}, wanted flags only: --NAME=VALUE (see --help)")
     given: dict[str, Any] = {}
     origins: dict[str, str] = {}
     try:
         for path in values[FILES].value or ():
-            for name, value in of_file(path, defaults).items():
+            for name, value in of_file(path, defaults, of_before).items():
                 given[name], origins[name] = value, path
-        for name, (variable, value) in of_environment(
-            defaults, os.environ if environment is None else environment
-        ).items():
-            given[name], origins[name] = value, variable
     except SourceError as error:
         raise UsageError(str(error)) from error
     for name in (field.name for field in fields_of(defaults)):
-        if values[PREFIX + name].present:
-            given[name], origins[name] = values[PREFIX + name].value, f"--{PREFIX}{name}"
+        if values[name].present:
+            given[name], origins[name] = values[name].value, f"--{name}"
     made = _with_values(defaults, given, origins)
     if values["print_config"].value:
         print(as_toml(made, lambda name: origins.get(name, "default")))
@@ -134,21 +129,20 @@ def parse(argv: Sequence[str], config: Config, environment: Mapping[str, str] | 
     return made
 
 
-def _full_names(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
-    """The command line with `--config_steps` for `--steps`, `--noconfig_x` for `--nox`; other names stay."""
-    found = list(argv)
-    for i, argument in enumerate(found[1:], 1):
-        if argument == "--":
-            break
-        dashes = argument[: len(argument) - len(argument.lstrip("-"))]
-        name, equals, value = argument[len(dashes) :].partition("=")
-        if len(dashes) not in (1, 2) or name in values:
-            continue
-        if PREFIX + name in values:
-            found[i] = f"--{PREFIX}{name}{equals}{value}"
-        elif name.startswith("no") and PREFIX + name[2:] in values:
-            found[i] = f"--no{PREFIX}{name[2:]}{equals}{value}"
-    return found
+def _unknown(name: str, config: Config) -> str:
+    """The message for a flag that there is not, with names of the same end, or else the nearest."""
+    names = [*(field.name for field in fields_of(config)), *(own for own, _ in _OWN)]
+    bare = name.removeprefix("config_")  # as all flags of before 2026-11
+    wanted = [bare] if bare in names and bare != name else []
+    if options_of(config) is not None and bare in MOVED:
+        place = f"{FIELD}.{MOVED[bare]}"
+        wanted += [one for one in names if one == place or one.startswith(f"{place}.")]
+    wanted = wanted or [one for one in names if one.rpartition(".")[2] == bare or one.startswith(f"{bare}.")]
+    wanted = wanted or difflib.get_close_matches(bare, names)
+    if not wanted:  # of names in groups the last part, too
+        ends = {one.rpartition(".")[2]: one for one in names}
+        wanted = [ends[end] for end in difflib.get_close_matches(bare.rpartition(".")[2], list(ends))]
+    return f"Unknown command line flag '{name}'." + (f" Did you mean: {', '.join(wanted)} ?" if wanted else "")
 
 
 def usage(config: Config) -> str:
@@ -158,10 +152,10 @@ def usage(config: Config) -> str:
         if type(field.owner) not in comments:
             comments[type(field.owner)] = _comments(field.owner)
         comment = comments[type(field.owner)].get(field.name.rpartition(".")[2])
-        flag = shlex.quote(f"--{PREFIX}{field.name}={text_of(field.value, field.hint)}")
+        flag = shlex.quote(f"--{field.name}={text_of(field.value, field.hint)}")
         lines.append(f"  {flag}" + (f"   # {comment}" if comment else ""))
     own = [f"  --{name}" + ("=FILE" if name == FILES else "") + f"   # {text}" for name, text in _OWN]
-    return "\n".join([f"flags, with their defaults (--{PREFIX}NAME may be --NAME):", *lines, *own])
+    return "\n".join(["flags, with their defaults:", *lines, *own])
 
 
 def _instance(config):
@@ -192,12 +186,28 @@ def _comments(instance) -> dict[str, str]:
 
 
 def _define(config: Config, values: flags.FlagValues) -> None:
-    for field in fields_of(config):
-        name = PREFIX + field.name
-        if field.hint is bool:
-            flags.DEFINE_boolean(name, field.value, "", flag_values=values, module_name="config")
+    for name, text in _OWN:
+        if name == FILES:
+            flags.DEFINE_multi_string(name, [], text, flag_values=values, module_name="launch")
         else:
-            flag = flags.Flag(_Parser(field.hint), None, name, None, "")
+            flags.DEFINE_boolean(name, False, text, flag_values=values, module_name="launch")
+    found = fields_of(config)
+    taken = dict.fromkeys(_ABSL, "the name of a flag of absl")
+    taken |= dict.fromkeys((name for name, _ in _OWN), "the name of a flag of every experiment")
+    taken |= {f"no{field.name}": f"the name of --{field.name}=false" for field in found if field.hint is bool}
+    for field in found:
+        begun = [name for name in _SPELLED if name.startswith(field.name)]
+        if len(begun) > 1 and field.name not in begun:
+            taken.setdefault(field.name, f"a beginning of torchrun's --{begun[0]}, which it refuses")
+        if field.name in taken:
+            raise ValueError(
+                f"{type(field.owner).__name__}.{field.name}: got {taken[field.name]}, wanted another name, as "
+                f"each field is a flag; such as {field.name}_, or a field of a group (a dataclass)"
+            )
+        if field.hint is bool:
+            flags.DEFINE_boolean(field.name, field.value, "", flag_values=values, module_name="config")
+        else:
+            flag = flags.Flag(_Parser(field.hint), None, field.name, None, "")
             flags.DEFINE_flag(flag, flag_values=values, module_name="config")
 
 

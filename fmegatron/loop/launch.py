@@ -11,9 +11,9 @@ from absl import logging
 
 from fmegatron.checkpoint import ClaimedError
 from fmegatron.collectives import adopt_slurm
-from fmegatron.loop.config import Config, T
+from fmegatron.loop.config import Config, T, UsageError
 from fmegatron.loop.faults import Place, fail, watch
-from fmegatron.loop.flags import UsageError, parse
+from fmegatron.loop.flags import parse
 
 
 def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | None = None) -> T:
@@ -33,7 +33,7 @@ def launch(main: Callable[[Config], T], config: Config, argv: Sequence[str] | No
     >>> @dataclass(frozen=True)
     ... class Config:
     ...     lr: float = 0.5
-    >>> launch(lambda config: config.lr * 2, Config, ["prog", "--config_lr=4"])
+    >>> launch(lambda config: config.lr * 2, Config, ["prog", "--lr=4"])
     8.0
     """
     adopt_slurm(os.environ)

@@ -23,12 +23,12 @@ from fmegatron.loop.metrics import COUNT
 from fmegatron.loop.train import StepInfo
 
 
-class Log:
+class Loggers:
     """Several loggers as one; silent where `active` is false. A context manager that closes them.
 
     after: the step from which the run goes on; loggers that have `resume(step)` are called with it.
 
-    >>> with Log(Table(), active=True) as log:
+    >>> with Loggers(Table(), active=True) as log:
     ...     log(1, {"loss": 4.1743, "tokens_per_second": 12345.6})
       step      loss  tokens/s
          1    4.1743    12,346
@@ -45,7 +45,7 @@ class Log:
         for logger in self.loggers:
             logger.write(step, values)
 
-    def __enter__(self) -> "Log":
+    def __enter__(self) -> "Loggers":
         return self
 
     def __exit__(self, *exception) -> None:

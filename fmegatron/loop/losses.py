@@ -1,7 +1,6 @@
 """What counts as a bad loss, as values: a spike above the running median, a loss that does not move; and what follows.
 
-    loop.Run(folder, step, specs, on_nonfinite="roll back", spike=LossSpike(4.0, then="roll back"),
-             stuck=LossStuck(500, then="raise"))
+    Faults(nonfinite="roll back", spike=LossSpike(4.0, then="roll back"), stuck=LossStuck(500, then="raise"))
 
 The losses of all updates are looked at, in one transfer per log point. What follows is one of `ACTIONS`:
 
@@ -43,18 +42,19 @@ class RunAgain(BadLossError):
 class LossSpike:
     """A loss above `factor` times the median of the `window` losses before it that were none.
 
-    The first `warmup` losses of a process are never spikes. For losses above 0. then: one of `ACTIONS`.
+    The first `warmup` losses of a process are never spikes. For losses above 0. then: one of `ACTIONS`. factor 0: no
+    loss is one.
     """
 
-    factor: float = 3.0
-    window: int = 64
-    warmup: int = 16
-    then: str = "roll back"
+    factor: float = 3.0  # times the median of the losses before; 0: nothing is a spike
+    window: int = 64  # losses
+    warmup: int = 16  # losses that are never spikes
+    then: str = "roll back"  # warn, skip, roll back, rerun, raise
 
     def __post_init__(self):
         check_action("LossSpike: then", self.then)
-        if not (self.factor > 1 and self.window >= 1 and 1 <= self.warmup <= self.window):
-            raise ValueError(f"LossSpike: got {self}, wanted factor > 1 and 1 <= warmup <= window")
+        if not ((self.factor > 1 or self.factor == 0) and self.window >= 1 and 1 <= self.warmup <= self.window):
+            raise ValueError(f"LossSpike: got {self}, wanted factor > 1 (or 0: none) and 1 <= warmup <= window")
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,19 @@ class LossStuck:
     """The losses of `updates` updates whose medians of the first and of the second half differ by less than `least`.
 
     least: relative. A loss that does not move is mostly a rate of 0, gradients that do not arrive, or data that is the
-    same. then: one of `ACTIONS`, but "skip".
+    same. then: one of `ACTIONS`, but "skip". updates 0: nothing is looked at.
     """
 
-    updates: int = 1000
-    least: float = 1e-4
-    then: str = "raise"
+    updates: int = 1000  # whose halves are compared; 0: none
+    least: float = 1e-4  # relative difference of their medians
+    then: str = "raise"  # warn, roll back, rerun, raise
 
     def __post_init__(self):
         check_action("LossStuck: then", self.then)
-        if self.then == "skip" or self.updates < 2 or not self.least > 0:
-            raise ValueError(f"LossStuck: got {self}, wanted updates >= 2, least > 0, and another action than 'skip'")
+        if self.then == "skip" or self.updates == 1 or self.updates < 0 or not self.least > 0:
+            raise ValueError(
+                f"LossStuck: got {self}, wanted updates >= 2 (or 0: none), least > 0, and another action than 'skip'"
+            )
 
 
 def check_action(name: str, value: str) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,22 +76,6 @@ class Meter:
         found = {"memory": self.memory, "energy": "NVML, of this rank's device" if self._joules else None}
         return {**found, "peak": None if self.peak is None else str(self.peak), "ranks": self.ranks}
 
-    def timed(self, batch_at: Callable[[int], Any]) -> Callable[[int], Any]:
-        """The same function of positions, whose time is counted as "data".
-
-        Of batches that `train` reads ahead it is what `info.waited` states instead.
-        """
-        if getattr(batch_at, "__self__", None) is not None:
-            return batch_at
-
-        def timed_batch(position: int) -> Any:
-            began = time.perf_counter()
-            batch = batch_at(position)
-            self._seconds["data"] += time.perf_counter() - began
-            return batch
-
-        return timed_batch
-
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Count the time of this block as one of `SECTIONS`."""
         return _Section(self._seconds, name)
@@ -103,8 +87,7 @@ class Meter:
     def record(self, info: StepInfo) -> dict[str, float]:
         """`info.record()` at a log point, with the numbers above; the clocks begin anew."""
         record, steps = info.record(), max(1, info.step - self._at)
-        if info.waited is not None:
-            self._seconds["data"] = info.waited * steps
+        self._seconds["data"] = info.waited * steps
         if self.peak is not None and record.get("tokens_per_second") and self.flops_per_token:
             rate = record["tokens_per_second"] * self.flops_per_token
             record["mfu"] = rate / (self.peak.flops * self.ranks)

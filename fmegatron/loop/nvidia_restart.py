@@ -1,9 +1,10 @@
 """Restarts in the process by nvidia-resiliency-ext: its wrapper around a function of our World, on any backend.
 
-For whoever has that wrapper around all runs; `Run(restart=Restart())` does the same by itself, and sooner. The package
-is optional (the extra `resiliency`). Tried with 0.4.1 on gloo ranks: its own `Abort` ends NCCL's groups only, and a
-rank that waits in gloo would be killed at its hard time limit. Here the sockets of the World are shut (`World.abort`),
-what waits fails, and the next call gets the same World with new communicators, so that compiled steps go on.
+For whoever has that wrapper around all runs; a Run with `Faults(restart=Restart())` does the same by itself, and
+sooner. The package is optional (the extra `resiliency`). Tried with 0.4.1 on gloo ranks: its own `Abort` ends NCCL's
+groups only, and a rank that waits in gloo would be killed at its hard time limit. Here the sockets of the World are
+shut (`World.abort`), what waits fails, and the next call gets the same World with new communicators, so that compiled
+steps go on.
 
 What it asks its store every second is a warning of torch on stderr each time; TORCH_CPP_LOG_LEVEL=ERROR hides them.
 """
@@ -52,7 +53,7 @@ def nvidia_restart(
 
     Args:
         train: call: the package's CallWrapper (`iteration`, `ping`, `atomic`). It must not restart by itself: a Run in
-            it has `restart=None`.
+            it has none of its own (`Restart(0)`, the default).
         mesh: of the world. A rank that is gone for good ends all.
         most: restarts in all.
         meet_s: seconds that the ranks have to meet again.

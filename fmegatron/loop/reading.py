@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fmegatron import tree
 from fmegatron.collectives import World
-from fmegatron.data import RankBatches, StepBatches
+from fmegatron.data import EvaluationBatches, RankBatches, Source, StepBatches
+from fmegatron.data.contract import Placed, require_source
+from fmegatron.data.steps import TokenBatches
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop.course import Course, Ranges, check_sizes, course, joined
+from fmegatron.loop.remembered import Remembered, States
+from fmegatron.step import Description
+from fmegatron.tree.spec import strategy_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The data of one rank. data: Batches, None where `at` is a function of one's own; then positions are counted in
-    the place of samples. layout_of: the layout of the batch of such StepBatches."""
+    """The data of one rank, for any attempt of a run.
 
-    data: StepBatches | None
-    at: Callable[[int], Any] | None
-    layout_of: Callable[[StepBatches], Layout] | None
+    source: the batches of all ranks; where they are no StepBatches, positions are counted in the place of samples.
+    of: specs of the state, or the Description of the step, from which the layouts of batches follow. states: of a
+    source that has a state; None for another.
+    """
+
+    source: Source
+    of: Description | tree.Tree
+    world: World
     rank: int
-    device: Any
     batch_sizes: tuple[tuple[int, int], ...] = ()
     skip: Ranges = ()
+    states: States | None = None
+
+    @property
+    def data(self) -> StepBatches | None:
+        """The source, where its samples are counted."""
+        return self.source if isinstance(self.source, StepBatches) else None
 
     def describe(self) -> dict[str, Any] | None:
-        """What a checkpoint states of the data; None for data that do not describe themselves: a plain function."""
-        of: Any = self.at if self.data is None else self.data
-        stated = getattr(type(of), "describe", None)
-        return None if stated is None or stated is StepBatches.describe else of.describe()
+        """What a checkpoint states of the data; None for data that do not describe themselves."""
+        return self.source.describe()
 
     def length(self, steps: int | None, samples: int | None, tokens: int | None) -> tuple[str, int]:
         """What the length is given in, and the length. ValueError for none, or several of them."""
@@ -39,32 +51,63 @@ class Reading:
             raise ValueError(f"Run: got {given or 'no length'}, wanted one of steps=, samples= and tokens=")
         ((name, count),) = given.items()
         if name != "steps" and self.data is None:
-            raise ValueError(f"Run: {name}: got {count} and a function from position to batch, wanted steps=")
+            what = type(self.source).__name__
+            raise ValueError(f"Run: {name}: got {count} and {what}, whose samples are not counted, wanted steps=")
         return name, count
 
     def of_rank(self, rank: int) -> Reading:
-        """The part of another rank. A function of one's own stays what it is."""
+        """The part of another rank."""
         return dataclasses.replace(self, rank=rank)
 
-    def begin(self, samples: int | None, step: int, skip: Ranges = ()) -> Begun:
-        """The data of a run that has made `step` updates and read `samples` samples. skip: beside its own."""
+    def begin(self, samples: int | None, step: int, skip: Ranges = (), saved: Any = None) -> Begun:
+        """The data of a run that has made `step` updates and read `samples` samples. skip: beside its own. saved: the
+        states of the source in the checkpoint that it goes on from (`Begun.states`)."""
         ranges = joined((*self.skip, *skip))
-        if self.data is None or self.layout_of is None:
-            at = self.at
-            assert at is not None, "there is one of the two"
-            return Begun(lambda position: at(_moved(position, ranges)), None, ranges, step)
-        way = course(self.data, samples, step, self.batch_sizes, ranges)
-        return Begun(way.for_rank(self.layout_of, self.rank, self.device), way, ranges, step)
+        if saved is not None and self.states is None:
+            raise ValueError(
+                f"Run: got a checkpoint of step {step} with the state of its source and {type(self.source).__name__}, "
+                "which has none, wanted the source that the run began with; give that one, or begin another run"
+            )
+        if self.data is not None:
+            way = course(self.data, samples, step, self.batch_sizes, ranges)
+            parts = tuple((first, own_part(of, self.of, self.rank)) for first, of in way.pieces)
+            part = parts[0][1] if len(parts) == 1 else _Pieces(way, dict(parts))
+            return Begun(Placed(part, self.world.device), way, ranges, step)
+        remembered = None
+        if self.states is not None:
+            remembered = self.states.begin(step, saved, self.rank, self.world.size, self._rows)
+        part = own_part(self.source if remembered is None else remembered, self.of, self.rank)
+        part = _Moved(part, ranges) if ranges else part
+        return Begun(Placed(part, self.world.device), None, ranges, step, self.source, remembered)
+
+    @property
+    def _rows(self) -> Ranges | None:
+        return own_part(self.source, self.of, self.rank).ranges
 
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """A `Reading` from an update on. at: position -> this rank's batch. skip: what is left out, in all."""
+    """A `Reading` from an update on. source: this rank's batches. skip: what is left out, in all. given: the source of
+    all ranks, where it is none of data."""
 
-    at: Callable[[int], Any]
+    source: Source
     course: Course | None
     skip: Ranges
     start: int
+    given: Source | None = None
+    remembered: Remembered | None = None
+
+    def states(self, step: int, world: World) -> dict[str, Any]:
+        """What a checkpoint states of the source behind the batch of update `step`, of all ranks: {} or {"source"}.
+        All ranks call it."""
+        if self.remembered is None:
+            if self.given is not None and (state := self.given.state()) is not None:
+                raise ValueError(
+                    f"{type(self.given).__name__}.state: got {state!r:.80}, and None when the run began, wanted one "
+                    "from the beginning: else the run does not keep it"
+                )
+            return {}
+        return {"source": self.remembered.of_all(_moved(step - 1, self.skip) if step > self.start else None, world)}
 
     def samples(self, step: int) -> int | None:
         """Behind the run after `step` updates; None where they are not counted."""
@@ -97,38 +140,90 @@ def _moved(position: int, skip: Ranges) -> int:
     return position
 
 
-def rows_of(
-    batches: Any,
-    strategy: DataParallel | None,
-    microbatches: int,
-    mesh: Mesh,
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Moved(Source):
+    """A source of which ranges of positions are left out."""
+
+    source: Source
+    skip: Ranges
+
+    def at(self, position: int) -> Any:
+        return self.source.at(_moved(position, self.skip))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pieces(Source):
+    """One rank's part of a course of several pieces, each by its first position."""
+
+    way: Course
+    parts: dict[int, Source]
+
+    def at(self, position: int) -> Any:
+        return self.parts[self.way.first(position)].at(position)
+
+
+def own_part(source: Source, of: Description | tree.Tree, rank: int) -> RankBatches:
+    """One rank's part of a source, in host memory, by the layouts that follow from `of`. ValueError where uneven."""
+    strategy, described, microbatches = _how(of)
+    mesh = _mesh(of)
+    if isinstance(source, TokenBatches):
+        known = [x for x in tree.leaves(described) if len(x.shape) > 1]
+        if strategy is None and known:
+            return RankBatches(source, known[0].replace(shape=(source.batch_size, source.seq_len)), rank)
+        whole = isinstance(source, EvaluationBatches)  # an evaluation cuts no microbatches
+        return RankBatches(source, TokenBatches.layout(source, mesh, strategy, 1 if whole else microbatches), rank)
+    if tree.leaves(described):
+        return RankBatches(source, described, rank)
+
+    def layout_of(shape: tuple[int, ...], dtype: Any) -> Layout:
+        return (strategy or DataParallel()).batch_layout(shape, dtype, mesh, microbatches)
+
+    return RankBatches(source, layout_of, rank)
+
+
+def own_rows(source: Source, of: Description | tree.Tree, world: World) -> Source:
+    """This rank's part of every batch of a source, on its device: for loops and evaluations by hand (a `Run` does it).
+
+    Args:
+        source: the batches of all ranks.
+        of: the `step.Description`, whose layouts of the batch count, or the specs of the state, whose strategy does
+            (without one: rows over dp and fsdp).
+        world: the ranks.
+
+    Raises ValueError for what is no source, and for batches that the ranks cannot share evenly.
+    """
+    _mesh(of).require_same(world.mesh, "own_rows", "the specs", "the world")
+    return Placed(own_part(require_source(source, "own_rows"), of, world.rank), world.device)
+
+
+def _mesh(of: Description | tree.Tree) -> Mesh:
+    return tree.leaves(tree.layouts(of.state if isinstance(of, Description) else of))[0].mesh
+
+
+def _how(of: Description | tree.Tree) -> tuple[DataParallel | None, tree.Tree, int]:
+    """(strategy, layouts of the batch, microbatches)."""
+    if isinstance(of, Description):
+        return strategy_of(of.state), tree.layouts(of.batch), of.microbatches
+    return strategy_of(of), {}, 1
+
+
+def reading_of(
+    source: Any,
+    of: Description | tree.Tree,
     world: World,
     batch_sizes: Sequence[tuple[int, int]] = (),
     skip: Sequence[tuple[int, int]] = (),
 ) -> Reading:
-    """One rank's part of the batches.
-
-    strategy: by which rows are given to ranks, that of the state's specs; None: over dp and fsdp. microbatches: into
-    how many a step cuts them.
-    """
+    """What a rank reads. ValueError for batches that ranks cannot share, and for what is no source."""
     sizes, ranges = check_sizes(batch_sizes), joined(skip)
-    if isinstance(batches, StepBatches):
-
-        def layout_of(of: StepBatches) -> Layout:
-            return of.layout(mesh, strategy, microbatches)
-
-        for size in {batches.batch_size, *(size for _, size in sizes)}:  # raises for sizes that ranks cannot share
-            layout_of(dataclasses.replace(batches, batch_size=size))  # pyright: ignore[reportArgumentType]  a dataclass
-        return Reading(batches, None, layout_of, world.rank, world.device, sizes, ranges)
+    if isinstance(source, (RankBatches, Placed)):
+        raise ValueError("Run: batches: got the part of one rank, wanted those of all; the run gives each its own")
+    require_source(source, "Run: batches")
+    if isinstance(source, StepBatches):
+        for size in {source.batch_size, *(size for _, size in sizes)}:  # raises for sizes that ranks cannot share
+            own_part(dataclasses.replace(source, batch_size=size), of, world.rank)  # pyright: ignore[reportArgumentType]  a dataclass
+        return Reading(source, of, world, world.rank, sizes, ranges)
     if sizes:
-        raise ValueError(f"Run: batch_sizes: got {sizes} and {tree.in_words(batches)}, wanted data.Batches")
-    if isinstance(batches, RankBatches) and isinstance(batches.batches, StepBatches):
-        layout = batches.layout
-        return Reading(batches.batches, None, lambda of: layout, batches.rank, batches.device, (), ranges)
-    if isinstance(batches, RankBatches):
-        return Reading(None, batches.at, None, batches.rank, batches.device, (), ranges)
-    if not callable(batches):
-        raise ValueError(
-            f"Run: batches: got {tree.in_words(batches)}, wanted data.Batches, or a function from position to a batch"
-        )
-    return Reading(None, batches, None, world.rank, world.device, (), ranges)
+        raise ValueError(f"Run: batch_sizes: got {sizes} and {type(source).__name__}, wanted data.Batches")
+    states = None if source.state() is None else States(source)
+    return Reading(source, of, world, world.rank, (), ranges, states)

@@ -84,14 +84,15 @@ def rerun(run: Any, again: RunAgain, reading: Any, pulse: Pulse) -> None:
 def _replayed(run: Any, reading: Any, start: int, last: int, pulse: Pulse) -> torch.Tensor:
     """Hashes of all leaves on all ranks, [ranks, leaves], after these updates."""
     pulse.enter("setup")
-    samples, skip, state = 0, (), None
+    samples, skip, states = 0, (), None
     if start:
         state, metadata = run.manager.restore(start, run.specs, device=run.world.device)
         samples, skip = metadata.get("samples"), tuple((a, b) for a, b in metadata.get("skip", ()))
+        states = metadata.get("source")
     else:
         state = run.init()
-    data = reading.of_rank(run.world.rank).begin(samples, start, skip)
+    data = reading.of_rank(run.world.rank).begin(samples, start, skip, states)
     for number in range(start + 1, last + 1):
         pulse.enter("compile", number)
-        state, _ = run.step(state, data.at(number - 1))
+        state, _ = run.step(state, data.source.at(number - 1))
     return run.world.gather_rows(hashes(state))

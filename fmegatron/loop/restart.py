@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from fmegatron.collectives import World
+from fmegatron.loop.config import UsageError
 from fmegatron.loop.faults import Pulse, lost_peer, say
-from fmegatron.loop.flags import UsageError
 from fmegatron.loop.losses import BadLossError
 from fmegatron.loop.nonfinite import NonFiniteError
 
@@ -31,13 +31,14 @@ WORD_SECONDS = 3.0  # how long a rank that lost a connection waits for the word 
 
 @dataclass(frozen=True)
 class Restart:
-    """After which failures a run goes on. most: restarts in a row that do not get beyond the update that failed.
+    """After which failures a run goes on. most: restarts in a row that do not get beyond the update that failed; 0:
+    none, an exception ends the run.
 
     meet_s: seconds that the ranks have to meet again. Kept for restarts by torchrun, too (`started`).
     """
 
-    most: int = 3
-    meet_s: float = 60.0
+    most: int = 3  # restarts in the process, in a row, that get no further; 0: none
+    meet_s: float = 60.0  # seconds that the ranks have to meet again
 
     def __post_init__(self):
         if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 0 or not self.meet_s > 0:

@@ -15,7 +15,8 @@ from fmegatron import checkpoint, tree
 from fmegatron.files.whole import write_whole
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import CLASSES, Config
-from fmegatron.loop.flags import PREFIX, UsageError
+from fmegatron.loop.flags import UsageError
+from fmegatron.loop.options import FIELD, of_before, options_of
 from fmegatron.loop.plain import fields, plain
 
 _ABSENT = object()
@@ -57,15 +58,16 @@ class Begun:
 class Settings:
     """The Config of a run and facts that its numbers depend on, as JSON values.
 
-        settings = Settings(config, allow=config.allow).about(data=batches.describe())
+        settings = Settings(config).about(data=batches.describe())
         begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank))
         batches = batches.after(begun.samples, begun.step)
         ...
         manager.save(step, state, specs, metadata=settings.metadata(batches.samples(step)))
 
     config: a dataclass; what a change of its fields means is stated beside them (`loop.field`), and in fields of a
-    dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields and
-    facts whose change is not refused this time. kept: JSON values that a checkpoint has as well, by name:
+    dataclass beside the fields of that. facts: JSON values, a change of which is refused. allow: names of fields (of
+    those in groups dotted: "run.seed") and facts whose change is not refused this time; None: those of the Config's
+    field `run`, where it is `Options`. kept: JSON values that a checkpoint has as well, by name:
     `model.kept(decoder, tokenizer)`, so that it can be opened without the program; of these only "tokenizer" is
     compared, as a fact, where both have one.
     Raises UsageError for an allowed name that there is not; ValueError for values whose change could not be seen (a
@@ -74,11 +76,19 @@ class Settings:
     """
 
     def __init__(
-        self, config: Config, *, allow: Sequence[str] = (), kept: Mapping[str, Any] | None = None, **facts: object
+        self,
+        config: Config,
+        *,
+        allow: Sequence[str] | None = None,
+        kept: Mapping[str, Any] | None = None,
+        **facts: object,
     ):
         if not dataclasses.is_dataclass(config) or isinstance(config, type):
             made = f"make one: {config.__name__}()" if isinstance(config, type) else "write its fields in a dataclass"
             raise ValueError(f"Settings: config: got {config!r:.80}, wanted an instance of a dataclass; {made}")
+        self._of, self.options = config, options_of(config)
+        if allow is None:
+            allow = () if self.options is None else self.options.allow
         if isinstance(allow, str) or not isinstance(allow, Iterable):
             raise ValueError(
                 f"Settings: allow: got {allow!r:.80}, wanted names; pass a tuple of them: ({allow!r:.80},)"
@@ -123,6 +133,7 @@ class Settings:
         before = metadata.get("config")
         if not isinstance(before, dict):
             return Changes(unknown="the checkpoint has no configuration: whether anything has changed cannot be said")
+        before = of_before(before, self._of)
         found: dict[str, list[str]] = {name: [] for name in ("allowed", *CLASSES)}
         changed = {}
         for name, was, now in self._pairs(before, self.config):
@@ -195,11 +206,11 @@ class Settings:
         changes = self.changes(metadata)
         if changes.refused:
             names = ",".join(dict.fromkeys(text.partition(" ")[0] for text in changes.refused))
-            how = f"--{PREFIX}allow={names} (in a notebook allow={tuple(names.split(','))!r})"
-            if "allow" not in self.config:
+            how = f"--{FIELD}.allow={names} (in a notebook Options(allow={tuple(names.split(','))!r}))"
+            if self.options is None:
                 how = (
                     f"Settings(config, allow={tuple(names.split(','))!r}), or give the Config a field "
-                    '`allow: tuple[str, ...] = loop.field((), resume="free")` and its flag; what may always change, '
+                    '`run: loop.Options = loop.Options("runs/a")` and its flag; what may always change, '
                     'such as a mesh, is declared: loop.field(Mesh(), resume="named")'
                 )
             raise UsageError(
@@ -279,10 +290,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _without(changed: Mapping[str, tuple[Any, Any]], was: Any, now: Any) -> tuple[Any, Any]:
-    """Two dicts without entries that changed as a field of the same name did: a seed is named once."""
+    """Two dicts without entries that changed as a field of the same name did, also one of a group: a seed is named
+    once."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
         return was, now
-    twice = {key for key in was.keys() & now.keys() if key in changed and _same([was[key], now[key]], [*changed[key]])}
+    pairs = {name.rpartition(".")[2]: pair for name, pair in changed.items()}
+    twice = {key for key in was.keys() & now.keys() if key in pairs and _same([was[key], now[key]], [*pairs[key]])}
     was, now = ({key: value for key, value in side.items() if key not in twice} for side in (was, now))
     return was, now
 

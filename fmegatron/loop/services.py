@@ -1,7 +1,7 @@
 """Loggers of services: TensorBoard, Weights & Biases, MLflow and OpenTelemetry, each by its own package.
 
-The packages are optional (the extra `logs`) and are imported at the first write. Give them to `Run(loggers=...)`: a run
-that is resumed gives each of them the step from which it goes on.
+The packages are optional (the extra `logs`) and are imported at the first write. Give them to `Run` as
+`policies=Policies(loggers=[...])`: a run that is resumed gives each of them the step from which it goes on.
 """
 
 import math

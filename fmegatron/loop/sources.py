@@ -1,4 +1,4 @@
-"""Values of a Config from TOML and JSON files, the environment and texts, and the text of a value that reads back."""
+"""Values of a Config from TOML files, the config.json of runs and texts, and the text of a value that reads back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import Config, type_name
 
-ENVIRONMENT = "FMEGATRON_CONFIG_"
 _WHOLE = re.compile(r"[+-]?(\d[\d_]*)(\.[\d_]*)?[eE][+-]?\d+|[+-]?\d[\d_]*\.0*")
 _MOST_BYTES = 1 << 20  # of a file with values
 _MOST_DIGITS = 400  # of a whole number in text
 
 
 class SourceError(ValueError):
-    """A file or variable that gives no values of a Config; the message states which and why."""
+    """A file that gives no values of a Config; the message states which and why."""
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
@@ -58,23 +57,21 @@ def fields_of(config: Config) -> list[Field]:
     return [field for field in walk(config) if not field.nested]
 
 
-# ---- files and environment -------------------------------------------------------------------------------------------
-def of_file(path: str, config: Config) -> dict[str, Any]:
-    """The values of a TOML file, or of a JSON file (that of a run: `config.json`), by dotted names.
+# ---- files -----------------------------------------------------------------------------------------------------------
+def of_file(path: str, config: Config, older: Callable[[Mapping, Config], Mapping]) -> dict[str, Any]:
+    """The values of a TOML file, or of the `config.json` that a run has written, by dotted names.
 
     Tables are fields that are dataclasses. A value is of the field's type: an array is a tuple, a text a Mesh
     ("fsdp=2,tp=2"), `1e3` a whole number. Where TOML has no value for what a field may be, it is the text of a flag
-    ("none"); JSON has null.
-    Raises SourceError: not readable, neither TOML nor JSON, a name that the Config does not have, a value of another
-    type.
+    ("none"); JSON has null. older: (values, config) -> those of an older run as this Config has them.
+    Raises SourceError: not readable, neither TOML nor of a run, a name that the Config does not have, a value of
+    another type.
     """
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise SourceError(
-                f"{path}: got more than {_MOST_BYTES} bytes, wanted the values of a Config as TOML or JSON"
-            )
+            raise SourceError(f"{path}: got more than {_MOST_BYTES} bytes, wanted the values of a Config as TOML")
         text = data.decode("utf-8-sig")  # editors put a byte order mark in front
         is_json = path.endswith(".json")
         values = json.loads(text) if is_json else tomllib.loads(text)
@@ -87,10 +84,13 @@ def of_file(path: str, config: Config) -> dict[str, Any]:
             raise
         kind = "JSON" if path.endswith(".json") else "TOML"
         raise SourceError(f"{path}: got what is no {kind} ({error}), wanted lines such as lr = 0.1") from error
-    if is_json and isinstance(values, dict) and isinstance(values.get("config"), dict):
-        values = values["config"]  # as Settings.write has it
-    if not isinstance(values, dict):
-        raise SourceError(f"{path}: got {values!r:.60}, wanted the fields of a Config and their values")
+    if is_json:
+        if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+            raise SourceError(
+                f"{path}: got JSON that no run has written, wanted TOML, or the config.json of a run; --print_config "
+                "prints what a TOML file holds"
+            )
+        values = older(values["config"], config)  # as Settings.write has it
     known = {field.name: field.hint for field in fields_of(config)}
     found = {}
     for name, value in _flat(values, known):
@@ -166,31 +166,9 @@ def _float(value: int) -> float:
         raise ValueError("got a number with too many digits, wanted one that a float can hold") from None
 
 
-def of_environment(config: Config, environment: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
-    """Dotted name -> (variable, value) of variables such as FMEGATRON_CONFIG_LR, or ..._MODEL__DIM for `model.dim`.
-
-    Raises SourceError for one that has the prefix and is none of the Config's fields, and for a text that is none of
-    its values.
-    """
-    known = {field.name.upper().replace(".", "__"): field for field in fields_of(config)}
-    found = {}
-    for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT):
-            continue
-        key = variable.removeprefix(ENVIRONMENT)
-        if key not in known:
-            near = tree.did_you_mean(key, sorted(known)) or ": " + ", ".join(sorted(known))
-            raise SourceError(f"{variable}: got no field of the Config, wanted one behind {ENVIRONMENT}{near}")
-        try:
-            found[known[key].name] = variable, value_of(text, known[key].hint)
-        except ValueError as error:
-            raise SourceError(f"{variable}: {error}") from None
-    return found
-
-
 # ---- text ------------------------------------------------------------------------------------------------------------
 def value_of(text: str, hint: Any) -> Any:
-    """A value of the type of a field from a text of a flag or variable; `text_of` is the way back.
+    """A value of the type of a field from a text of a flag; `text_of` is the way back.
 
     >>> value_of('1e3', int), value_of('"a, b",c', tuple[str, ...]), value_of("none", int | None)
     (1000, ('a, b', 'c'), None)

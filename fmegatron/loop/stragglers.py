@@ -1,8 +1,8 @@
 """Stragglers: how long each rank works, waits and reads data, at log points, by rank and machine.
 
 A slow rank makes all others wait inside of their collectives, so the time of a step is the same on all. What differs
-is the processor time of the thread that trains (on CPUs), from the beginning of a batch to the end of its step: a rank
-that works long lets others wait; and the time for a batch.
+is the processor time of the thread that trains (on CPUs), in a step: a rank that works long lets others wait; and the
+time that it waits for a batch.
 """
 
 import json
@@ -37,41 +37,31 @@ class Stragglers:
 
     def forget(self) -> None:
         """Begin anew: what was before is not counted."""
-        self._work = self._wait = self._data = 0.0
-        self._steps, self._since = 0, time.thread_time()  # _since: when this thread began with a batch
+        self._work, self._wait, self._steps = 0.0, 0.0, 0
 
-    def timed(self, step: Callable, batch_at: Callable) -> tuple[Callable, Callable]:
-        """The same two functions, which note their times."""
+    def timed(self, step: Callable) -> Callable:
+        """The same step, which notes its times."""
 
         def timed_step(state, batch):
             wall, own = time.perf_counter(), time.thread_time()
-            self._since = own if plain is None else self._since
             out = step(state, batch)
             own = time.thread_time() - own
             self._wait += max(0.0, time.perf_counter() - wall - own)
-            self._work += time.thread_time() - self._since
+            self._work += own
             self._steps += 1
             return out
 
-        def timed_batch(position):
-            wall, self._since = time.perf_counter(), time.thread_time()
-            batch = batch_at(position)
-            self._data += time.perf_counter() - wall
-            return batch
+        return timed_step
 
-        plain = None if getattr(batch_at, "__self__", None) is not None else timed_batch
-        return timed_step, plain or batch_at  # what is read ahead states itself how long it was waited for
-
-    def log(self, step: int, waited: float | None = None) -> None:
+    def log(self, step: int, waited: float = 0.0) -> None:
         """At a log point, on all ranks: write what was asked at the one before, and ask again. Waits for no rank.
 
-        waited: seconds per step for batches that are read ahead (`StepInfo.waited`).
+        waited: seconds per step that this rank waited for its batches (`StepInfo.waited`).
         """
-        self._data = self._data if waited is None else waited * self._steps
         if self._asked is not None:
             at, answer = self._asked
             self._write(at, answer())
-        times = [self._work, self._wait, self._data]
+        times = [self._work, self._wait, waited * self._steps]
         row = torch.tensor([round(1e9 * seconds / max(1, self._steps)) for seconds in times], dtype=torch.int64)
         self._asked = step, self.world.gather_later(row)
         self.forget()

@@ -1,6 +1,6 @@
 """The training loop as a generator: it updates the state and yields what happened; the caller's code reacts.
 
-for info in train(step, state, batch_at, steps=1000, start=done, tokens_per_step=tokens, stop=stop, world=world):
+for info in train(step, state, source, steps=1000, start=done, tokens_per_step=tokens, stop=stop, world=world):
     if info.metrics:
         log(info.step, info.record())
     if info.step % 100 == 0 or info.last:
@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fmegatron.data import RankBatches, StepBatches, ahead
+from fmegatron.data import Source, ahead
+from fmegatron.data.contract import require_source
 from fmegatron.loop.faults import Injector, Pulse
 from fmegatron.loop.losses import LossSpike, LossStuck, check_action
 from fmegatron.loop.metrics import fetch, mean
@@ -36,8 +37,7 @@ class StepInfo:
     state: valid until the next step when the step donates its state, so save or copy it now.
     tensors: the metrics of every step, as the step returned them, still on the device.
     save: a signal asked for a checkpoint now (`catch`), on all ranks after the same step.
-    waited: seconds per step that it waited for its batch, in the mean since the log point before; None where batches
-    are not read ahead.
+    waited: seconds per step that it waited for its batch, in the mean since the log point before; 0.0 between them.
     """
 
     step: int
@@ -49,13 +49,12 @@ class StepInfo:
     stopping: bool = False
     tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
     save: bool = False
-    waited: float | None = None
+    waited: float = 0.0
 
     def record(self) -> dict[str, float]:
         """Metrics and speed in one flat dict, as loggers want it."""
         speed = {"tokens_per_second": self.tokens_per_second} if self.tokens_per_second else {}
-        data = {} if self.waited is None else {"time_data": self.waited}
-        return {**self.metrics, "seconds": self.seconds, **data, **speed}
+        return {**self.metrics, "seconds": self.seconds, "time_data": self.waited, **speed}
 
     def finite(self) -> bool:
         """Whether loss and grad_norm of this very step were finite (all metrics, where neither is there), and the state
@@ -70,7 +69,7 @@ class StepInfo:
 def train(
     step: Callable[[Tree, Tree], tuple[Tree, dict]],
     state: Tree,
-    batch_at: Callable[[int], Tree],
+    source: Source,
     *,
     steps: int,
     start: int = 0,
@@ -91,8 +90,9 @@ def train(
     Args:
         step: the compiled step.
         state: after `start` updates.
-        batch_at: position -> batch; update n reads position n - 1, so a resumed run reads what the first would have
-            read. `.at` of batches of `data` is read ahead (`data.ahead`); a function of one's own is called as it is.
+        source: this rank's batches, a `data.Source`: on one rank any, on several `own_rows(source, description,
+            world)`. Update n reads position n - 1, so a resumed run reads what the first would have read. Batches are
+            read ahead (`data.ahead`).
         steps: the last update.
         start: updates that `state` has seen.
         log_every: steps between log points, the only places where the host waits for the device. The first update (it
@@ -111,13 +111,13 @@ def train(
         inject: faults that are to happen.
 
     Raises:
-        ValueError: settings that make no sense, or a batch_at of `data.Batches` whose layout is not what
-            `build_train_step` made the step for.
+        ValueError: settings that make no sense, and what is no source.
     """
     for name, value, least in (("log_every", log_every, 1), ("start", start, 0), ("steps", steps, 0)):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
             raise ValueError(f"train: {name}: got {value!r:.60}, wanted a whole number of at least {least}")
     log_every, start, steps = int(log_every), int(start), int(steps)
+    require_source(source, "train: source")
     check_action("train: on_nonfinite", on_nonfinite)
     if start > steps and (world is None or world.rank == 0):
         text = (
@@ -128,15 +128,12 @@ def train(
     tokens = tokens_per_step if callable(tokens_per_step) else lambda number: tokens_per_step
     pulse, inject = pulse or Pulse(), inject or Injector()
     given = steps, start, log_every, tokens, stop or Stop(), world, verdicts, pulse, inject
-    return _read_ahead(step, state, batch_at, *given)
+    return _read_ahead(step, state, source, *given)
 
 
-def _read_ahead(step, state, batch_at, *given):
-    """`_updates`, whose batches, where they are pure functions of the position, are made while the step before runs."""
-    if not isinstance(getattr(batch_at, "__self__", None), (StepBatches, RankBatches)):
-        yield from _updates(step, state, batch_at, *given)
-        return
-    with ahead(batch_at) as reader:
+def _read_ahead(step, state, source, *given):
+    """`_updates`, whose batches are made while the step before runs."""
+    with ahead(source) as reader:
         at, before = given[1], 0.0
         for info in _updates(step, state, reader, *given):
             if info.metrics:
@@ -191,9 +188,7 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
             return
 
 
-def evaluate(
-    metrics_of: Callable[[Tree, Tree], dict], params: Tree, batch_at: Callable[[int], Tree], count: int
-) -> dict[str, float]:
+def evaluate(metrics_of: Callable[[Tree, Tree], dict], params: Tree, source: Source, count: int) -> dict[str, float]:
     """Means of the metrics of `metrics_of(params, batch)` over batches 0 .. count - 1.
 
     A metric NAME beside "NAME/count", as `step.means` gives them, is the mean over all that counts in all batches,
@@ -202,9 +197,10 @@ def evaluate(
     Args:
         metrics_of: (params, batch) -> dict of 0-d tensors.
         params: this rank's shards.
-        batch_at: number -> batch.
-        count: number of batches, 1 or more (else ValueError).
+        source: this rank's batches: on several ranks `own_rows(batches, description, world)`.
+        count: number of batches, 1 or more (else ValueError, as for what is no source).
     """
+    require_source(source, "evaluate: source")
     if count < 1:
         raise ValueError(f"evaluate: got {count} batches, wanted 1 or more; is the held-out text shorter than a batch?")
-    return fetch(mean([metrics_of(params, batch_at(index)) for index in range(count)]))
+    return fetch(mean([metrics_of(params, source.at(index)) for index in range(count)]))

@@ -1,14 +1,13 @@
 """Until: why a run may end before its last update: so many hours, a metric that is good enough, a file that appears."""
 
 import math
-import os
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fmegatron import tree
 from fmegatron.files.look import is_there
+from fmegatron.loop.config import check
 
 
 @dataclass(frozen=True)
@@ -17,31 +16,41 @@ class Until:
 
     hours: since the run began in this process. file: a path; rank 0 looks for it at log points, and so it is not a
     wait of each step. metric: name of a metric of the log or of an evaluation, and `at_most` or `at_least`.
+    signals: what signals beside SIGTERM and SIGINT ask for (`catch`): to stop, or to save and go on.
 
     >>> Until(metric="heldout_loss", at_most=1.5).reached({"heldout_loss": 1.47}, seconds=0.0)
     'heldout_loss is 1.47, at most 1.5 was wanted'
     """
 
-    hours: float = math.inf
-    file: str | os.PathLike | None = None
-    metric: str | None = None
+    hours: float = math.inf  # since the run began in this process
+    file: str | None = None  # a path: the run ends when it is there
+    metric: str | None = None  # of the log or an evaluation, with at_most or at_least
     at_most: float | None = None
     at_least: float | None = None
-    began: float = field(default_factory=time.monotonic, repr=False, compare=False)
+    signals: tuple[str, ...] = ("SIGUSR1=save", "SIGHUP=stop")  # save: and go on
 
     def __post_init__(self):
+        check(self)
         if not self.hours > 0:
             raise ValueError(f"Until: hours: got {self.hours!r}, wanted a number above 0")
         if (self.metric is None) != (self.at_most is None and self.at_least is None):
             raise ValueError(f"Until: got {self}, wanted metric with at_most or at_least, or none of the three")
+        wrong = [text for text in self.signals if text.partition("=")[2] not in ("save", "stop")]
+        if wrong:
+            raise ValueError(
+                f"Until: signals: got {wrong[0]!r:.60}, wanted NAME=save or NAME=stop, such as SIGUSR1=save"
+            )
 
-    def reached(self, metrics: Mapping[str, Any], seconds: float | None = None, look: bool = False) -> str | None:
+    def asked(self) -> dict[str, str]:
+        """What signals ask for, by their names, as `catch` takes it."""
+        return dict(text.split("=", 1) for text in self.signals)
+
+    def reached(self, metrics: Mapping[str, Any], seconds: float, look: bool = False) -> str | None:
         """Why the run ends now, None when it goes on. seconds: since it began. look: for the file."""
-        seconds = time.monotonic() - self.began if seconds is None else seconds
         if seconds > 3600 * self.hours:
             return f"{seconds / 3600:.4g} hours have passed, {self.hours:g} were given"
-        if look and self.file is not None and is_there(os.fspath(self.file)):
-            return f"{os.fspath(self.file)} is there"
+        if look and self.file is not None and is_there(self.file):
+            return f"{self.file} is there"
         value = metrics.get(self.metric) if self.metric is not None else None
         if value is not None and self.at_most is not None and value <= self.at_most:
             return f"{self.metric} is {value:g}, at most {self.at_most:g} was wanted"

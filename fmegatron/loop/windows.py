@@ -1,6 +1,6 @@
 """Windows on a run: a profiler trace, or a snapshot of memory, of some steps of some rank, by flag or by a file.
 
-    run = loop.Run(..., profile="trace:steps=10-12,rank=0; memory:steps=20-21")
+    --run.log.profile='trace:steps=10-12,rank=0; memory:steps=20-21'    # loop.Log(profile="...")
     echo "trace:next=3,rank=2" > runs/a/profile     # while it runs: the three steps behind the next log point
 
 Files are written into `profiles/` of the run, and an event names them. Nothing is agreed between ranks: a rank that is

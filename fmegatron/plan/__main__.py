@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
 
 
 def _config(experiment: ModuleType, options: argparse.Namespace, flags: list[str], mesh: str) -> Any:
-    return loop.parse([options.experiment, f"--config_mesh={mesh}", *flags], experiment.Config)
+    return loop.parse([options.experiment, f"--mesh={mesh}", *flags], experiment.Config)
 
 
 def _planned(experiment: ModuleType, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
@@ -157,9 +157,10 @@ def _overlap(options: argparse.Namespace) -> Overlap | None:
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = argparse.ArgumentParser(
+        allow_abbrev=False,  # a beginning of a name of ours may be a flag of the experiment
         prog="python -m fmegatron.plan",
         description="Plan an experiment's training step: memory, its lines to blame, traffic, work, time, checkpoint.",
-        epilog="Further flags (--config_NAME=VALUE) are the experiment's own. "
+        epilog="Further flags (--NAME=VALUE) are the experiment's own. "
         "Exit status: 0 planned, and it fits into --memory; 1 it does not fit; 2 wrong use, or it could not be done; "
         "3 whether it fits is not known, since not all of the memory was counted.",
     )

@@ -42,8 +42,8 @@ def accumulate(
             equal consecutive parts. Other leaves of the batch, and args, are the same for every microbatch: what must
             differ between them (the count of `nn.dropout`) is a leaf with rows. Under `DataParallel.batch_layout(...,
             microbatches=n)` microbatch m is the rows [m·B/n, (m+1)·B/n) of the full batch on every mesh; under another
-            layout it is other rows on every mesh, which a loss that couples the rows of a microbatch shows. check, jit,
-            simulate and `loop.train` refuse such a layout where they know it; local tensors that were split by hand are
+            layout it is other rows on every mesh, which a loss that couples the rows of a microbatch shows. check, jit
+            and simulate refuse such a layout where they know it; local tensors that were split by hand are
             taken as they are.
         each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make
             each time.
@@ -129,8 +129,8 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
             _combined(kind, [flat[1][i] for flat in metrics], weights, count, dtype) for i, kind in enumerate(kinds)
         ]
         aux = tree.unflatten(metrics[0][2], leaves)
-        if found[0].shown:
-            loss, means = finished([one.shown for one in found], sums, of.axes_of(params))
+        if shown := [one.shown for one in found if one.shown]:
+            loss, means = finished(shown, sums, of.axes_of(params))
             return loss, {**means, **aux}, total, True
         loss = _combined("mean", [one.loss for one in found], weights, count, dtype)
         return loss, aux, tree.map(lambda g: g / count, total), False

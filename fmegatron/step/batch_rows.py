@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.layout import DataParallel, Layout, Mesh, Split
+from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.torch_private import Op, fx_traceback
 from fmegatron.step.trace import Traced
 
-__all__ = ["cut_rows", "microbatches_of", "require_batch", "require_rows", "rows_in_order"]
+__all__ = ["cut_rows", "microbatches_of", "require_rows", "rows_in_order"]
 
 _MARK = "fmegatron_rows"
 _SAME_ROWS = frozenset(
@@ -70,22 +70,7 @@ def require_rows(traced: Traced, layouts: Sequence[Layout | None], who: str) -> 
             f"{who}: {traced.in_paths[index]!r}: got the layout {layout}, wanted {wanted}, as the step cuts the rows "
             f"of a rank into {cut.n} microbatches, which else are other rows of the batch on every mesh; give "
             f"strategy.batch_layout({layout.shape}, {layout.dtype}, mesh, microbatches={cut.n}), also where rows are "
-            "given to ranks (data.Batches.for_rank)"
-        )
-
-
-def require_batch(layout: Layout, strategy: DataParallel, microbatches: int, mesh: Mesh, who: str) -> None:
-    """ValueError unless a batch's layout [B, S] is that of the strategy, in any order of axes, for `microbatches`."""
-    ranks = tuple(name for name in strategy.axes if name in mesh)
-    same = layout.mesh == mesh and all(
-        sorted(_big(layout.axes(dim), mesh)) == sorted(_big(axes, mesh))
-        for dim, axes in enumerate((strategy.axes, strategy.sequence)[: len(layout.shape)])
-    )
-    if not same or not _fits(layout, _Cut(microbatches, None)):
-        raise ValueError(
-            f"{who}: got the layout {layout}, wanted rows split over {ranks or 'no axis'} of the mesh {mesh}, for "
-            f"{microbatches} microbatches: strategy.batch_layout({layout.shape}, {layout.dtype}, mesh, "
-            f"microbatches={microbatches}), or batches.layout(mesh, strategy, {microbatches}), in for_rank"
+            "given to ranks (loop.own_rows)"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import held_interrupt
+from fmegatron.step.state import State, Unseen
 from fmegatron.step.torch_private import storage_number, storage_uses, tensor_uses
 
 __all__ = ["Donated", "Donation", "Leaf", "require_own_memory"]
@@ -24,25 +25,26 @@ _KEEP = "to keep old values, copy them before the call: tree.copies(state)"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A donated leaf. position: among the tensors of a call. path: "0/params/w". name: of the step.
+    """A donated leaf, or a State that was donated whole. position: among the tensors of a call. path: "0/params/w".
 
-    failure: what ended the call that it was given to, "" for a call that returned.
+    name: of the step. failure: what ended the call that it was given to, "" for a call that returned.
     """
 
     position: int
     path: str
     name: str
     failure: str = ""
+    what: str = "tensor"
 
     def error(self) -> ValueError:
         """Why it cannot be read any more, and what to do."""
         if self.failure:
             return ValueError(
-                f"leaf {self.path!r}: got a tensor that was donated to {self.name}, which failed after it had begun to "
-                f"write ({self.failure}), wanted one that is old or new; restore a checkpoint; {_KEEP}"
+                f"leaf {self.path!r}: got a {self.what} that was donated to {self.name}, which failed after it had "
+                f"begun to write ({self.failure}), wanted one that is old or new; restore a checkpoint; {_KEEP}"
             )
         return ValueError(
-            f"leaf {self.path!r}: got a tensor that was donated to {self.name}, which has put new values into its "
+            f"leaf {self.path!r}: got a {self.what} that was donated to {self.name}, which has put new values into its "
             f"memory, wanted one that is alive; use what {self.name} returned; {_KEEP}"
         )
 
@@ -106,6 +108,25 @@ class Donation:
         given = list(tensors)
         for i, x in zip(self.positions, new, strict=True):
             given[i] = x
+
+        def end(failure: str) -> None:
+            leaves = [replace(leaf, failure=failure) for leaf in self.leaves] if failure else self.leaves
+            self._end(old, leaves, held)
+
+        return self._call(run, given, new, finish, end, lambda: _revive(old, kinds, new, held))
+
+    def call_whole(self, run: Callable, state: State, made: Unseen, rest: list, finish: Callable) -> Any:
+        """`call` with a State that nobody has looked into: nobody else has its leaves, so nothing is asked of one.
+
+        made: its inside, whose tensors go on as they are. rest: the other tensors of the call.
+        """
+
+        def end(failure: str) -> None:
+            state.end(Leaf(0, "0", self.leaves[0].name, failure, "State").error())
+
+        return self._call(run, [*made.leaves, *rest], made.leaves, finish, end, lambda: state.revive(made))
+
+    def _call(self, run: Callable, given: list, new: list, finish: Callable, end: Callable, revive: Callable) -> Any:
         safe, ran = self.harmless, False
         try:
             with held_interrupt():
@@ -115,14 +136,13 @@ class Donation:
                     outs = self._write(given, outs) if self.written else outs
                 ran = True
                 result = finish(new, outs)
-                self._end(old, self.leaves, held)
+                end("")
             return result
         except BaseException as error:
             if ran:
-                _revive(old, kinds, new, held)
+                revive()
             elif not safe:
-                failure = f"{type(error).__name__}: {error}".rstrip(": ")
-                self._end(old, [replace(leaf, failure=failure) for leaf in self.leaves], held)
+                end(f"{type(error).__name__}: {error}".rstrip(": "))
                 error.add_note(f"{self.leaves[0].name} had begun to write into its donated argument, which is lost.")
             raise
 

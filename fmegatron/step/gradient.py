@@ -63,7 +63,7 @@ class Gradient(NamedTuple):
     lines: dict[str, str]
     loss: Any
     aux: Any
-    shown: Shown | tuple
+    shown: Shown | None
     grads: tree.Tree
 
 
@@ -128,7 +128,7 @@ class LossFn:
         leaves = list(map(_knowing, leaves, known))
         with torch.enable_grad():
             loss, parts, aux = self._called(tree.unflatten(spec, leaves), args, named)
-            early, lines, shown = {}, {}, ()
+            early, lines, shown = {}, {}, None
             if parts is not None:
                 axes = self.axes_of(params)
                 early, lines = before(parts, axes), lines_of(parts.values(), axes)
@@ -146,12 +146,12 @@ class LossFn:
         grads = [_knowing(g.detach(), layout and _raw(layout)) for g, layout in zip(grads, known, strict=True)]
         aux, grads = tree.map(_without_history, aux), tree.unflatten(spec, grads)
         if parts is None:
-            return Gradient({}, {}, {}, loss.detach(), aux, (), grads)
+            return Gradient({}, {}, {}, loss.detach(), aux, None, grads)
         return Gradient(early, sums or {}, lines, (), aux, shown, grads)
 
     def whole(self, found: Gradient, params) -> tuple[tuple[Any, Any], tree.Tree]:
         """((loss, aux), grads) of one call that is the whole batch."""
-        if not found.shown:
+        if found.shown is None:
             return (found.loss, found.aux), found.grads
         loss, metrics = finished([found.shown], found.sums, self.axes_of(params))
         return (loss, {**metrics, **found.aux}), found.grads

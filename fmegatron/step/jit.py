@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -24,7 +25,8 @@ from fmegatron.step.overlap import Overlap
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.progress import progress
 from fmegatron.step.signature import differences, require_constants, signature_of
-from fmegatron.step.torch_private import is_tracing, outside_of_tracing
+from fmegatron.step.state import State, Unseen
+from fmegatron.step.torch_private import is_tracing, outside_of_tracing, storage_number
 from fmegatron.step.trace import Traced, described, trace
 from fmegatron.step.write_back import donated_leaves
 from fmegatron.tree.labels import labelled
@@ -58,6 +60,7 @@ class Compiled:
         self.labels = [(i, label) for i, label in enumerate(labels) if label is not None]
         if self.donated:
             self.donation = self._donation(_name(fn))
+        self.whole = Whole.of(self.traced, self.donated, args, donate) if self.donated else None
 
     def _donation(self, name: str) -> Donation:
         paths, fakes = self.traced.in_paths, self.traced.fakes
@@ -80,6 +83,11 @@ class Compiled:
             outs = run(*tensors)
         return self._finish((), outs)
 
+    def again(self, state: State, made: Unseen, rest: list) -> Any:
+        """The result of a call with the last one's State, into which nobody has looked, and these other tensors."""
+        assert self.run is not None and self.donation is not None, "it was called before"
+        return self.donation.call_whole(self.run, state, made, rest, self._finish_again)
+
     def _finish(self, donated, outs) -> Any:
         """The result: the memory of the donated leaves, and what the graph returned."""
         results: list[Any] = [None] * len(self.traced.out_paths)
@@ -89,7 +97,56 @@ class Compiled:
             results[i] = x
         for i, label in self.labels:
             results[i]._layout = label
-        return self.traced.result(results)
+        if self.whole is not None and _share_memory(donated, outs):
+            self.whole = None  # what is returned beside the state is a view of it, which somebody may keep
+        return self.traced.result(results) if self.whole is None else self.whole.result(list(donated), outs)
+
+    def _finish_again(self, leaves: list, outs) -> Any:
+        assert self.whole is not None, "it made the State"
+        for i, label in self.labels:
+            if i >= len(leaves):  # those of the State keep theirs
+                outs[i - len(leaves)]._layout = label
+        return self.whole.result(leaves, outs)
+
+
+class Whole:
+    """How the result of a step is made whose first argument and first result are a State that it may take whole."""
+
+    def __init__(self, traced: Traced, state: optree.PyTreeSpec, others: list[optree.PyTreeSpec]):
+        self.state, self.others, self.alone = state, others, traced.out_tree.type is not tuple
+        self.static = traced.out_static[state.num_leaves :]
+
+    @classmethod
+    def of(cls, traced: Traced, donated: Mapping[int, int], args: tuple, donate: Sequence[int]) -> Whole | None:
+        """None for a step whose leaves have to be looked at one by one: of another donated argument than a State in
+        place 0, of one that holds other things than tensors, and of one whose leaves do not return in their order."""
+        if tuple(donate) != (0,) or type(args[0]) is not State:
+            return None
+        state, *others = traced.out_tree.children() if traced.out_tree.type is tuple else [traced.out_tree]
+        in_order = list(donated.items()) == [(i, i) for i in range(state.num_leaves)]
+        if state.type is not State or not in_order or len(tree.leaves(args[0])) != state.num_leaves:
+            return None
+        return cls(traced, state, others)
+
+    def result(self, leaves: list, outs: Sequence) -> Any:
+        """The result of a call. leaves: of the State, with new values. outs: the other tensors that it returned."""
+        state = State.unseen(Unseen(self, leaves, self.state))
+        if self.alone:
+            return state
+        rest, static = iter(outs), iter(self.static)
+        found = []
+        for spec in self.others:
+            values = [next(rest) if s is None else s[0] for s in itertools.islice(static, spec.num_leaves)]
+            found.append(optree.tree_unflatten(spec, values))
+        return (state, *found)
+
+
+class Again(NamedTuple):
+    """What another call with a State that nobody has looked into is compared with: all but the State."""
+
+    compiled: Compiled
+    spec: optree.PyTreeSpec
+    signature: list
 
 
 class Jitted:
@@ -100,6 +157,7 @@ class Jitted:
         self.world, self.cache, self.checks = target.world, {}, check
         self._several = self.world is not None and self.world.size > 1
         self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
+        self._again: Again | None = None  # of the last call, if it took a State that the next one may take whole
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
@@ -116,8 +174,15 @@ class Jitted:
                 f"jit of {described(self.fn)}: got {', '.join(named)} by name, wanted all arguments by position, which "
                 "is how donate and layouts name them"
             )
+        again, tracing = self._again, is_tracing()
+        if again is not None and args and type(args[0]) is State and not tracing:
+            made = args[0].untouched(again.compiled.whole)
+            if made is not None:
+                rest, spec = optree.tree_flatten(cast("Any", args[1:]))
+                if spec == again.spec and signature_of(rest, self._several) == again.signature:
+                    return again.compiled.again(args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
         leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
-        if is_tracing():
+        if tracing:
             return self._call_inside(args, leaves, (spec, tuple(signature_of(leaves, labels=True))))
         signature = signature_of(leaves, self._several)
         # Compared with the last one before it is hashed, because this runs at every step for every leaf.
@@ -128,7 +193,11 @@ class Jitted:
                 self._tell_second(spec, signature)
                 self.cache[key] = self._build(args, leaves)
             last = self._last = (signature, spec, self.cache[key])
-        compiled = last[2]
+        compiled, self._again = last[2], None
+        if compiled.whole is not None:
+            others = optree.tree_structure(cast("Any", args[1:]))
+            self._again = Again(compiled, others, last[0][compiled.whole.state.num_leaves :])
+        # Nothing comes after the call: what is interrupted there would lose its result, and the donated state with it.
         return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
 
     def _tell_second(self, spec, signature) -> None:
@@ -311,6 +380,12 @@ def _known_of_outputs(traced: Traced, donated: Mapping[int, int], checked: bool)
     for out, given in donated.items():
         labels[out] = traced.in_labels[given]
     return labels
+
+
+def _share_memory(donated: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+    """Whether one of the outputs has memory of the new values of donated leaves."""
+    memory = {storage_number(x.untyped_storage()) for x in donated}
+    return any(storage_number(x.untyped_storage()) in memory for x in outs)
 
 
 def _communicates(traced: Traced) -> bool:

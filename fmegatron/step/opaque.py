@@ -2,15 +2,17 @@
 
 Each entry is an operator of its own in torch's dispatcher, named after the function and a digest of its graph, so equal
 graphs share one operator, names agree across ranks and processes (the compile cache can be shared), and the operator
-itself leads back to the graph inside it (`node.target.entry`), for what checks, simulates or counts it.
+itself leads back to the graph inside it (`entry_of`), for what checks, simulates or counts it.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import operator
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,6 @@ import torch
 from torch import fx
 
 from fmegatron.collectives import ALL_TO_ALL_ROWS, PPERMUTE, collective_of
-from fmegatron.layout import Mesh
 from fmegatron.step.graph.nodes import entry_of, items_of, meta_of, opaque_entries, user_line
 from fmegatron.step.output_buffers import with_own_outputs
 from fmegatron.step.overlap import Overlap
@@ -32,8 +33,11 @@ __all__ = ["Entry", "inline_layers"]
 _SYMBOLIC, _COMPILED = "fmegatron_layer", "fmegatron_compiled"
 
 
-def _define(namespace: str, name: str, run, out_meta, entry) -> Op:
-    """Register `name(Tensor[] args) -> Tensor[]`. Raw registration: torch.library.custom_op costs 0.15 ms per call."""
+def _define(namespace: str, name: str, run, out_meta, entry) -> tuple[Op, torch.library.Library]:
+    """Register `name(Tensor[] args) -> Tensor[]`. Raw registration: torch.library.custom_op costs 0.15 ms per call.
+
+    entry: what `entry_of` gives for a node that calls it. The operator is gone when its library is.
+    """
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"{name}(Tensor[] args) -> Tensor[]")
     library.impl(name, lambda args: run(*args), "CompositeExplicitAutograd")
@@ -45,8 +49,8 @@ def _define(namespace: str, name: str, run, out_meta, entry) -> Op:
 
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     op = getattr(getattr(torch.ops, namespace), name).default
-    op.entry, op.library = entry, library  # the operator keeps its library, and so itself, alive
-    return op
+    op.entry = entry
+    return op, library
 
 
 def _existing(namespace: str, name: str):
@@ -66,8 +70,8 @@ class Entry:
         self.called_at = line_here()
         self.name, self.graph_module, self.fakes, self.fake_mode = name, graph_module, fakes, fake_mode
         self.out_meta = [meta_of(n.meta["val"]) for n in items_of(graph_module.graph.output_node().args[0])]
-        self.bound = {}
-        self.op = _define(_SYMBOLIC, name, graph_module, self.out_meta, self)
+        self.alone: dict[Target, Bound] = {}  # compiled without ranks
+        self.op, self.library = _define(_SYMBOLIC, name, graph_module, self.out_meta, self)
 
     @classmethod
     def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Entry:
@@ -90,17 +94,18 @@ class Entry:
         if target.overlap is not None and not opaque_entries(graph):
             hides = any(collective_of(node.target) in (ALL_TO_ALL_ROWS, PPERMUTE) for node in graph.nodes)
             target = replace(target, overlap=Overlap(0, bucket_bytes=0, join_ends=False) if hides else None)
-        if target not in self.bound:
-            # The ranks of a mesh have bound it as often for this mesh, but not all of them for smaller ones.
-            mesh = _mesh_of(target)
-            before = sum(_mesh_of(known) == mesh for known in self.bound)
-            where = "" if mesh is None else "_" + re.sub(r"[^0-9a-zA-Z]+", "_", str(mesh))
-            self.bound[target] = Bound(self, target, f"{self.name}{where}_{before}")
-        return self.bound[target].op
+        world = target.world
+        # What is compiled for ranks is kept by their World and ends with it: an operator lives as long as the process.
+        known = self.alone if world is None else world.compiled.setdefault(self, {})
+        if target not in known:
+            where = "" if world is None else "_" + re.sub(r"[^0-9a-zA-Z]+", "_", str(world.mesh))
+            known[target] = Bound(self, target, _free(f"{self.name}{where}_"))
+        return known[target].op
 
 
-def _mesh_of(target: Target) -> Mesh | None:
-    return None if target.world is None else target.world.mesh
+def _free(name: str) -> str:
+    """The first name of a compiled operator that is free: the same on all ranks, which make the same Worlds."""
+    return next(f"{name}{n}" for n in itertools.count() if _existing(_COMPILED, f"{name}{n}") is None)
 
 
 def _constants(graph_module) -> list[str]:
@@ -122,7 +127,8 @@ class Bound:
         self.run: Callable[..., Any] | None = None
         self.name, self.label = entry.name, entry.name.rpartition("_")[0]  # with the digest of the graph, and without
         self.graph_module = self.program.graph_module
-        self.op = _define(_COMPILED, name, self._call, entry.out_meta, self)
+        myself: weakref.ReferenceType[Bound] = weakref.ref(self)
+        self.op, self.library = _define(_COMPILED, name, functools.partial(_call, myself), entry.out_meta, myself)
 
     def compile(self) -> None:
         """Compile if that is not done yet."""
@@ -130,10 +136,17 @@ class Bound:
             run = self.program.compile()
             self.run = run if self.program.target.backend == "inductor" else below_autograd(run)
 
-    def _call(self, *args):
+    def __call__(self, *args):
         self.compile()
         assert self.run is not None, "it is compiled"
         return list(self.run(*args))
+
+
+def _call(bound: weakref.ReferenceType[Bound], *args):
+    """Call what a World keeps: whoever calls it has the World."""
+    found = bound()
+    assert found is not None, "a program keeps its World"
+    return found(*args)
 
 
 # ---- inlining --------------------------------------------------------------------------------------------------------

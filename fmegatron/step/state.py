@@ -3,24 +3,134 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
 
+import optree
 import torch
 
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
+from fmegatron.step.torch_private import EVERY_NAMESPACE, register_node
 from fmegatron.tree.spec import strategy_of
 
-__all__ = ["State", "averaged_params", "moved", "placements", "require_optimizer", "require_state", "state_specs"]
+__all__ = [
+    "State",
+    "Unseen",
+    "averaged_params",
+    "moved",
+    "placements",
+    "require_optimizer",
+    "require_state",
+    "state_specs",
+]
 
 
-class State(NamedTuple):
-    """What a run carries from step to step: number of steps done (0-d int64), parameters, optimizer state."""
+class Unseen(NamedTuple):
+    """The inside of a State into which nobody has looked. by: who made it, and may take it whole; told by identity."""
 
-    step: Any
-    params: Any
-    opt: Any
+    by: object
+    leaves: list[torch.Tensor]
+    spec: optree.PyTreeSpec
+
+
+class State(Sequence):
+    """What a run carries from step to step: number of steps done (0-d int64), parameters, optimizer state.
+
+    A node of trees with the paths "step", "params/..." and "opt/...", and in use a NamedTuple of its three fields:
+    `step, params, opt = state`, `state._replace(params=params)`. It cannot be changed.
+
+    What a donated call of `jit` returned makes its fields when somebody looks into it. As long as nobody has, nobody
+    else has its tensors, and the next donated call of the same jit takes it whole: no leaf is asked for anything, and
+    the given State is dead at once. Looking into a State that was donated raises ValueError.
+    """
+
+    __slots__ = ("_ended", "_fields_made", "_unseen")
+    _fields: ClassVar[tuple[str, ...]] = ("step", "params", "opt")
+
+    def __init__(self, step: Any, params: Any, opt: Any):
+        self._fields_made, self._unseen, self._ended = (step, params, opt), None, None
+
+    @classmethod
+    def unseen(cls, made: Unseen) -> State:
+        """A State of these leaves, into which nobody has looked."""
+        self = object.__new__(cls)
+        self._fields_made, self._unseen, self._ended = None, made, None
+        return self
+
+    def untouched(self, by: object) -> Unseen | None:
+        """Its leaves, if `by` made it and nobody has looked into it; None: it is taken leaf by leaf."""
+        return self._unseen if self._unseen is not None and self._unseen.by is by else None
+
+    def end(self, error: ValueError) -> None:
+        """Donated whole: the leaves are let go, and every look raises `error`."""
+        self._fields_made, self._unseen, self._ended = None, None, error
+
+    def revive(self, made: Unseen) -> None:
+        """`end` taken back: nobody got the result of the call, so its leaves are this State's."""
+        self._fields_made, self._unseen, self._ended = None, made, None
+
+    @property
+    def step(self) -> Any:
+        """Updates done, 0-d int64."""
+        return self._seen()[0]
+
+    @property
+    def params(self) -> Any:
+        """The tree of the parameters."""
+        return self._seen()[1]
+
+    @property
+    def opt(self) -> Any:
+        """The optimizer's state."""
+        return self._seen()[2]
+
+    def _seen(self) -> tuple[Any, Any, Any]:
+        if self._ended is not None:
+            raise ValueError(*self._ended.args)
+        if self._unseen is not None:
+            made = self._unseen
+            state = cast("State", optree.tree_unflatten(made.spec, made.leaves))
+            self._fields_made, self._unseen = state._fields_made, None
+        return self._fields_made  # pyright: ignore[reportReturnType]  one of the three is always there
+
+    def _replace(self, **fields: Any) -> State:
+        return State(**{**self._asdict(), **fields})
+
+    def _asdict(self) -> dict[str, Any]:
+        return dict(zip(State._fields, self._seen(), strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._seen())
+
+    def __len__(self) -> int:
+        return len(State._fields)
+
+    def __getitem__(self, i: int) -> Any:
+        return self._seen()[i]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self._seen() == other._seen()
+
+    def __reduce__(self) -> tuple:
+        return State, self._seen()
+
+    def __repr__(self) -> str:
+        if self._ended is not None:
+            return f"<State that was donated: {self._ended}>"
+        return f"State({', '.join(f'{name}={x!r}' for name, x in self._asdict().items())})"
+
+
+# A class of ours is no node of trees by itself: optree, and torch.func by torch's own trees, are told what is in it.
+cast("Any", optree.register_pytree_node)(  # its types want a Collection
+    State,
+    lambda state: (state._seen(), None, State._fields),
+    lambda _, fields: State(*fields),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=EVERY_NAMESPACE,
+)
+register_node(State, lambda state: (list(state._seen()), None), lambda fields, _: State(*fields))
 
 
 def placements(param_layouts: tree.Tree, strategy: DataParallel) -> Placed:
@@ -121,4 +231,4 @@ def require_state(state: Any, batch: Any) -> None:
 
 
 def _is_state(x: Any) -> bool:
-    return all(hasattr(x, name) for name in State._fields)
+    return isinstance(x, State) or all(hasattr(x, name) for name in State._fields)  # one's own, with more in it, is one

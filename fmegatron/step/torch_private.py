@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch._decomp
 import torch._inductor
+from optree.registry import __GLOBAL_NAMESPACE as EVERY_NAMESPACE  # optree has no public name for it
 from torch._functorch import config as _functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, min_cut_rematerialization_partition
@@ -32,6 +33,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import register_pytree_node as register_node
 
 try:
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -46,6 +48,7 @@ __all__ = [
     "UNSAFE_VIEW",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "EVERY_NAMESPACE",
     "FakeTensor",
     "FakeTensorMode",
     "Op",
@@ -70,6 +73,7 @@ __all__ = [
     "overload_name",
     "profiled_events",
     "quiet_about_shapes",
+    "register_node",
     "storage_number",
     "storage_uses",
     "tensor_uses",

@@ -56,9 +56,8 @@ def build_train_step(
         precision: in which dtypes gradients are reduced and added up (the model's own policy states how weights are
             gathered); None: as the backward makes them, and microbatches in fp32.
         microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
-            microbatches)`, so that microbatch m is the same rows on every mesh (`data.Batches.for_rank` does that, and
-            `loop.train` refuses another layout of its; a tensor does not state which rows it has, so what was split by
-            hand is taken as it is).
+            microbatches)`, so that microbatch m is the same rows on every mesh (`loop.Run` and `loop.own_rows` do
+            that, and a jit refuses another layout of arrays that know theirs).
         weight: of a loss that is a tensor, see `accumulate`; it is the mean over all tokens if the metrics have
             "tokens".
         twice: counts may depend on the parameters with several microbatches, for one more forward pass of each.

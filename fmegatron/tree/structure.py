@@ -131,6 +131,17 @@ def _differences(got: optree.PyTreeSpec, wanted: optree.PyTreeSpec, path: str) -
     return lines
 
 
+def fields_of(node: Any) -> tuple[str, ...] | None:
+    """The names of the fields of a NamedTuple, and of a class that trees know by its attributes (`step.State`)."""
+    spec = optree.tree_structure(node, is_leaf=lambda x: x is not node)
+    if spec.type is None or spec.type is type(None):
+        return None
+    if optree.is_namedtuple_class(spec.type):
+        return spec.type._fields
+    entries = [accessor[0] for accessor in spec.accessors()]
+    return tuple(map(str, spec.entries())) if entries and isinstance(entries[0], optree.GetAttrEntry) else None
+
+
 def _names(spec: optree.PyTreeSpec) -> list:
     return list(getattr(spec.type, "_fields", spec.entries()))
 

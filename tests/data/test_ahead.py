@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fmegatron import loop
-from fmegatron.data import Batches, ahead
+from fmegatron.data import Batches, ahead, source
 from tests.data.test_batches import COUNTING
 
 
@@ -17,7 +17,7 @@ def test_the_same_batches_in_any_order_of_numbers():
     batches = Batches(COUNTING, 4, 16, seed=1)
     numbers = [0, 1, 2, 3, 7, 8, 8, 2, 3, 100, 4, 5]
     for depth in (1, 2, 5):
-        with ahead(batches.at, depth) as batch_at:
+        with ahead(batches, depth) as batch_at:
             for n in numbers:
                 assert torch.equal(batch_at(n)["tokens"], batches.at(n)["tokens"])
 
@@ -25,6 +25,7 @@ def test_the_same_batches_in_any_order_of_numbers():
 def test_the_next_ones_are_made_while_one_is_used():
     made, go = [], threading.Event()
 
+    @source
     def batch_at(n):
         made.append(n)
         if n == 5:
@@ -40,6 +41,7 @@ def test_the_next_ones_are_made_while_one_is_used():
 
 
 def test_an_error_comes_up_at_the_step_that_needs_the_batch():
+    @source
     def batch_at(n):
         if n == 3:
             raise OSError("the disk is gone")
@@ -59,6 +61,7 @@ def test_an_error_comes_up_at_the_step_that_needs_the_batch():
 def test_a_killed_thread_is_an_error_within_seconds(busy):
     reading = threading.Event()
 
+    @source
     def batch_at(n):
         if busy and n == 3:
             reading.set()
@@ -79,13 +82,19 @@ def test_a_killed_thread_is_an_error_within_seconds(busy):
 
 
 def test_it_ends():
-    with ahead(lambda n: n) as reader:
+    with ahead(source(lambda n: n)) as reader:
         assert reader(0) == 0
     reader._thread.join(5)
     assert not reader._thread.is_alive()
     with pytest.raises(RuntimeError, match="batch 1 was asked for after close"):
         reader(1)
-    for wrong, message in (((3,), "batch_at: got"), ((lambda n: n, 0), "depth: got 0"), ((lambda n: n, 1.5), "depth")):
+    numbers = source(lambda n: n)
+    for wrong, message in (
+        ((3,), "ahead: got 3"),
+        ((lambda n: n,), r"wanted a data.Source; give data.source\(function\)"),
+        ((numbers, 0), "depth: got 0"),
+        ((numbers, 1.5), "depth"),
+    ):
         with pytest.raises(ValueError, match=message), ahead(*wrong):
             pass
 
@@ -107,12 +116,12 @@ def test_the_loop_reads_ahead_and_states_how_long_it_waited():
         return state, {"loss": torch.tensor(1.0)}
 
     batches = Batches(Slow(), 2, 8, seed=3)
-    infos = list(loop.train(step, {"w": torch.zeros(1)}, batches.at, steps=12, start=2, log_every=4))
+    infos = list(loop.train(step, {"w": torch.zeros(1)}, batches, steps=12, start=2, log_every=4))
     assert all(torch.equal(x, batches.at(n)["tokens"]) for n, x in enumerate(seen, 2)) and len(seen) == 10
     records = [info.record() for info in infos if info.metrics]
     assert [info.step for info in infos if info.metrics] == [3, 4, 8, 12]
     assert all(record["time_data"] < 0.02 for record in records[1:]) and records[0]["time_data"] > 0
-    plain = [info.record() for info in loop.train(step, {"w": torch.zeros(1)}, lambda n: batches.at(n), steps=1)]
-    assert "time_data" not in plain[0]
+    own = [info.record() for info in loop.train(step, {"w": torch.zeros(1)}, source(batches.at), steps=1)]
+    assert own[0]["time_data"] > 0  # a function of one's own is read ahead as well
     assert not [t for t in threading.enumerate() if t.name == "fmegatron-data-ahead" and t.is_alive() and t.join(2)]
     assert np.isfinite(records[-1]["seconds"])

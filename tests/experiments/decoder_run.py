@@ -14,10 +14,10 @@ from typing import Literal
 import numpy
 import torch
 
-from fmegatron import checkpoint, data, loop, model, optim, step, tree
+from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.loop import Patience, Restart, Run, field
+from fmegatron.loop import Faults, Local, Log, Options, Restart, Run, Save, Until, field
 from tests import writers
 from tests.fresh import Process, Twin
 
@@ -28,7 +28,7 @@ BATCH, SEQ, STEPS, VOCAB = 8, 16, 12, 61
 @dataclass(frozen=True)
 class Config:
     mesh: Mesh = field(Mesh(), resume="named")
-    run: str = field("runs/decoder", resume="free")
+    folder: str = field("runs/decoder", resume="free")
     dtype: Literal["float64", "float32"] = field("float32", resume="refused")
     steps: int = field(STEPS, resume="named", least=1)
     save_every: int = field(3, resume="free", least=1)
@@ -36,10 +36,10 @@ class Config:
     microbatches: int = field(1, resume="named", least=1)
     backend: str = field("eager", resume="free")
     inject: str = field("", resume="free")
-    restarts: int = field(-1, resume="free")  # -1: no restart in the process
-    local: bool = field(False, resume="free")
+    restarts: int = field(0, resume="free")  # 0: no restart in the process
+    near: bool = field(False, resume="free")
     step_s: float = field(300.0, resume="free", above=0)  # how long an update may take
-    signal: str = field("", resume="free")  # NAME:RANK:STEP, what a rank gets behind an update
+    sent: str = field("", resume="free")  # NAME:RANK:STEP, what a rank gets behind an update
 
     __post_init__ = loop.check
 
@@ -55,25 +55,27 @@ def main(config):
     train_step = step.build_train_step(loss, optimizer, tree.layouts(specs), axes, microbatches=config.microbatches)
     compiled = step.jit(train_step, donate=0, world=world, backend=config.backend)
     rows = DataParallel().batch_layout((BATCH, SEQ), torch.int64, config.mesh, config.microbatches)
+    local = Local(f"{config.folder}-local" if config.near else "", "run", every=2, copies=1)
     run = Run(
-        config.run,
+        config.folder,
         compiled,
         step.Description(train_step, step.state_specs(specs, optimizer), rows, config.microbatches),
         world=world,
         settings=config,
-        log_every=1,
-        save_every=config.save_every,
-        async_save=config.async_save,
-        restart=Restart(config.restarts, meet_s=30) if config.restarts >= 0 else None,
-        local=checkpoint.LocalReplicas(f"{config.run}-local", "run", world, copies=1) if config.local else None,
-        local_every=2,
-        patience=Patience(step=config.step_s) if world.size > 1 else None,
-        signals={"SIGUSR1": "stop"},
-        inject=config.inject,
+        options=Options(
+            log=Log(every=1),
+            save=Save(config.save_every, in_background=config.async_save, local=local),
+            until=Until(signals=("SIGUSR1=stop",)),
+            faults=Faults(
+                restart=Restart(config.restarts, meet_s=30),
+                patience=f"step={config.step_s}" if world.size > 1 else "off",
+                inject=config.inject,
+            ),
+        ),
     )
     batches = data.Batches(ids, BATCH, SEQ, seed=3)
-    run.step = noted(compiled, f"{config.run}-rows-{rank}")
-    name, to, at = (config.signal or "-:-:-").split(":")
+    run.step = noted(compiled, f"{config.folder}-rows-{rank}")
+    name, to, at = (config.sent or "-:-:-").split(":")
     for info in run(batches, config.steps):
         if (to, at) == (rank, str(info.step)):
             os.kill(os.getpid(), getattr(signal, name))

@@ -55,7 +55,7 @@ def happen(kind, state, go):
 
 def main(config):
     """The run with the faults of this attempt; the last attempt is followed by the run that had none."""
-    rank, train, count, due = int(os.environ["RANK"]), loop.train, Path(f"{config.run}-faults"), {}
+    rank, train, count, due = int(os.environ["RANK"]), loop.train, Path(f"{config.run.folder}-faults"), {}
     attempt = count.stat().st_size if count.exists() else 0
     for fault in filter(None, ATTEMPTS[attempt].split("+")):
         kind, where, when = fault.split(":")
@@ -72,7 +72,7 @@ def main(config):
                 if due[number] not in ("stop", "wait"):
                     with count.open("a") as file:
                         file.write("x")
-                happen(due.pop(number), state, Path(f"{config.run}-go"))
+                happen(due.pop(number), state, Path(f"{config.run.folder}-go"))
             return step(state, batch)
 
         return train(faulty, state, batch_at, **settings)
@@ -80,7 +80,8 @@ def main(config):
     loop.train = with_faults
     result = EXPERIMENT.main(config)
     if attempt == len(ATTEMPTS) - 1:
-        EXPERIMENT.main(dataclasses.replace(config, run=f"{config.run}-clean"))
+        clean = dataclasses.replace(config.run, folder=f"{config.run.folder}-clean")
+        EXPERIMENT.main(dataclasses.replace(config, run=clean))
     return result
 
 

@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from fmegatron import checkpoint, loop, tree
+from fmegatron import data, loop, tree
 from fmegatron.collectives import Axes, connect, enter, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import LossSpike, Patience, Restart, Run, field
+from fmegatron.loop import Faults, Local, Log, LossSpike, Options, Restart, Run, Save, field
 from fmegatron.step import jit
 from tests import writers
 from tests.fresh import Process, Twin
@@ -26,7 +26,7 @@ from tests.fresh import Process, Twin
 @dataclass(frozen=True)
 class Config:
     mesh: Mesh = field(Mesh(fsdp=1), resume="named")
-    run: str = field("runs/injected", resume="free")
+    folder: str = field("runs/injected", resume="free")
     steps: int = field(8, resume="named", least=1)
     save_every: int = field(2, resume="free", least=1)
     async_save: bool = field(False, resume="free")
@@ -39,8 +39,8 @@ class Config:
     save_limit_s: float = field(0.0, resume="free")  # of saves; 0: limit_s
     setup_s: float = field(60.0, resume="free", above=0)
     pause_s: float = field(0.0, resume="free")  # behind each update, so that what a rank does is seen by the others
-    restarts: int = field(-1, resume="free")  # -1: no restart in the process
-    local: bool = field(False, resume="free")
+    restarts: int = field(0, resume="free")  # 0: no restart in the process
+    near: bool = field(False, resume="free")
     on_nonfinite: str = field("raise", resume="free")
     on_failed_save: str = field("raise", resume="free")
     spike: float = field(0.0, resume="free")
@@ -115,7 +115,7 @@ def main(config):
 
     def step(state, batch):
         state, metrics = compiled(state, batch)
-        with open(f"{config.run}-updates-{process}", "a") as file:
+        with open(f"{config.folder}-updates-{process}", "a") as file:
             file.write(".")
         time.sleep(config.pause_s)
         if process == config.faulty_rank and float(batch.flatten()[0]) == bad_batch[0]:
@@ -124,46 +124,44 @@ def main(config):
 
     bad_batch = [float(part.flatten()[0]) for part in rows(3).chunk(world.size)][config.faulty_rank :][:1]
 
-    def batch_at(position):
-        return tree.place(rows(position, dtype).chunk(world.size)[world.rank].clone(), specs["w"].layout, world.rank)
+    @data.source
+    def batches(position):
+        return rows(position, dtype)
 
     seconds = config.limit_s
     limits = ("step", "save", "evaluation", "caller", "restart", "end")
+    local = Local(f"{config.folder}-local" if config.near else "", "run", every=1, copies=1)
+    slow = {**dict.fromkeys(limits, seconds), "save": config.save_limit_s or seconds}
+    patience = ",".join(f"{k}={v}" for k, v in {"setup": config.setup_s, "compile": 60, "factor": 2, **slow}.items())
     run = Run(
-        config.run,
+        config.folder,
         step,
         specs,
         world=world,
         settings=config,
         evaluate=lambda state: {"norm": float(psum((state["w"] ** 2).sum(), real)) if world.size > 1 else 0.0},
-        log_every=1,
-        eval_every=4,
-        save_every=config.save_every,
-        async_save=config.async_save,
-        patience=Patience(
-            setup=config.setup_s,
-            compile=60.0,
-            factor=2,
-            **{**dict.fromkeys(limits, seconds), "save": config.save_limit_s or seconds},
-        )
-        if seconds
-        else None,
-        restart=Restart(config.restarts, meet_s=20) if config.restarts >= 0 else None,
-        local=checkpoint.LocalReplicas(f"{config.run}-local", "run", world, copies=1) if config.local else None,
-        local_every=1,
-        on_nonfinite=config.on_nonfinite,
-        on_failed_save=config.on_failed_save,
-        spike=LossSpike(config.spike, warmup=3) if config.spike else None,
-        hash_every=config.hash_every or None,
-        inject=config.inject,
+        options=Options(
+            log=Log(every=1, eval_every=4),
+            save=Save(
+                config.save_every, in_background=config.async_save, on_failure=config.on_failed_save, local=local
+            ),
+            faults=Faults(
+                patience=patience if seconds else "off",
+                restart=Restart(config.restarts, meet_s=20),
+                nonfinite=config.on_nonfinite,
+                spike=LossSpike(config.spike, warmup=3),
+                hash_every=config.hash_every or None,
+                inject=config.inject,
+            ),
+        ),
     )
     real = Axes(config.mesh, world)["fsdp"] if world.size > 1 else None
-    for info in run(batch_at, steps=config.steps):
+    for info in run(batches, steps=config.steps):
         if info.step == run.start + 1:
-            with open(f"{config.run}-held-{process}", "a") as file:
+            with open(f"{config.folder}-held-{process}", "a") as file:
                 file.write(json.dumps(what_is_held()) + "\n")
         if world.rank == 0:
-            with open(f"{config.run}-times", "a") as file:
+            with open(f"{config.folder}-times", "a") as file:
                 file.write(f"{info.step} {time.time()}\n")
     print(f"end: {state_hash(run.state)}", flush=True)
     return run.metrics

@@ -49,8 +49,8 @@ def start(python, folder, *flags, launch=("--standalone",), restarts=1, ranks=4,
     command = [sys.executable, "-m", "torch.distributed.run", *launch, f"--max-restarts={restarts}"]
     command += [f"--nproc-per-node={ranks}", ROOT / f"tests/experiments/{program}.py"]
     command += ["--forked-writers"] if "--async_save" in flags else []
-    flags = (f"--run={folder / 'run'}", f"--mesh={f'fsdp={ranks}' if mesh is None else mesh}", *flags)
-    command += [flag.replace("--", "--config_", 1) for flag in flags]  # torchrun has abbreviations of its own
+    flags = (f"--folder={folder / 'run'}", f"--mesh={f'fsdp={ranks}' if mesh is None else mesh}", *flags)
+    command += flags
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     number = len(list(folder.glob("stdout*")))
     files = {name: open(folder / f"{name}{number}", "w+") for name in ("stdout", "stderr")}

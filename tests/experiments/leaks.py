@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fmegatron import tree
+from fmegatron import data, tree
 from fmegatron.collectives import connect
 from fmegatron.collectives import world as world_module
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Run
+from fmegatron.loop import Faults, Log, Options, Run, Save
 
 WAITS = (
     "barrier",
@@ -56,12 +56,10 @@ def long_run(rank, folder, size, steps, marks, log_every):
             lambda state, batch: ({"w": state["w"] + batch}, {"loss": (state["w"] ** 2).mean()}),
             specs_on(mesh),
             world=world,
-            log_every=log_every,
-            save_every=steps // 4,
-            eval_every=steps // 4,
             evaluate=lambda state: {"heldout_loss": 1.0},
+            options=Options(log=Log(every=log_every, eval_every=steps // 4), save=Save(every=steps // 4)),
         )
-        for info in run(lambda position: torch.ones(()), steps):
+        for info in run(data.source(lambda position: torch.ones(())), steps):
             if info.step in marks:
                 seen[info.step] = held()
     return seen
@@ -135,8 +133,14 @@ def counted_run(rank, folder, size, steps, log_every):
     with connect(mesh) as world:
         before, world_module.dist = world_module.dist, Noted()
         try:
-            run = Run(folder, step, specs_on(mesh), world=world, log_every=log_every, save_every=steps, hash_every=None)
-            for _ in run(lambda position: position + 1, steps):
+            run = Run(
+                folder,
+                step,
+                specs_on(mesh),
+                world=world,
+                options=Options(log=Log(every=log_every), save=Save(every=steps), faults=Faults(hash_every=None)),
+            )
+            for _ in run(data.source(lambda position: position + 1), steps):
                 pass
         finally:
             world_module.dist = before

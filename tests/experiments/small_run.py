@@ -5,22 +5,17 @@ from pathlib import Path
 
 import torch
 
-from fmegatron import checkpoint, loop, tree
+from fmegatron import checkpoint, data, loop, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import field
+from fmegatron.loop import Log, Options, Save, field
 
 
 @dataclass(frozen=True)
 class Config:
     mesh: Mesh = field(Mesh(fsdp=1), resume="named")
-    run: str = field("runs/small", resume="free")
-    allow: tuple[str, ...] = field((), resume="free")
+    run: Options = Options("runs/small", 12, log=Log(2), save=Save(3))
     width: int = field(8, resume="refused", least=2)
-    steps: int = field(12, resume="named", least=1)
-    save_every: int = field(3, resume="free", least=1)
-    log_every: int = field(2, resume="free", least=1)
-    async_save: bool = field(False, resume="free")
     timeout_s: float = field(1800.0, resume="free", above=0)
 
     __post_init__ = loop.check
@@ -28,34 +23,35 @@ class Config:
 
 def main(config):
     """Fit a matrix to noise, its rows split over fsdp; returns the last loss."""
-    world, run = connect(config.mesh, timeout_s=config.timeout_s), Path(config.run)
+    world, run = connect(config.mesh, timeout_s=config.timeout_s), Path(config.run.folder)
     axis = Axes(config.mesh, world if world.size > 1 else None)["fsdp"]
     layout = Layout((config.width, 4), torch.float32, config.mesh, ("fsdp",))
     specs = {"w": tree.ArraySpec(layout, tree.Normal(1.0))}
-    rows = [box.slices for box in layout.boxes(world.rank)][0]
 
     def step(state, batch):
         error = state["w"] - batch
         return {"w": state["w"] - 0.01 * error}, {"loss": psum((error**2).sum(), axis)}
 
-    def batch_at(position):
-        return torch.randn(config.width, 4, generator=torch.Generator().manual_seed(position))[rows]
+    @data.source
+    def noise(position):
+        return torch.randn(config.width, 4, generator=torch.Generator().manual_seed(position))
 
-    settings = loop.Settings(config, allow=config.allow, data="noise")
+    rows = loop.own_rows(noise, specs, world)
+    settings = loop.Settings(config, data="noise")
     manager, result = checkpoint.Manager(run / "checkpoints", keep=2, world=world), None
     with checkpoint.claim(run, world=world) as claim:
         begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank))
         records = loop.JsonLines(run / "metrics.jsonl", after=begun.step)
-        with loop.Log(records, active=world.rank == 0) as log, loop.catch() as stop, manager:
-            where = {"steps": config.steps, "start": begun.step, "log_every": config.log_every}
-            for info in loop.train(step, begun.state, batch_at, **where, stop=stop, world=world):
+        with loop.Loggers(records, active=world.rank == 0) as log, loop.catch() as stop, manager:
+            where = {"steps": config.run.steps, "start": begun.step, "log_every": config.run.log.every}
+            for info in loop.train(step, begun.state, rows, **where, stop=stop, world=world):
                 if info.metrics:
                     log(info.step, info.metrics)
                     result = info.metrics["loss"]
-                if info.last or info.step % config.save_every == 0:
+                if info.last or info.step % config.run.save.every == 0:
                     claim.check()
                     known = settings.metadata(config.width * info.step)
-                    how = {"finite": info.finite(), "wait": info.last or not config.async_save}
+                    how = {"finite": info.finite(), "wait": info.last or not config.run.save.in_background}
                     manager.save(info.step, info.state, specs, known, **how)
                 manager.poll()
                 if info.stopping:

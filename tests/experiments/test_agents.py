@@ -28,7 +28,7 @@ def agents(port, least=2):
 @pytest.mark.slow
 def test_a_job_goes_on_with_the_node_that_is_left(python, ranks, tmp_path):
     """Two agents of two ranks; all of the second is killed. The first begins again, its free axis with two ranks."""
-    values = {"mesh": Mesh(fsdp=4), "run": f"{tmp_path / 'clean'}", "dtype": "float64"}
+    values = {"mesh": Mesh(fsdp=4), "folder": f"{tmp_path / 'clean'}", "dtype": "float64"}
     ranks.run(trained, values, ranks=4)
     flags = ("--dtype=float64", "--inject=hang:rank=3,step=8")
     how = {"mesh": "fsdp=*", "ranks": 2, "restarts": 3, "program": "decoder_run"}
@@ -53,7 +53,7 @@ def test_a_job_goes_on_with_the_node_that_is_left(python, ranks, tmp_path):
 @pytest.mark.parametrize("kind", ["kill", "hang"])
 def test_a_fault_on_one_node_restarts_both(python, ranks, tmp_path, kind):
     """Two agents on two addresses; the run ends with the bits of one that had no fault."""
-    ranks.run(trained, {"mesh": Mesh(fsdp=4), "run": f"{tmp_path / 'clean'}"}, ranks=4)
+    ranks.run(trained, {"mesh": Mesh(fsdp=4), "folder": f"{tmp_path / 'clean'}"}, ranks=4)
     flags = (f"--inject={kind}:rank=3,step=8", "--step_s=5")
     how = {"mesh": "fsdp=4", "ranks": 2, "restarts": 2, "program": "decoder_run"}
     jobs = [start(python, tmp_path, *flags, launch=launch, **how) for launch in agents(free_port())]

@@ -37,12 +37,12 @@ def on_rank(rank, config):
 
 @pytest.mark.long
 def test_it_learns_and_goes_on_from_two_ranks(tmp_path, ranks):
-    first = main(Config(run=str(tmp_path / "one"), **{**SMALL, "steps": 1}))
-    alone = main(Config(run=str(tmp_path / "one"), **SMALL))
+    first = main(Config(folder=str(tmp_path / "one"), **{**SMALL, "steps": 1}))
+    alone = main(Config(folder=str(tmp_path / "one"), **SMALL))
     assert alone["loss"] < first["loss"] - 1
     ranks.run(on_rank, Config(Mesh(fsdp=2), str(tmp_path / "two"), **{**SMALL, "steps": 7}), ranks=2)
     assert checkpoint.Manager(tmp_path / "two").latest() == 7
-    assert main(Config(run=str(tmp_path / "two"), **SMALL)) == pytest.approx(alone, abs=1e-9)
+    assert main(Config(folder=str(tmp_path / "two"), **SMALL)) == pytest.approx(alone, abs=1e-9)
 
 
 def test_it_is_small():

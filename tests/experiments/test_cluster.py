@@ -65,16 +65,16 @@ def test_the_manifest_is_one_of_kubernetes():
     labels, selector = spec["template"]["metadata"]["labels"], service["spec"]["selector"]
     assert selector.items() <= labels.items()
     (ranks,) = pod["containers"]
-    flags = dict(re.fullmatch(r"--([\w-]+)=(.*)", arg).groups() for arg in ranks["args"] if arg.startswith("--"))
+    flags = dict(re.fullmatch(r"--([\w.-]+)=(.*)", arg).groups() for arg in ranks["args"] if arg.startswith("--"))
     assert spec["completions"] == spec["parallelism"] == int(flags["nnodes"]) and spec["completionMode"] == "Indexed"
     assert int(flags["nproc-per-node"]) == ranks["resources"]["limits"]["nvidia.com/gpu"]
     host, _, port = flags["rdzv-endpoint"].partition(":")
     assert host == f"{job['metadata']['name']}-0.{pod['subdomain']}"  # as the pods of an indexed Job are called
     assert int(port) == ranks["ports"][0]["containerPort"]
-    mesh = [int(part.partition("=")[2]) for part in flags["config_mesh"].split(",")]
+    mesh = [int(part.partition("=")[2]) for part in flags["mesh"].split(",")]
     assert mesh[0] * mesh[1] == int(flags["nnodes"]) * int(flags["nproc-per-node"])
     mounts = {mount["name"] for mount in ranks["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in pod["volumes"]} and flags["config_run"].startswith("/runs")
+    assert mounts == {volume["name"] for volume in pod["volumes"]} and flags["run.folder"].startswith("/runs")
     assert (ROOT / next(arg for arg in ranks["args"] if arg.endswith(".py"))).exists()
 
 

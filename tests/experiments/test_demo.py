@@ -3,15 +3,16 @@
 import pytest
 
 from experiments import demo
+from tests.experiments.given import flags as flags_of
 from tests.experiments.test_shakespeare import SMALL
 
 
 @pytest.mark.long
 def test_demo(tmp_path, capfd):
     small = {name: value for name, value in SMALL.items() if name != "steps"}
-    flags = tuple(f"--config_{name}={value}" for name, value in {**small, "eval_every": 1000}.items())
+    flags = tuple(flags_of({**small, "eval_every": 1000}))
     meshes = {"first": "fsdp=2", "second": "fsdp=1"}  # four ranks: test_shakespeare.py
-    result = demo.main(demo.Config(run=str(tmp_path), steps=12, target=9.0, flags=flags, **meshes))
+    result = demo.main(demo.Config(folder=str(tmp_path), steps=12, target=9.0, flags=flags, **meshes))
     assert abs(result["before"] - result["after"]) <= 1e-5
     out = capfd.readouterr().out
     assert "held-out loss before the stop" in out and "Try next:" in out

@@ -16,6 +16,7 @@ import torch
 
 from fmegatron import checkpoint, loop, tree
 from fmegatron.layout import Mesh
+from tests.experiments.given import flags as flags_of
 from tests.experiments.test_shakespeare import SMALL
 from tests.house import ROOT
 
@@ -33,7 +34,7 @@ def job(tmp_path, python):
         torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, f"--max-restarts={len(attempts)}"]
         script = [str(ROOT / "tests/experiments/faulty_run.py"), experiment, ",".join(attempts)]
         flags = {"run": tmp_path / "run", **(SHAKESPEARE if "shakespeare" in experiment else SMALL_RUN), **changes}
-        command = [*torchrun, f"--nproc-per-node={ranks}", *script, *(f"--config_{k}={v}" for k, v in flags.items())]
+        command = [*torchrun, f"--nproc-per-node={ranks}", *script, *flags_of(flags)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         files = {name: open(tmp_path / f"{name}{len(running)}", "w+") for name in ("stdout", "stderr")}
         process = python.popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)

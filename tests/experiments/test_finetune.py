@@ -1,6 +1,5 @@
 """experiments/finetune.py: folders of random tiny models are trained on any mesh, and transformers loads the result."""
 
-import dataclasses
 import io
 import json
 
@@ -12,6 +11,7 @@ from fmegatron import loop, step
 from fmegatron.data.__main__ import main as data_command
 from fmegatron.layout import Mesh
 from fmegatron.model.__main__ import main as model_command
+from tests.experiments.given import made
 from tests.model.families.tiny_hf import config_of, model_of
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -36,11 +36,11 @@ def finetuned(rank, config):
 def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     theirs = folder(name, tmp_path / "model")
     places = {"model": str(tmp_path / "model"), "out": str(tmp_path / "out"), "run": str(tmp_path / "run")}
-    finetune.main(finetune.Config(**places, **TINY))
+    finetune.main(made(finetune.Config, **places, **TINY))
     first, last = (
         r["loss"] for r in loop.read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"] in (1, 6) and "loss" in r
     )
-    tokens = torch.tensor(finetune.token_ids(finetune.Config(**places), 256)[:256]).long().view(16, 16)
+    tokens = torch.tensor(finetune.token_ids(made(finetune.Config, **places), 256)[:256]).long().view(16, 16)
     tuned = type(theirs).from_pretrained(tmp_path / "out").eval()
     before, after = (m(tokens, labels=tokens).loss.item() for m in (theirs, tuned))
     assert last < first - 0.3 and after < before - 0.3
@@ -59,7 +59,9 @@ def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks, kind, meshes)
     tuned = []
     for mesh in (Mesh(), *meshes):
         places = {"out": str(tmp_path / f"{mesh}_out"), "run": str(tmp_path / f"{mesh}_run")}
-        config = finetune.Config(model=str(tmp_path / "model"), mesh=mesh, **places, **{**TINY, "steps": 2, "lr": 1e-3})
+        config = made(
+            finetune.Config, model=str(tmp_path / "model"), mesh=mesh, **places, **{**TINY, "steps": 2, "lr": 1e-3}
+        )
         if mesh.size == 1:
             finetune.main(config)
         else:
@@ -78,7 +80,7 @@ def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks, kind, meshes)
 @pytest.mark.long
 def test_steps_of_experts_are_proven(tmp_path, kind, mesh):
     folder(kind, tmp_path / "model")
-    report = step.check(*finetune.describe(finetune.Config(model=str(tmp_path / "model"), mesh=mesh, **TINY)))
+    report = step.check(*finetune.describe(made(finetune.Config, model=str(tmp_path / "model"), mesh=mesh, **TINY)))
     assert report.ok and not report.unproven, str(report)
 
 
@@ -95,21 +97,23 @@ def test_a_corpus_is_trained_on_and_the_result_talks(tmp_path):
     arguments = ["--output", prefix, "--tokenizer", str(tmp_path / "model")]
     assert data_command(["prepare", str(tmp_path / "lines.jsonl"), *arguments]) == 0
     places = {"model": str(tmp_path / "model"), "out": str(tmp_path / "out"), "run": str(tmp_path / "run")}
-    config = finetune.Config(**places, text=f"{prefix}.bin", **{**TINY, "steps": 2})
+    config = made(finetune.Config, **places, text=f"{prefix}.bin", **{**TINY, "steps": 2})
     finetune.main(config)
     out = io.StringIO()
     assert model_command(["chat", str(tmp_path / "run"), "--prompt", "To be", "--tokens", "5"], out=out) == 0
     assert len(out.getvalue()) > 5  # and no error: most ids of the model are none of the tokenizer
     (tmp_path / "model" / "tokenizer.json").unlink()  # now its tokens are bytes
     with pytest.raises(loop.UsageError, match="text: .*got a corpus of another tokenizer, wanted the model's"):
-        finetune.main(dataclasses.replace(config, run=str(tmp_path / "other"), out=str(tmp_path / "other_out")))
+        finetune.main(made(config, run=str(tmp_path / "other"), out=str(tmp_path / "other_out")))
     with pytest.raises(loop.UsageError, match="out: .*got a path that exists already"):  # before it trains
-        finetune.main(dataclasses.replace(config, run=str(tmp_path / "other")))
+        finetune.main(made(config, run=str(tmp_path / "other")))
     assert not (tmp_path / "other").exists()
 
 
 def test_a_text_that_the_vocabulary_does_not_have(tmp_path):
     model_of("llama2").save_pretrained(tmp_path / "model")
-    config = finetune.Config(model=str(tmp_path / "model"), run=str(tmp_path / "run"), out=str(tmp_path / "o"), **TINY)
+    config = made(
+        finetune.Config, model=str(tmp_path / "model"), run=str(tmp_path / "run"), out=str(tmp_path / "o"), **TINY
+    )
     with pytest.raises(loop.UsageError, match="text: got token 122, wanted at most 69"):
         finetune.main(config)

@@ -17,6 +17,7 @@ from experiments import shakespeare
 from fmegatron import step, tree
 from fmegatron.collectives.collective import Collective
 from fmegatron.layout import Mesh
+from tests.experiments.given import made
 from tests.house import ROOT
 
 RECORDERS = {"trace.py", "torch_private.py", "partition.py"}
@@ -85,7 +86,7 @@ def test_from_the_experiment_to_bytes_on_disk(monkeypatch, tmp_path, changes):
 
     monkeypatch.setattr(tensorstore.TensorStore, "write", noted)
     config = {**SMALL, "run": str(tmp_path / "run"), "steps": 1, "warmup": 0, "eval_windows": 4, "backend": "eager"}
-    shakespeare.main(shakespeare.Config(**config | changes))
+    shakespeare.main(made(shakespeare.Config, **config | changes))
     assert len(found) > 10 and not list((tmp_path / "run").rglob(".new-*"))
     for frames in found:
         assert frames[0] == ("experiments/shakespeare.py", "main") and frames[-1][0].startswith("fmegatron/checkpoint/")

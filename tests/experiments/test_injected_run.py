@@ -35,7 +35,7 @@ def test_a_hang_is_over_soon(python, tmp_path, kind):
 @pytest.mark.long
 def test_restarts_in_the_process(python, ranks, tmp_path):
     """An exception on one rank while the other waits for it: both go on from local replicas."""
-    flags = ("--inject=exception:rank=1,step=6", "--restarts=1", "--local", "--save_every=8")
+    flags = ("--inject=exception:rank=1,step=6", "--restarts=1", "--near", "--save_every=8")
     done = torchrun(python, tmp_path, *flags, restarts=0, ranks=2)
     assert done.status == 0, done.err
     assert done.end() == ranks.run(train_without_loop, 2, 8, "float64", ranks=2)[0]

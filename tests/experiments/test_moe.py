@@ -6,6 +6,7 @@ from experiments import moe
 from fmegatron import loop, model
 from fmegatron.check import main as check
 from fmegatron.layout import Mesh
+from tests.experiments.given import flags, made
 from tests.house import ROOT
 
 TINY = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 24, "seq_len": 16, "batch_size": 8, "eval_windows": 8}
@@ -15,7 +16,7 @@ SMALL = {**TINY, "steps": 2, "every": 2, "backend": "eager"}
 @pytest.mark.long
 def test_two_steps_and_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    found = moe.main(moe.Config(run=str(tmp_path), **SMALL))
+    found = moe.main(made(moe.Config, run=str(tmp_path), eval_every=2, **SMALL))
     assert set(found) == {"dense", "mixture"} and all(0 < loss < 5 for loss in found.values())
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     last = [r for r in loop.read_metrics(tmp_path / "mixture" / "metrics.jsonl") if "loss" in r][-1]
@@ -29,7 +30,7 @@ def test_equal_work():
 
 
 def test_the_check_proves_it():
-    options = [f"--config_{name}={value}" for name, value in TINY.items()]
+    options = flags(TINY)
     assert check([str(ROOT / "experiments/moe.py"), "--mesh", "fsdp=2,ep=2", *options]) == 0
 
 

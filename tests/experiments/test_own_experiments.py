@@ -11,6 +11,8 @@ import pytest
 from fmegatron import check, checkpoint, loop, parity
 from fmegatron.layout import Mesh
 from tests.code_lines import code_lines
+from tests.experiments.given import flags as flags_of
+from tests.experiments.given import made
 from tests.house import ROOT
 from tests.pairs import few
 
@@ -28,8 +30,8 @@ class Case(NamedTuple):
     near: float
 
     def config(self, name, run="", **changes):
-        made = importlib.import_module(f"experiments.{name}").Config
-        return made(**{**TINY, **self.sizes, "run": str(run), **changes})
+        of = importlib.import_module(f"experiments.{name}").Config
+        return made(of, **{**TINY, **self.sizes, "run": str(run), **changes})
 
 
 CASES = {
@@ -48,7 +50,7 @@ def test_the_command_proves_it(name, command):
     """The check: no finding, nothing unproven. Parity: two steps on simulated ranks, in fp64 to 1e-10."""
     case, out = CASES[name], io.StringIO()
     mesh = ",".join(f"{axis}={size}" for axis, size in zip(case.mesh.names, case.mesh.sizes, strict=True))
-    flags = [f"--config_{key}={value}" for key, value in {**TINY, **case.sizes}.items()]
+    flags = flags_of({**TINY, **case.sizes})
     assert command.main([str(ROOT / f"experiments/{name}.py"), f"--mesh={mesh}", *flags], out, out) == 0, out.getvalue()
     if command is parity:
         assert "2 steps in fp64" in out.getvalue() and "bar 1e-10" in out.getvalue()
@@ -59,7 +61,7 @@ def stopped(rank, name, config):
     save = checkpoint.Manager.save
 
     def save_and_ask_to_stop(self, step, *args, **kwargs):
-        if rank == 1 and step == config.every:
+        if rank == 1 and step == config.run.save.every:
             os.kill(os.getpid(), signal.SIGTERM)
         return save(self, step, *args, **kwargs)
 

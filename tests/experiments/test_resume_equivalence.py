@@ -38,7 +38,7 @@ CASES = [
     Case("fsdp=2", "fsdp=2", "float32", end="signal"),
     Case("dp=2,fsdp=2", "dp=2,fsdp=2", "float64", end="kill", flags=("--async_save",)),
     Case("tp=2", "tp=2", "float32", ("torchrun", "torchrun")),
-    Case("fsdp=2", "fsdp=2", "float32", ("process", "process"), flags=("--local",)),
+    Case("fsdp=2", "fsdp=2", "float32", ("process", "process"), flags=("--near",)),
     Case("fsdp=2,tp=2", "fsdp=2,tp=2", "float64", ("process", "torchrun"), flags=("--microbatches=2",)),
     Case("dp=2", "fsdp=4", "float64", end="signal"),
     Case("fsdp=2,tp=2", "fsdp=2", "float64", ("torchrun",), "kill", ("--microbatches=2",)),
@@ -53,7 +53,7 @@ CASES = [
 def test_a_stopped_run_is_the_run_that_was_not(python, ranks, tmp_path, case):
     draw = random.Random(f"{sampling.seed()} {case}")
     clean, mesh = tmp_path / "clean", mesh_of(case.before)
-    values = {"mesh": mesh, "run": f"{clean}", "dtype": case.dtype}
+    values = {"mesh": mesh, "folder": f"{clean}", "dtype": case.dtype}
     values["microbatches"] = 2 if "--microbatches=2" in case.flags else 1
     ranks.run(trained, values, ranks=mesh.size)
     common = [f"--dtype={case.dtype}", *case.flags]
@@ -77,7 +77,7 @@ def _first_job(python, folder, draw, case, common):
     for mean, at in zip(means, ats, strict=True):
         rank = draw.randrange(size)
         if mean == "signal":
-            flags.append(f"--signal={draw.choice(('SIGTERM', 'SIGUSR1'))}:{rank}:{at}")
+            flags.append(f"--sent={draw.choice(('SIGTERM', 'SIGUSR1'))}:{rank}:{at}")
             continue
         kinds = {"kill": ["kill"], "process": ["exception"], "torchrun": ["kill", "exit"]}
         faults.append(f"{draw.choice(kinds[mean])}:rank={rank},step={at}")

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from fmegatron import checkpoint, loop
+from tests.experiments.given import made
 from tests.experiments.small_run import Config, main
 from tests.house import ROOT
 
@@ -34,7 +35,7 @@ def test_a_number_that_is_not_finite_loses_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "train", broken)
     run = tmp_path / "run"
-    config = Config(run=str(run), save_every=1, log_every=10)
+    config = made(Config, run=str(run), save_every=1, log_every=10)
     with pytest.raises(loop.NonFiniteError) as raised:
         main(config)
     assert str(raised.value).startswith("step 10: loss is nan (finite at step 1); not finite in the state: w, 1 of 1")
@@ -46,30 +47,30 @@ def test_a_number_that_is_not_finite_loses_nothing(tmp_path, monkeypatch):
     assert any("9" in text and "not finite" in text for text in told), told
     assert sorted(losses(run)) == [1, 7, 10, 12] and all(map(math.isfinite, losses(run).values()))
     monkeypatch.undo()
-    main(Config(run=str(tmp_path / "clean"), save_every=1, log_every=10))
+    main(made(Config, run=str(tmp_path / "clean"), save_every=1, log_every=10))
     assert losses(run)[12] == losses(tmp_path / "clean")[12]
 
 
 def test_a_second_run_in_a_folder_is_refused_before_it_writes(tmp_path, capsys):
     run = tmp_path / "run"
-    main(Config(run=str(run)))
+    main(made(Config, run=str(run)))
     with checkpoint.claim(run):
         kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
         with pytest.raises(checkpoint.ClaimedError) as refused:
-            main(Config(run=str(run), steps=20))
+            main(made(Config, run=str(run), steps=20))
         with pytest.raises(SystemExit) as ended:
-            loop.launch(main, Config, ["small_run.py", f"--config_run={run}"])
+            loop.launch(main, Config, ["small_run.py", f"--run.folder={run}"])
         assert ended.value.code == 1
         assert kept == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for text in (str(refused.value), capsys.readouterr().err):
         assert str(run) in text and str(os.getpid()) in text and socket.gethostname() in text
         assert "Traceback" not in text
-    assert main(Config(run=str(run), steps=14)) is not None
+    assert main(made(Config, run=str(run), steps=14)) is not None
 
 
 def test_a_run_that_was_killed_is_taken_over_at_once(tmp_path, python):
     run = tmp_path / "run"
-    flags = [f"--config_run={run}", "--config_steps=1000000", "--config_log_every=1", "--config_save_every=1"]
+    flags = [f"--run.folder={run}", "--run.steps=1000000", "--run.log.every=1", "--run.save.every=1"]
     command = [sys.executable, "-m", "tests.experiments.small_run", *flags]
     process = python.popen(command, cwd=ROOT)
     try:
@@ -80,5 +81,5 @@ def test_a_run_that_was_killed_is_taken_over_at_once(tmp_path, python):
         process.send_signal(signal.SIGKILL)
         process.wait()
     done = checkpoint.Manager(run / "checkpoints").latest()
-    main(Config(run=str(run), steps=done + 2))
+    main(made(Config, run=str(run), steps=done + 2))
     assert checkpoint.Manager(run / "checkpoints").latest() == done + 2

@@ -41,7 +41,13 @@ def main(folder, where):
         attempts.append(call.iteration)
         inject = f"{KINDS[where]}:rank=1,step={FAULT}" if where in KINDS else ""
         step = compiled(world)
-        run = loop.Run(folder, step, specs, world=world, log_every=100, save_every=4, inject=inject)
+        run = loop.Run(
+            folder,
+            step,
+            specs,
+            world=world,
+            options=loop.Options(log=loop.Log(every=100), save=loop.Save(every=4), faults=loop.Faults(inject=inject)),
+        )
         for info in run(
             lambda n: tree.place(torch.full((4, 4), float(n), dtype=torch.float64), layouts["w"]), steps=STEPS
         ):

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from fmegatron import tree
+from fmegatron import data, tree
 from fmegatron.collectives import Axes, connect, enter, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Restart, Run
+from fmegatron.loop import Faults, Log, Options, Restart, Run, Save
 from fmegatron.step import jit
 
 
@@ -33,9 +33,15 @@ def main(folder, backend, steps):
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Normal(1.0)), layouts)
     step = jit(update, world=world, donate=0, backend=backend)
     faults = "+".join(f"exception:rank={n % 2},step={n}" for n in range(3, steps))
-    run = Run(folder, step, specs, world=world, log_every=100, save_every=1, restart=Restart(1), inject=faults)
+    run = Run(
+        folder,
+        step,
+        specs,
+        world=world,
+        options=Options(log=Log(every=100), save=Save(every=1), faults=Faults(restart=Restart(1), inject=faults)),
+    )
     held, times = {}, {}
-    for info in run(lambda n: tree.place(torch.full((4, 4), float(n), dtype=torch.float64), layouts["w"]), steps=steps):
+    for info in run(data.source(lambda n: torch.full((8, 4), float(n), dtype=torch.float64)), steps=steps):
         children = sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
         held[info.step] = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), children
         times[info.step] = time.time()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmegatron import loop
+from fmegatron import data, loop
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop.arguments import check_hashes
 from fmegatron.tree import ArraySpec, Constant
@@ -16,31 +16,39 @@ def halve(state, batch):
     return {"w": w}, {"loss": w.sum()}
 
 
-def train(folder, call=None, **given):
-    for _ in loop.Run(folder, halve, SPECS, log_every=1, **given)(lambda position: position, 3, **(call or {})):
+def train(folder, call=None, faults=None, options=None, **given):
+    options = options or loop.Options(log=loop.Log(every=1), faults=loop.Faults(**(faults or {})))
+    numbers = data.source(lambda position: position)
+    for _ in loop.Run(folder, halve, SPECS, options=options, **given)(numbers, 3, **(call or {})):
         pass
+
+
+def policies(loggers):
+    return {"policies": loop.Policies(loggers=loggers)}
 
 
 @pytest.mark.parametrize(
     ("given", "fix"),
     [
-        ({"restart": True}, r"got True.*write restart=loop.Restart\(most=3\)"),
-        ({"until": 3600}, r"write until=loop.Until\(hours=11.5\)"),
-        ({"spike": 3.0}, r"write spike=loop.LossSpike"),
-        ({"stuck": 100}, r"write stuck=loop.LossStuck"),
-        ({"patience": 30}, r"write patience=loop.Patience\(step=300\)"),
-        ({"local": "/tmp"}, r"write local=checkpoint.LocalReplicas"),
-        ({"peak": 1e12}, r"write peak=loop.Peak"),
+        ({"faults": {"restart": True}}, r"Faults.restart: got True of type bool, wanted Restart"),
+        ({"faults": {"spike": 3.0}}, r"Faults.spike: got 3.0 of type float, wanted LossSpike"),
+        ({"faults": {"stuck": 100}}, r"Faults.stuck: got 100 of type int, wanted LossStuck"),
+        ({"faults": {"patience": 30}}, r"Faults.patience: got 30 of type int, wanted str"),
+        ({"faults": {"patience": "stepp=30"}}, r"patience: got 'stepp=30', wanted SECTION=SECONDS of setup, .*or off"),
+        ({"faults": {"patience": "step=x"}}, r"patience: got 'step=x', wanted SECTION=SECONDS"),
+        ({"faults": {"patience": "step=-1"}}, r"Patience: step: got -1.0, wanted a number above 0"),
+        ({"options": 3600}, r"write options=loop.Options\(steps=1000\)"),
+        ({"policies": [1]}, r"write policies=loop.Policies\(loggers=\[logger\]\)"),
         ({"world": 3}, r"write world=collectives.connect\(mesh\)"),
-        ({"loggers": loop.TensorBoard}, r"wanted a list"),
-        ({"loggers": ["wandb"]}, r"wanted objects with write"),
-        ({"loggers": [loop.TensorBoard]}, r"wanted objects with write"),
-        ({"inject": "exception:step=0"}, r"wanted at least 1"),
-        ({"inject": "exception:rank=-1"}, r"wanted at least 0"),
-        ({"inject": "slow:seconds=nan"}, r"wanted a number of at least 0"),
-        ({"inject": "kill:rank=0,rank=1"}, r"rank twice"),
-        ({"inject": "kill:at=evaluation"}, r"without evaluations; give evaluate="),
-        ({"inject": ["kill"]}, r"wanted a text"),
+        (policies(loop.TensorBoard), r"wanted a list.*policies=loop.Policies\(loggers="),
+        (policies(["wandb"]), r"wanted objects with write"),
+        (policies([loop.TensorBoard]), r"wanted objects with write"),
+        ({"faults": {"inject": "exception:step=0"}}, r"wanted at least 1"),
+        ({"faults": {"inject": "exception:rank=-1"}}, r"wanted at least 0"),
+        ({"faults": {"inject": "slow:seconds=nan"}}, r"wanted a number of at least 0"),
+        ({"faults": {"inject": "kill:rank=0,rank=1"}}, r"rank twice"),
+        ({"faults": {"inject": "kill:at=evaluation"}}, r"without evaluations; give evaluate="),
+        ({"faults": {"inject": ["kill"]}}, r"Faults.inject: got \['kill'\] of type list, wanted str"),
         ({"call": {"skip": (1, 2)}}, r"wanted pairs of whole numbers; such as \(\(4096, 4160\),\)"),
         ({"call": {"skip": ((1.7, 2),)}}, r"wanted pairs of whole numbers"),
         ({"call": {"batch_sizes": (0, 4)}}, r"wanted pairs of whole numbers; such as \(\(0, 16\), \(200, 32\)\)"),
@@ -52,7 +60,13 @@ def test_a_wrong_argument_is_an_error_with_its_fix_before_anything_is_written(tm
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("given", [{"inject": "kill:rank=5"}, {"profile": "trace:steps=1,rank=9"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"faults": {"inject": "kill:rank=5"}},
+        {"options": loop.Options(log=loop.Log(profile="trace:steps=1,rank=9"))},
+    ],
+)
 def test_what_is_asked_of_a_rank_that_is_not_is_warned_of(tmp_path, given):
     with pytest.warns(RuntimeWarning, match="wanted a rank below 1: it will not happen"):
         train(tmp_path / "run", **given)
@@ -60,7 +74,7 @@ def test_what_is_asked_of_a_rank_that_is_not_is_warned_of(tmp_path, given):
 
 def test_a_metric_that_no_record_has_is_warned_of_once(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"got 'los', wanted one of .*did you mean loss") as seen:
-        train(tmp_path / "run", until=loop.Until(metric="los", at_most=1.0))
+        train(tmp_path / "run", options=loop.Options(until=loop.Until(metric="los", at_most=1.0)))
     assert len([one for one in seen if "Until" in str(one.message)]) == 1
 
 

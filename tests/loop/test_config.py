@@ -22,9 +22,9 @@ class Part:
 @dataclass(frozen=True)
 class Config:
     mesh: Mesh = Mesh()
-    run: str = field("runs/a", resume="free")
+    place: str = field("runs/a", resume="free")
     steps: int = field(10, resume="named", least=0)
-    save_every: int = field(5, resume="free", least=1)
+    every: int = field(5, resume="free", least=1)
     lr: float = field(1e-3, resume="named", above=0)
     bf16: bool = False
     kind: Literal["a", "b", 3] = "a"
@@ -42,9 +42,9 @@ class Config:
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ({"save_every": 0}, "Config.save_every: got 0, wanted at least 1"),
-        ({"save_every": True}, "Config.save_every: got True of type bool, wanted int"),
-        ({"save_every": 2.0}, "Config.save_every: got 2.0 of type float, wanted int"),
+        ({"every": 0}, "Config.every: got 0, wanted at least 1"),
+        ({"every": True}, "Config.every: got True of type bool, wanted int"),
+        ({"every": 2.0}, "Config.every: got 2.0 of type float, wanted int"),
         ({"steps": "500"}, "Config.steps: got '500' of type str, wanted int"),
         ({"steps": None}, "Config.steps: got None of type NoneType, wanted int"),
         ({"steps": -1}, "Config.steps: got -1, wanted at least 0"),
@@ -62,7 +62,7 @@ class Config:
         ({"mesh": "fsdp=2"}, "Config.mesh: got 'fsdp=2' of type str, wanted Mesh"),
         ({"folder": ""}, "Config.folder: got '', wanted at least 1 characters"),
         ({"layers": (3,)}, "Config.layers: got (3,), wanted a number of values above 1"),
-        ({"run": 3}, "Config.run: got 3 of type int, wanted str"),
+        ({"place": 3}, "Config.place: got 3 of type int, wanted str"),
         ({"part": {"width": 3}}, "Config.part: got {'width': 3} of type dict, wanted Part"),
     ],
 )
@@ -84,11 +84,11 @@ def test_a_part_checks_itself():
         ({"lr": 1}, {"lr": 1.0}),
         ({"lr": np.float32(0.5)}, {"lr": 0.5}),
         ({"bf16": np.bool_(True)}, {"bf16": True}),
-        ({"run": Path("runs/b")}, {"run": "runs/b"}),
+        ({"place": Path("runs/b")}, {"place": "runs/b"}),
         ({"prompts": ["a", "b"]}, {"prompts": ("a", "b")}),
         ({"pair": [np.int32(1), 2]}, {"pair": (1, 2.0)}),
         ({"kind": 3}, {"kind": 3}),
-        ({"run": "", "folder": Path("a")}, {"run": "", "folder": "a"}),
+        ({"place": "", "folder": Path("a")}, {"place": "", "folder": "a"}),
         ({"limit": None, "anything": object}, {"limit": None, "anything": object}),
     ],
 )
@@ -101,12 +101,12 @@ def test_values_that_mean_the_same_are_taken(given, taken):
 
 
 def test_on_a_command_line_it_is_one_line_and_status_2(capsys):
-    for flags in (["--config_save_every=0"], ["--config_lr=0"], ["--config_part.width=0"]):
+    for flags in (["--every=0"], ["--lr=0"], ["--part.width=0"]):
         with pytest.raises(SystemExit) as ended:
             launch(lambda config: config, Config, ["prog", *flags])
         assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[::2] == [
-        "prog: Config.save_every: got 0, wanted at least 1",
+        "prog: Config.every: got 0, wanted at least 1",
         "prog: Config.lr: got 0.0, wanted a number above 0",
         "prog: Part.width: got 0, wanted at least 1",
     ]
@@ -117,8 +117,8 @@ def test_a_config_that_does_not_check_itself_is_checked_by_flags():
     class Plain:
         steps: int = field(3, least=1)
 
-    assert parse(["prog", "--config_steps=1"], Plain).steps == 1
+    assert parse(["prog", "--steps=1"], Plain).steps == 1
     with pytest.raises(UsageError, match="Plain.steps: got 0, wanted at least 1"):
-        parse(["prog", "--config_steps=0"], Plain)
+        parse(["prog", "--steps=0"], Plain)
     with pytest.raises(ValueError, match="resume: got 'never', wanted one of refused, named, free"):
         field(3, resume="never")

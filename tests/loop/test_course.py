@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.data import Batches
+from fmegatron.data import Batches, source
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Run
+from fmegatron.loop import Log, Options, Run, Save
 from fmegatron.loop.course import course, joined
 
 DATA = Batches(np.arange(2000) % 97, batch_size=4, seq_len=8, seed=3)
@@ -61,7 +61,7 @@ def test_what_is_no_course(settings, words):
         course(DATA, 0, 0, **settings)
 
 
-def run_of(folder, **settings):
+def run_of(folder):
     """A Run whose state is the sum of the first tokens that it has seen, and how many rows."""
     specs = {
         "sum": tree.ArraySpec(Layout((), torch.int64, Mesh())),
@@ -72,7 +72,7 @@ def run_of(folder, **settings):
         first = batch["tokens"][:, 0]
         return {"sum": state["sum"] + first.sum(), "rows": state["rows"] + len(first)}, {"loss": first.double().mean()}
 
-    return Run(folder, update, specs, save_every=1000, log_every=1, **settings)
+    return Run(folder, update, specs, options=Options(save=Save(every=1000), log=Log(every=1)))
 
 
 def test_a_run_by_tokens_with_a_schedule_and_gaps_resumes_as_if_it_had_not_stopped(tmp_path, capsys):
@@ -82,7 +82,7 @@ def test_a_run_by_tokens_with_a_schedule_and_gaps_resumes_as_if_it_had_not_stopp
     behind = course(DATA, 0, 0, **how)
     assert seen[-1] == behind.steps(100) and behind.samples(seen[-1]) >= 100
     assert "from step 6 on 8 sequences per step" in capsys.readouterr().out
-    parts = run_of(tmp_path / "b", until=None)
+    parts = run_of(tmp_path / "b")
     for _ in parts(DATA, steps=7, **how):
         pass
     again = run_of(tmp_path / "b")
@@ -96,7 +96,7 @@ def test_a_length_is_given_once(tmp_path):
     for length in ({}, {"steps": 3, "tokens": 5}):
         with pytest.raises(ValueError, match="wanted one of steps=, samples= and tokens="):
             run(DATA, **length)
-    with pytest.raises(ValueError, match="tokens: got 5 and a function from position to batch, wanted steps="):
-        run(lambda position: None, tokens=5)
+    with pytest.raises(ValueError, match="tokens: got 5 and _Function, whose samples are not counted, wanted steps="):
+        run(source(lambda position: None), tokens=5)
     with pytest.raises(ValueError, match="batch_sizes: got .* wanted data.Batches"):
-        run(lambda position: None, 5, batch_sizes=((0, 4),))
+        run(source(lambda position: None), 5, batch_sizes=((0, 4),))

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from fmegatron import loop, tree
+from fmegatron import data, loop, tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop.deterministic import VARIABLES
 
@@ -31,8 +31,8 @@ def run_in(folder, end=None, deterministic=True):
         return {"w": w * 0.5}, {"loss": w.sum()}
 
     specs = {"w": tree.ArraySpec(Layout((7,), torch.float32, Mesh()), tree.ones)}
-    run = loop.Run(folder, step, specs, deterministic=deterministic)
-    for _ in run(lambda position: position, 6):
+    run = loop.Run(folder, step, specs, options=loop.Options(deterministic=deterministic))
+    for _ in run(data.source(lambda position: position), 6):
         pass
     return run.state["w"], inside
 

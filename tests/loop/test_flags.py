@@ -1,13 +1,14 @@
 """Flags come from the Config at call time: every type, nested, with the nearest name for a wrong one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Literal
 
 import pytest
+from torch.distributed import run as torchrun
 
 from fmegatron.layout import Mesh
 from fmegatron.loop import UsageError, parse
-from fmegatron.loop.flags import usage
+from fmegatron.loop.flags import _SPELLED, usage
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,21 @@ def parsed(*flags):
 @pytest.mark.parametrize(
     "flag, changes",
     [
-        ("--config_lr=0.5", {"lr": 0.5}),
-        ("--config_steps=2_000", {"steps": 2000}),
-        ("--config_name=a=b", {"name": "a=b"}),
-        ("--config_compile=false", {"compile": False}),
-        ("--noconfig_compile", {"compile": False}),
-        ("--config_betas=0.8,0.9", {"betas": (0.8, 0.9)}),
-        ("--config_sizes=1,2,3", {"sizes": (1, 2, 3)}),
-        ("--config_limit=7", {"limit": 7}),
-        ("--config_limit=none", {"limit": None}),
-        ("--config_policy=inputs", {"policy": "inputs"}),
-        ("--config_policy=0.5", {"policy": 0.5}),
-        ("--config_mesh=fsdp=2,tp=2", {"mesh": Mesh(fsdp=2, tp=2)}),
-        ("--config_mesh=", {"mesh": Mesh()}),
-        ("--config_model.dim=256", {"model": Model(dim=256)}),
-        ("--noconfig_model.tied", {"model": Model(tied=False)}),
+        ("--lr=0.5", {"lr": 0.5}),
+        ("--steps=2_000", {"steps": 2000}),
+        ("--name=a=b", {"name": "a=b"}),
+        ("--compile=false", {"compile": False}),
+        ("--nocompile", {"compile": False}),
+        ("--betas=0.8,0.9", {"betas": (0.8, 0.9)}),
+        ("--sizes=1,2,3", {"sizes": (1, 2, 3)}),
+        ("--limit=7", {"limit": 7}),
+        ("--limit=none", {"limit": None}),
+        ("--policy=inputs", {"policy": "inputs"}),
+        ("--policy=0.5", {"policy": 0.5}),
+        ("--mesh=fsdp=2,tp=2", {"mesh": Mesh(fsdp=2, tp=2)}),
+        ("--mesh=", {"mesh": Mesh()}),
+        ("--model.dim=256", {"model": Model(dim=256)}),
+        ("--nomodel.tied", {"model": Model(tied=False)}),
     ],
 )
 def test_each_type(flag, changes):
@@ -64,23 +65,26 @@ def test_each_type(flag, changes):
 
 def test_defaults_and_instances():
     assert parsed() == Config()
-    assert parse(["prog", "--config_steps=3"], Config(lr=9.0)) == Config(lr=9.0, steps=3)
-    assert parse(["prog", "--config_limit=none"], Config(limit=4)).limit is None
+    assert parse(["prog", "--steps=3"], Config(lr=9.0)) == Config(lr=9.0, steps=3)
+    assert parse(["prog", "--limit=none"], Config(limit=4)).limit is None
 
 
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--config_stesp=3", "'config_stesp'. Did you mean: config_steps"),
-        ("--confg_lr=3", "Did you mean: config_limit, config_lr"),
-        ("--config_steps=many", "--config_steps=many"),
-        ("--config_betas=1", "got 1 values"),
-        ("--config_policy=fast", "wanted one of mincut, inputs"),
-        ("--config_mesh=fsdp2", "wanted axes and their sizes, major first, such as fsdp=2,tp=2"),
-        ("--config_mesh=fsdp=*,tp=2", "got 'fsdp=*,tp=2' for 1 ranks, wanted a number of ranks that 2 divides"),
-        ("--config_mesh=fsdp=*,tp=*", "wanted one axis with a *"),
-        ("--config_mesh=tp=2,tp=2", "got 'tp=2'"),
-        ("--config_steps=0", "steps: got 0, wanted 1 or more"),
+        ("--stesp=3", "'stesp'. Did you mean: steps"),
+        ("--config_lr=3", "'config_lr'. Did you mean: lr ?"),
+        ("--steps=many", "--steps=many"),
+        ("--betas=1", "got 1 values"),
+        ("--policy=fast", "wanted one of mincut, inputs"),
+        ("--modl.dim=3", "Did you mean: model.dim"),
+        ("--dim=3", "Did you mean: model.dim ?"),
+        ("--model=3", "Did you mean: model.dim, model.tied ?"),
+        ("--mesh=fsdp2", "wanted axes and their sizes, major first, such as fsdp=2,tp=2"),
+        ("--mesh=fsdp=*,tp=2", "got 'fsdp=*,tp=2' for 1 ranks, wanted a number of ranks that 2 divides"),
+        ("--mesh=fsdp=*,tp=*", "wanted one axis with a *"),
+        ("--mesh=tp=2,tp=2", "got 'tp=2'"),
+        ("--steps=0", "steps: got 0, wanted 1 or more"),
         ("steps=3", "wanted flags only"),
     ],
 )
@@ -91,13 +95,13 @@ def test_bad_flags(flag, words):
 
 
 def test_two_experiments_do_not_meet():
-    """Both have a flag config_lr; neither knows of the other's values."""
+    """Both have a flag lr; neither knows of the other's values."""
 
     @dataclass(frozen=True)
     class Other:
         lr: float = 3.0
 
-    assert parsed("--config_lr=1").lr == 1.0
+    assert parsed("--lr=1").lr == 1.0
     assert parse(["prog"], Other).lr == 3.0
 
 
@@ -106,7 +110,7 @@ def test_help(capsys):
         parsed("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert "--config_lr=0.001   # peak learning rate" in text and "--config_model.dim=64" in text
+    assert "--lr=0.001   # peak learning rate" in text and "--model.dim=64" in text
     assert text.strip() == usage(Config)
 
 
@@ -117,3 +121,39 @@ def test_a_field_without_default_is_named():
 
     with pytest.raises(ValueError, match="Bare.lr: got no default"):
         parse(["prog"], Bare)
+
+
+@pytest.mark.parametrize(
+    "name, whose", [("v", "absl"), ("flagfile", "absl"), ("config", "every experiment"), ("help", "every experiment")]
+)
+def test_a_field_with_the_name_of_another_flag_is_refused(name, whose):
+    clashing = make_dataclass("Clashing", [(name, int, 3)], frozen=True)
+    with pytest.raises(
+        ValueError, match=f"Clashing.{name}: got the name of a flag of {whose}, wanted another.* {name}_"
+    ):
+        parse(["prog"], clashing)
+    assert parse(["prog", f"--part.{name}=4"], make_dataclass("Group", [("part", clashing, clashing())], frozen=True))
+
+
+def test_a_field_that_is_the_no_of_another_is_refused():
+    both = make_dataclass("Both", [("bias", bool, True), ("nobias", int, 3)], frozen=True)
+    with pytest.raises(ValueError, match=r"Both.nobias: got the name of --bias=false, wanted another name"):
+        parse(["prog"], both)
+
+
+@pytest.mark.parametrize("name", ["run", "log", "n"])
+def test_a_field_that_torchrun_would_not_let_through_is_refused(name):
+    """It takes what several of its flags begin with for one of them, behind the script too."""
+    words = f"{name}: got a beginning of torchrun's --[a-z-]+, which it refuses, wanted another name"
+    with pytest.raises(ValueError, match=words):
+        parse(["prog"], make_dataclass("Config", [(name, str, "runs/a")], frozen=True))
+    options = torchrun.get_args_parser()
+    with pytest.raises(SystemExit):
+        options.parse_args(["script.py", f"--{name}=x"])
+    assert options.parse_args(["script.py", "--run.folder=x", "--mesh=dp=2", "--role=a"]).training_script_args
+
+
+def test_the_flags_of_torchrun_are_those():
+    actions = torchrun.get_args_parser()._actions
+    names = {name.removeprefix("--") for action in actions for name in action.option_strings if name.startswith("--")}
+    assert names - {"help"} <= set(_SPELLED)

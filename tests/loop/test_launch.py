@@ -21,6 +21,7 @@ import os, sys, time
 from dataclasses import dataclass
 import torch
 import torch.distributed as dist
+from fmegatron import data
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
 from fmegatron.loop import catch, launch, train
@@ -68,7 +69,8 @@ def main(config):
         return state + 1, {"loss": state}
     with catch() as stop:
         world.barrier()  # no rank prints its pid before all can be signalled
-        for info in train(step, torch.tensor(0.0), lambda i: i, steps=config.steps, stop=stop, world=world):
+        numbers = data.source(lambda i: i)
+        for info in train(step, torch.tensor(0.0), numbers, steps=config.steps, stop=stop, world=world):
             if info.step == 1:
                 print(f"pid {os.getpid()}", flush=True)
             if info.last:
@@ -120,14 +122,14 @@ def until(process, words):
 
 @pytest.mark.long
 def test_a_bad_flag_ends_a_script_with_one_line(start):
-    status, out, err = ended(start(1, "--config_secnds=1"))
+    status, out, err = ended(start(1, "--secnds=1"))
     assert (status, out) == (2, "")
-    assert err == "script.py: Unknown command line flag 'config_secnds'. Did you mean: config_seconds ?\nTry --help.\n"
+    assert err == "script.py: Unknown command line flag 'secnds'. Did you mean: seconds ?\nTry --help.\n"
 
 
 @pytest.mark.long
 def test_an_error_ends_a_script_with_its_traceback(start):
-    status, _, err = ended(start(1, "--config_do=raise"))
+    status, _, err = ended(start(1, "--do=raise"))
     assert status == 1 and err.rstrip().endswith("ValueError: a bad thing")
 
 
@@ -154,7 +156,7 @@ def test_ctrl_c_saves_and_ends_with_130(start):
 @pytest.mark.long
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # torchrun makes the other one of it
 def test_a_second_ctrl_c_ends_at_once(start, second):
-    process = start(1, "--config_seconds=1000")
+    process = start(1, "--seconds=1000")
     until(process, "within a step")
     process.send_signal(signal.SIGINT)
     while "stops after this step" not in (line := process.stderr.readline()):
@@ -169,7 +171,7 @@ def test_a_second_ctrl_c_ends_at_once(start, second):
 @pytest.mark.long
 def test_one_rank_that_raises_ends_all(start):
     """Two attempts of one job: while the others sleep, and while they wait in a collective."""
-    process = start(3, "--config_mesh=dp=3", "--config_do=one raises,one raises before a collective", restarts=1)
+    process = start(3, "--mesh=dp=3", "--do=one raises,one raises before a collective", restarts=1)
     until(process, "started")
     status, out, err = ended(process)
     assert status != 0 and "(exitcode: 1)" in err
@@ -185,7 +187,7 @@ def test_one_rank_that_raises_ends_all(start):
 def test_whatever_one_rank_does_is_told_as_its_doing(start):
     """One job, restarted after each fault: no attempt ends by the fault of the one before, or finds its addresses."""
     faults = "one leaves by a number,one leaves by a text,closes before it raises,one leaves by nothing"
-    process = start(2, "--config_mesh=dp=2", f"--config_do={faults},connects again", "--config_steps=2", restarts=4)
+    process = start(2, "--mesh=dp=2", f"--do={faults},connects again", "--steps=2", restarts=4)
     status, out, err = ended(process)
     assert status == 0, err
     assert [line for line in out.splitlines() if line[0] == "("] == ["(True,)", "(True,)", "(False,)"]
@@ -204,7 +206,7 @@ def test_whatever_one_rank_does_is_told_as_its_doing(start):
 
 @pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(start):
-    process = start(2, "--config_mesh=tp=2")
+    process = start(2, "--mesh=tp=2")
     assert "threads" in until(process, "started")
     pid = int(until(process, "pid").split()[1])
     os.kill(pid, signal.SIGTERM)
@@ -218,7 +220,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(start):
 @pytest.mark.long
 def test_ctrl_c_under_torchrun_reaches_every_rank_twice_and_still_saves(start):
     """A terminal signals the whole group, and torchrun then signals its ranks once more."""
-    process = start(2, "--config_mesh=tp=2", "--config_seconds=0.5")
+    process = start(2, "--mesh=tp=2", "--seconds=0.5")
     until(process, "pid")
     os.killpg(process.pid, signal.SIGINT)
     status, _, err = ended(process)
@@ -262,7 +264,7 @@ def test_a_value_that_set_up_refuses_is_a_line_and_the_same_error_in_a_step_is_n
         ("claimed", None, 1),
     ):
         with pytest.raises(kind or SystemExit) as left:
-            launch(main, Config, ["prog", f"--config_raised={how}"])
+            launch(main, Config, ["prog", f"--raised={how}"])
         assert not isinstance(left.value, UsageError) and getattr(left.value, "code", None) == status
     capsys.readouterr()
     with pytest.raises(UsageError, match=r"wanted 6 \(test_launch.py:") as left:

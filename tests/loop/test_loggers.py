@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from fmegatron.loop import JsonLines, Log, StepInfo, Table, plot_loss, progress
+from fmegatron.loop import JsonLines, Loggers, StepInfo, Table, plot_loss, progress
 from fmegatron.loop import read_metrics as read
 
 
 def write(path, steps, after=0, **values):
-    with Log(JsonLines(path, after=after, mesh="tp2")) as log:
+    with Loggers(JsonLines(path, after=after, mesh="tp2")) as log:
         for step in steps:
             log(step, {"loss": 1.0 / step, **values})
 
@@ -31,9 +31,9 @@ def test_a_resume_leaves_no_step_twice(tmp_path):
 def test_a_run_that_writes_nothing_leaves_the_file_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2])
-    with Log(JsonLines(path), active=False) as log:
+    with Loggers(JsonLines(path), active=False) as log:
         log(1, {"loss": 0.0})
-    with Log(JsonLines(path)):
+    with Loggers(JsonLines(path)):
         pass
     assert [record["step"] for record in read(path)] == [1, 2]
 
@@ -46,7 +46,7 @@ def test_a_file_of_something_else_is_named(tmp_path):
 
 
 def test_table(capsys):
-    with Log(Table()) as log:
+    with Loggers(Table()) as log:
         log(0, {"heldout_loss": 1.5})
         log(1, {"loss": 2.0, "tokens": 4096.0, "learning_rate": 3e-4, "tokens_per_second": 1234.5})
         log(10, {"heldout_loss": 1.25})
@@ -90,7 +90,7 @@ def test_plot(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2, 3])
     write(path, [3, 4], after=2)
-    with Log(JsonLines(path, after=4)) as log:
+    with Loggers(JsonLines(path, after=4)) as log:
         log(4, {"heldout_loss": 0.5})
     plot_loss(path, tmp_path / "loss.png", title="a run")
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -8,8 +8,22 @@ import pytest
 import torch
 
 from fmegatron import loop, tree
+from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Events, JsonLines, Meter, Peak, Run, StepInfo, read_events, read_metrics
+from fmegatron.loop import (
+    Events,
+    JsonLines,
+    Log,
+    Meter,
+    Options,
+    Peak,
+    Policies,
+    Run,
+    Save,
+    StepInfo,
+    read_events,
+    read_metrics,
+)
 from fmegatron.loop.hardware import energy_reader, measured_peak, memory_reader, of_table
 from fmegatron.loop.meter import split_of
 
@@ -23,8 +37,9 @@ def step(state, batch):
     return {"w": (state["w"] + batch) / 2}, {"loss": ((state["w"] - batch) ** 2).sum()}
 
 
+@source
 def batch_at(position):
-    time.sleep(0.02)
+    time.sleep(0.1)  # longer than all else that a step does, so that the loop waits for what is read ahead, too
     return torch.full((4,), float(position), dtype=torch.float64)
 
 
@@ -33,7 +48,9 @@ def test_a_run_records_where_its_time_goes(tmp_path):
         time.sleep(0.03)
         return {"heldout_loss": 1.0}
 
-    run = Run(tmp_path, step, SPECS, evaluate=evaluate, eval_every=4, save_every=4, log_every=4)
+    run = Run(
+        tmp_path, step, SPECS, evaluate=evaluate, options=Options(log=Log(eval_every=4, every=4), save=Save(every=4))
+    )
     for _ in run(batch_at, steps=8):
         time.sleep(0.005)
     first, second, last = (record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record)
@@ -121,11 +138,11 @@ def test_events_are_never_rewritten(tmp_path):
 
 
 def test_a_run_that_is_left_and_one_that_fails_say_so(tmp_path):
-    for _ in Run(tmp_path, step, SPECS, save_every=2)(batch_at, steps=9):
+    for _ in Run(tmp_path, step, SPECS, options=Options(save=Save(every=2)))(batch_at, steps=9):
         if _.step == 3:
             break
     with pytest.raises(RuntimeError, match="no"):
-        for info in Run(tmp_path, step, SPECS, save_every=2)(batch_at, steps=9):
+        for info in Run(tmp_path, step, SPECS, options=Options(save=Save(every=2)))(batch_at, steps=9):
             if info.step == 4:
                 raise RuntimeError("no")
     kinds = [(event["event"], event["step"]) for event in read_events(tmp_path / "events.jsonl")]
@@ -149,7 +166,9 @@ def test_loggers_are_told_where_a_run_goes_on(tmp_path):
 
     loggers = Told(), Told()
     for logger, steps in zip(loggers, (2, 3), strict=True):
-        for _ in Run(tmp_path, step, SPECS, log_every=10, loggers=[logger])(batch_at, steps=steps):
+        for _ in Run(tmp_path, step, SPECS, options=Options(log=Log(every=10)), policies=Policies(loggers=[logger]))(
+            batch_at, steps=steps
+        ):
             pass
     assert loggers[0].seen[:2] == [0, 1] and loggers[1].seen[:2] == [2, 3] and loggers[1].seen[-1] == "closed"
-    assert loop.Log(loggers[0], active=False).loggers == ()
+    assert loop.Loggers(loggers[0], active=False).loggers == ()

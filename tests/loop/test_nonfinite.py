@@ -9,6 +9,7 @@ import torch
 
 from fmegatron import checkpoint, optim, step, tree
 from fmegatron.collectives import Axes
+from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import NonFiniteError, nonfinite, train
 from tests.loop.test_train import Ranks
@@ -40,7 +41,7 @@ def begin():
 def test_a_run_stops_within_one_log_interval(bad, name):
     seen = []
     with pytest.raises(NonFiniteError) as raised:
-        for info in train(bad_from(13, bad, name), begin(), int, steps=40, log_every=5):
+        for info in train(bad_from(13, bad, name), begin(), source(int), steps=40, log_every=5):
             seen.append(info.step)
             assert info.finite() == (info.step < 13)
     assert seen[-1] == 14 and raised.value.step == 15 and raised.value.paths == ("a/w",)
@@ -64,7 +65,7 @@ def test_an_update_that_breaks_the_state_loses_no_run(tmp_path):
             start, state = 0, {"w": torch.ones(4)}
             if manager.latest() is not None:
                 start, state, _ = manager.restore_latest(layouts)
-            for info in train(update, state, int, steps=7, start=start, log_every=1):
+            for info in train(update, state, source(int), steps=7, start=start, log_every=1):
                 manager.save(info.step, info.state, layouts, finite=info.finite())
         return start
 
@@ -80,12 +81,12 @@ def test_other_metrics_may_be_anything():
     def update(state, batch):
         return state, {"loss": torch.tensor(1.0), "margin": torch.tensor(math.inf)}
 
-    assert [info.finite() for info in train(update, begin(), int, steps=3, log_every=1)] == [True] * 3
+    assert [info.finite() for info in train(update, begin(), source(int), steps=3, log_every=1)] == [True] * 3
 
 
 def test_a_user_may_say_otherwise():
     with pytest.warns(RuntimeWarning, match=r"step [234]: loss is nan.*training goes on, as on_nonfinite='warn' says"):
-        infos = list(train(bad_from(2), begin(), int, steps=4, log_every=1, on_nonfinite="warn"))
+        infos = list(train(bad_from(2), begin(), source(int), steps=4, log_every=1, on_nonfinite="warn"))
     assert [info.finite() for info in infos] == [True, False, False, False]
 
 
@@ -101,6 +102,7 @@ def test_a_step_that_an_optimizer_skips_is_no_end():
     update = step.jit(step.build_train_step(loss_fn, optimizer, layouts, Axes(Mesh())), donate=0, backend="eager")
     state = tree.init(step.state_specs(SPECS, optimizer), 0, 0)
 
+    @source
     def batch_at(position):
         return torch.full((2, 4), math.nan if position == 2 else 1.0)
 
@@ -116,7 +118,9 @@ def test_all_ranks_learn_of_it_by_the_question_that_they_ask_anyway():
     world = Ranks(*[(False,) * 3] * 4, (False, False, True))
     with pytest.warns(RuntimeWarning, match="step 5: a metric of another rank is not finite.*every leaf of the state"):
         infos = list(
-            train(lambda s, b: (s, {"loss": torch.tensor(1.0)}), begin(), int, steps=8, log_every=5, world=world)
+            train(
+                lambda s, b: (s, {"loss": torch.tensor(1.0)}), begin(), source(int), steps=8, log_every=5, world=world
+            )
         )
     assert len(infos) == 8
     assert [event for event in world.noted if event == "minimum"] == ["minimum"]
@@ -126,7 +130,7 @@ def test_all_ranks_learn_of_it_by_the_question_that_they_ask_anyway():
 def test_on_several_ranks_the_last_step_is_judged_before_it_is_shown():
     seen = []
     with pytest.raises(NonFiniteError, match=re.escape("step 5: loss is nan (finite at step 4)")):
-        for info in train(bad_from(5), begin(), int, steps=5, log_every=1, world=Ranks()):
+        for info in train(bad_from(5), begin(), source(int), steps=5, log_every=1, world=Ranks()):
             seen.append(info.step)
     assert seen == [1, 2, 3, 4]
 
@@ -149,7 +153,7 @@ def test_leaves_of_every_kind(leaf, bad):
     def update(state, batch):
         return {**state, "leaf": leaf}, {"loss": torch.tensor(math.nan)}
 
-    infos = train(update, {"w": torch.zeros(2), "leaf": torch.zeros(())}, int, steps=1)
+    infos = train(update, {"w": torch.zeros(2), "leaf": torch.zeros(())}, source(int), steps=1)
     if bad:
         with pytest.raises(NonFiniteError, match="not finite in the state: leaf, 1 of 2 leaves"):
             list(infos)
@@ -164,7 +168,7 @@ def test_a_state_of_single_numbers_is_looked_at_too():
             train(
                 lambda s, b: ({"x": s["x"] * math.inf}, {"loss": s["x"] * math.inf}),
                 {"x": torch.tensor(1.0)},
-                int,
+                source(int),
                 steps=9,
             )
         )
@@ -176,7 +180,7 @@ def test_a_sound_run_is_not_looked_at(monkeypatch):
     world = Ranks()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(list(train(bad_from(99), begin(), int, steps=20, log_every=5, world=world))) == 20
+        assert len(list(train(bad_from(99), begin(), source(int), steps=20, log_every=5, world=world))) == 20
     assert len(world.noted) == 2 * 20
 
 

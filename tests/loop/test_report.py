@@ -11,7 +11,7 @@ import unittest
 import pytest
 
 from fmegatron import report
-from fmegatron.loop import Events, JsonLines, Log, read_metrics, read_run, report_page
+from fmegatron.loop import Events, JsonLines, Loggers, read_metrics, read_run, report_page
 from fmegatron.loop.report.figures import number, thinned, ticks
 from fmegatron.loop.report.page import mean_split
 from fmegatron.loop.report.ranks import rank_times
@@ -63,7 +63,7 @@ def write_run(folder, steps=40, name="loss", mesh="tp2", lr=0.1):
     for after in (0, 20):
         with (
             Events(folder / "events.jsonl") as events,
-            Log(JsonLines(folder / "metrics.jsonl", after, mesh=mesh)) as log,
+            Loggers(JsonLines(folder / "metrics.jsonl", after, mesh=mesh)) as log,
         ):
             events.started(after, mesh=mesh, device="cpu", peak="1 TFLOP/s, made up")
             for step, start in rows:

@@ -2,7 +2,7 @@
 
 import torch
 
-from fmegatron import checkpoint, loop, step, tree
+from fmegatron import checkpoint, data, loop, step, tree
 from fmegatron.layout import Mesh
 
 
@@ -26,11 +26,11 @@ def test_a_manager_and_a_run(tmp_path):
     def train_step(state, batch):
         return {"w": state["w"] + batch}, {"loss": state["w"].sum()}
 
-    run = loop.Run(tmp_path / "a", train_step, specs, save_every=1, keep=None)
+    run = loop.Run(tmp_path / "a", train_step, specs, options=loop.Options(save=loop.Save(every=1, keep=None)))
     folder = tmp_path / "a" / "checkpoints"
     manager = f"Manager('{folder}', keep=None)"
     assert repr(run) == f"Run('{tmp_path / 'a'}', rank 0 of {Mesh()}): not begun; {manager}: steps none"
-    for _ in run(lambda i: torch.ones(2), steps=6):
+    for _ in run(data.source(lambda i: torch.ones(2)), steps=6):
         pass
     assert repr(run).endswith(f": begun at step 0; {manager}: steps 1, 2, ..., 6")
     again = checkpoint.Manager(folder, keep=2)

@@ -170,7 +170,7 @@ def test_resume(tmp_path, capsys):
     assert str(refused.value).startswith(
         "the checkpoint of step 100 is of a run with other settings: heads 2 -> 4. These change the function or the"
     )
-    assert "Settings(config, allow=('heads',)), or give the Config a field `allow: " in str(refused.value)
+    assert "Settings(config, allow=('heads',)), or give the Config a field `run: loop.Options" in str(refused.value)
     assert Settings(now, allow=("heads",)).begin(manager, LAYOUTS, fresh).step == 100
     assert capsys.readouterr().out == (
         "resumed from step 100 with other settings:\n"

@@ -13,8 +13,9 @@ import torch
 
 from fmegatron import checkpoint, data, loop, optim, step, tree
 from fmegatron.collectives import Axes, World, connect
+from fmegatron.data import source
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.loop import Run, UsageError, catch
+from fmegatron.loop import Log, Options, Run, Save, UsageError, catch
 
 LAYOUT = Layout((4,), torch.float64, Mesh())
 SPECS = {"w": tree.ArraySpec(LAYOUT, tree.ones), "n": tree.ArraySpec(Layout((), torch.int64, Mesh()))}
@@ -27,6 +28,7 @@ def halve(state, batch):
     return {"w": (state["w"] + batch) / 2, "n": state["n"] + 1}, {"loss": loss}
 
 
+@source
 def batch_at(position):
     return torch.full((4,), float(position), dtype=torch.float64)
 
@@ -38,19 +40,19 @@ def records(path):
 def straight(steps):
     state = tree.init(SPECS, 0, 0)
     for position in range(steps):
-        state, _ = halve(state, batch_at(position))
+        state, _ = halve(state, batch_at.at(position))
     return state
 
 
 def test_a_run_is_resumed_where_it_stopped(tmp_path):
-    first = Run(tmp_path, halve, SPECS, save_every=3, log_every=1)
+    first = Run(tmp_path, halve, SPECS, options=Options(save=Save(every=3), log=Log(every=1)))
     seen = []
     for info in first(batch_at, steps=100):
         seen.append(info.step)
         if info.step == 7:
             break  # the caller leaves: steps 3 and 6 are saved
     assert first.start == 0 and seen == list(range(1, 8))
-    second = Run(tmp_path, halve, SPECS, save_every=3, log_every=1)
+    second = Run(tmp_path, halve, SPECS, options=Options(save=Save(every=3), log=Log(every=1)))
     steps = [info.step for info in second(batch_at, steps=9)]
     assert second.start == 6 and steps == [7, 8, 9]
     newest = [record["loss"] for record in records(tmp_path) if "loss" in record][-1]
@@ -64,7 +66,7 @@ def test_evaluations_are_logged_and_kept(tmp_path):
     def evaluate(state):
         return {"heldout_loss": float(state["w"].sum())}
 
-    first = Run(tmp_path, halve, SPECS, evaluate=evaluate, eval_every=2, save_every=2)
+    first = Run(tmp_path, halve, SPECS, evaluate=evaluate, options=Options(log=Log(eval_every=2), save=Save(every=2)))
     for _ in first(batch_at, steps=5):
         pass
     assert first.metrics == evaluate(straight(5))
@@ -81,7 +83,7 @@ def test_evaluations_are_logged_and_kept(tmp_path):
 class Config:
     heads: int = 2
     lr: float = loop.field(0.5, resume="named")
-    allow: tuple[str, ...] = loop.field((), resume="free")
+    run: Options = Options()
 
 
 def test_settings_that_must_not_change(tmp_path, capsys):
@@ -91,7 +93,7 @@ def test_settings_that_must_not_change(tmp_path, capsys):
         list(Run(tmp_path, halve, SPECS, settings=Config(heads=4))(batch_at, steps=4))
     list(Run(tmp_path, halve, SPECS, settings=Config(lr=0.1))(batch_at, steps=3))
     assert "named      lr 0.5 -> 0.1" in capsys.readouterr().out
-    allowed = Run(tmp_path, halve, SPECS, settings=Config(heads=4, allow=("heads",)))
+    allowed = Run(tmp_path, halve, SPECS, settings=Config(heads=4, run=Options(allow=("heads",))))
     assert [info.step for info in allowed(batch_at, steps=4)] == [4]
 
 
@@ -105,7 +107,7 @@ def test_without_a_field_allow_no_flag_is_advised(tmp_path):
         UsageError, match=r"heads 2 -> 4.*Settings\(config, allow=\('heads',\)\), or give.*loop.field\("
     ) as e:
         list(Run(tmp_path, halve, SPECS, settings=Own(heads=4))(batch_at, steps=4))
-    assert "--config_allow" not in str(e.value)
+    assert "--run.allow" not in str(e.value)
 
 
 def test_a_second_process_is_refused(tmp_path):
@@ -116,7 +118,7 @@ def test_a_second_process_is_refused(tmp_path):
 
 
 def test_a_signal_saves_and_ends(tmp_path, capsys):
-    run = Run(tmp_path, halve, SPECS, save_every=100)
+    run = Run(tmp_path, halve, SPECS, options=Options(save=Save(every=100)))
     for info in run(batch_at, steps=50):
         if info.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -142,7 +144,7 @@ def test_what_is_not_finite_ends_the_run_and_is_not_the_newest_good_one(tmp_path
         return {**state, "w": state["w"] * (float("nan") if batch[0] == 4 else 1.0)}, metrics
 
     with pytest.raises(loop.NonFiniteError):
-        list(Run(tmp_path, breaks, SPECS, save_every=1, log_every=1)(batch_at, steps=10))
+        list(Run(tmp_path, breaks, SPECS, options=Options(save=Save(every=1), log=Log(every=1)))(batch_at, steps=10))
     again = Run(tmp_path, halve, SPECS)
     with pytest.warns(RuntimeWarning, match="not finite"):
         steps = [info.step for info in again(batch_at, steps=6)]
@@ -170,7 +172,13 @@ def train_on_ranks(rank, path, steps, microbatches):
     mesh = Mesh(dp=2)
     with connect(mesh, device="cpu") as world:
         train_step, specs = replicated(mesh, microbatches)
-        run = Run(path, step.jit(train_step, world=world, backend="eager"), specs, world=world, save_every=2)
+        run = Run(
+            path,
+            step.jit(train_step, world=world, backend="eager"),
+            specs,
+            world=world,
+            options=Options(save=Save(every=2)),
+        )
         for _ in run(data.Batches(TOKENS, batch_size=8, seq_len=8, seed=0), steps):
             pass
         return run.start, run.state.params["table"]
@@ -196,16 +204,35 @@ def test_batches_are_given_to_ranks_as_the_step_declares(tmp_path, ranks, microb
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda at: Run(at, halve, SPECS, save_every=0), "Run: save_every: got 0, wanted a whole number of at least 1"),
-        (lambda at: Run(at, halve, SPECS, async_save="no"), "Run: async_save: got 'no', wanted True or False"),
-        (lambda at: Run(at, halve, SPECS, straggler_ratio=-1), "got -1, wanted 1 or more, or None"),
+        (
+            lambda at: Run(at, halve, SPECS, options=Options(save=Save(every=0))),
+            "Save.every: got 0, wanted at least 1",
+        ),
+        (
+            lambda at: Run(at, halve, SPECS, options=Options(save=Save(in_background="no"))),
+            "Save.in_background: got 'no' of type str, wanted bool",
+        ),
+        (
+            lambda at: Run(at, halve, SPECS, options=Options(log=Log(straggler_ratio=-1))),
+            "Log.straggler_ratio: got -1.0, wanted at least 1",
+        ),
         (lambda at: Run(at, halve, {}), "Run: specs: got a tree without leaves"),
         (
             lambda at: Run(at, halve, SPECS, world=World(Mesh(dp=2), 0, torch.device("cpu"))),
             "the world of the mesh dp2",
         ),
-        (lambda at: Run(at, halve, SPECS)([1, 2], steps=2), "Run: batches: got a list of 2, wanted data.Batches"),
-        (lambda at: Run(at, halve, SPECS, keep=0), "Manager: got keep=0"),
+        (
+            lambda at: Run(at, halve, SPECS)([1, 2], steps=2),
+            "Run: batches: got a list of 2, wanted a data.Source; give data.Batches",
+        ),
+        (
+            lambda at: Run(at, halve, SPECS)(batch_at.at, steps=2),
+            r"wanted a data.Source; give data.source\(function\), whose function gives the batch of all ranks",
+        ),
+        (
+            lambda at: Run(at, halve, SPECS, options=Options(save=Save(keep=0))),
+            "Keep.last: got 0, wanted a whole number of at least 1, or None",
+        ),
     ],
 )
 def test_errors(tmp_path, make, message):
@@ -245,7 +272,7 @@ def test_data_of_another_kind_are_refused_without_a_word(tmp_path, capsys):
         UsageError, match=r'data {"tokenizer": "[0-9a-f]{16}"} -> {"tokenizer": "[0-9a-f]{16}"}\. These'
     ):
         reading(folder, first)
-    reading(folder, first, settings=Config(allow=("data",)))
+    reading(folder, first, settings=Config(run=Options(allow=("data",))))
     assert 'allowed    data {"tokenizer"' in capsys.readouterr().out
     reading(folder, data.Batches(corpora["a"], 4, 8, 0))  # another batch size is no other data
     reading(folder, batch_at_of(first))
@@ -253,21 +280,20 @@ def test_data_of_another_kind_are_refused_without_a_word(tmp_path, capsys):
 
 
 def batch_at_of(batches):
-    return lambda position: batches.at(position)
+    return source(batches.at)
 
 
 def test_a_change_of_the_config_is_not_named_twice(tmp_path):
     @dataclasses.dataclass(frozen=True)
     class Own:
-        seed: int = 0
-        allow: tuple[str, ...] = loop.field((), resume="free")
+        run: Options = Options()
 
     reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=Own())
-    with pytest.raises(UsageError, match=r"settings: seed 0 -> 1\. These"):
-        reading(tmp_path, data.Batches(TOKENS, 2, 8, 1), settings=Own(1))
-    with pytest.raises(UsageError, match=r'seed 0 -> 1, data {"seed": 0} -> {"seed": 2}\. These'):
-        reading(tmp_path, data.Batches(TOKENS, 2, 8, 2), settings=Own(1))
-    reading(tmp_path, data.Batches(TOKENS, 2, 8, 1), settings=Own(1, allow=("seed",)))
+    with pytest.raises(UsageError, match=r"settings: run.seed 0 -> 1\. These"):
+        reading(tmp_path, data.Batches(TOKENS, 2, 8, 1), settings=Own(Options(seed=1)))
+    with pytest.raises(UsageError, match=r'run.seed 0 -> 1, data {"seed": 0} -> {"seed": 2}\. These'):
+        reading(tmp_path, data.Batches(TOKENS, 2, 8, 2), settings=Own(Options(seed=1)))
+    reading(tmp_path, data.Batches(TOKENS, 2, 8, 1), settings=Own(Options(seed=1, allow=("run.seed",))))
 
 
 def test_another_tokenizer_kept_with_the_model_is_refused(tmp_path):
@@ -281,14 +307,14 @@ def test_another_tokenizer_kept_with_the_model_is_refused(tmp_path):
     reading(tmp_path, data.Batches(TOKENS, 2, 8, 0), settings=Config())  # one without a tokenizer says nothing
 
 
-class Own:
+class Own(data.Source):
     """Data of one's own that say what they are."""
 
     def __init__(self, name):
         self.name = name
 
-    def __call__(self, position):
-        return {"tokens": batch_at(position)}
+    def at(self, position):
+        return {"tokens": batch_at.at(position)}
 
     def describe(self):
         return {"name": self.name}
@@ -303,7 +329,7 @@ def test_data_of_ones_own_that_describe_themselves(tmp_path):
 
 def test_each_save_in_the_background_is_recorded_also_one_that_ends_last(tmp_path):
     """The steps take no time, so that most saves are under way when the last one, which is waited for, begins."""
-    run = Run(tmp_path, halve, SPECS, save_every=1, async_save=True, keep=None)
+    run = Run(tmp_path, halve, SPECS, options=Options(save=Save(every=1, in_background=True, keep=None)))
     assert [info.step for info in run(batch_at, steps=4)] == [1, 2, 3, 4]
     saved = [event["step"] for event in loop.read_events(tmp_path / "events.jsonl") if event["event"] == "saved"]
     assert sorted(saved) == [1, 2, 3, 4] == list(run.manager.steps())

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fmegatron.loop import Log, MLflow, OpenTelemetry, TensorBoard, WeightsAndBiases
+from fmegatron.loop import Loggers, MLflow, OpenTelemetry, TensorBoard, WeightsAndBiases
 
 WHY = "the extra `logs` is not installed; `make test-all` installs it"
 NUMBERS = {"loss": 2.0, "odd name: a/b?": math.inf}
@@ -17,11 +17,11 @@ NUMBERS = {"loss": 2.0, "odd name: a/b?": math.inf}
 
 def twice(logger_of, **names):
     """Steps 1 to 3, and a resume behind step 1."""
-    with Log(logger_of()) as log:
+    with Loggers(logger_of()) as log:
         for step in (1, 2, 3):
             log(step, {"loss": float(step), "seconds": 0.01, **NUMBERS} if step == 1 else {"loss": float(step)})
         log(3, {"save_seconds": 0.5})
-    with Log(logger_of(), after=1) as log:
+    with Loggers(logger_of(), after=1) as log:
         log(2, {"loss": 20.0, "seconds": 0.01})
         log(3, {"loss": 30.0})
 
@@ -95,7 +95,7 @@ def test_a_wandb_run_that_goes_back_drops_nothing(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason=WHY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with Log(WeightsAndBiases(project="p", dir=str(tmp_path))) as log:
+    with Loggers(WeightsAndBiases(project="p", dir=str(tmp_path))) as log:
         for step in (5, 5, 3):
             log(step, {"loss": float(step)})
     until = time.monotonic() + 60

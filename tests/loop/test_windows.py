@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from fmegatron.loop import Run, read_events
+from fmegatron.loop import Log, Options, Run, read_events
 from fmegatron.loop.windows import FILE, Window, Windows, exposed, windows
 from tests.loop.test_run import SPECS, batch_at, halve
 
@@ -25,7 +25,7 @@ def steps_of(path):
 def test_a_flag_and_a_file_name_steps(tmp_path):
     wanted = "trace:steps=2-3; memory:steps=5; trace:steps=1,rank=1"
     with pytest.warns(RuntimeWarning, match="rank_1, wanted a rank below 1"):
-        run = Run(tmp_path, marked, SPECS, profile=wanted, log_every=2)
+        run = Run(tmp_path, marked, SPECS, options=Options(log=Log(profile=wanted, every=2)))
     for info in run(batch_at, steps=12):
         if info.step == 7:
             (tmp_path / FILE).write_text("trace:next=2,rank=0\n")  # seen at log point 8
@@ -56,7 +56,7 @@ def test_a_file_that_means_nothing_is_a_warning(tmp_path):
 
 
 def test_a_run_that_ends_inside_of_a_window_writes_it(tmp_path):
-    for info in Run(tmp_path, marked, SPECS, profile="trace:steps=2-30")(batch_at, steps=9):
+    for info in Run(tmp_path, marked, SPECS, options=Options(log=Log(profile="trace:steps=2-30")))(batch_at, steps=9):
         if info.step == 4:
             break
     assert [path.name for path in (tmp_path / "profiles").iterdir()] == ["trace_steps_00000002-00000004_rank_0.json.gz"]

@@ -50,14 +50,15 @@ def test_the_own_experiment(tmp_path, monkeypatch, capsys):
     file = tmp_path / "own.py"
     file.write_text(re.search(r"^```python\n(.*?)^```", text_of("own_experiment.md"), re.M | re.S)[1])
     (tmp_path / "text.txt").write_text("to be or not to be " * 100)
-    small = ["--config_dim=8", "--config_batch_size=4", "--config_seq_len=8"]
+    small = ["--dim=8", "--batch_size=4", "--seq_len=8"]
     assert check.main([str(file), "--mesh", "dp=2,fsdp=4"]) == 0, capsys.readouterr()
     assert parity.main([str(file), "--mesh", "fsdp=2", *small, "--steps", "1"]) == 0, capsys.readouterr()
 
     own = loop.load_experiment(str(file))
-    config = own.Config(text="text.txt", dim=8, batch_size=4, seq_len=8, backend="eager", steps=2)
+    options = loop.Options("runs/own", 2, backend="eager")
+    config = own.Config(run=options, text="text.txt", dim=8, batch_size=4, seq_len=8)
     own.main(config)
-    assert own.main(dataclasses.replace(config, steps=3))["loss"] > 0
+    assert own.main(dataclasses.replace(config, run=dataclasses.replace(options, steps=3)))["loss"] > 0
     number, state, _ = checkpoint.Manager("runs/own/checkpoints").restore_latest()
     net = own.Denoiser(8)
     net.load_state_dict(state["params"])

@@ -13,7 +13,7 @@ from tests.house import ROOT
 from tests.plan.described import SIZES, decoder
 
 SHAKESPEARE = str(ROOT / "experiments/shakespeare.py")
-SMALL = ("--config_dim=48", "--config_layers=2", "--config_seq_len=16")
+SMALL = ("--dim=48", "--layers=2", "--seq_len=16")
 
 
 def test_all_meshes_of_some_devices():

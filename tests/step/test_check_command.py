@@ -51,7 +51,7 @@ def test_findings(experiment):
 
 
 def test_none(experiment):
-    assert run(experiment, "--mesh", "dp=2", "--config_right=true")[0] == 0
+    assert run(experiment, "--mesh", "dp=2", "--right=true")[0] == 0
     assert run(experiment, "--mesh", "dp=1")[0] == 0
     assert run(experiment, "--mesh", "tp=2")[0] == 0  # a standard axis that a mesh lacks has size 1
     status, out, _ = run(experiment, "--mesh", "dp=2", "--allow", "x/wrong.py:19=for a test")
@@ -59,7 +59,7 @@ def test_none(experiment):
 
 
 def test_what_is_not_proven_has_a_status_of_its_own(experiment):
-    odd = (experiment, "--mesh", "dp=2", "--config_right=true", "--config_odd=true")
+    odd = (experiment, "--mesh", "dp=2", "--right=true", "--odd=true")
     status, out, err = run(*odd)
     assert (status, err) == (3, "") and out.startswith("no findings\nwrong.py:16: unproven: segment_reduce over 'dp'")
     assert "so 0 may be wrong. Go on:" in out and "0 findings, 0 silenced, 1 unproven outputs" in out
@@ -72,7 +72,7 @@ def test_what_is_not_proven_has_a_status_of_its_own(experiment):
         (["nowhere.py", "--mesh", "dp=2"], "nowhere.py"),
         ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no Config and no describe"),
         (["EXPERIMENT", "--mesh", "dp=x"], "wanted axes and their sizes"),
-        (["EXPERIMENT", "--mesh", "dp=2", "--config_wrong=1"], "Unknown command line flag"),
+        (["EXPERIMENT", "--mesh", "dp=2", "--wrong=1"], "Unknown command line flag"),
         (["EXPERIMENT", "--mesh", "dp=3"], "uneven|not divisible"),
     ],
 )

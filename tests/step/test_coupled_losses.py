@@ -284,7 +284,7 @@ def test_the_first_update_compares_batches_with_the_step(mesh, n, layout, messag
         of_rank = layout(batches, mesh)
         source = batches if of_rank is None else batches.for_rank(of_rank, 0)
         jitted = jit(step, donate=0, world=PaperWorld(mesh), backend="eager")
-        return loop.train(jitted, state, source.at, steps=1)
+        return loop.train(jitted, state, source, steps=1)
 
     if message is not None:
         with pytest.raises(ValueError, match=message):

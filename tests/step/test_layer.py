@@ -1,13 +1,16 @@
 """Layers: compiled once however many there are, saving what their policy says, with the plain function's gradients."""
 
 import functools
+import gc
 import operator
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 
 from fmegatron import model, nn, tree
+from fmegatron.collectives import World
 from fmegatron.step import compiled_layer, jit, remat, trace, value_and_grad
 from fmegatron.step.graph.nodes import entry_of, opaque_entries
 from fmegatron.step.layer import CompiledLayer
@@ -289,3 +292,18 @@ def test_errors_of_a_jit_inside_a_jit():
     with pytest.raises(ValueError, match="got a tensor that needs a gradient, wanted none, as a jit is one node"):
         cut = jit(lambda p: (p * 3).sum())
         jit(value_and_grad(lambda p: cut(p) + p.square().sum()), backend="eager")(torch.ones(3))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_no_world_is_kept_alive_by_what_was_compiled_for_it(backend):
+    """A notebook connects again and again; the operators of its layers are known to the whole process."""
+    layer = compiled_layer("inputs")(lambda x, w: torch.tanh(x @ w))
+
+    def run() -> tuple:
+        world = World.alone("cpu")
+        f = jit(lambda x, w: layer(layer(x, w), w).sum(), world=world, backend=backend)
+        return weakref.ref(world), f(torch.ones(2, 2), torch.ones(2, 2))
+
+    (first, a), (second, b) = run(), run()
+    gc.collect()
+    assert first() is None and second() is None and torch.equal(a, b)

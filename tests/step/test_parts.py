@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fmegatron import loop, optim, step, tree
+from fmegatron import data, loop, optim, step, tree
 from fmegatron.collectives import Axes, collective_of, psum
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.check import check_call
@@ -300,7 +300,7 @@ def test_an_evaluation_adds_up_the_same_sums():
     means = functools.partial(step.means, axes=Axes(ONE))
     found = loop.evaluate(
         lambda params, mask: {**means({"nll": step.mean((values * mask).sum(), mask.sum())}), "lr": torch.ones(())},
-        {}, masks.__getitem__, 3,
+        {}, data.source(masks.__getitem__), 3,
     )  # fmt: skip
     total = sum(float((values * mask).sum()) for mask in masks)
     assert found["nll"] == pytest.approx(total / 4.51, rel=1e-12) and found["lr"] == 1

@@ -50,7 +50,7 @@ def run(*argv):
 
 
 def test_a_right_step(experiment):
-    status, out, err = run(experiment, "--mesh", "dp=4", "--config_width=3")
+    status, out, err = run(experiment, "--mesh", "dp=4", "--width=3")
     assert (status, err) == (0, "")
     assert out.startswith("dp4 computes what one rank computes (largest relative error ")
     assert "table.py on dp4: 1 outputs of 2 steps in fp64" in out
@@ -58,7 +58,7 @@ def test_a_right_step(experiment):
 
 
 def test_a_missing_sum_is_found_and_its_line_named(experiment):
-    status, out, err = run(experiment, "--mesh", "dp=2", "--config_right=false")
+    status, out, err = run(experiment, "--mesh", "dp=2", "--right=false")
     assert (status, err) == (1, "")
     assert out.startswith("on dp2, step 0: 1 of 1 outputs differ from one rank; first 0/table")
     assert "meaning is lost at\n  table.py:19: sub" in out
@@ -70,7 +70,7 @@ def test_a_missing_sum_is_found_and_its_line_named(experiment):
         (["nowhere.py", "--mesh", "dp=2"], "nowhere.py"),
         ([str(ROOT / "experiments" / "minimal.py"), "--mesh", "dp=2"], "defines no Config and no describe"),
         (["EXPERIMENT", "--mesh", "dp=3"], "uneven"),
-        (["EXPERIMENT", "--mesh", "dp=2", "--config_wrong=1"], "Unknown command line flag"),
+        (["EXPERIMENT", "--mesh", "dp=2", "--wrong=1"], "Unknown command line flag"),
         (["EXPERIMENT", "--mesh", "dp=2", "--below", "7"], "index 6 is out of bounds"),
     ],
 )
@@ -88,7 +88,7 @@ def test_wrong_flags(experiment, capsys):
 @pytest.mark.long
 def test_shakespeare():
     small = {"dim": 16, "layers": 1, "heads": 2, "seq_len": 8, "batch_size": 4, "microbatches": 2}
-    flags = [f"--config_{name}={value}" for name, value in small.items()]
+    flags = [f"--{name}={value}" for name, value in small.items()]
     status, out, _ = run(str(ROOT / "experiments" / "shakespeare.py"), "--mesh", "fsdp=2,tp=2", *flags)
     assert status == 0 and "outputs of 2 steps in fp64" in out, out
 

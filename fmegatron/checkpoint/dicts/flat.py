@@ -4,8 +4,9 @@
     leaves      {"w": tensor, "opt/0": array, "betas": (0.9, 0.95)}
     containers  {"opt": {"dict": [0]}, "opt/0": "array"}
 
-Dicts and NamedTuples are walked into, and lists and tuples that hold more than plain values; what remains is a leaf. An
-empty container is a leaf. Paths are those of `fmegatron.tree`, so a state saved without layouts is restored with them.
+Dicts, NamedTuples and a step's State are walked into, and lists and tuples that hold more than plain values; what
+remains is a leaf. An empty container is a leaf. Paths are those of `fmegatron.tree`, so a state saved without layouts
+is restored with them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.dicts.values import from_json, to_json
 from fmegatron.layout import Layout
+from fmegatron.tree.structure import fields_of
 
 ARRAY, SCALAR = "array", "scalar"  # numpy's, in `containers`
 Array = torch.Tensor | np.ndarray | np.generic | Layout | tree.ArraySpec
@@ -84,20 +86,15 @@ def _items(node: Any) -> list[tuple[Any, Any]] | None:
     """What is in a container that is walked into; None for a leaf."""
     if isinstance(node, Mapping):
         return list(node.items()) or None
-    if is_named_tuple(node):
-        return list(zip(node._fields, node, strict=True)) or None
+    if (fields := fields_of(node)) is not None:
+        return list(zip(fields, node, strict=True)) or None
     if isinstance(node, list | tuple) and any(map(_holds_more, node)):
         return list(enumerate(node))
     return None
 
 
-def is_named_tuple(node: Any) -> bool:
-    """Whether a value is of a NamedTuple class."""
-    return isinstance(node, tuple) and hasattr(type(node), "_fields")
-
-
 def _holds_more(item: Any) -> bool:
-    return isinstance(item, Mapping | Array) or is_named_tuple(item) or (
+    return isinstance(item, Mapping | Array) or (fields_of(item) is not None) or (
         isinstance(item, list | tuple) and any(map(_holds_more, item))
     )  # fmt: skip
 
@@ -106,7 +103,7 @@ def _kind(node: Any, path: str) -> Any:
     """What the paths do not determine: None for dicts whose keys are parts of paths, and for NamedTuples."""
     if isinstance(node, list):
         return "list"
-    if is_named_tuple(node):
+    if fields_of(node) is not None:
         return None
     if isinstance(node, tuple):
         return "tuple"
@@ -210,4 +207,4 @@ def rebuilt(node: Any, leaves: Mapping[str, Any], in_place: bool, path: str = ""
         return node
     if all(a is b for a, b in zip(node, values, strict=True)):
         return node
-    return type(node)._make(values) if is_named_tuple(node) else tuple(values)
+    return type(node)(*values) if fields_of(node) is not None else tuple(values)

@@ -1,8 +1,8 @@
-"""Faults on request: `--inject=kill:rank=2,step=17` lets rank 2 be killed when it begins update 17 of a run.
+"""Faults on request: `--run.faults.inject=kill:rank=2,step=17` lets rank 2 be killed when it begins update 17 of a run.
 
 For whoever wants to see what a run does when it happens: several faults are joined by "+", each happens once in a run.
 
-    loop.Run(folder, step, specs, inject="kill:rank=1,step=17+diskfull:rank=0,step=30,at=save,seconds=5")
+    loop.Faults(inject="kill:rank=1,step=17+diskfull:rank=0,step=30,at=save,seconds=5")
 """
 
 import errno

@@ -1,5 +1,7 @@
 """Pulse: which section of a run a rank is in, since when, and how long it may be; setting it costs an assignment."""
 
+from __future__ import annotations
+
 import math
 import threading
 import time
@@ -29,6 +31,27 @@ class Patience:
     end: float = 900.0
     factor: float = 5.0
 
+    @staticmethod
+    def parse(text: str) -> Patience:
+        """The limits of a text; the others are the default.
+
+        >>> Patience.parse("step=60,save=1200").save
+        1200.0
+
+        Raises ValueError, naming the part.
+        """
+        given = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, value = part.partition("=")
+            try:
+                given[name] = float(value)
+            except ValueError:
+                given[name] = value
+            if name not in _NAMES or isinstance(given[name], str):
+                wanted = ", ".join(_NAMES)
+                raise ValueError(f"patience: got {part!r:.60}, wanted SECTION=SECONDS of {wanted}; or off") from None
+        return Patience(**given)
+
     def __post_init__(self):
         for item in fields(self):
             value = getattr(self, item.name)
@@ -36,7 +59,8 @@ class Patience:
                 raise ValueError(f"Patience: {item.name}: got {value!r:.60}, wanted a number above 0")
 
 
-SECTIONS = tuple(item.name for item in fields(Patience) if item.name != "factor")
+_NAMES = tuple(item.name for item in fields(Patience))
+SECTIONS = tuple(name for name in _NAMES if name != "factor")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from fmegatron.step.check.context import GO_ON, Rule, Rules, Scope, Signature, l
 from fmegatron.step.check.dims import UNIFORM, Misfit, plain, size_of
 from fmegatron.step.check.marks import strongest
 from fmegatron.step.check.values import Suspect, Value, of_constant
-from fmegatron.step.graph.nodes import int_of, items_of, node_of, storage_of, written_by
+from fmegatron.step.graph.nodes import entry_of, int_of, items_of, node_of, storage_of, written_by
 from fmegatron.step.torch_private import (
     FakeTensorMode,
     Op,
@@ -68,7 +68,7 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
             assert isinstance(constant, torch.Tensor), f"{node.target} is a tensor"
             values[node] = of_constant(constant)
         elif hasattr(node.target, "entry"):  # a compiled layer
-            values[node] = _layer(scope, node.target.entry.graph_module.graph, [values[n] for n in node.args[0]])
+            values[node] = _layer(scope, entry_of(node).graph_module.graph, [values[n] for n in node.args[0]])
         else:
             scope.order[node] = len(scope.order)
             values[node] = _after(scope, node)

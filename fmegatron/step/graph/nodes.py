@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +111,8 @@ def _returns_a_view(op: Op) -> bool:
 
 def entry_of(node: fx.Node) -> Any:
     """The entry (`step.opaque`) whose operator a node calls, or None."""
-    return getattr(node.target, "entry", None) if node.op == "call_function" else None
+    found = getattr(node.target, "entry", None) if node.op == "call_function" else None
+    return found() if isinstance(found, weakref.ref) else found  # what is compiled for ranks is kept by their World
 
 
 def opaque_entries(graph: fx.Graph) -> list:

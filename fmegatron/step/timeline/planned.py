@@ -60,7 +60,7 @@ def launched(graph: fx.Graph) -> list[str]:
     def starts(graph: fx.Graph) -> Iterator[fx.Node]:
         for node in graph.nodes:
             if is_layer(node):
-                yield from starts(node.target.entry.graph_module.graph)
+                yield from starts(entry_of(node).graph_module.graph)
             elif is_start(node):
                 yield node
 
@@ -129,7 +129,7 @@ def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned")
             took = _seconds_of(node, rates)
             if is_layer(node):
                 flush(clock)
-                events.append(Event(names[node], COMPUTE, clock, clock + took, detail=node.target.entry.op.name()))
+                events.append(Event(names[node], COMPUTE, clock, clock + took, detail=entry_of(node).op.name()))
             elif took:
                 began = began if rest else clock
                 rest.append(opname(node.target) or node.name)

@@ -1,0 +1,118 @@
+"""Source: what a run reads, a class with defaults; own data subclass it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron import tree
+from fmegatron.tree.labels import labelled, layout_of
+
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
+
+
+class Source(ABC):
+    """Batches by position. Update n reads position n - 1, so that a resumed run reads what the first would have read.
+
+        class Pairs(data.Source):
+            def at(self, position):
+                draw = torch.Generator().manual_seed(position)
+                return {"image": torch.randn(64, 96, generator=draw), "text": torch.randn(64, 64, generator=draw)}
+
+        run(Pairs(), steps=1000)
+
+    A batch is a tree of tensors in host memory, of all ranks together. The run gives each rank its rows, puts them on
+    its device and makes the next batches in a thread while a step runs: a source knows no rank and no device. `at` is
+    all that a source needs; the other methods have defaults. A source that wraps another one hands on all five.
+    """
+
+    @abstractmethod
+    def at(self, position: int) -> tree.Tree:
+        """The batch of a position (0, 1, 2 …), all rows of all ranks."""
+
+    def rows(self, position: int, ranges: Ranges) -> tree.Tree | None:
+        """Some rows of the batch of a position, for sources that can read less than all: the ranges (start, stop) of
+        dim 0, one after the other. None, the default: `at` is asked, and cut.
+
+        Asked where the number of rows is known before the batch is read: of `data.Batches`, and of other sources by a
+        run that has a `step.Description`. All arrays of such a batch have the same rows in dim 0.
+        """
+        return None
+
+    def describe(self) -> dict[str, Any] | None:
+        """What these data are, as JSON values: a checkpoint states it, and a resume with data that state something
+        else is refused by what differs. None: nothing is stated.
+        """
+        return None
+
+    def state(self) -> tree.Tree | None:
+        """A JSON value that `restore` goes on from behind the last batch that was given. None: a position determines
+        the batch. Either always None, or never.
+
+        The run asks after each batch, and keeps in a checkpoint the state behind the batch that was used, whatever was
+        read ahead: one for each rank.
+        """
+        return None
+
+    def restore(self, state: tree.Tree) -> None:
+        """Go on behind the batch after which `state` was given."""
+        raise TypeError(
+            f"{type(self).__name__}.restore: got a state and a class without this method, wanted one; a source "
+            "with a state() goes on from it"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Function(Source):
+    function: Callable[[int], tree.Tree]
+
+    def at(self, position: int) -> tree.Tree:
+        return self.function(position)
+
+
+def source(function: Callable[[int], tree.Tree]) -> Source:
+    """The source of a pure function from position to the batch of all ranks; a decorator, too.
+
+    >>> @source
+    ... def squares(position):
+    ...     return {"x": torch.arange(4) + position}
+    >>> squares.at(2)["x"].tolist()
+    [2, 3, 4, 5]
+    """
+    if not callable(function) or isinstance(function, Source):
+        raise ValueError(
+            f"source: got {tree.in_words(function)}, wanted a function from position to a batch; a data.Source needs "
+            "none"
+        )
+    return _Function(function)
+
+
+def require_source(given: Any, who: str) -> Source:
+    """What was given; ValueError for another value, such as a function."""
+    if isinstance(given, Source):
+        return given
+    fix = "data.Batches, or an object of a subclass of data.Source"
+    if callable(given):
+        fix = "data.source(function), whose function gives the batch of all ranks"
+    raise ValueError(f"{who}: got {tree.in_words(given)}, wanted a data.Source; give {fix}")
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(Source):
+    """A source whose arrays are put on a device; layouts that are known stay known."""
+
+    source: Source
+    device: torch.device
+
+    def at(self, position: int) -> tree.Tree:
+        return tree.map(self._moved, self.source.at(position))
+
+    def _moved(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.device == self.device:
+            return x
+        layout, moved = layout_of(x), x.to(self.device)
+        return moved if layout is None else labelled(moved, layout)
