@@ -10,7 +10,7 @@ from fmegatron import step
 
 def mean_of(part: step.Part) -> torch.Tensor:
     """total / count, times the means among its weights, which no gradient reaches; numbers left out."""
-    shares = [mean_of(w).detach() for w in part.weights if isinstance(w, step.Part)]
+    shares = [(w.total / w.count).detach() for w in part.weights if isinstance(w, step.Part)]
     return functools.reduce(torch.mul, shares, part.total / part.count).sum()
 
 

@@ -1,4 +1,4 @@
-"""Loss and gradient of one call of a loss_fn, whose loss is a scalar of this rank or parts of the whole batch."""
+"""Loss and gradient of one call of a loss_fn, whose loss is a scalar of this rank, or sums and counts."""
 
 from __future__ import annotations
 
