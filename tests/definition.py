@@ -6,6 +6,7 @@ import operator
 import torch
 
 from fmegatron import step
+from fmegatron.collectives import psum
 
 
 def mean_of(part: step.Part) -> torch.Tensor:
@@ -21,3 +22,11 @@ def loss_of(parts: step.Part | dict[str, step.Part]) -> torch.Tensor:
         functools.reduce(operator.mul, [w for w in one.weights if not isinstance(w, step.Part)], mean_of(one))
         for one in found
     )
+
+
+def scalar_of(parts: dict[str, step.Part], axes) -> tuple[torch.Tensor, dict]:
+    """The same loss as a scalar, this rank's part of it, whose sum over the data ranks is the loss; and its metrics."""
+    data = axes[axes.data]
+    terms = [functools.reduce(operator.mul, one.weights, one.total / psum(one.count, data)) for one in parts.values()]
+    loss = sum(terms[1:], terms[0])
+    return loss, {"loss": psum(loss.detach(), data)}

@@ -228,7 +228,7 @@ def test_train_step_counts_and_reports():
     clipped, metrics = assert_pure(tiny.decoder_step(clip_norm=1e-3), state, batch)
     assert state.step == 0 and free.step == clipped.step == 1
     assert metrics["grad_norm"] == free_metrics["grad_norm"] > 1e-3
-    assert set(metrics) == {"loss", "tokens", "grad_norm"} and all(m.dim() == 0 for m in metrics.values())
+    assert set(metrics) == {"loss", "lm", "lm/count", "grad_norm"} and all(m.dim() == 0 for m in metrics.values())
     scale = 1e-3 / (metrics["grad_norm"] + 1e-6)  # the first moment is linear in the gradient
     for a, b in zip(tree.leaves(clipped.opt["adam"]["m"]), tree.leaves(free.opt["adam"]["m"]), strict=True):
         torch.testing.assert_close(a, b * scale, rtol=1e-10, atol=0)
