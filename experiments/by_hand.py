@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import checkpoint, data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes, connect, psum
+from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -34,7 +34,7 @@ def describe(config):
     mesh, axes = config.mesh, Axes(config.mesh)
     shapes = {"letters": (256, 16), "hidden": (8 * 16, 192), "head": (192, 256)}
     specs = tree.specs(shapes, mesh, [(".*", ("fsdp",))], tree.Normal(0.1), getattr(torch, config.dtype))
-    optimizer, ranks = optim.adamw(3e-3), axes[axes.data]
+    optimizer = optim.adamw(3e-3)
 
     def loss_fn(params, batch):
         w = nn.gather_tree(params)
@@ -42,15 +42,15 @@ def describe(config):
         labels = batch["labels"][:, 7:].flatten()
         logits = torch.tanh(seen @ w["hidden"]) @ w["head"]
         loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-        return loss / (labels.numel() * ranks.size)  # this rank's part of the mean
+        return step.mean(loss, labels.numel())  # of these rows: totals and counts are added up over the ranks
 
     def train_step(state, batch):
-        (loss, _), grads = step.value_and_grad(loss_fn)(state.params, batch)
+        (loss, _), grads = step.value_and_grad(loss_fn)(state.params, batch)  # the loss of all ranks
         grads = step.reduce_gradients(grads)  # a psum over dp; over fsdp the gather's transpose was it
         norm = optim.global_norm(grads)
         grads = optim.clip(grads, norm, 1.0)
         params, opt = optimizer.update(grads, state.opt, state.params)
-        return step.State(state.step + 1, params, opt), {"loss": psum(loss, ranks), "grad_norm": norm}
+        return step.State(state.step + 1, params, opt), {"loss": loss, "grad_norm": norm}
 
     rows = DataParallel(axes.data).batch_layout((16, 64), torch.int64, mesh)
     return step.Description(train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows})

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes, psum
+from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -54,8 +54,7 @@ def model(config: Config):
         x_BSD = step.layers(block, params["blocks"], layouts["blocks"], axes)(embed[batch["tokens"]])
         logits_BSV = nn.rms_norm(x_BSD, norm) @ head
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        loss = loss / (batch["labels"].numel() * data_axis.size)
-        return loss, {"loss": psum(loss.detach(), data_axis)}
+        return step.mean(loss, batch["labels"].numel())  # the step adds both up, and divides
 
     return specs, loss_fn
 
@@ -68,7 +67,7 @@ def describe(config: Config):
 
     def evaluate(state, batch):
         average = step.averaged_params(state, tree.layouts(specs), Axes(config.mesh), STRATEGY)
-        return {"loss": loss_fn(average, batch)[1]["loss"]}
+        return step.means({"loss": loss_fn(average, batch)}, Axes(config.mesh))
 
     return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, evaluate=evaluate)
 

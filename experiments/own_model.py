@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, model, nn, optim, step, tree
-from fmegatron.collectives import Axes, psum
+from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.loop import field
 
@@ -72,14 +72,14 @@ def decoder(config):
         256, config.dim, (block,) * config.layers, config.seq_len, param_dtype=dtype, compute_dtype=dtype
     )
     specs = model.specs(of, config.mesh)
-    layouts, ranks = tree.layouts(specs), axes[axes.data]
+    layouts = tree.layouts(specs)
 
     def loss_fn(params, batch):
         logits_BSV = model.logits(params, batch["tokens"], of, layouts, axes, save="mincut")
         nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"])
         focal_BS = (1 - (-nll_BS).exp()) ** config.focus * nll_BS  # what is known already counts less
-        loss, nll = (x.sum() / (x.numel() * ranks.size) for x in (focal_BS, nll_BS))
-        return loss, {"loss": psum(loss.detach(), ranks), "nll": psum(nll.detach(), ranks)}
+        loss, nll = (step.mean(x.sum(), x.numel()) for x in (focal_BS, nll_BS))
+        return loss, {"nll": nll}
 
     return specs, loss_fn
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes, all_gather, axis_index, psum
+from fmegatron.collectives import Axes, all_gather, axis_index
 from fmegatron.layout import DataParallel, Mesh
 
 STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicated over dp
@@ -64,8 +64,8 @@ def model(config: Config):
         loss = 0
         for mine, others in ((images, texts), (texts, images)):
             scores = params["scale"].exp() * mine @ all_gather(others, data, 0).mT
-            loss = loss + F.cross_entropy(scores, own, reduction="sum") / (2 * rows * data.size)
-        return loss, {"loss": psum(loss.detach(), data)}
+            loss = loss + F.cross_entropy(scores, own, reduction="sum") / 2
+        return step.mean(loss, rows)
 
     return specs, loss_fn
 

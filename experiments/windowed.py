@@ -39,15 +39,14 @@ def describe(config: Config):
         256, **sizes, ffn_dim=mlp.ffn_dim, max_seq=config.seq_len, window=config.window, sinks=True, mlp=mlp
     )
     specs, axes = model.specs(of, config.mesh), Axes(config.mesh)
-    layouts, tp, data_axis = tree.layouts(specs), axes["tp"], axes[axes.data]
+    layouts, tp = tree.layouts(specs), axes["tp"]
 
     def loss_fn(params, batch):
         logits_BSV = model.logits(params, batch["tokens"], of, layouts, axes, save="mincut")
         nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], tp)
         even_BS = lse_BS - psum(logits_BSV.sum(-1), tp) / 256  # the loss of a target that is all bytes
         loss_BS = (1 - config.smoothing) * nll_BS + config.smoothing * even_BS
-        loss = loss_BS.sum() / (loss_BS.numel() * data_axis.size)
-        return loss, {"loss": psum(loss.detach(), data_axis)}
+        return step.mean(loss_BS.sum(), loss_BS.numel())
 
     shape = (config.batch_size, config.seq_len)
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10))

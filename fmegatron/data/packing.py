@@ -42,7 +42,7 @@ class Packing:
     def read(self, tokens: Tokens, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of these numbers: "tokens", "labels", "documents", "positions" int64 [n, S], "mask" bool [n, S].
 
-        Padding is token 0 with the label 0, masked, behind the last document and a document by itself.
+        Padding is token 0 with the label 0, masked, behind the last document and of the document -1.
         """
         S, n = self.seq_len, len(rows)
         batch = {name: np.zeros((n, S), dtype=np.int64) for name in ("tokens", "labels", "documents", "positions")}
@@ -56,7 +56,7 @@ class Packing:
                 batch["documents"][row, here], batch["positions"][row, here] = place, np.arange(length)
                 batch["mask"][row, here] = True
                 at += length
-            batch["documents"][row, at:], batch["positions"][row, at:] = stop - first, np.arange(S - at)
+            batch["documents"][row, at:], batch["positions"][row, at:] = -1, np.arange(S - at)
         return batch
 
 

@@ -122,7 +122,7 @@ def _evaluations(
 
     def of(batches: data.EvaluationBatches) -> Callable:
         rows = own_rows(batches, described, world)
-        return lambda state: evaluated(metrics_of, state, rows, len(batches), batches.real_tokens)
+        return lambda state: evaluated(metrics_of, state, rows, len(batches))
 
     return {name: of(batches) for name, batches in held_out.items()}
 

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fmegatron.files.whole import write_whole
 from fmegatron.loop.meter import QUIET
+from fmegatron.loop.metrics import COUNT
 from fmegatron.loop.train import StepInfo
 
 
@@ -55,7 +56,8 @@ class Loggers:
 class Table:
     """A line of numbers on stdout for each record, with a header now and then; odd records get a line in words.
 
-    The first record of several numbers gives the columns. hide: names that are not shown.
+    The first record of several numbers gives the columns. hide: names that are not shown, as those of counts are not
+    ("lm/count").
     """
 
     HEADER_EVERY = 20
@@ -66,7 +68,7 @@ class Table:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Print one row, or `100  heldout_loss 1.7321` for a record that has not the columns of the table."""
-        values = {name: value for name, value in values.items() if name not in self.hide}
+        values = {name: value for name, value in values.items() if name not in self.hide and not name.endswith(COUNT)}
         if self._columns is None and len(values) > 1:
             self._columns = tuple(values)
         if tuple(values) != self._columns:

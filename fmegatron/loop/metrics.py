@@ -44,20 +44,33 @@ def _number(name: str, value: Any) -> float:
         ) from None
 
 
-def mean(many: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> dict[str, Any]:
-    """The (weighted) mean of each metric over several dicts of the same names, in float64, still on the device.
+def mean(many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each metric over several dicts of the same names, in float64, still on the device.
 
-    >>> float(mean([{"loss": 1.0}, {"loss": 4.0}], weights=[2, 1])["loss"])
-    2.0
+    Of a metric NAME beside "NAME/count", as `step.means` gives them, the mean over all that counts, and the sum of the
+    counts. NaN where nothing does.
+
+    >>> found = mean([{"loss": 1.0, "loss/count": 2, "lr": 0.5}, {"loss": 4.0, "loss/count": 1, "lr": 0.5}])
+    >>> {name: float(value) for name, value in found.items()}
+    {'loss': 2.0, 'loss/count': 3.0, 'lr': 0.5}
     """
     if not many:
         raise ValueError("got no metrics to average, wanted at least one dict")
-    weights = [1.0] * len(many) if weights is None else weights
-    total = float(sum(weights))
-    return {
-        name: torch.stack(
-            [torch.as_tensor(metrics[name]).detach().double() * w for metrics, w in zip(many, weights, strict=True)]
-        ).sum()
-        / total
-        for name in many[0]
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name in many[0]:
+        values = _stacked(name, many)
+        if name.endswith(COUNT) and name.removesuffix(COUNT) in many[0]:
+            found[name] = values.sum()
+        elif f"{name}{COUNT}" in many[0]:
+            counts = _stacked(f"{name}{COUNT}", many)
+            found[name] = torch.where(counts != 0, values * counts, 0).sum() / counts.sum()
+        else:
+            found[name] = values.mean()
+    return found
+
+
+COUNT = "/count"  # behind the name of a mean: how much counted
+
+
+def _stacked(name: str, many: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(metrics[name]).detach().double() for metrics in many])

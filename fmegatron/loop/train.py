@@ -188,27 +188,19 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
             return
 
 
-def evaluate(
-    metrics_of: Callable[[Tree, Tree], dict],
-    params: Tree,
-    source: Source,
-    count: int,
-    weight_of: Callable[[int], float] | None = None,
-) -> dict[str, float]:
+def evaluate(metrics_of: Callable[[Tree, Tree], dict], params: Tree, source: Source, count: int) -> dict[str, float]:
     """Means of the metrics of `metrics_of(params, batch)` over batches 0 .. count - 1.
 
-    One host synchronization, at the end.
+    A metric NAME beside "NAME/count", as `step.means` gives them, is the mean over all that counts in all batches,
+    others are means over batches. One host synchronization, at the end.
 
     Args:
         metrics_of: (params, batch) -> dict of 0-d tensors.
         params: this rank's shards.
         source: this rank's batches: on several ranks `own_rows(batches, description, world)`.
         count: number of batches, 1 or more (else ValueError, as for what is no source).
-        weight_of: the weight of a batch, such as its number of tokens (`EvaluationBatches.real_tokens`); None: the same
-            for all.
     """
     require_source(source, "evaluate: source")
     if count < 1:
         raise ValueError(f"evaluate: got {count} batches, wanted 1 or more; is the held-out text shorter than a batch?")
-    weights = None if weight_of is None else [weight_of(index) for index in range(count)]
-    return fetch(mean([metrics_of(params, source.at(index)) for index in range(count)], weights))
+    return fetch(mean([metrics_of(params, source.at(index)) for index in range(count)]))

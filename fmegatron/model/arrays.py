@@ -43,13 +43,16 @@ class At(NamedTuple):
     positions: int64, [S] for consecutive tokens of one text in order, or [B, S] for any. documents: int64 [B, S]; a
     token looks at tokens of its own document only. None: all are of one. angles: (cos, sin) of the rotary embedding at
     these positions, for a mixer that has one; for a block by the names of its parts. draws: int64 [B, S], a number for
-    each token of the run and this block, the count of its random numbers (`nn.dropout`); None: none are drawn.
+    each token of the run and this block, the count of its random numbers (`nn.dropout`); None: none are drawn. padding:
+    bool [B, S], True where there is no token, which no statistic and no loss of a router counts ("not learned from" is
+    another thing: the mask and the labels of the loss); None: there is none.
     """
 
     positions: Tensor
     documents: Tensor | None = None
     angles: tuple[Tensor, Tensor] | dict[str, tuple[Tensor, Tensor]] | None = None
     draws: Tensor | None = None
+    padding: Tensor | None = None
 
     def splits(self, x_BSD: Tensor) -> bool:
         """Whether x holds this tp rank's part of the sequence only (sequence parallelism)."""

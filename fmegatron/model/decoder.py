@@ -191,7 +191,11 @@ class Decoder:
         return self.blocks[depth] if self.mtp is None or depth < self.layers else self.mtp.block
 
     def at(
-        self, positions: torch.Tensor, documents: torch.Tensor | None = None, blocks: tuple[Block, ...] | None = None
+        self,
+        positions: torch.Tensor,
+        documents: torch.Tensor | None = None,
+        blocks: tuple[Block, ...] | None = None,
+        padding: torch.Tensor | None = None,
     ) -> list[At]:
         """For each block what it is given beside x and weights; the angles of equal ropes are computed once.
 
@@ -199,6 +203,7 @@ class Decoder:
             positions: of the tokens.
             documents: of the tokens.
             blocks: None: those of the model.
+            padding: of the tokens.
         """
         tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
         out = []
@@ -210,7 +215,7 @@ class Decoder:
                     if rope not in tables:
                         tables[rope] = rope.angles(positions, self.compute_dtype)
                     angles[part.name] = tables[rope]
-            out.append(At(positions, documents, angles))
+            out.append(At(positions, documents, angles, padding=padding))
         return out
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:

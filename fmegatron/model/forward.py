@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmegatron import nn, step, tree
-from fmegatron.collectives import Axes, all_gather, enter, psum
+from fmegatron.collectives import Axes, all_gather, enter
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import MTP, Block, Decoder
@@ -21,6 +20,7 @@ from fmegatron.model.deterministic import require_samples
 from fmegatron.model.draws import draws_of, dropped
 from fmegatron.model.mtp import predict, with_ahead
 from fmegatron.model.settled import loads
+from fmegatron.model.statistics import counted, losses_of, padding_of
 from fmegatron.model.weights import Outer, adapted_named, each_layer, embedded, prepared
 
 
@@ -161,10 +161,10 @@ class _Inside:
         if positions is None:
             positions = positions_of(tokens_BS, axes.sequence)
         behind = () if decoder.mtp is None else (decoder.mtp.block,)
-        documents = batch.get("documents")
+        documents, padding = batch.get("documents"), padding_of(batch)
         depths = 1 + decoder.layers + (0 if decoder.mtp is None else decoder.mtp.depths)
         self.draws = draws_of(samples, positions, documents, key, decoder.max_seq, depths)
-        at = enumerate(decoder.at(positions, documents, (*decoder.blocks, *behind)), 1)
+        at = enumerate(decoder.at(positions, documents, (*decoder.blocks, *behind), padding), 1)
         self.at = [one._replace(draws=self.draws(depth)) for depth, one in at]
         w = self.outer["embed"]["embed"]
         of = (positions, decoder, axes, decoder.sequence_parallel)
@@ -235,20 +235,23 @@ def loss(
     *,
     samples: Tensor | None = None,
     key: int = 0,
-) -> tuple[Tensor, dict]:
-    """(this rank's part of the loss, metrics): the parts of all data ranks add up to the mean over all tokens.
+) -> tuple[dict[str, step.Part], dict]:
+    """(the parts of the loss by name, metrics), of this rank's rows, as `step.build_train_step` takes them.
 
-    The divisor is the global token count: a constant without a mask, else one psum of the masks' sums. Every tp rank
-    has the same part. The metrics are 0-d and equal on all ranks: "loss" (with z-loss), "z_loss" (its share; only if
-    configured), "tokens" (int64). With `Decoder.mtp` also "mtp_loss", its share, and "mtp_1", "mtp_2", ..., the mean
-    over the tokens that count of each depth.
+    "lm", the mean over the tokens that are learned from, of the cross-entropy; where they are configured "z"; "mtp_1",
+    "mtp_2", ..., of each depth of `Decoder.mtp`; and what mixers add, `Mixer.losses`: of experts "balance",
+    "sequence_balance", "router_z", means over all tokens, summed over the blocks. Every tp rank has the same totals.
+    Metrics: "imbalance", "router_entropy", "overflow", "dropped" of experts, and what `model.settled` needs.
+
+    A token is learned from where its label is not below 0 and its mask is not 0. Padding is another thing: it is no
+    token for the losses and loads of experts ("padding", or documents below 0).
 
     Args:
         params: this rank's shards.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
-            [S] or [B, S], "documents" int64 [B, S]: `At`; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`:
-            `ahead`, which is called where they are not given; without a mask those below 0 do not count}, B and S split
-            over `axes.data`.
+            [S] or [B, S], "documents" int64 [B, S]: `At`; "padding" bool [B, S]: what is no token, None: where
+            documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is called
+            where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
         decoder: the model.
         layouts: of the parameters; None: those that they know (`tree.layout_of`).
         axes: Axes(mesh); None: of the mesh of the layouts.
@@ -261,67 +264,42 @@ def loss(
         key: of these random numbers, such as the run's seed.
     """
     require_samples(decoder, params, samples)
-    for name in ("labels", "mask", "documents"):
+    for name in ("labels", "mask", "documents", "padding"):
         if name in batch and batch[name].shape != batch["tokens"].shape:
             raise ValueError(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
     layouts, axes = _known(params, layouts, axes)
-    mtp, data = decoder.mtp, axes[axes.data]
+    mtp = decoder.mtp
     batch = with_ahead(batch, mtp, axes)
-    next_ids = () if mtp is None else (batch["labels"], *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
+    labels_BS = batch["labels"].clamp(min=0)
+    next_ids = () if mtp is None else (labels_BS, *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
     inside = _Inside(
         params, batch, decoder, layouts, axes, save, offload, reshard_after_forward, next_ids, samples, key
     )
     x_BSD, statistics = inside.trunk()
     w, at = inside.outer["head"], inside.at[0]
     x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
-    nll_BS, lse_BS = _token_losses(x_BSD, w, at, batch["labels"], decoder, axes)
-    z_BS = decoder.z_loss * lse_BS.square()
+    nll_BS, lse_BS = _token_losses(x_BSD, w, at, labels_BS, decoder, axes)
+    learned_BS = batch["labels"] >= 0
     if "mask" in batch:
-        mask_BS = batch["mask"].to(nll_BS.dtype)
-        nll_BS, z_BS = nll_BS * mask_BS, z_BS * mask_BS
-        tokens = psum(mask_BS.sum(), data)
-        count = tokens.clamp(min=1.0)  # a batch without any token has loss 0, not 0/0
-    else:
-        count = nll_BS.numel() * data.size
-        tokens = torch.full((), count, dtype=torch.int64, device=nll_BS.device)
-    parts, depths = {"loss": nll_BS.sum() / count}, {}
+        mask_BS = batch["mask"].to(nll_BS.dtype) if batch["mask"].is_floating_point() else batch["mask"]
+        learned_BS = learned_BS & mask_BS if mask_BS.dtype == torch.bool else torch.where(learned_BS, mask_BS, 0)
+    count, weight_BS = learned_BS.sum(), learned_BS.to(nll_BS.dtype)
+    parts = {"lm": step.mean((nll_BS * weight_BS).sum(), count)}
+    if decoder.z_loss:
+        parts["z"] = decoder.z_loss * step.mean((lse_BS.square() * weight_BS).sum(), count)
+    blocks = list(decoder.blocks)
     if mtp is not None:
         behind, found = inside.further(x_BSD, mtp)
         statistics += found
+        blocks += [mtp.block] * len(found)
         ahead_BSN, masks = batch["ahead"], batch.get("ahead_mask")
         for n, x_n in enumerate(behind):
             nll_n = _token_losses(x_n, w, at, ahead_BSN[..., n].clamp(min=0), decoder, axes)[0]
             mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
-            depths[f"mtp_{n + 1}"] = (nll_n * mask_n).sum() / psum(mask_n.sum(), data).clamp(min=1.0)
-    metrics: dict[str, Any] = {"tokens": tokens.to(torch.int64), **_counted(statistics)}
-    metrics |= loads(statistics, decoder)
-    if decoder.z_loss:
-        parts["z_loss"] = z_BS.sum() / count
-    if added := [one["loss"] for block in statistics for one in block.values() if "loss" in one]:
-        parts["router_loss"] = torch.stack(added).sum().to(nll_BS.dtype)
-    if mtp is not None:
-        parts["mtp_loss"] = mtp.weight * torch.stack(list(depths.values())).mean()
-    parts["loss"] = sum(list(parts.values())[1:], parts["loss"])
-    if len(parts) == 1:
-        return parts["loss"], {"loss": psum(parts["loss"].detach(), data), **metrics}
-    shown = {**parts, **depths}
-    totals = psum(torch.stack([part.detach() for part in shown.values()]), data).unbind(0)
-    return parts["loss"], {**dict(zip(shown, totals, strict=True)), **metrics}
-
-
-def _counted(statistics: list[dict]) -> dict[str, Tensor]:
-    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean; "router_entropy", of
-    all blocks the mean; "overflow" and "dropped", sums."""
-    found = [one for block in statistics for one in block.values()]
-    metrics = {}
-    if loads := [one["load"].double() for one in found if "load" in one]:
-        metrics["imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).max()
-    if entropies := [one["entropy"] for one in found if "entropy" in one]:
-        metrics["router_entropy"] = torch.stack(entropies).mean()
-    for name in ("overflow", "dropped"):
-        if counts := [one[name] for one in found if name in one]:
-            metrics[name] = torch.stack(counts).sum()
-    return metrics
+            parts[f"mtp_{n + 1}"] = mtp.weight / mtp.depths * step.mean((nll_n * mask_n).sum(), mask_n.sum())
+    tokens = batch["tokens"].numel() if at.padding is None else (~at.padding).sum()
+    parts |= losses_of(blocks, statistics, tokens)
+    return parts, {**counted(statistics, tokens), **loads(statistics, decoder)}

@@ -20,6 +20,7 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import SEQUENCE_AXES, Mesh
 from fmegatron.model.arrays import Arrays, At
 from fmegatron.model.rope import Rope
+from fmegatron.step import Part
 
 Order = Literal["any", "row", "zigzag"]
 Cache: TypeAlias = Any  # a tree of tensors, [rows, ...] each
@@ -114,7 +115,7 @@ class Mixer(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, u_BSD: Tensor, w: tree.Tree, at: At, axes: Axes) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """What is added to the stream, y[B, S, D], or (y, statistics), of which "loss" is added to the loss.
+        """What is added to the stream, y[B, S, D], or (y, statistics): tensors by name, of which `losses` are made.
 
         Args:
             u_BSD: the normed stream, replicated over tp, or with sequence parallelism split over it on the sequence
@@ -171,6 +172,18 @@ class Mixer(abc.ABC):
         zero = {name: 0.0 for name, rate in self.rates.items() if rate}
         made: Any = self
         return dataclasses.replace(made, **zero) if zero else self
+
+    def losses(self, statistics: dict[str, Tensor], tokens: Tensor | int) -> dict[str, Part]:
+        """{name: `step.mean(total, count)` with its weight}: what its statistics of one block add to the loss.
+
+        Parts of equal names of several blocks are added up. A count comes from here or from the batch, and never from
+        inside of the call: made in a compiled layer it would depend on the layer's weights.
+
+        Args:
+            statistics: of the call: a total over this rank's tokens, equal on all ranks of tp.
+            tokens: how many these are, without padding.
+        """
+        return {}
 
     @property
     def rule(self) -> Rule | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, step
-from fmegatron.collectives import Axes, Axis, all_gather, enter, psum, reduce_scatter
+from fmegatron.collectives import Axes, Axis, all_gather, enter, psum, reduce_scatter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.draws import jittered, noisy
@@ -34,8 +34,10 @@ class MoE(PerToken):
     split over tp, and the sequence is (Decoder.sequence_parallel). rows: for which a rank has room (`nn.dropless`);
     None: for all. chunks: so many parts of a rank's tokens go one after the other, computed again in the backward
     (`nn.dropless`). capacity: an expert takes at most so many times its equal share of a sequence's tokens, and drops
-    others (`nn.with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the router
-    (`nn.balance_loss`, `nn.sequence_balance_loss`, `nn.router_z_loss`), 0 for none. biases: router and experts have
+    others (`nn.with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the router,
+    0 for none: of Switch's balance over the batch (`nn.expert_probs`), which with several microbatches needs the loads
+    of all of them before the first backward, `build_train_step(twice=True)`; of that over each sequence by itself
+    (`nn.sequence_balance_loss`), which does not; of `nn.router_z_loss`. biases: router and experts have
     biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
     None: silu. jitter, noise: in training, where the loss is given samples (`model.loss`): the router's argument is
     multiplied by numbers from [1 - jitter, 1 + jitter) (`nn.jittered`), and its logits get normal numbers of standard
@@ -133,15 +135,18 @@ class MoE(PerToken):
 
     def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
-        "load" [E], how often each expert was chosen on all ranks; "loss"; "entropy" of the router; with `rows`
-        "overflow", with `capacity` "dropped".
+        "load" [E], how often each expert was chosen on all ranks; of this rank's tokens the totals "entropy" of the
+        router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding counts nowhere
+        but in the room of experts.
 
         Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are,
         unless tp holds experts. Raises ValueError for experts over tp without sequence parallelism.
         """
         tp, split, data = axes["tp"], at.splits(u_BSD), axes[axes.data]
         everywhere = axes[(*axes.data, "tp")] if split else data
-        tokens = u_BSD.shape[0] * u_BSD.shape[1] * everywhere.size
+        real_BS = None if at.padding is None else ~at.padding
+        if split and real_BS is not None:
+            real_BS = shard(real_BS, tp, 1)
 
         def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
             return nn.entered(w[name], tp) if split else w[name]
@@ -154,18 +159,30 @@ class MoE(PerToken):
         y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at, axes)
-        load_E = psum(nn.expert_load(routing.experts, self.router.experts), everywhere)
-        statistics = {"load": load_E, **found}
-        statistics["entropy"] = psum(nn.router_entropy(routing.probs, tokens), everywhere)
-        if self.balance or self.sequence_balance or self.z_loss:
-            loss = self.balance * nn.balance_loss(routing.probs, load_E, tokens)
-            loss = loss + self.z_loss * nn.router_z_loss(logits_BSE, tokens)
-            if self.sequence_balance:
-                over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
-                of_sequences = (routing.probs, routing.experts, tokens, over)
-                loss = loss + self.sequence_balance * nn.sequence_balance_loss(*of_sequences)
-            statistics["loss"] = psum(loss, tp) if split else loss
-        return y_BSD, statistics
+        chosen_E = nn.expert_load(routing.experts, self.router.experts, None, real_BS)
+        over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
+        totals = {"entropy": nn.router_entropy(routing.probs, real_BS)}
+        if self.balance:
+            totals |= {"probs": nn.expert_probs(routing.probs, real_BS), "chosen": chosen_E.to(torch.float64)}
+        if self.sequence_balance:
+            of_sequences = (routing.probs, routing.experts, over, real_BS)
+            totals["sequence_balance"] = nn.sequence_balance_loss(*of_sequences)
+        if self.z_loss:
+            totals["z"] = nn.router_z_loss(logits_BSE, real_BS)
+        totals = {name: psum(value, tp) for name, value in totals.items()} if split else totals
+        return y_BSD, {"load": psum(chosen_E, everywhere), **totals, **found}
+
+    def losses(self, statistics: dict[str, Tensor], tokens: Tensor | int) -> dict[str, step.Part]:
+        """Of the router: "balance", "sequence_balance", "router_z", those of which it has a coefficient."""
+        E, K, parts = self.router.experts, self.router.top_k, {}
+        if self.balance:
+            shares = step.mean(statistics["chosen"], K * tokens)
+            parts["balance"] = self.balance * (step.mean(E * statistics["probs"], tokens) * shares)
+        if self.sequence_balance:
+            parts["sequence_balance"] = self.sequence_balance * step.mean(statistics["sequence_balance"], tokens)
+        if self.z_loss:
+            parts["router_z"] = self.z_loss * step.mean(statistics["z"], tokens)
+        return parts
 
     def _routed(
         self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes

@@ -49,8 +49,11 @@ def build(
 
     plain = functools.partial(loss, decoder=decoder, layouts=tree.layouts(found), axes=axes, save=save)
 
-    def of_samples(params: dict, batch: dict, numbers: torch.Tensor | None = None) -> tuple[torch.Tensor, dict]:
+    def of_samples(params: dict, batch: dict, numbers: torch.Tensor) -> tuple[dict[str, step.Part], dict]:
         return plain(params, batch, samples=numbers)
+
+    def held_out(state: step.State, rows: dict) -> dict:
+        return step.means({"loss": plain(state.params, rows)[0]["lm"]}, axes)
 
     described = step.build(
         of_samples if samples else plain,
@@ -61,5 +64,6 @@ def build(
         samples=samples,
         precision=decoder.precision,
         settle=functools.partial(settled, decoder=decoder),
+        evaluate=held_out,
     )
     return dataclasses.replace(described, decoder=decoder, save=save)

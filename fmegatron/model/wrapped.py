@@ -14,6 +14,7 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Arrays, At
 from fmegatron.model.mixer import Cache, Mixer, Order, Rule, Slots, Widths, require_mixer, require_rates
+from fmegatron.step import Part
 from fmegatron.tree import Tree
 
 HOOKS = ("name", "own", "own_rates", "weights", "given", "result")
@@ -134,6 +135,10 @@ class Wrapped(Mixer):
         inner, own = self._parted(w)
         found = self.inner.settle(inner, statistics)
         return {**found, self.name: own} if own else found
+
+    def losses(self, statistics: dict[str, Tensor], tokens: Tensor | int) -> dict[str, Part]:
+        """Those of the inner mixer."""
+        return self.inner.losses(statistics, tokens)
 
     @property
     def rates(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from fmegatron.layout import Layout
 from fmegatron.nn.random import normal, uniform
 from fmegatron.tree import working_dtype
 
-__all__ = ["Router", "Routing", "balance_loss", "balanced_bias", "router_entropy", "jittered", "expert_load", "noisy"]
+__all__ = ["Router", "Routing", "balanced_bias", "router_entropy", "jittered", "expert_load", "expert_probs", "noisy"]
 __all__ += ["router_z_loss", "sequence_balance_loss"]
 
 _SCORES = ("softmax", "sigmoid")
@@ -132,52 +132,57 @@ def noisy(
 
 
 # ---- load and losses -------------------------------------------------------------------------------------------------
-def expert_load(experts_TK: Tensor, experts: int, dims: int | None = None) -> Tensor:
-    """`experts[..., K] -> counts[E]`, int64: how often this rank's tokens chose each. dims: keep so many leading dims.
+def expert_load(experts_TK: Tensor, experts: int, dims: int | None = None, real_T: Tensor | None = None) -> Tensor:
+    """`experts[..., K] -> counts[E]`, int64: how often this rank's tokens chose each.
 
     Of tokens that ranks share, a pending sum: psum over their axes makes it the load of all.
+    dims: keep so many leading dims. real_T: bool, which tokens count; None: all.
     """
     chosen = experts_TK[..., None] == torch.arange(experts, device=experts_TK.device)
+    chosen = chosen if real_T is None else chosen & real_T[..., None, None]
     return chosen.sum(list(range(dims or 0, chosen.dim() - 1)))
 
 
-def balance_loss(probs_TE: Tensor, load_E: Tensor, tokens: int) -> Tensor:
-    """E Σ_e f_e P_e, this rank's part: f_e the share of expert e in the load, P_e the mean of its probability.
+def expert_probs(probs_TE: Tensor, real_T: Tensor | None = None) -> Tensor:
+    """The sum over this rank's tokens of their probabilities, [E]: the total of a mean over tokens.
 
-    1 where all have equal shares. Source: Switch, arXiv 2101.03961, equations 4 to 6.
-
-    Args:
-        probs_TE: of this rank's tokens.
-        load_E: of all tokens of this microbatch on all ranks, `psum(expert_load(...), data)`; for a loss over the
-            batch (global-batch balance, arXiv 2501.11873) that of all microbatches, or of steps before. No gradient.
-        tokens: of this microbatch on all ranks: what the mean of the probability is over.
+    Switch's balance is `E * (step.mean(expert_probs, tokens) * step.mean(expert_load, K * tokens))`, 1 where all have
+    equal shares (arXiv 2101.03961, equations 4 to 6), over the batch (arXiv 2501.11873).
+    real_T: bool, which tokens count; None: all.
     """
-    E = probs_TE.shape[-1]
-    share_E = load_E.to(probs_TE.dtype) / load_E.sum().clamp(min=1)
-    return E / tokens * (share_E * probs_TE.reshape(-1, E).sum(0)).sum()
+    return _of_real(probs_TE, real_T).reshape(-1, probs_TE.shape[-1]).sum(0)
 
 
-def sequence_balance_loss(probs_BSE: Tensor, experts_BSK: Tensor, tokens: int, sequence: Axis) -> Tensor:
-    """The mean over sequences of E Σ_e f_e P_e, each of one sequence; this rank's part (DeepSeek V3, equations 17-20).
+def sequence_balance_loss(
+    probs_BSE: Tensor, experts_BSK: Tensor, sequence: Axis, real_BS: Tensor | None = None
+) -> Tensor:
+    """The sum over this rank's tokens of E Σ_e f_e p_e, f of their sequence, for a mean over tokens (DeepSeek V3,
+    equations 17-20).
 
     Args:
         probs_BSE: of this rank's tokens.
         experts_BSK: that they chose.
-        tokens: of all ranks.
         sequence: the axis over which the sequences are split; size 1 where each rank has full ones.
+        real_BS: bool, which tokens count; None: all.
     """
     E, K = probs_BSE.shape[-1], experts_BSK.shape[-1]
-    load_BE, S = psum(expert_load(experts_BSK, E, 1), sequence), probs_BSE.shape[1] * sequence.size
-    share_BE = load_BE.to(probs_BSE.dtype) / (S * K)
-    return E / tokens * (share_BE * probs_BSE.sum(1)).sum()
+    load_BE, S = psum(expert_load(experts_BSK, E, 1, real_BS), sequence), probs_BSE.shape[1] * sequence.size
+    chosen = S * K if real_BS is None else K * psum(real_BS.sum(1, keepdim=True), sequence).clamp(min=1)
+    share_BE = load_BE.to(probs_BSE.dtype) / chosen
+    return E * (share_BE * _of_real(probs_BSE, real_BS).sum(1)).sum()
 
 
-def router_z_loss(logits_TE: Tensor, tokens: int) -> Tensor:
-    """The mean over tokens of logsumexp(logits)², this rank's part (ST-MoE, arXiv 2202.08906, equation 5).
+def router_z_loss(logits_TE: Tensor, real_T: Tensor | None = None) -> Tensor:
+    """The sum over tokens of logsumexp(logits)², for a mean over tokens (ST-MoE, arXiv 2202.08906, equation 5).
 
-    tokens: of all ranks.
+    real_T: bool, which tokens count; None: all.
     """
-    return logits_TE.to(working_dtype(logits_TE.dtype)).logsumexp(-1).square().sum() / tokens
+    z_T = logits_TE.to(working_dtype(logits_TE.dtype)).logsumexp(-1).square()
+    return (z_T if real_T is None else torch.where(real_T, z_T, 0)).sum()
+
+
+def _of_real(x_TE: Tensor, real_T: Tensor | None) -> Tensor:
+    return x_TE if real_T is None else torch.where(real_T[..., None], x_TE, 0)
 
 
 def balanced_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
@@ -190,7 +195,10 @@ def balanced_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
     return bias_E + rate * missing_E.sign().to(bias_E.dtype)
 
 
-def router_entropy(probs_TE: Tensor, tokens: int) -> Tensor:
-    """The mean over tokens of -Σ_e p_e ln p_e, this rank's part, for a metric: ln E where a token has no preference."""
+def router_entropy(probs_TE: Tensor, real_T: Tensor | None = None) -> Tensor:
+    """The sum over tokens of -Σ_e p_e ln p_e, for a metric, a mean over tokens: ln E where a token has no preference.
+
+    real_T: bool, which tokens count; None: all.
+    """
     probs_TE = probs_TE.detach()
-    return -torch.special.xlogy(probs_TE, probs_TE).sum() / tokens
+    return -_of_real(torch.special.xlogy(probs_TE, probs_TE), real_T).sum()

@@ -7,17 +7,19 @@ from fmegatron.step.costs import StateBytes, Traffic, WeightTransfer, least_traf
 from fmegatron.step.description import Description
 from fmegatron.step.donation import Donated
 from fmegatron.step.from_loss import build
+from fmegatron.step.gradient import value_and_grad
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
 from fmegatron.step.layer import compiled_layer, layer_layout, layers, remat, unstack
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.partition import Policy
+from fmegatron.step.parts import Part, mean, means
 from fmegatron.step.reduce import raw_gradient_layout, reduce_gradients
 from fmegatron.step.state import State, averaged_params, placements, state_specs
 from fmegatron.step.timeline import Event, PaperWorld, Rates, Timeline, launches, timeline
 from fmegatron.step.trace import Traced, trace
 from fmegatron.step.traffic import Transfer, bytes_sent, collectives_of
-from fmegatron.step.train_step import build_train_step, value_and_grad
+from fmegatron.step.train_step import build_train_step
 
 __all__ = [
     "Description",
@@ -27,6 +29,7 @@ __all__ = [
     "Jitted",
     "Overlap",
     "PaperWorld",
+    "Part",
     "Policy",
     "Rates",
     "Report",
@@ -53,6 +56,8 @@ __all__ = [
     "least_traffic",
     "least_transfers",
     "matmul_seconds",
+    "mean",
+    "means",
     "placements",
     "raw_gradient_layout",
     "reduce_gradients",

@@ -9,24 +9,35 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.collectives import Axes
 from fmegatron.step.batch_rows import cut_rows
-from fmegatron.step.graph.nodes import meta_of, storage_of
-from fmegatron.step.jit import jit
+from fmegatron.step.cut import OneNode
+from fmegatron.step.gradient import Gradient, LossFn
+from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.output_buffers import barrier
+from fmegatron.step.parts import finished, summed
 from fmegatron.step.reduce import widened
+from fmegatron.step.signature import require_constants, signature_of
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
-from fmegatron.step.trace import trace
+from fmegatron.step.trace import described, trace
 
-__all__ = ["accumulate"]
+__all__ = ["accumulate", "accumulated"]
 
 
 def accumulate(
-    grad_fn: Callable, n: int, *, each: Callable | None = None, weight: str | None = None, dtype=torch.float32
+    loss_fn: Callable,
+    n: int,
+    *,
+    each: Callable | None = None,
+    weight: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    axes: Axes | None = None,
+    twice: bool = False,
 ) -> Callable:
-    """`f(params, batch, *args)` that runs `grad_fn(params, microbatch, *args) -> ((loss, aux), grads)` n times.
+    """`f(params, batch, *args) -> ((loss, aux), grads)`: `value_and_grad(loss_fn)` of a batch in n microbatches.
 
     Args:
-        grad_fn: as `value_and_grad` makes it.
+        loss_fn: loss_fn(params, microbatch, *args) -> loss or (loss, aux), as `value_and_grad` takes it.
         n: the number of microbatches. Of a batch, a tree of tensors, dim 0 of each (this rank's rows) is cut into n
             equal consecutive parts. Other leaves of the batch, and args, are the same for every microbatch: what must
             differ between them (the count of `nn.dropout`) is a leaf with rows. Under `DataParallel.batch_layout(...,
@@ -36,67 +47,146 @@ def accumulate(
             taken as they are.
         each: applied to the gradients of every microbatch before they are added: the reduction that ZeRO-2 and 3 make
             each time.
-        weight: the name of one number in aux, equal on all ranks, by which each microbatch counts. None: "tokens", the
-            number of tokens that bear a loss, if aux has it: the result is the mean over all tokens however unevenly a
-            mask spreads them; without it, microbatches count equally. A microbatch of weight 0 takes no part, whatever
-            its loss is (0/0).
+        weight: of a loss that is a scalar, the name of one number in aux, equal on all ranks, by which each microbatch
+            counts. None: "tokens", the number of tokens that bear a loss, if aux has it: the result is the mean over
+            all tokens however unevenly a mask spreads them; without it, microbatches count equally. A microbatch of
+            weight 0 takes no part, whatever its loss is (0/0).
         dtype: in which gradients of lower precision are added up and returned, whatever they travelled in.
+        axes: over whose data axes parts are added up, as of `value_and_grad`.
+        twice: counts may depend on parameters, for one more forward pass of all microbatches.
 
-    The result is that of `grad_fn` on the full batch where loss and metrics are means or counts, each microbatch being
-    normalized on its own:
+    A loss of parts (`step.mean`) is exact for any n: totals and counts are added up over microbatches too, and divided
+    once. A loss that is a scalar is normalized in each microbatch on its own, and the result is that of the full batch
+    where loss and metrics are means or counts:
 
         loss, gradients, floating-point leaves of aux   averaged by the weights of the microbatches
         integer leaves, and the weight itself           counts: summed
         leaves with rows of the batch on dim 0          concatenated
         Python numbers                                  what the full batch gives
 
-    Where aux has leaves that are neither 0-d tensors nor text, `grad_fn` is traced once more, with the full batch, to
+    Where aux has leaves that are neither 0-d tensors nor text, loss_fn is traced once more, with the full batch, to
     see which they are.
 
-    Inside jit the gradient of one microbatch is one opaque node, compiled once for any n.
-    Raises ValueError when dim 0 does not divide by n; for a batch without tensors or without rows; for a weight that
-    aux does not have, or that is not one number; and, naming the metric, where n microbatches cannot give what one
-    does: a 0-d bool, a shape that depends on the number of rows in another way, a Python number that depends on data.
+    Inside jit the gradient of one microbatch is one opaque node, compiled once for any n; the counts of all are known
+    before the first, by the part of its graph that makes them (`step.cut`). Outside of jit a loss of parts runs its
+    forward passes twice.
+    Raises ValueError when dim 0 does not divide by n; for a batch without tensors or without rows; inside jit, naming
+    it, for a count that depends on parameters, unless twice; for a weight that aux does not have, or that is not one
+    number; and, naming the metric, where n microbatches cannot give what one does: a 0-d bool, a shape that depends on
+    the number of rows in another way, a Python number that depends on data.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"accumulate: n: got {n!r}, wanted a whole number of microbatches, 1 or more")
-    each = each or (lambda grads: grads)
-    if n == 1:
+    if not callable(loss_fn):
+        raise ValueError(f"accumulate: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, batch, *args)")
+    run = accumulated(LossFn(loss_fn, axes, None, n=n), each, weight, dtype, twice)
 
-        def once(params, batch, *args):
-            require_parts(batch, 1)
-            out, grads = grad_fn(params, batch, *args)
-            loss, aux = out
-            weight_of(loss, aux, weight)
-            return out, each(grads)
+    @functools.wraps(loss_fn)
+    def with_grad(params, batch, *args):
+        loss, aux, grads, _ = run(params, batch, args, None)
+        return (loss, aux), grads
 
-        return once
-    one_node, known = jit(_with_own_metrics(grad_fn)), {}
+    return with_grad
 
-    def accumulated(params, batch, *args):
+
+def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: torch.dtype, twice: bool) -> Callable:
+    """`f(params, batch, args, scale) -> (loss, aux, grads, whether the loss is that of the whole batch)`: `accumulate`
+    of a loss that is multiplied by `scale`, 0-d or None, before it is differentiated."""
+    if isinstance(of.n, bool) or not isinstance(of.n, int) or of.n < 1:
+        raise ValueError(f"accumulate: n: got {of.n!r}, wanted a whole number of microbatches, 1 or more")
+    each, n, nodes, full = each or (lambda grads: grads), of.n, {}, {}
+
+    def once(params, batch, args, scale):
+        require_parts(batch, 1)
+        found = of.gradient(params, (batch, *args), scale=scale)
+        if found.shown:
+            _require_no_weight(weight)
+        else:
+            weight_of(found.loss, found.aux, weight)  # an error where microbatches would be one
+        (loss, aux), grads = of.whole(found, params)
+        return loss, aux, each(grads), bool(found.shown)
+
+    def many(params, batch, args, scale):
         require_parts(batch, n)
-        run = one_node if is_tracing() else grad_fn
         _, leaves, spec = tree.flatten(batch)
         cut = [cut_rows(x, n) if isinstance(x, torch.Tensor) else [x] * n for x in leaves]
-        total, weights, losses, metrics = None, [], [], []
-        for parts in zip(*cut, strict=True):
+        batches, total, weights, found = [list(parts) for parts in zip(*cut, strict=True)], None, [], []
+        calls = [(params, tree.unflatten(spec, parts), args, scale) for parts in batches]
+        sums, gradient = (_traced if is_tracing() else _eager)(of, calls, nodes, twice)
+        for parts in batches:
             if total is not None:
-                parts = _after(list(parts), tree.leaves(total))
-            (loss, aux), grads = run(params, tree.unflatten(spec, list(parts)), *args)
-            losses.append(loss)
-            metrics.append(tree.flatten(aux))
-            weights.append(weight_of(loss, aux, weight))
-            grads = _weighted(tree.map(lambda g: widened(g, dtype), each(grads)), weights[-1])
+                parts = _after(parts, tree.leaves(total))
+            one = gradient((params, tree.unflatten(spec, parts), args, scale), sums)
+            found.append(one)
+            if one.shown:
+                _require_no_weight(weight)
+            # The totals of parts were divided by the counts of all: no weight, and no division behind the loop.
+            weights.append(None if one.shown else weight_of(one.loss, one.aux, weight))
+            grads = _weighted(tree.map(lambda g: widened(g, dtype), each(one.grads)), weights[-1])
             total = grads if total is None else tree.map(torch.add, total, grads)
         count = n if weights[0] is None else _not_zero(sum(weights[1:], weights[0]))
-        kinds = _kinds(grad_fn, (params, batch, *args), metrics, weight, known)
-        found = [
+        metrics = [tree.flatten(one.aux) for one in found]
+        kinds = _kinds(of, (params, batch, *args), metrics, weight, full)
+        leaves = [
             _combined(kind, [flat[1][i] for flat in metrics], weights, count, dtype) for i, kind in enumerate(kinds)
         ]
-        loss = _combined("mean", losses, weights, count, dtype)
-        return (loss, tree.unflatten(metrics[0][2], found)), tree.map(lambda g: g / count, total)
+        aux = tree.unflatten(metrics[0][2], leaves)
+        if shown := [one.shown for one in found if one.shown]:
+            loss, means = finished(shown, sums, of.axes_of(params))
+            return loss, {**means, **aux}, total, True
+        loss = _combined("mean", [one.loss for one in found], weights, count, dtype)
+        return loss, aux, tree.map(lambda g: g / count, total), False
 
-    return accumulated
+    return once if n == 1 else many
+
+
+def _traced(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[dict, Callable]:
+    """(sums of all microbatches, the gradient of one given them): one opaque node, traced once."""
+    leaves, spec = tree.leaves(calls[0]), tree.flatten(calls[0])[2]
+    key = (spec, tuple(signature_of(leaves, labels=True)))
+    try:
+        known = key in nodes
+    except TypeError:
+        require_constants(calls[0])
+        raise
+    if not known:
+        nodes[key] = OneNode(
+            functools.partial(_gradient, of), calls[0], _name(of.loss_fn), described(of.loss_fn), twice
+        )
+    node = nodes[key]
+    if node.counts is None:
+        return {}, node.gradient
+    early = [node.before(call) for call in calls]
+    return summed([one.before for one in early], of.axes_of(calls[0][0]), early[0].lines), node.gradient
+
+
+def _eager(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[dict, Callable]:
+    """The same where nothing is traced: the counts of parts are those of a forward pass of each microbatch, and so may
+    depend on parameters. Whether there are any is seen at the first call, whose gradient is used if not."""
+    del twice
+    done = []
+    if "counted" not in nodes:
+        first = _gradient(of, *calls[0])
+        nodes["counted"] = bool(first.before)
+        done = [] if first.before else [first]
+    sums = {}
+    if nodes["counted"]:
+        early, lines = zip(*(of.before(params, (batch, *args)) for params, batch, args, _ in calls), strict=True)
+        sums = summed(early, of.axes_of(calls[0][0]), lines[0])
+    return sums, lambda call, sums: done.pop() if done else _gradient(of, *call, sums=sums)
+
+
+def _gradient(of: LossFn, params, batch, args, scale, sums: dict | None = None) -> Gradient:
+    return of.gradient(params, (batch, *args), scale=scale, sums=sums)
+
+
+def _require_no_weight(weight: str | None) -> None:
+    if weight is not None:
+        raise ValueError(
+            f"weight={weight!r}: got a loss of parts, which have counts of their own, wanted none; leave weight out"
+        )
+
+
+def _name(fn: Callable) -> str:
+    return getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
 
 
 def require_parts(batch: Any, n: int) -> None:
@@ -164,20 +254,7 @@ def _not_zero(total: torch.Tensor) -> torch.Tensor:
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-def _with_own_metrics(grad_fn: Callable) -> Callable:
-    """`grad_fn`, whose metrics share no memory with its arguments: a leaf of the batch is returned as a copy."""
-
-    @functools.wraps(grad_fn)
-    def with_grad(*args):
-        (loss, aux), grads = grad_fn(*args)
-        given = {storage_of(x) for x in tree.leaves(args) if isinstance(x, torch.Tensor)}
-        shares = tree.map(lambda x: isinstance(x, torch.Tensor) and storage_of(x) in given, aux)
-        return (loss, tree.map(lambda x, shared: x.clone() if shared else x, aux, shares)), grads
-
-    return with_grad
-
-
-def _kinds(grad_fn: Callable, args: tuple, metrics: list, weight: str | None, known: dict) -> list:
+def _kinds(of: LossFn, args: tuple, metrics: list, weight: str | None, known: dict) -> list:
     """What each leaf of aux is: "mean", "count", "rows" (of the batch), or (value,) of one that is no tensor.
 
     metrics: of each microbatch (paths, leaves, structure).
@@ -196,7 +273,7 @@ def _kinds(grad_fn: Callable, args: tuple, metrics: list, weight: str | None, kn
                 "wanted one Python value that does not depend on data; return a tensor"
             )
     plain = all(isinstance(x, str) or isinstance(x, torch.Tensor) and not x.dim() for x in leaves)
-    full = leaves if plain else _of_full_batch(grad_fn, args, known)
+    full = leaves if plain else _of_full_batch(of, args, known)
     return [
         _kind(path, x, whole, len(metrics), path == (weight or "tokens"))
         for path, x, whole in zip(paths, leaves, full, strict=True)
@@ -221,15 +298,15 @@ def _kind(path: str, x: Any, full: Any, n: int, is_weight: bool) -> Any:
     return "mean" if (x.is_floating_point() or x.is_complex()) and not is_weight else "count"
 
 
-def _of_full_batch(grad_fn: Callable, args: tuple, known: dict) -> list:
+def _of_full_batch(of: LossFn, args: tuple, known: dict) -> list:
     """The leaves of aux for the full batch: fake tensors (their shapes count) and Python values."""
     _, leaves, spec = tree.flatten(args)
     key = spec, tuple(meta_of(x) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
     if key not in known:
         with outside_of_tracing():
-            traced = trace(grad_fn, args, fake_mode=FakeTensorMode(allow_non_fake_inputs=True))
-        (_, aux), _ = traced.result([node.meta["val"] for node in traced.outputs])
-        known[key] = tree.leaves(aux)
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            traced = trace(lambda params, *rest: of.gradient(params, rest), args, fake_mode=mode)
+        known[key] = tree.leaves(traced.result([node.meta["val"] for node in traced.outputs]).aux)
     return known[key]
 
 

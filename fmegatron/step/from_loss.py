@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, Precision
+from fmegatron.collectives import Axes, Precision, psum
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.description import Description
+from fmegatron.step.parts import means, parts_of
 from fmegatron.step.state import state_specs
 from fmegatron.step.train_step import build_train_step
 from fmegatron.tree.spec import strategy_of
@@ -39,7 +40,8 @@ def build(
         batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, or arrays like them, of all ranks together.
         microbatches, precision, settle: of `build_train_step`.
         samples: its `numbered`.
-        evaluate: (state, batch) -> metrics of held-out rows; None: the loss of the parameters, of no samples.
+        evaluate: (state, batch) -> metrics of held-out rows; None: the loss of the parameters, of no samples; where it
+            has several parts, the mean of each by its name.
 
     Raises what `build_train_step` and `DataParallel.batch_layout` raise.
     """
@@ -55,7 +57,12 @@ def build(
         return by.batch_layout(tuple(shape), dtype, mesh, microbatches)
 
     def held_out(state: Any, rows: Any) -> dict:
-        return {"loss": loss_fn(state.params, rows)[1]["loss"]}
+        found = loss_fn(state.params, rows)
+        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        if (parts := parts_of(loss_fn, loss)) is not None:
+            return means(parts, axes)
+        whole = metrics["loss"] if "loss" in metrics else psum(loss.detach(), axes[axes.data])
+        return {"loss": whole, **({"loss/count": metrics["tokens"]} if "tokens" in metrics else {})}
 
     rows = {name: row(x) for name, x in batch.items()}
     specs = state_specs(specs, optimizer, strategy)

@@ -42,7 +42,7 @@ from fmegatron.step.torch_private import (
 )
 from fmegatron.tree.labels import label_of, labelled
 
-__all__ = ["Traced", "described", "line_here", "make_fakes", "record", "trace", "tried"]
+__all__ = ["Traced", "as_of", "described", "line_here", "make_fakes", "record", "trace", "tried"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -231,6 +231,12 @@ def _refused(e: BaseException, text: str) -> ValueError:
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
 _BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
+_AS_OF = "fmegatron_line"
+
+
+def as_of(line: str) -> contextlib.AbstractContextManager:
+    """What is traced inside has this line: of the user's code that asked for it, and what for."""
+    return fx_traceback.annotate({_AS_OF: line})
 
 
 class _Lines(TorchDispatchMode):
@@ -312,7 +318,10 @@ def _set_lines(graph_module) -> None:
         if node.op != "call_function":
             continue
         trace_text = (node.meta.get("stack_trace") or "?").strip()
-        if trace_text == _BACKWARD or node.meta.get("is_gradient_acc"):
+        stated = node.meta.get("custom", {}).get(_AS_OF)
+        if stated is not None:
+            node.meta["at"] = stated
+        elif trace_text == _BACKWARD or node.meta.get("is_gradient_acc"):
             number = node.meta.get("seq_nr", -1)
             # An autograd.Function that calls another one inside has no op of its own number, but of the next ones.
             line = next((forward_line[number + i] for i in range(4) if number + i in forward_line), None)

@@ -1,10 +1,9 @@
-"""One update: `value_and_grad`, and the standard training step, built from public parts."""
+"""One update: the standard training step, built from public parts."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,145 +11,17 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, Wire, positions
 from fmegatron.layout import DataParallel, Layout
-from fmegatron.step.accumulate import accumulate, require_parts, weight_of
+from fmegatron.step.accumulate import accumulated, require_parts
 from fmegatron.step.batch_rows import rows_in_order
-from fmegatron.step.reduce import raw_gradient_layout, reduce_gradients, widened
+from fmegatron.step.gradient import LossFn
+from fmegatron.step.reduce import reduce_gradients
 from fmegatron.step.state import State, moved, placements, require_optimizer, require_state, state_specs
-from fmegatron.step.torch_private import is_tracing, mark_backward
 from fmegatron.step.trace import described
-from fmegatron.tree.labels import labelled
 from fmegatron.tree.spec import strategy_of
 
-__all__ = ["build_train_step", "value_and_grad"]
+__all__ = ["build_train_step"]
 
 
-def value_and_grad(loss_fn: Callable, dtype: torch.dtype | None = None, **of_jax: Any) -> Callable:
-    """`loss_fn(params, *args) -> (loss, aux)` becomes `f(params, *args) -> ((loss, aux), grads)`.
-
-    params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
-    parameter that the loss does not use). loss: a 0-d tensor. aux: a tree, returned without its gradient history.
-    A loss_fn that returns only the loss gives aux = {}. Keyword arguments go to loss_fn.
-    Gradients of parameters that know their layouts know theirs, as `reduce_gradients` takes them: pending sums over the
-    data axes that do not split the parameter, for a loss that is this rank's part of a sum over them.
-    Raises ValueError, naming loss_fn's line, for a result that is none of these, and for a loss without a gradient.
-    dtype: floating parameters that are narrower are cast to it before they are differentiated, so that their gradients
-    have it: sums that were reduced in fp32 are not rounded to the 16 bits of a parameter. None: as the parameters are.
-    """
-    _require_own_arguments(dtype, of_jax)
-    if not callable(loss_fn):
-        raise ValueError(f"value_and_grad: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, *args)")
-    return _with_grad(loss_fn, dtype, _anything)
-
-
-def _anything(aux: Any) -> None:
-    """No aux is refused."""
-
-
-def _with_grad(loss_fn: Callable, dtype: torch.dtype | None, require: Callable) -> Callable:
-    """`value_and_grad`, which gives aux to `require` as loss_fn returned it."""
-
-    @functools.wraps(loss_fn)
-    def with_grad(params, *args, **named):
-        paths, leaves, spec = tree.flatten(params)
-        if not leaves:
-            raise ValueError(
-                f"{described(loss_fn)}: its parameters: got {tree.in_words(params)}, wanted a tree with a tensor in it"
-            )
-        for path, leaf in zip(paths, leaves, strict=True):
-            if not isinstance(leaf, torch.Tensor):
-                module = "; of a module: dict(module.named_parameters())" if isinstance(leaf, torch.nn.Module) else ""
-                raise ValueError(
-                    f"parameter {path!r}: got {tree.in_words(leaf)}, wanted a tensor; pass constants as another "
-                    f"argument{module}"
-                )
-            if not leaf.is_floating_point() and not leaf.is_complex():
-                raise ValueError(
-                    f"parameter {path!r}: got {leaf.dtype}, which has no gradient, wanted a floating dtype; pass it as "
-                    "another argument, not among the parameters"
-                )
-        known = [tree.layout_of(leaf) for leaf in leaves]
-        leaves = [(leaf if dtype is None else widened(leaf, dtype)).detach().requires_grad_() for leaf in leaves]
-        known = [layout and layout.replace(dtype=leaf.dtype) for leaf, layout in zip(leaves, known, strict=True)]
-        leaves = list(map(_knowing, leaves, known))
-        with torch.enable_grad():
-            loss, aux = loss_and_aux(loss_fn, loss_fn(tree.unflatten(spec, leaves), *args, **named))
-            require(aux)
-            _require_gradient(loss_fn, loss)
-            if is_tracing():
-                mark_backward([loss.grad_fn])
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
-        grads = [_knowing(g.detach(), layout and _raw(layout)) for g, layout in zip(grads, known, strict=True)]
-        return (loss.detach(), tree.map(_without_history, aux)), tree.unflatten(spec, grads)
-
-    return with_grad
-
-
-def _knowing(x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    return x if layout is None else labelled(x, layout)
-
-
-def _raw(layout: Layout) -> Layout:
-    """The layout of a parameter's gradient, where the loss is this rank's part of a sum over the data axes."""
-    return raw_gradient_layout(layout, Axes(layout.mesh).data)
-
-
-_OF_JAX = MappingProxyType(
-    {
-        "has_aux": "leave it out: aux is given whenever loss_fn returns (loss, aux), and is {} otherwise",
-        "argnums": "leave it out: the first argument is differentiated; put all of them into it, as one tree",
-    }
-)
-
-
-def _require_own_arguments(dtype: Any, others: dict) -> None:
-    """ValueError for arguments of other libraries' functions of this name, with what takes their place."""
-    if not others and isinstance(dtype, torch.dtype | None):
-        return
-    name, value = next(iter(others.items()), ("argnums" if isinstance(dtype, int | tuple) else "dtype", dtype))
-    fix = _OF_JAX.get(name, "arguments of loss_fn go to the function that value_and_grad returns")
-    raise ValueError(f"value_and_grad: got {name}={value!r}, wanted a loss_fn and perhaps a torch dtype; {fix}")
-
-
-def loss_and_aux(loss_fn: Callable, out: Any) -> tuple[Any, Any]:
-    """(loss, aux) of what loss_fn returned: both, or the loss alone. ValueError for other numbers of values."""
-    if isinstance(out, tuple) and len(out) == 2:
-        return out
-    if isinstance(out, tuple | list):
-        raise ValueError(
-            f"{described(loss_fn)}: its result: got {tree.in_words(out)}, wanted loss or (loss, aux); "
-            "put all else that it returns into aux, a dict"
-        )
-    return out, {}
-
-
-def _require_gradient(loss_fn: Callable, loss: Any) -> None:
-    """ValueError unless a gradient of the loss can be taken."""
-    if not isinstance(loss, torch.Tensor):
-        got, fix = tree.in_words(loss), "keep it a tensor: no .item(), no float()"
-        if loss is None:
-            fix = "return it"
-        elif isinstance(loss, dict):
-            fix = "return the loss first and the rest behind it: return out['loss'], out"
-    elif loss.dim() != 0:
-        got, fix = f"a tensor of shape {tuple(loss.shape)}", "take its .mean() or .sum()"
-    elif not loss.is_floating_point():
-        got, fix = f"a tensor of {loss.dtype}", "counts, argmax and complex numbers have no gradient to follow"
-    elif not loss.requires_grad:
-        got = "a 0-d tensor without a gradient: it depends on no parameter, or it was detached"
-        fix = "look for .detach(), .data, torch.no_grad(), argmax, comparisons and whole numbers on its way"
-    else:
-        return
-    raise ValueError(
-        f"{described(loss_fn)}: the loss: got {got}, wanted a 0-d floating tensor that depends on the parameters; {fix}"
-    )
-
-
-def _without_history(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-# ---- the standard step -----------------------------------------------------------------------------------------------
 def build_train_step(
     loss_fn: Callable,
     optimizer: optim.Optimizer,
@@ -161,6 +32,7 @@ def build_train_step(
     precision: Precision | None = None,
     microbatches: int = 1,
     weight: str | None = None,
+    twice: bool = False,
     numbered: bool = False,
     clip_norm: float | None = 1.0,
     settle: Callable[[Any, dict], tuple[Any, dict]] | None = None,
@@ -169,9 +41,12 @@ def build_train_step(
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
     Args:
-        loss_fn: loss_fn(params, batch) -> (loss, metrics): `loss` is this rank's part, so that its plain sum over the
-            data axes is the loss; metrics are 0-d tensors that are equal on all ranks, and gain "grad_norm" (before
-            clipping).
+        loss_fn: loss_fn(params, batch) -> loss or (loss, metrics). The loss is `step.mean(total, count)`, or a dict of
+            such parts, `{"lm": mean(...), "z": 1e-4 * mean(...)}`: sums over this rank's rows, which the step adds up
+            over ranks and microbatches and divides once. Or it is a 0-d tensor, this rank's part, so that its plain sum
+            over the data axes is the loss. Metrics are 0-d tensors that are equal on all ranks, or beside parts means
+            too. They gain "grad_norm" (before clipping; NaN where a loss of parts is not finite), and of parts "loss",
+            the mean of each by its name, and "NAME/count".
         optimizer: a pair of pure functions (`optim`).
         layouts: of the parameters at rest, or their specs, which know the strategy.
         axes: of the mesh of the layouts, with the data axes of the strategy; None: these.
@@ -183,7 +58,9 @@ def build_train_step(
         microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
             microbatches)`, so that microbatch m is the same rows on every mesh (`loop.Run` and `loop.own_rows` do
             that, and a jit refuses another layout of arrays that know theirs).
-        weight: see `accumulate`; the loss is the mean over all tokens if the metrics have "tokens".
+        weight: of a loss that is a tensor, see `accumulate`; it is the mean over all tokens if the metrics have
+            "tokens".
+        twice: counts may depend on the parameters with several microbatches, for one more forward pass of each.
         numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows
             of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any
             microbatches.
@@ -217,11 +94,10 @@ def build_train_step(
     )
 
     @functools.wraps(loss_fn)
-    def of_trained(trained: Any, batch: Any, frozen: Any, scale: torch.Tensor | None) -> Any:
-        """The loss as a function of what is trained, of numbered rows, scaled: where there is any of these."""
+    def of_trained(trained: Any, batch: Any, frozen: Any) -> Any:
+        """The loss as a function of what is trained, of numbered rows: where there is any of these."""
         given = (batch["batch"], batch["samples"]) if numbered else (batch,)
-        loss, metrics = loss_and_aux(loss_fn, loss_fn(tree.merge(trained, frozen), *given))
-        return loss if scale is None else loss * scale.to(loss.dtype), metrics
+        return loss_fn(tree.merge(trained, frozen), *given)
 
     def reduced(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
@@ -229,10 +105,9 @@ def build_train_step(
         return reduce_gradients(grads, trained_at.params, axes, to, wires, together)
 
     def gradient_of(loss: Callable) -> Callable:
-        gradient = _with_grad(loss, None if precision is None else summed, functools.partial(_require_metrics, loss_fn))
-        if microbatches is not True and microbatches == 1:  # nothing to accumulate
-            return gradient
-        return accumulate(gradient, microbatches, each=reduced, weight=weight, dtype=summed)
+        cast = None if precision is None else summed
+        of = LossFn(loss, axes, cast, functools.partial(_require_metrics, loss_fn), microbatches)
+        return accumulated(of, reduced, weight, summed, twice)
 
     plain, general = gradient_of(loss_fn), gradient_of(of_trained)
 
@@ -246,21 +121,20 @@ def build_train_step(
         scale = optimizer.loss_scale(state.opt)
         if numbered:
             batch = _with_samples(batch, state.step, strategy, axes, microbatches)
-        if numbered or scale is not None or tree.leaves(frozen):
-            (loss, metrics), grads = general(trained, batch, frozen, scale)
+        if numbered or tree.leaves(frozen):
+            loss, metrics, grads, whole = general(trained, batch, (frozen,), scale)
         else:
-            (loss, metrics), grads = plain(trained, batch)
+            loss, metrics, grads, whole = plain(trained, batch, (), scale)
         if microbatches > 1:
             grads = moved(grads, trained_at.grads, trained_at.optim, axes, wires, together)
-        else:
-            weight_of(loss, metrics, weight)  # an error where microbatches would be one
-            grads = reduced(grads)
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         norm = optim.global_norm(grads, trained_at.optim, axes)
+        if whole:  # a loss that is not finite makes an update bad, whatever its gradients are
+            norm = torch.where(loss.isfinite(), norm, torch.nan)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
-        whole = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
-        params = tree.merge(whole, frozen)
+        there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
+        params = tree.merge(there, frozen)
         params, opt = optimizer.update(grads, state.opt, params, optim.GradNorm(norm, clip_norm))
         params, _ = tree.partition(params, optimizer.trains)
         params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)

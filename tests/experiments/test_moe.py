@@ -20,7 +20,7 @@ def test_two_steps_and_a_picture(tmp_path):
     assert set(found) == {"dense", "mixture"} and all(0 < loss < 5 for loss in found.values())
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     last = [r for r in loop.read_metrics(tmp_path / "mixture" / "metrics.jsonl") if "loss" in r][-1]
-    assert last["imbalance"] >= 1 and last["router_entropy"] > 0 and last["router_loss"] > 0
+    assert last["imbalance"] >= 1 and last["router_entropy"] > 0 and last["balance"] > 0
 
 
 def test_equal_work():

@@ -6,6 +6,7 @@ import torch
 from fmegatron import checkpoint, interop, model, nn, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from tests.definition import loss_of
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 24, "max_seq": 8}
 EXPERTS = 4
@@ -33,7 +34,7 @@ def test_it_computes_what_the_dense_model_did(tmp_path):
     g = torch.Generator().manual_seed(0)
     batch = {name: torch.randint(0, 32, (2, 8), generator=g) for name in ("tokens", "labels")}
     losses = [
-        model.loss(s.params, batch, of, model.layouts(of, Mesh()), Axes(Mesh()))[0]
+        loss_of(model.loss(s.params, batch, of, model.layouts(of, Mesh()), Axes(Mesh()))[0])
         for s, of in ((state, dense), (found, sparse))
     ]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)

@@ -23,7 +23,7 @@ VARIANTS = {
 
 def loss_and_gradients(of, batch):
     params = leaves_that_differ(model.init(of, Mesh(), key=3))
-    f = value_and_grad(lambda p, b: model.loss(p, b, of, model.layouts(of, Mesh()), Axes(Mesh())))
+    f = value_and_grad(lambda p, b: model.loss(p, b, of, model.layouts(of, Mesh()), Axes(Mesh())), axes=Axes(Mesh()))
     (loss, metrics), grads = f(params, batch)
     return [loss, *metrics.values(), *tree.leaves(grads)]
 

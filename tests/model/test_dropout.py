@@ -189,12 +189,13 @@ def test_dropout_of_the_softmax_is_the_definition():
 def test_a_gradient_without_samples_is_refused():
     of, layouts = gpt2(), model.layouts(gpt2(), Mesh())
     params, batch = model.init(of, Mesh(), 0), batch_of(False)
-    grad = step.value_and_grad(lambda p, b, of=of: model.loss(p, b, of, layouts, Axes(Mesh())))
+    grad = step.value_and_grad(lambda p, b, of=of: model.loss(p, b, of, layouts, Axes(Mesh())), axes=Axes(Mesh()))
     with pytest.raises(ValueError, match=r"Decoder.embed_dropout: got 0.1 in a loss .*numbered=True.*deterministic"):
         grad(params, batch)
     quiet = model.deterministic(of)
     (loss, _), _ = step.value_and_grad(lambda p, b: model.loss(p, b, quiet, layouts, Axes(Mesh())))(params, batch)
-    assert torch.equal(loss, model.loss(params, batch, of, layouts, Axes(Mesh()))[0])  # evaluation draws nothing
+    parts, _ = model.loss(params, batch, of, layouts, Axes(Mesh()))
+    assert torch.equal(loss, step.means(parts, Axes(Mesh()))["lm"])  # evaluation draws nothing
     noisy = model.deterministic(mixture())
     assert noisy == model.deterministic(noisy) and not any(
         getattr(p.mixer, "noise", 0) for b in noisy.blocks for p in b

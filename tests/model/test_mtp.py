@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmegatron import checkpoint, interop, model, tree
+from fmegatron import checkpoint, interop, model, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
 from fmegatron.testing import assert_parity
+from tests.definition import loss_of
 from tests.model.families.test_families_sharded import assert_proven
 from tests.model.families.tiny_hf import MLA, MOE, SMALL, YARN
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
@@ -75,13 +76,14 @@ def test_loss_and_gradients_are_those_of_plain_torch(kind):
     batch = make_batch(of, mask=kind == "mask")
     if kind == "packed":
         batch["documents"] = (torch.arange(12) >= torch.tensor([[5], [11], [12]])).long()
-    loss, metrics = model.loss(params, batch, of, model.layouts(of, ONE), Axes(ONE))
+    parts, _ = model.loss(params, batch, of, model.layouts(of, ONE), Axes(ONE))
+    loss, metrics = loss_of(parts), step.means(parts, Axes(ONE))
     main, *depths = plain_losses(params, batch, of)
     want = main + 0.3 * (depths[0] + depths[1]) / 2
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
     got = torch.stack([metrics["mtp_1"], metrics["mtp_2"]])
     torch.testing.assert_close(got, torch.stack(depths).detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(metrics["mtp_loss"], want.detach() - main.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(metrics["lm"], main.detach(), rtol=1e-10, atol=1e-12)
     for a, b in zip(*(torch.autograd.grad(x, tree.leaves(params)) for x in (loss, want)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -206,7 +208,7 @@ def test_deepseek_predicts_what_transformers_does(deepseek):
     ahead = torch.stack((text[:, 2:26], text[:, 3:27]), -1)  # a loader that knows the tokens behind the row
     batch = {"tokens": text[:, :24], "labels": text[:, 1:25], "ahead": ahead}
     with torch.no_grad():
-        _, metrics = model.loss(params, batch, of, layouts, Axes(ONE))
+        metrics = step.means(model.loss(params, batch, of, layouts, Axes(ONE))[0], Axes(ONE))
         h = main.model(batch["tokens"]).last_hidden_state
         for n in range(2):
             ids, positions = text[:, 1 + n : 25 + n], torch.arange(1 + n, 25 + n)[None]

@@ -78,7 +78,7 @@ def test_bytes_of_the_wire():
     for precision, ratio in ((Precision.bf16(), 2), (Precision.bf16_wire(), 2), (Precision.fp8_wire(), 4)):
         found, nbytes = sent(precision, mesh, "all_gather")
         assert len(found) == len(gathers) and nbytes * ratio == full
-    assert [len(sent(Precision.fp8_wire(), mesh, op)[0]) for op in ("pmax", "psum")] == [1, 1], "scales; the loss"
+    assert [len(sent(Precision.fp8_wire(), mesh, op)[0]) for op in ("pmax", "psum")] == [1, 2], "scales; counts, totals"
     back = {p: sent(p, mesh, "reduce_scatter")[1] for p in (Precision.bf16(), Precision.bf16_wire())}
     assert back[Precision.bf16()] == full == 2 * back[Precision.bf16_wire()]
 
@@ -145,7 +145,7 @@ def on_rank(rank, mesh, name, params, batch):
     config = config_of(POLICIES[name])
     with connect(mesh) as world:
         layouts, axes = model.layouts(config, mesh), Axes(mesh, world)
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes))
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes), axes=axes)
         return f(split(params, layouts)[rank], split(batch, batch_layouts(batch, mesh))[rank])[1]
 
 

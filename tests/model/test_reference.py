@@ -1,15 +1,17 @@
 """The model on one rank equals a plain torch Llama in fp64: loss and every gradient, over the switches of llama."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
-from fmegatron import model, tree
+from fmegatron import model, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.step import value_and_grad
 from fmegatron.testing import assert_pure
+from tests.definition import loss_of
 from tests.model import plain_llama
 
 SIZES = {
@@ -60,12 +62,14 @@ def test_loss_and_gradients_equal_the_plain_llama(name):
     mesh = Mesh()
     params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(model.init(config, mesh, key=3)))
     batch = make_batch(config, mask="mask" in name)
-    ours, metrics = model.loss(params, batch, config, model.layouts(config, mesh), Axes(mesh))
+    parts, _ = model.loss(params, batch, config, model.layouts(config, mesh), Axes(mesh))
+    ours, metrics = loss_of(parts), step.means(parts, Axes(mesh))
     theirs = plain_llama.loss(params, batch, config)
     assert abs(ours - theirs) <= 1e-12 * abs(theirs)
-    assert abs(metrics["loss"] - theirs) <= 1e-12 * abs(theirs)
-    assert int(metrics["tokens"]) == int(batch["mask"].sum() if "mask" in batch else batch["tokens"].numel())
-    assert ("z_loss" in metrics) == bool(config.z_loss)
+    shown = metrics["lm"] + config.z_loss * metrics.get("z", 0)
+    assert abs(shown - theirs) <= 1e-12 * abs(theirs)
+    assert metrics["lm/count"] == (batch["mask"].sum() if "mask" in batch else batch["tokens"].numel())
+    assert ("z" in metrics) == bool(config.z_loss)
     for path, ours_grad, theirs_grad in zip(
         tree.paths(params),
         torch.autograd.grad(ours, tree.leaves(params)),
@@ -85,11 +89,26 @@ def test_logits_equal_the_plain_llama():
     torch.testing.assert_close(ours, plain_llama.forward(params, tokens, TINY), rtol=1e-10, atol=1e-13)
 
 
-def test_an_empty_mask_gives_zero_and_not_nan():
-    mesh = Mesh()
-    batch = {**make_batch(TINY), "mask": torch.zeros(3, 12)}
-    value, metrics = model.loss(model.init(TINY, mesh, 0), batch, TINY, model.layouts(TINY, mesh), Axes(mesh))
-    assert float(value) == 0 and int(metrics["tokens"]) == 0
+@pytest.mark.parametrize("by", ["mask", "labels"])
+def test_an_empty_mask_gives_zero_and_not_nan(by):
+    mesh, batch = Mesh(), make_batch(TINY)
+    batch = batch | ({"mask": torch.zeros(3, 12)} if by == "mask" else {"labels": batch["labels"] * 0 - 100})
+    of = functools.partial(model.loss, decoder=TINY, layouts=model.layouts(TINY, mesh), axes=Axes(mesh))
+    (value, metrics), grads = value_and_grad(of)(model.init(TINY, mesh, 0), batch)
+    assert float(value) == 0 and metrics["lm/count"] == 0 and metrics["lm"].isnan()
+    assert not any(g.any() for g in tree.leaves(grads))
+
+
+def test_labels_below_0_are_a_mask():
+    mesh, batch = Mesh(), make_batch(TINY, mask=True)
+    ignored = {"tokens": batch["tokens"], "labels": torch.where(batch["mask"] > 0, batch["labels"], -100)}
+    of = functools.partial(model.loss, decoder=TINY, layouts=model.layouts(TINY, mesh), axes=Axes(mesh))
+    found = [
+        value_and_grad(of)(model.init(TINY, mesh, 0), b)
+        for b in (batch, ignored, {**batch, "labels": ignored["labels"]})
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found[0]), tree.leaves(other), strict=True))
 
 
 def test_low_precision_compute_follows_fp32():
@@ -99,8 +118,7 @@ def test_low_precision_compute_follows_fp32():
     narrow = dataclasses.replace(wide, compute_dtype=torch.bfloat16)
     params = tree.map(lambda x: x.requires_grad_(), model.init(wide, mesh, 0))
     batch, layouts = make_batch(TINY), model.layouts(wide, mesh)
-    ours, _ = model.loss(params, batch, narrow, layouts, Axes(mesh))
-    exact, _ = model.loss(params, batch, wide, layouts, Axes(mesh))
+    ours, exact = (loss_of(model.loss(params, batch, of, layouts, Axes(mesh))[0]) for of in (narrow, wide))
     assert ours.dtype == torch.float32 and abs(ours - exact) < 1e-2
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(ours, tree.leaves(params)))
 

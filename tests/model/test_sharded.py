@@ -8,7 +8,7 @@ import torch
 
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, collective_of
-from fmegatron.layout import DataParallel, Layout, Mesh, Rules
+from fmegatron.layout import DataParallel, Mesh, Rules
 from fmegatron.step import raw_gradient_layout, trace, value_and_grad
 from fmegatron.testing import assert_parity, inline_layers, split
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
@@ -38,7 +38,7 @@ def batch_layouts(batch, mesh):
 def make_step(config, save=None, rules=None):
     def of_mesh(mesh):
         layouts, axes = model.layouts(config, mesh, rules), Axes(mesh)
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, save))
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, save), axes=axes)
 
         def step(params, batch):
             (loss, metrics), grads = f(params, batch)
@@ -52,7 +52,7 @@ def make_step(config, save=None, rules=None):
 def raw_layouts(config, mesh, rules=None):
     """Layouts of what the step returns: gradients before the train step sums them over replicas, loss, metrics."""
     raw = tree.map(lambda layout: raw_gradient_layout(layout, Axes(mesh).data), model.layouts(config, mesh, rules))
-    return raw, Layout((), torch.float64, mesh, unreduced=Axes(mesh).data), None
+    return raw, None, None
 
 
 def check(config, mesh, mask=False, save=None, rules=None):
@@ -115,10 +115,10 @@ def collectives(config, mesh, save=None, inline=True):
 def test_number_of_collectives(layers):
     """What the layouts imply, and not one more: counted in the traced graph."""
     config = small(layers=layers)
-    assert collectives(config, Mesh(dp=2)) == {"psum dp": 1}  # the metric; gradients are summed by the train step
+    assert collectives(config, Mesh(dp=2)) == {"psum dp": 2}  # counts, totals; gradients are summed by the train step
     ends = 1 if config.tied else 2  # a tied table is gathered once; embedding and head each when they are used
     assert collectives(config, Mesh(fsdp=2)) == {
-        "all_gather fsdp": layers + ends, "reduce_scatter fsdp": layers + ends, "psum fsdp": 1,
+        "all_gather fsdp": layers + ends, "reduce_scatter fsdp": layers + ends, "psum fsdp": 2,
     }  # fmt: skip
     remat = collectives(config, Mesh(fsdp=2), "inputs", inline=False)
     assert remat["all_gather fsdp"] == 2 * layers + ends and remat["reduce_scatter fsdp"] == layers + ends

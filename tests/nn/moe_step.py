@@ -119,12 +119,13 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
         stats.pop("sent", None)  # which is another number on every mesh
         y_BSD = psum(y_BSD, tp)
         load_E = psum(router.expert_load(routing.experts, E), token_axes)
+        share_E = load_E.to(routing.probs.dtype) / load_E.sum().clamp(min=1)
         terms = {
             "fit": (y_BSD - batch["target"]).square().sum() / tokens,
-            "balance": 0.1 * router.balance_loss(routing.probs, load_E, tokens),
-            "of sequences": 0.1 * router.sequence_balance_loss(routing.probs, routing.experts, tokens, sequence),
-            "z": 0.01 * router.router_z_loss(logits_BSE, tokens),
-            "entropy": router.router_entropy(routing.probs, tokens),
+            "balance": 0.1 * E / tokens * (share_E * router.expert_probs(routing.probs)).sum(),
+            "of sequences": 0.1 * router.sequence_balance_loss(routing.probs, routing.experts, sequence) / tokens,
+            "z": 0.01 * router.router_z_loss(logits_BSE) / tokens,
+            "entropy": router.router_entropy(routing.probs) / tokens,
         }
         loss = sum(value for name, value in terms.items() if name != "entropy")
         metrics = {name: psum(value.detach(), token_axes) for name, value in {**terms, **stats, "loss": loss}.items()}

@@ -73,16 +73,38 @@ def test_losses():
     load = nn.expert_load(routing.experts, E)
     assert load.tolist() == [int((routing.experts == e).sum()) for e in range(E)]
     share, mean = load / load.sum(), routing.probs.mean((0, 1))
-    torch.testing.assert_close(nn.balance_loss(routing.probs, load, B * S), E * (share * mean).sum())
-    each = [nn.balance_loss(routing.probs[b], nn.expert_load(routing.experts[b], E), S) for b in range(B)]
+    torch.testing.assert_close(nn.expert_probs(routing.probs), B * S * mean)
+    each = [balance_of(routing.probs[b], routing.experts[b]) for b in range(B)]
     torch.testing.assert_close(
-        nn.sequence_balance_loss(routing.probs, routing.experts, B * S, none), sum(each[1:], each[0]) / B
+        nn.sequence_balance_loss(routing.probs, routing.experts, none), S * sum(each[1:], each[0])
     )
-    torch.testing.assert_close(nn.router_z_loss(x, B * S), x.logsumexp(-1).square().mean())
+    torch.testing.assert_close(balance_of(routing.probs, routing.experts), E * (share * mean).sum())
+    torch.testing.assert_close(nn.router_z_loss(x), x.logsumexp(-1).square().sum())
     even = torch.full((B, S, E), 1 / E, dtype=torch.float64)
-    assert nn.router_entropy(even, B * S).item() == pytest.approx(math.log(E))
-    assert nn.balance_loss(even, torch.ones(E), B * S).item() == pytest.approx(1)
-    assert nn.router_entropy(torch.eye(E), E) == 0  # 0 ln 0
+    assert nn.router_entropy(even).item() == pytest.approx(B * S * math.log(E))
+    assert nn.router_entropy(torch.eye(E)) == 0  # 0 ln 0
+
+
+def balance_of(probs, experts):
+    """Switch's: E sum of shares of the load times mean probabilities."""
+    load = nn.expert_load(experts, E)
+    return E * (load / load.sum() * probs.reshape(-1, E).mean(0)).sum()
+
+
+def test_padding_counts_nowhere():
+    """What is not real gives what the real tokens alone give."""
+    routing, none = ROUTERS["DeepSeek V3"](logits()), Axes(Mesh())[()]
+    real = torch.zeros(B, S, dtype=torch.bool)
+    real[:, : S // 2] = True
+    part = routing._replace(probs=routing.probs[:, : S // 2], experts=routing.experts[:, : S // 2])
+    for f, given, of_part in (
+        (nn.expert_probs, (routing.probs,), (part.probs,)),
+        (nn.router_entropy, (routing.probs,), (part.probs,)),
+        (nn.router_z_loss, (logits(),), (logits()[:, : S // 2],)),
+        (nn.expert_load, (routing.experts, E, None), (part.experts, E)),
+        (nn.sequence_balance_loss, (routing.probs, routing.experts, none), (part.probs, part.experts, none)),
+    ):
+        torch.testing.assert_close(f(*given, real), f(*of_part))
 
 
 def test_the_bias_balances():

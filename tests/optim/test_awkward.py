@@ -12,6 +12,7 @@ from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.optim import Group, contrib
 from fmegatron.step import build_train_step, jit, placements, state_specs, trace
 from fmegatron.testing import assert_parity
+from tests.definition import loss_of
 from tests.fresh_state import fresh_state
 from tests.pairs import few, mixed
 from tests.step import tiny
@@ -158,7 +159,7 @@ def test_decoupled_rates_and_frozen_leaves_are_torchs_groups(tied):
             own = {"embed": 3e-3, "head": optim.linear(3e-2, 10)(i)}
             group["lr"] = own.get(group["path"].partition("/")[0], 1e-2)
         reference.zero_grad()
-        model.loss(leaves, tiny.decoder_batch(config, rows=4, seed=i), config, layouts, axes)[0].backward()
+        loss_of(model.loss(leaves, tiny.decoder_batch(config, rows=4, seed=i), config, layouts, axes)[0]).backward()
         reference.step()
     for path, x in zip(tree.paths(state.params), tree.leaves(state.params), strict=True):
         torch.testing.assert_close(x, named[path].detach(), rtol=1e-9, atol=1e-12, msg=path)

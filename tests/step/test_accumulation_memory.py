@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.step import accumulate, jit, value_and_grad
+from fmegatron.step import accumulate, jit
 from fmegatron.testing import peak_bytes
 from tests.step import tiny
 
@@ -17,7 +17,7 @@ def loss(params, batch):
 
 
 def step(params, batch):
-    (_, metrics), grads = accumulate(value_and_grad(loss), N)(params, batch)
+    (_, metrics), grads = accumulate(loss, N)(params, batch)
     return tree.map(lambda p, g: p - 0.1 * g, params, grads), metrics
 
 

@@ -8,7 +8,7 @@ from fmegatron import loop, optim, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, enter, pmax, psum
 from fmegatron.data import Batches
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
-from fmegatron.step import PaperWorld, accumulate, build_train_step, check, jit, state_specs, value_and_grad
+from fmegatron.step import PaperWorld, accumulate, build_train_step, check, jit, state_specs
 from fmegatron.testing import assert_parity, parity, simulate, split
 from tests.pairs import each_value, few
 
@@ -184,7 +184,7 @@ def own_step(axes, n, prepare=lambda b: b):
         return value, {"loss": psum(value.detach(), dp)}
 
     def step(params, batch):
-        (_, metrics), grads = accumulate(value_and_grad(loss_fn), n)(params, prepare(batch))
+        (_, metrics), grads = accumulate(loss_fn, n)(params, prepare(batch))
         return tree.map(lambda p, g: p - 0.1 * psum(g, dp), params, grads), metrics
 
     return step

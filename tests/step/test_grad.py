@@ -79,10 +79,10 @@ def test_accumulate_equals_the_whole_batch(n, backend):
 
     args = tiny.decoder_state().params, tiny.decoder_batch(rows=4)
     (wanted_loss, wanted_aux), wanted = value_and_grad(loss)(*args)
-    f = accumulate(value_and_grad(loss), n)
+    f = accumulate(loss, n)
     (got_loss, aux), grads = assert_pure(jit(f, backend=backend) if backend else f, *args)
     assert relative_error(got_loss, wanted_loss) <= 1e-12 and relative_error(aux["loss"], wanted_aux["loss"]) <= 1e-12
-    assert aux["tokens"] == wanted_aux["tokens"] and aux["tokens"].dtype == torch.int64  # a count: summed
+    assert aux["lm/count"] == wanted_aux["lm/count"] == args[1]["tokens"].numel()
     for path, a, b in zip(tree.paths(grads), tree.leaves(grads), tree.leaves(wanted), strict=True):
         assert relative_error(a, b) <= 1e-12, path
 
@@ -107,7 +107,9 @@ def test_accumulate_under_fsdp(mesh, save):
     for batch in batches[1:]:
         sim = sim.again(Ranks(out[0] for out in sim.outputs), parts(batch))
     losses, wanted = tiny.run_steps(tiny.decoder_step(config), tiny.decoder_state(config), batches)
-    assert sim.metrics["loss"] == pytest.approx(losses[-1], rel=1e-10) and sim.metrics["tokens"] == 16 * config.max_seq
+    assert (
+        sim.metrics["loss"] == pytest.approx(losses[-1], rel=1e-10) and sim.metrics["lm/count"] == 16 * config.max_seq
+    )
     got = sim.globals()[0]
     for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(wanted), strict=True):
         assert relative_error(a, b) <= 1e-10, path
@@ -117,13 +119,13 @@ def test_one_microbatch_is_one_node():
     """The graph of the step hardly grows with the number of microbatches."""
     sizes = {}
     for n in (2, 4, 8):
-        step = accumulate(value_and_grad(tiny.mlp_loss()), n)
+        step = accumulate(tiny.mlp_loss(), n)
         sizes[n] = len(trace(step, (tiny.mlp_params(), tiny.mlp_batch(rows=8))).graph_module.graph.nodes)
     assert (sizes[8] - sizes[4]) == 2 * (sizes[4] - sizes[2]) <= 2 * 2 * 15
 
 
 def test_low_precision_gradients_are_summed_in_fp32():
-    f = accumulate(value_and_grad(lambda p, b: (p * b["x"]).sum()), 256)
+    f = accumulate(lambda p, b: (p * b["x"]).sum(), 256)
     x = torch.full((256, 1), 1 / 256).bfloat16()
     x[0] = 1.0
     (_, _), grads = f(torch.ones(1, dtype=torch.bfloat16), {"x": x})
@@ -163,7 +165,7 @@ def test_microbatches_are_reduced_narrow_and_added_up_wide(param, precision, sen
 def test_fp64_sums_of_microbatches_lose_nothing_of_fp32_gradients():
     """1 + 2^-30 is 1 in fp32: in the sum itself, and in the norm that a policy's step reports."""
     x = torch.tensor([[1.0], [2.0**-30]])
-    (_, _), grads = accumulate(value_and_grad(lambda p, b: (p * b["x"]).sum()), 2, dtype=F64)(torch.ones(1), {"x": x})
+    (_, _), grads = accumulate(lambda p, b: (p * b["x"]).sum(), 2, dtype=F64)(torch.ones(1), {"x": x})
     assert grads.dtype == F64 and grads.item() == x.double().mean().item()
 
     layouts, optimizer = {"w": Layout((1,), F32, tiny.ONE)}, optim.sgd(0.1)
@@ -186,7 +188,7 @@ def test_fp64_sums_of_microbatches_lose_nothing_of_fp32_gradients():
 )
 def test_accumulate_errors(batch, n, message):
     with pytest.raises(ValueError, match=message):
-        accumulate(value_and_grad(lambda p, b: (p * b["x"]).sum()), n)(torch.ones(()), batch)
+        accumulate(lambda p, b: (p * b["x"]).sum(), n)(torch.ones(()), batch)
 
 
 # ---- reduction -------------------------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def test_train_step_counts_and_reports():
     clipped, metrics = assert_pure(tiny.decoder_step(clip_norm=1e-3), state, batch)
     assert state.step == 0 and free.step == clipped.step == 1
     assert metrics["grad_norm"] == free_metrics["grad_norm"] > 1e-3
-    assert set(metrics) == {"loss", "tokens", "grad_norm"} and all(m.dim() == 0 for m in metrics.values())
+    assert set(metrics) == {"loss", "lm", "lm/count", "grad_norm"} and all(m.dim() == 0 for m in metrics.values())
     scale = 1e-3 / (metrics["grad_norm"] + 1e-6)  # the first moment is linear in the gradient
     for a, b in zip(tree.leaves(clipped.opt["adam"]["m"]), tree.leaves(free.opt["adam"]["m"]), strict=True):
         torch.testing.assert_close(a, b * scale, rtol=1e-10, atol=0)

@@ -68,11 +68,11 @@ RIGHT = (tokens_float, tokens_int32, with_numbers, rows_of_the_batch, rows_of_th
 @pytest.mark.parametrize("aux", RIGHT, ids=lambda f: f.__name__)
 def test_n_microbatches_mean_one(aux):
     params, batch = {"w": torch.tensor(0.7, dtype=torch.float64)}, batch_of(masked_rows=(0, 1, 5))
-    grad_fn = value_and_grad(lambda p, b: mean_over_tokens(p, b, aux))
-    (loss, metrics), grads = grad_fn(params, batch)
+    loss_fn = lambda p, b: mean_over_tokens(p, b, aux)  # noqa: E731
+    (loss, metrics), grads = value_and_grad(loss_fn)(params, batch)
     assert torch.isfinite(loss)
     for n, compiled in ((1, False), (2, False), (4, False), (2, True), (4, True)):
-        run = accumulate(grad_fn, n)
+        run = accumulate(loss_fn, n)
         (got_loss, got), got_grads = (jit(run, backend="eager") if compiled else run)(params, batch)
         assert relative_error(got_loss, loss) <= 1e-12 and relative_error(got_grads["w"], grads["w"]) <= 1e-12
         assert tree.paths(got) == tree.paths(metrics)
@@ -86,22 +86,23 @@ def test_n_microbatches_mean_one(aux):
 def test_a_masked_microbatch_takes_no_part():
     """Rows 0 to 3 have no token: their loss is 0/0, and so are its gradients."""
     params, batch = {"w": torch.tensor(0.7, dtype=torch.float64)}, batch_of(masked_rows=range(4))
-    grad_fn = value_and_grad(lambda p, b: mean_over_tokens(p, b, tokens_float))
+    loss_fn = lambda p, b: mean_over_tokens(p, b, tokens_float)  # noqa: E731
+    grad_fn = value_and_grad(loss_fn)
     assert grad_fn(params, tree.map(lambda x: x[:4], batch))[0][0].isnan()
     (loss, _), grads = grad_fn(params, batch)
     for backend in ("eager", "aot_eager"):
-        (got, metrics), got_grads = jit(accumulate(grad_fn, 2), backend=backend)(params, batch)
+        (got, metrics), got_grads = jit(accumulate(loss_fn, 2), backend=backend)(params, batch)
         assert relative_error(got, loss) <= 1e-12 and relative_error(got_grads["w"], grads["w"]) <= 1e-12
         assert metrics["tokens"] == batch["mask"].sum() and relative_error(metrics["loss"], loss) <= 1e-12
-    (got, metrics), got_grads = accumulate(grad_fn, 2)(params, batch_of(masked_rows=range(ROWS)))
+    (got, metrics), got_grads = accumulate(loss_fn, 2)(params, batch_of(masked_rows=range(ROWS)))
     assert (got, metrics["tokens"], got_grads["w"]) == (0, 0, 0)
 
 
 def test_a_nan_of_a_microbatch_with_tokens_is_seen():
     batch = batch_of()
     batch["x"][5, 0] = torch.nan
-    grad_fn = value_and_grad(lambda p, b: mean_over_tokens(p, b, tokens_float))
-    (loss, _), grads = accumulate(grad_fn, 4)({"w": torch.tensor(0.7, dtype=torch.float64)}, batch)
+    loss_fn = lambda p, b: mean_over_tokens(p, b, tokens_float)  # noqa: E731
+    (loss, _), grads = accumulate(loss_fn, 4)({"w": torch.tensor(0.7, dtype=torch.float64)}, batch)
     assert loss.isnan() and grads["w"].isnan()
 
 
@@ -113,9 +114,7 @@ def test_weights_below_one():
         return (p * b["weights"]).sum() / weight, {"share": weight}
 
     weights = torch.tensor([0.1, 0.0, 0.2, 0.1], dtype=torch.float64)
-    (loss, aux), grads = accumulate(value_and_grad(loss_fn), 2, weight="share")(
-        torch.tensor(3.0).double(), {"weights": weights}
-    )
+    (loss, aux), grads = accumulate(loss_fn, 2, weight="share")(torch.tensor(3.0).double(), {"weights": weights})
     assert loss.item() == pytest.approx(3.0, rel=1e-12) and grads.item() == pytest.approx(1.0, rel=1e-12)
     assert aux["share"].item() == pytest.approx(0.4, rel=1e-12)
 
@@ -127,13 +126,13 @@ def test_narrow_metrics_are_averaged_in_fp32():
 
     x = torch.ones(256, 1, dtype=torch.bfloat16)
     x[0] = 2.0
-    (_, aux), _ = accumulate(value_and_grad(loss_fn), 256)(torch.ones(()), {"x": x})
+    (_, aux), _ = accumulate(loss_fn, 256)(torch.ones(()), {"x": x})
     assert aux["mean"].dtype == torch.bfloat16 and aux["tokens"] == 256
     assert aux["mean"].item() == torch.tensor(1 + 1 / 256).bfloat16().item()
 
 
 def test_other_leaves_of_a_batch_go_to_each_microbatch():
-    f = accumulate(value_and_grad(lambda p, b: (p * b["x"]).sum() * b["scale"]), 2)
+    f = accumulate(lambda p, b: (p * b["x"]).sum() * b["scale"], 2)
     (loss, _), _ = f(torch.ones(()), {"x": torch.ones(4), "scale": 3.0})
     assert loss == 6
 
@@ -176,13 +175,13 @@ WRONG = {
 @pytest.mark.parametrize("aux", WRONG, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_microbatches_cannot_give_is_refused(aux, compiled):
-    f = accumulate(value_and_grad(lambda p, b: mean_over_tokens(p, b, aux)), 2)
+    f = accumulate(lambda p, b: mean_over_tokens(p, b, aux), 2)
     with pytest.raises(ValueError, match=WRONG[aux]):
         (jit(f, backend="eager") if compiled else f)({"w": torch.tensor(0.7, dtype=torch.float64)}, batch_of())
 
 
 def test_python_numbers_that_depend_on_data_are_refused():
-    f = accumulate(value_and_grad(lambda p, b: (loss := (p * b["x"]).sum(), {"loss": loss.item()})), 2)
+    f = accumulate(lambda p, b: (loss := (p * b["x"]).sum(), {"loss": loss.item()}), 2)
     with pytest.raises(ValueError, match=r"metric 'loss': got 1.0, 5.0 of 2 microbatches.*return a tensor"):
         f(torch.ones(()), {"x": torch.tensor([0.0, 1.0, 2.0, 3.0])})
 
@@ -192,15 +191,15 @@ def test_metrics_that_come_and_go_are_refused():
         return (p * b["x"]).sum(), {"loss": p.detach(), **({"big": p.detach()} if b["x"].sum() > 2 else {})}
 
     with pytest.raises(ValueError, match="the metrics big, loss of one microbatch and loss of another"):
-        accumulate(value_and_grad(loss_fn), 2)(torch.ones(()), {"x": torch.arange(4.0)})
+        accumulate(loss_fn, 2)(torch.ones(()), {"x": torch.arange(4.0)})
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_empty_batch_is_refused(n):
-    f = accumulate(value_and_grad(lambda p, b: (p * b["x"]).mean()), n)
+    f = accumulate(lambda p, b: (p * b["x"]).mean(), n)
     with pytest.raises(ValueError, match=r"batch leaf 'x': got local shape \(0, 3\), wanted 1 row or more"):
         f(torch.ones(()), {"x": torch.ones(0, 3)})
-    nothing = accumulate(value_and_grad(lambda p, b: p.square()), n)
+    nothing = accumulate(lambda p, b: p.square(), n)
     if n == 1:
         assert nothing(torch.ones(()), {})[1] == 2  # a loss of the parameters alone
     else:

@@ -1,5 +1,7 @@
 """Strategies that do not fit are told in words; what must not travel does not; placements that only integers show."""
 
+import functools
+
 import pytest
 import torch
 
@@ -103,11 +105,19 @@ def test_strategies_that_do_not_fit(make, message):
 def test_a_weight_that_no_metric_has():
     config = make_config()
     layouts, axes = model.layouts(config, Mesh()), Axes(Mesh())
-    step = build_train_step(
-        lambda p, b: model.loss(p, b, config, layouts, axes), OPTIMIZER, layouts, axes, microbatches=2, weight="token"
-    )
-    with pytest.raises(ValueError, match="weight='token': got metrics .*did you mean tokens"):
-        step(first_state(config, Mesh(), None), strategies.batch_at(config, 0))
+
+    def scalar(params, batch):
+        part = model.loss(params, batch, config, layouts, axes)[0]["lm"]
+        return part.total / part.count, {"tokens": part.count}
+
+    parts = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes)
+    for loss, words in (
+        (scalar, "weight='token': got metrics .*did you mean tokens"),
+        (parts, "weight='token': got a loss of parts, which have counts of their own, .*leave weight out"),
+    ):
+        step = build_train_step(loss, OPTIMIZER, layouts, axes, microbatches=2, weight="token")
+        with pytest.raises(ValueError, match=words):
+            step(first_state(config, Mesh(), None), strategies.batch_at(config, 0))
 
 
 def test_a_batch_without_a_token():

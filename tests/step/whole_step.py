@@ -6,6 +6,7 @@ from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DATA_AXES, Layout, Mesh
 from fmegatron.step import build_train_step, state_specs
+from tests.definition import scalar_of
 from tests.fresh_state import fresh_state
 
 MESHES = [
@@ -37,7 +38,8 @@ def make_step(config, mesh, clip_norm, save=None, data=DATA_AXES):
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes, save)
+        parts, metrics = model.loss(params, batch, config, layouts, axes, save)
+        return (parts, metrics) if data == DATA_AXES else scalar_of(parts, axes)
 
     return build_train_step(loss_fn, OPTIMIZER, layouts, Axes(mesh, data=data), clip_norm=clip_norm)
 

@@ -8,6 +8,7 @@ import torch
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
+from tests.definition import loss_of
 from tests.model.families.tiny_hf import MODELS, config_of
 from tests.model.test_reference import make_batch, tiny
 from tests.model.test_sharded import check
@@ -84,7 +85,8 @@ def test_copies_compute_what_fused_projections_do():
     attention = {"wq": w[..., :32], "wkv": w[..., 32:], "wo": params["blocks"]["attention"]["wo"]}
     other = {**params, "blocks": {**params["blocks"], "attention": attention}}
     losses = [
-        model.loss(p, batch, of, model.layouts(of, mesh), Axes(mesh))[0] for p, of in ((params, fused), (other, copied))
+        loss_of(model.loss(p, batch, of, model.layouts(of, mesh), Axes(mesh))[0])
+        for p, of in ((params, fused), (other, copied))
     ]
     assert torch.equal(*losses)
 

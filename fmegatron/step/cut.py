@@ -1,0 +1,154 @@
+"""The gradient of one microbatch as an opaque node, cut where the counts of all microbatches must be known.
+
+The gradient is traced once, as if the microbatch were the whole batch: its counts are summed between its forward and
+its backward. The nodes above these sums are the first graph (a few sums of masks), which runs for all microbatches
+before the first backward. In the second the sums are inputs; that is the node, compiled once however often it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fmegatron import tree
+from fmegatron.step.gradient import Gradient
+from fmegatron.step.graph.nodes import storage_of, user_line
+from fmegatron.step.opaque import Entry, inline_layers
+from fmegatron.step.torch_private import graph_module_of, opname, outside_of_tracing
+from fmegatron.step.trace import Traced, trace
+from fmegatron.tree.labels import labelled
+
+__all__ = ["OneNode"]
+
+_BEFORE, _SUMS, _REST = range(3)
+
+
+class OneNode:
+    """`gradient(*args) -> Gradient` of arguments like these, traced once.
+
+    counts: the first graph; None where nothing must be known before. entry: the opaque node of the second.
+    """
+
+    def __init__(self, gradient: Callable[..., Gradient], args: tuple, name: str, who: str, twice: bool):
+        with outside_of_tracing():
+            self.traced = trace(_with_own_results(gradient), args)
+        traced, self.counts = self.traced, None
+        root, graph = traced.graph_module, traced.graph_module.graph
+        kinds = [{"before": _BEFORE, "sums": _SUMS}.get(path.partition("/")[0], _REST) for path in traced.out_paths]
+        self.places = [[i for i, kind in enumerate(kinds) if kind == wanted] for wanted in range(3)]
+        early, sums, rest = self.places
+        if not sums:
+            self.entry = Entry.make(name, root, traced.fakes, traced.fake_mode)
+            return
+        reached = _reached(graph, traced)
+        # A layer gives all its outputs and asks for all its weights; opened, a count depends on what it is made of.
+        flat = inline_layers(graph) if reached else graph
+        inside = _reached(flat, traced) if reached else {}
+        if inside and not twice:
+            raise _refused(who, *next(iter(inside.items())))
+        if reached and not inside:
+            self.counts = graph_module_of({}, _needed(flat, early))
+        else:
+            self.counts = graph_module_of(root, _needed(graph, early))
+        with outside_of_tracing(), traced.fake_mode:
+            fakes = [*traced.fakes, *(torch.empty_like(traced.outputs[i].meta["val"]) for i in sums)]
+        self.entry = Entry.make(name, graph_module_of(root, _needed(graph, rest, sums)), fakes, traced.fake_mode)
+
+    def before(self, args: tuple) -> Gradient:
+        """Of a microbatch `Gradient.before`, and what is no tensor, alone."""
+        assert self.counts is not None, "nothing must be known before"
+        return self._result(_BEFORE, fx.Interpreter(self.counts).run(*_tensors(args)))
+
+    def gradient(self, args: tuple, sums: dict[str, torch.Tensor]) -> Gradient:
+        """The gradient of a microbatch, given the sums of all: one node."""
+        given = [sums[self.traced.out_paths[i].removeprefix("sums/")] for i in self.places[_SUMS]]
+        return self._result(_REST, self.entry.op([*_tensors(args), *given]))
+
+    def _result(self, kind: int, tensors: Sequence) -> Gradient:
+        """What the traced function returned, filled with the tensors of one kind."""
+        filled: list[Any] = [None] * len(self.traced.out_paths)
+        for i, x in zip(self.places[kind], tensors, strict=True):
+            label = self.traced.out_labels[i]
+            filled[i] = x if label is None else labelled(x, label.layout)
+        return self.traced.result(filled)
+
+
+def _with_own_results(gradient: Callable) -> Callable:
+    """`gradient`, whose results share no memory with its arguments: a leaf of the batch is returned as a copy."""
+
+    def own(*args):
+        found = gradient(*args)
+        given = {storage_of(x) for x in tree.leaves(args) if isinstance(x, torch.Tensor)}
+        return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in given else x, found)
+
+    return own
+
+
+def _tensors(args: tuple) -> list[torch.Tensor]:
+    return [x for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+
+
+def _needed(graph: fx.Graph, outputs: Sequence[int], given: Sequence[int] = ()) -> fx.Graph:
+    """A copy with what some outputs need; the values of the outputs `given` are placeholders behind all others."""
+    outs: Any = graph.output_node().args[0]
+    sums: dict[fx.Node, int] = {}
+    for i in given:
+        sums[_behind(outs[i], ("detach",))] = i  # `trace` detaches outputs
+    needed, todo = set(), [outs[i] for i in outputs]
+    while todo:
+        node = todo.pop()
+        if node not in needed and node not in sums:
+            needed.add(node)
+            todo += node.all_input_nodes
+    copy, copied = fx.Graph(graph.owning_module), {}
+    for node in graph.find_nodes(op="placeholder"):
+        copied[node] = copy.node_copy(node)
+    for i in given:
+        node = _behind(outs[i], ("detach",))
+        copied[node] = copy.placeholder(f"sum_{i}")
+        copied[node].meta.update(node.meta)
+    for node in graph.nodes:
+        if node in needed and node not in copied:
+            copied[node] = copy.node_copy(node, lambda n: copied[n])
+    copy.output([copied[outs[i]] for i in outputs])
+    return copy
+
+
+def _reached(graph: fx.Graph, traced: Traced) -> dict[str, tuple[str, str]]:
+    """{path of a count: (path of a parameter that it depends on, line)}; empty where the batch decides all."""
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), traced.in_paths, strict=True))
+    above = {node: path.partition("/")[2] for node, path in inputs.items() if path.split("/")[0] == "0"}
+    for node in graph.nodes:  # the first parameter above each
+        found = next((above[a] for a in node.all_input_nodes if a in above), None)
+        if found is not None:
+            above.setdefault(node, found)
+    outputs: Any = graph.output_node().args[0]
+    return {
+        path: (above[node], user_line(_behind(node, _CASTS).meta.get("at", "?")))
+        for path, node in zip(traced.out_paths, outputs, strict=True)
+        if path.startswith("before/") and node in above
+    }
+
+
+_CASTS = ("detach", "_to_copy", "convert_element_type")
+
+
+def _behind(node: fx.Node, names: Sequence[str]) -> fx.Node:
+    """The node that one of these ops, and one of these, was applied to."""
+    while node.op == "call_function" and opname(node.target) in names:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _refused(who: str, path: str, found: tuple[str, str]) -> ValueError:
+    part, _, what = path.removeprefix("before/").partition("/")[2].rpartition("/")
+    leaf, line = found
+    return ValueError(
+        f"{who}: part {part!r}: its {what} (at {line}) depends on the parameter {leaf!r}, wanted one that the batch "
+        "alone decides, as all microbatches are divided by one sum, known before the first backward; count what "
+        "the batch has (mask.sum(); x.numel() where all count, and not ones_like(x).sum()), take microbatches=1, "
+        "or twice=True, which runs all forward passes once more before"
+    )
