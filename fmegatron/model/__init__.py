@@ -9,7 +9,7 @@ from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, param
 from fmegatron.model.decoder import MTP, Decoder, Part
 from fmegatron.model.deterministic import deterministic
 from fmegatron.model.families import llama
-from fmegatron.model.forward import block, hidden, logits, loss, read_out
+from fmegatron.model.forward import block, blocks, contexts, embed, hidden, logits, loss, read_out, token_losses
 from fmegatron.model.harness import harness
 from fmegatron.model.json_form import described, description
 from fmegatron.model.mamba import Mamba
@@ -27,7 +27,7 @@ from fmegatron.model.specs import arrays, init, layouts, rules, specs
 from fmegatron.model.stored import Opened, kept, opened
 from fmegatron.model.text import pieces
 from fmegatron.model.training import build
-from fmegatron.model.weights import GROUPS, gather_weights
+from fmegatron.model.weights import GROUPS, Weights, gather_weights
 from fmegatron.model.wrapped import Wrapped
 
 __all__ = [
@@ -53,12 +53,16 @@ __all__ = [
     "RMSNorm",
     "Rope",
     "Score",
+    "Weights",
     "Wrapped",
     "adapted",
     "ahead",
     "arrays",
     "block",
     "build",
+    "blocks",
+    "contexts",
+    "embed",
     "cache_bytes_per_token",
     "described",
     "description",
@@ -89,4 +93,5 @@ __all__ = [
     "settled",
     "specs",
     "stream",
+    "token_losses",
 ]

@@ -6,7 +6,8 @@ Legend: B batch, S sequence, D width, V padded vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from fmegatron.model.draws import draws_of, dropped
 from fmegatron.model.mtp import predict, with_ahead
 from fmegatron.model.settled import loads
 from fmegatron.model.statistics import counted, losses_of, padding_of
-from fmegatron.model.weights import Outer, adapted_named, each_layer, embedded, prepared
+from fmegatron.model.weights import Weights, adapted_named, embedded
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -59,6 +60,93 @@ def block(
         y_BSD = y_BSD if part.after is None else part.after(y_BSD, w[f"{part.name}_after"], at, axes)
         x_BSD = x_BSD + dropped(y_BSD, part.dropout, part.name, at, axes)
     return (x_BSD, statistics) if statistics else x_BSD
+
+
+# ---- the three parts of a forward pass -------------------------------------------------------------------------------
+def contexts(batch: dict, decoder: Decoder, axes: Axes, samples: Tensor | None = None, key: int = 0) -> list[At]:
+    """What the embedding, then each block, then each depth of `Decoder.mtp` is told of the tokens; needs no weights.
+
+    Args:
+        batch: as for `loss`; of it "tokens", "positions", "documents" and "padding".
+        decoder: the model.
+        axes: Axes(mesh).
+        samples: the numbers of the rows in the run, of which random numbers are made (`loss`); None: none are.
+        key: of these.
+
+    Raises ValueError for sequences longer than `Decoder.max_seq`, or that tp does not divide (sequence parallelism).
+    """
+    tokens_BS, tp = batch["tokens"], axes["tp"]
+    length = tokens_BS.shape[1] * axes.sequence.size
+    if length > decoder.max_seq:
+        raise ValueError(
+            f"tokens: got sequences of {length}, wanted at most Decoder.max_seq={decoder.max_seq}; raise "
+            "max_seq (RoPE needs no new parameters) or cut the batch"
+        )
+    if decoder.sequence_parallel and tokens_BS.shape[1] % tp.size:
+        raise ValueError(
+            f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence "
+            "parallelism); change the length, or set Decoder.sequence_parallel=False"
+        )
+    positions = batch.get("positions")
+    if positions is None:
+        positions = positions_of(tokens_BS, axes.sequence)
+    documents, padding = batch.get("documents"), padding_of(batch)
+    behind = 0 if decoder.mtp is None else decoder.mtp.depths
+    draws = draws_of(samples, positions, documents, key, decoder.max_seq, 1 + decoder.layers + behind)
+    found = decoder.at(positions, documents, decoder.blocks, padding)
+    if decoder.mtp is not None:
+        found += decoder.at(positions, documents, (decoder.mtp.block,), padding) * behind
+    first = At(positions, draws=draws(0), padding=padding)
+    return [first, *(at._replace(draws=draws(depth)) for depth, at in enumerate(found, 1))]
+
+
+def embed(ids_BS: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes, n: int = 0) -> Tensor:
+    """`ids[B, S] -> x[B, S, D]@R(tp)`, S_tp with sequence parallelism, in the compute dtype.
+
+    w: weights of the embedding, whole over the data axes (`gather_weights`). at: the first of `contexts`. n: which of
+    the tokens it is, for dropout: 0 the token, 1 and more those behind it, for `Decoder.mtp`.
+    """
+    x_BSD = embedded(ids_BS, w, at.positions, decoder, axes, decoder.sequence_parallel)
+    return dropped(x_BSD, decoder.embed_dropout, f"embed {n}", at, axes)
+
+
+def blocks(
+    x_BSD: Tensor, at: Sequence[At], layers: Iterable[tuple[Callable, dict]]
+) -> tuple[Tensor, list[dict[str, dict]]]:
+    """(what comes from the last block, for each block the statistics of its parts by their names).
+
+    at: of each block. layers: (run, weights) of each block: `run(x, weights, at)`, such as those of `Weights.layers`.
+    """
+    statistics = []
+    for (run, weights), here in zip(layers, at, strict=True):
+        x_BSD = run(x_BSD, weights, here)
+        x_BSD, found = x_BSD if isinstance(x_BSD, tuple) else (x_BSD, {})
+        statistics.append(found)
+    return x_BSD, statistics
+
+
+def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
+    """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
+    return _scores(decoder.norm(x_BSD, w["final_norm"], at, axes), w, at, decoder, axes)
+
+
+def _scores(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
+    """The head, of what has been through its norm."""
+    return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), axes["tp"], at.splits(x_BSD)))
+
+
+def _head(w: dict, decoder: Decoder) -> nn.Weight:
+    return nn.dense(w["embed"]["table"]).t() if decoder.tied else w["head"]["w"]
+
+
+def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder, axes: Axes):
+    """(nll[B, S], lse[B, S]) of what has been through the norm of the head."""
+    tp, split = axes["tp"], at.splits(x_BSD)
+    if decoder.loss_chunks == 1:
+        return nn.cross_entropy(_scores(x_BSD, w, at, decoder, axes), labels_BS, tp, decoder.vocab_size)
+    x_BSD = all_gather(x_BSD, tp, 1) if split else enter(x_BSD, tp)
+    how = {"chunks": decoder.loss_chunks, "softcap": decoder.logit_softcap}
+    return nn.chunked_cross_entropy(x_BSD, _head(w, decoder), labels_BS, tp, decoder.vocab_size, **how)
 
 
 # ---- forward and loss ------------------------------------------------------------------------------------------------
@@ -113,9 +201,23 @@ def hidden(
             reduce-scatter.
     """
     layouts, axes = _known(params, layouts, axes)
-    inside = _Inside(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
-    x_BSD, statistics = inside.trunk()
-    return x_BSD, inside.outer["head"], inside.at[0], statistics
+    weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
+    at = contexts(batch, decoder, axes)
+    x_BSD = embed(batch["tokens"], weights["embed"]["embed"], at[0], decoder, axes)
+    x_BSD, statistics = blocks(x_BSD, at[1 : 1 + decoder.layers], weights.layers(_blocks_of(decoder, axes)))
+    return x_BSD, weights["head"], at[1], statistics
+
+
+def _blocks_of(decoder: Decoder, axes: Axes) -> list[tuple[int, Callable]]:
+    """(depth, f(x, weights, at)) of the blocks; equal blocks are one function."""
+    run_of = {parts: functools.partial(block, parts=parts, axes=axes) for parts in decoder.blocks}
+    return [(depth, run_of[parts]) for depth, parts in enumerate(decoder.blocks)]
+
+
+def _depths_of(mtp: MTP, decoder: Decoder, axes: Axes) -> list[tuple[int, Callable]]:
+    """The same of the depths of multi-token prediction: they take the embedding and the stream beside each other."""
+    run = functools.partial(predict, block=block, mtp=mtp, axes=axes)
+    return [(decoder.layers + n, run) for n in range(mtp.depths)]
 
 
 def _known(params: dict, layouts: dict | None, axes: Axes | None) -> tuple[dict, Axes]:
@@ -124,103 +226,77 @@ def _known(params: dict, layouts: dict | None, axes: Axes | None) -> tuple[dict,
     return known, axes or Axes(tree.leaves(known)[0].mesh)
 
 
-class _Inside:
-    """What a forward pass over a batch has at hand: weights, tokens, embeddings."""
+class Beside(NamedTuple):
+    """What `token_losses` gives beside the losses of the tokens.
 
-    def __init__(
-        self,
-        params: dict,
-        batch: dict,
-        decoder: Decoder,
-        layouts: dict,
-        axes: Axes,
-        save: step.Policy | None,
-        offload: int | None,
-        freed: tuple[str, ...] | None,
-        next_ids: Sequence[Tensor] = (),
-        samples: Tensor | None = None,
-        key: int = 0,
-    ):
-        tokens_BS, tp = batch["tokens"], axes["tp"]
-        length = tokens_BS.shape[1] * axes.sequence.size
-        if length > decoder.max_seq:
+    lse: [B, S] fp32, log-sum-exp of the logits, for a z-loss; the log-probability of a token is its logit minus it.
+    parts: of the loss, by name: the depths of `Decoder.mtp` and what mixers add. metrics: as those of `loss`.
+    """
+
+    lse: Tensor
+    parts: dict[str, step.Part]
+    metrics: dict
+
+
+def token_losses(
+    params: dict,
+    batch: dict,
+    decoder: Decoder,
+    layouts: dict | None = None,
+    axes: Axes | None = None,
+    save: step.Policy | None = None,
+    offload: int | None = None,
+    reshard_after_forward: tuple[str, ...] | None = None,
+    *,
+    samples: Tensor | None = None,
+    key: int = 0,
+) -> tuple[Tensor, Beside]:
+    """(nll[B, S], what is beside it): minus the log-probability of each label, of which any loss can be made.
+
+    Of this rank's rows and tokens, equal on all ranks of tp, without a mask: a label below 0 counts as token 0, so it
+    is left out by whoever sums. The logits of all tokens are never in memory at once (`Decoder.loss_chunks`).
+    `-nll` is the log-probability of a given token: a preference loss is made of two calls.
+
+    The arguments are those of `loss`.
+    """
+    require_samples(decoder, params, samples)
+    for name in ("labels", "mask", "documents", "padding"):
+        if name in batch and batch[name].shape != batch["tokens"].shape:
             raise ValueError(
-                f"tokens: got sequences of {length}, wanted at most Decoder.max_seq={decoder.max_seq}; raise "
-                "max_seq (RoPE needs no new parameters) or cut the batch"
+                f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
+                f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-        if decoder.sequence_parallel and tokens_BS.shape[1] % tp.size:
-            raise ValueError(
-                f"tokens: got sequences of {tokens_BS.shape[1]}, wanted a multiple of tp={tp.size} (sequence "
-                "parallelism); change the length, or set Decoder.sequence_parallel=False"
-            )
-        self.decoder, self.axes = decoder, axes
-        params = prepared(params, layouts, decoder, axes)
-        self.outer = Outer(params, layouts, decoder, axes, freed)
-        self.how = (params, layouts, decoder, axes, save, offload, "blocks" in self.outer.freed)
-        positions = batch.get("positions")
-        if positions is None:
-            positions = positions_of(tokens_BS, axes.sequence)
-        behind = () if decoder.mtp is None else (decoder.mtp.block,)
-        documents, padding = batch.get("documents"), padding_of(batch)
-        depths = 1 + decoder.layers + (0 if decoder.mtp is None else decoder.mtp.depths)
-        self.draws = draws_of(samples, positions, documents, key, decoder.max_seq, depths)
-        at = enumerate(decoder.at(positions, documents, (*decoder.blocks, *behind), padding), 1)
-        self.at = [one._replace(draws=self.draws(depth)) for depth, one in at]
-        w = self.outer["embed"]["embed"]
-        of = (positions, decoder, axes, decoder.sequence_parallel)
-        at_first = At(positions, draws=self.draws(0))
-        self.x_BSD, *self.embeddings = (
-            dropped(embedded(ids, w, *of), decoder.embed_dropout, f"embed {n}", at_first, axes)
-            for n, ids in enumerate((tokens_BS, *next_ids))
-        )
-
-    def trunk(self) -> tuple[Tensor, list[dict]]:
-        """(what comes from the last block, for each block that has them the statistics of its parts)."""
-        run_of = {p: functools.partial(block, parts=p, axes=self.axes) for p in self.decoder.blocks}
-        functions = [(depth, run_of[parts]) for depth, parts in enumerate(self.decoder.blocks)]
-        x_BSD, statistics = self.x_BSD, []
-        for (run, weights), at in zip(each_layer(functions, *self.how), self.at, strict=False):
-            x_BSD = run(x_BSD, weights, at)
-            x_BSD, found = x_BSD if isinstance(x_BSD, tuple) else (x_BSD, {})
-            statistics.append(found)
-        return x_BSD, statistics
-
-    def further(self, x_BSD: Tensor, mtp: MTP) -> tuple[list[Tensor], list[dict]]:
-        """(for each depth what its head reads, statistics) behind x, which has been through the final norm."""
-        run = functools.partial(predict, block=block, mtp=mtp, axes=self.axes)
-        functions = [(self.decoder.layers + n, run) for n in range(mtp.depths)]
-        out, statistics = [], []
-        for (run_n, weights), e_BSD in zip(each_layer(functions, *self.how), self.embeddings, strict=True):
-            at = self.at[-1]._replace(draws=self.draws(len(self.at) + len(out)))
-            found = run_n(torch.cat((e_BSD, x_BSD), -1), weights, at)
-            x_BSD, one = found if isinstance(found, tuple) else (found, {})
-            out.append(x_BSD)
-            statistics.append(one)
-        return out, statistics
-
-
-def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
-    """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
-    return _scores(decoder.norm(x_BSD, w["final_norm"], at, axes), w, at, decoder, axes)
-
-
-def _scores(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
-    """The head, of what has been through its norm."""
-    return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), axes["tp"], at.splits(x_BSD)))
-
-
-def _head(w: dict, decoder: Decoder) -> nn.Weight:
-    return nn.dense(w["embed"]["table"]).t() if decoder.tied else w["head"]["w"]
-
-
-def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder, axes: Axes):
-    """(nll[B, S], lse[B, S]) of what has been through the norm of the head."""
-    tp, split = axes["tp"], at.splits(x_BSD)
-    if decoder.loss_chunks == 1:
-        return nn.cross_entropy(_scores(x_BSD, w, at, decoder, axes), labels_BS, tp, decoder.vocab_size)
-    x_BSD = all_gather(x_BSD, tp, 1) if split else enter(x_BSD, tp)
-    how = {"chunks": decoder.loss_chunks, "softcap": decoder.logit_softcap}
-    return nn.chunked_cross_entropy(x_BSD, _head(w, decoder), labels_BS, tp, decoder.vocab_size, **how)
+    layouts, axes = _known(params, layouts, axes)
+    mtp = decoder.mtp
+    batch = with_ahead(batch, mtp, axes)
+    labels_BS = batch["labels"].clamp(min=0)
+    ids = (batch["tokens"],)
+    if mtp is not None:
+        ids += (labels_BS, *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
+    weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
+    at, w = contexts(batch, decoder, axes, samples, key), weights["embed"]["embed"]
+    x_BSD, *further = (embed(one, w, at[0], decoder, axes, n) for n, one in enumerate(ids))
+    x_BSD, statistics = blocks(x_BSD, at[1 : 1 + decoder.layers], weights.layers(_blocks_of(decoder, axes)))
+    w, here, of_blocks = weights["head"], at[1], list(decoder.blocks)
+    x_BSD = decoder.norm(x_BSD, w["final_norm"], here, axes)
+    nll_BS, lse_BS = _token_losses(x_BSD, w, here, labels_BS, decoder, axes)
+    parts: dict[str, step.Part] = {}
+    if mtp is not None:
+        of_blocks += [mtp.block] * mtp.depths
+        ahead_BSN, masks = batch["ahead"], batch.get("ahead_mask")
+        behind = []
+        each = zip(weights.layers(_depths_of(mtp, decoder, axes)), at[1 + decoder.layers :], further, strict=True)
+        for layer, one, e_BSD in each:
+            x_BSD, found = blocks(torch.cat((e_BSD, x_BSD), -1), [one], [layer])
+            behind.append(x_BSD)
+            statistics += found
+        for n, x_n in enumerate(behind):
+            nll_n = _token_losses(x_n, w, here, ahead_BSN[..., n].clamp(min=0), decoder, axes)[0]
+            mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
+            parts[f"mtp_{n + 1}"] = mtp.weight / mtp.depths * step.mean((nll_n * mask_n).sum(), mask_n.sum())
+    tokens = batch["tokens"].numel() if here.padding is None else (~here.padding).sum()
+    parts |= losses_of(of_blocks, statistics, tokens)
+    return nll_BS, Beside(lse_BS, parts, {**counted(statistics, tokens), **loads(statistics, decoder)})
 
 
 def loss(
@@ -263,25 +339,8 @@ def loss(
             as in evaluation; a gradient of a model that has some is an error (`model.deterministic`).
         key: of these random numbers, such as the run's seed.
     """
-    require_samples(decoder, params, samples)
-    for name in ("labels", "mask", "documents", "padding"):
-        if name in batch and batch[name].shape != batch["tokens"].shape:
-            raise ValueError(
-                f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
-                f"{tuple(batch['tokens'].shape)}; give one entry for each token"
-            )
-    layouts, axes = _known(params, layouts, axes)
-    mtp = decoder.mtp
-    batch = with_ahead(batch, mtp, axes)
-    labels_BS = batch["labels"].clamp(min=0)
-    next_ids = () if mtp is None else (labels_BS, *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
-    inside = _Inside(
-        params, batch, decoder, layouts, axes, save, offload, reshard_after_forward, next_ids, samples, key
-    )
-    x_BSD, statistics = inside.trunk()
-    w, at = inside.outer["head"], inside.at[0]
-    x_BSD = decoder.norm(x_BSD, w["final_norm"], at, axes)
-    nll_BS, lse_BS = _token_losses(x_BSD, w, at, labels_BS, decoder, axes)
+    how = (layouts, axes, save, offload, reshard_after_forward)
+    nll_BS, beside = token_losses(params, batch, decoder, *how, samples=samples, key=key)
     learned_BS = batch["labels"] >= 0
     if "mask" in batch:
         mask_BS = batch["mask"].to(nll_BS.dtype) if batch["mask"].is_floating_point() else batch["mask"]
@@ -289,17 +348,5 @@ def loss(
     count, weight_BS = learned_BS.sum(), learned_BS.to(nll_BS.dtype)
     parts = {"lm": step.mean((nll_BS * weight_BS).sum(), count)}
     if decoder.z_loss:
-        parts["z"] = decoder.z_loss * step.mean((lse_BS.square() * weight_BS).sum(), count)
-    blocks = list(decoder.blocks)
-    if mtp is not None:
-        behind, found = inside.further(x_BSD, mtp)
-        statistics += found
-        blocks += [mtp.block] * len(found)
-        ahead_BSN, masks = batch["ahead"], batch.get("ahead_mask")
-        for n, x_n in enumerate(behind):
-            nll_n = _token_losses(x_n, w, at, ahead_BSN[..., n].clamp(min=0), decoder, axes)[0]
-            mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
-            parts[f"mtp_{n + 1}"] = mtp.weight / mtp.depths * step.mean((nll_n * mask_n).sum(), mask_n.sum())
-    tokens = batch["tokens"].numel() if at.padding is None else (~at.padding).sum()
-    parts |= losses_of(blocks, statistics, tokens)
-    return parts, {**counted(statistics, tokens), **loads(statistics, decoder)}
+        parts["z"] = decoder.z_loss * step.mean((beside.lse.square() * weight_BS).sum(), count)
+    return {**parts, **beside.parts}, beside.metrics

@@ -69,18 +69,39 @@ def prepared(params: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
     return nn.with_scales(params, layouts, axes, wire.gather, stacked)
 
 
-class Outer:
-    """The weights outside of the blocks, by name: some gathered together at once and kept, the others when asked for.
+class Weights:
+    """The weights of a decoder for a forward pass: `weights["embed"]`, `weights["head"]`, `weights.layers(...)`.
 
-    freed: the groups of `GROUPS` that are gathered for each use. None: all, but with a tied table not "head".
+    Those outside of the blocks are gathered together at once and kept, or each group when it is asked for.
+
+    Args:
+        params: this rank's shards.
+        layouts: of the parameters.
+        decoder: the model.
+        axes: Axes(mesh).
+        save: what a block, compiled once for all, keeps for its backward (`step.layers`); None: as autograd does.
+        offload: bytes from which on it waits in host memory.
+        reshard_after_forward: the groups of `GROUPS` that are gathered for each use. None: all, but with a tied table
+            not "head".
     """
 
-    def __init__(self, params: dict, layouts: dict, decoder: Decoder, axes: Axes, freed: tuple[str, ...] | None):
+    def __init__(
+        self,
+        params: dict,
+        layouts: dict,
+        decoder: Decoder,
+        axes: Axes,
+        save: step.Policy | None = None,
+        offload: int | None = None,
+        reshard_after_forward: tuple[str, ...] | None = None,
+    ):
+        freed = reshard_after_forward
         if freed is None:
             freed = tuple(name for name in GROUPS if name != "head" or not decoder.tied)
         if unknown := [name for name in freed if name not in GROUPS]:
             raise ValueError(f"reshard_after_forward: got {unknown[0]!r}, wanted names among {', '.join(GROUPS)}")
-        self.params, self.layouts, self.decoder, self.axes, self.freed = params, layouts, decoder, axes, freed
+        self.layouts, self.decoder, self.axes, self.freed = layouts, decoder, axes, freed
+        self.params, self.save, self.offload = prepared(params, layouts, decoder, axes), save, offload
         self.groups = {"embed": ("embed",), "head": ("final_norm", "embed" if decoder.tied else "head")}
         kept = [name for group, names in self.groups.items() if group not in freed for name in names]
         self.kept = self._gather(list(dict.fromkeys(kept)))
@@ -94,48 +115,26 @@ class Outer:
         missing = [name for name in names if name not in self.kept]
         return {**{name: self.kept[name] for name in names if name in self.kept}, **self._gather(missing)}
 
+    def layers(self, functions: Sequence[tuple[int, Callable]]) -> Iterator[tuple[Callable, dict]]:
+        """For each function (run, weights): `run(x, weights, at)` applies it. Equal functions share one compiled pair.
 
-def each_layer(
-    functions: Sequence[tuple[int, Callable]],
-    params: dict,
-    layouts: dict,
-    decoder: Decoder,
-    axes: Axes,
-    save: step.Policy | None,
-    offload: int | None,
-    reshard_after_forward: bool,
-) -> Iterator[tuple[Callable, dict]]:
-    """For each function (run, weights): `run(x, weights, at)` applies it. Equal functions share one compiled pair.
-
-    Args:
         functions: (depth, f(x, weights, at) -> x), of blocks or of what lies behind them, in the order of their use.
-        params: this rank's shards.
-        layouts: of the parameters.
-        decoder: of the model.
-        axes: Axes(mesh).
-        save: what a block keeps for its backward (`step.layers`).
-        offload: what of it waits in host memory.
-        reshard_after_forward: whether gathered weights of a block are freed after it.
-    """
-    shards, gathers, wanted = {}, {}, {depth for depth, _ in functions}
-    for name, stack in decoder.stacks.items():
-        if not wanted & set(stack.depths):
-            continue
-        of_one = tree.map(step.layer_layout, layouts[name])
-        gather = functools.partial(block_weights, arrays=stack.arrays, layouts=of_one, decoder=decoder, axes=axes)
-        for depth, layer in zip(stack.depths, step.unstack(params[name]), strict=True):
-            shards[depth], gathers[depth] = layer, (name, gather)
-    compiled: dict[tuple, Callable] = {}
-    for depth, run in functions:
-        name, gather = gathers[depth]
-        if save is not None:
-            key = name, run
-            if key not in compiled:
-                prepare = gather if reshard_after_forward else None
-                compiled[key] = step.compiled_layer(save, offload=offload)(run, prepare)
-            run = compiled[key]
-        inside = save is not None and reshard_after_forward  # a compiled layer gathers, again for its backward
-        yield run, shards[depth] if inside else gather(shards[depth])
+        """
+        shards, gathers, wanted = {}, {}, {depth for depth, _ in functions}
+        for name, stack in self.decoder.stacks.items():
+            if not wanted & set(stack.depths):
+                continue
+            of_one = tree.map(step.layer_layout, self.layouts[name])
+            how = {"arrays": stack.arrays, "layouts": of_one, "decoder": self.decoder, "axes": self.axes}
+            gather = functools.partial(block_weights, **how)
+            for depth, layer in zip(stack.depths, step.unstack(self.params[name]), strict=True):
+                shards[depth], gathers[depth] = layer, (name, gather)
+        ready: dict[tuple, Callable] = {}
+        for depth, run in functions:
+            name, gather = gathers[depth]
+            if (name, run) not in ready:
+                ready[name, run] = step.layer_of(run, gather, self.save, self.offload, "blocks" in self.freed)
+            yield ready[name, run](shards[depth])
 
 
 def embedded(tokens_BS: Tensor, w: dict, positions: Tensor, decoder: Decoder, axes: Axes, split: bool) -> Tensor:

@@ -10,7 +10,7 @@ from fmegatron.step.from_loss import build
 from fmegatron.step.gradient import value_and_grad
 from fmegatron.step.graph.nodes import symbolic_nodes
 from fmegatron.step.jit import Jitted, jit
-from fmegatron.step.layer import compiled_layer, layer_layout, layers, remat, unstack
+from fmegatron.step.layer import compiled_layer, layer_layout, layer_of, layers, remat, unstack
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.partition import Policy
 from fmegatron.step.parts import Part, mean, means
@@ -52,6 +52,7 @@ __all__ = [
     "jit",
     "launches",
     "layer_layout",
+    "layer_of",
     "layers",
     "least_traffic",
     "least_transfers",

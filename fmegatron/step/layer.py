@@ -24,7 +24,7 @@ from fmegatron.step.partition import Partition, Policy, has_gradient, joint_grap
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.trace import described
 
-__all__ = ["compiled_layer", "layer_layout", "layers", "remat", "unstack"]
+__all__ = ["compiled_layer", "layer_layout", "layer_of", "layers", "remat", "unstack"]
 
 
 # ---- a stack of layers -----------------------------------------------------------------------------------------------
@@ -71,16 +71,12 @@ def layers(
     of_one = tree.map_with_path(_of_one_layer, layouts)
     wires = Wire() if precision is None else precision.wires(of_one)
     gather = functools.partial(nn.gather_tree, layouts=of_one, axis=axes[axes.data], wire=wires)
-    in_layer = gather if reshard_after_forward else None
-    layer = None if save is None else compiled_layer(save, offload=offload)(block, in_layer)
+    ready = layer_of(block, gather, save, offload, reshard_after_forward)
 
     def run(x: Any, *rest: Any, **named: Any) -> Any:
         others = []
-        for shards in unstack(params):
-            if layer is None:
-                x = block(x, gather(shards), *rest, **named)
-            else:
-                x = layer(x, shards if reshard_after_forward else gather(shards), *rest, **named)
+        for layer, weights in map(ready, unstack(params)):
+            x = layer(x, weights, *rest, **named)
             if isinstance(x, tuple) and len(x) == 2:
                 x, more = x
                 others.append(more)
@@ -92,6 +88,20 @@ def layers(
         return (x, others) if others else x
 
     return run
+
+
+def layer_of(
+    block: Callable, gather: Callable, save: Policy | None, offload: int | None, reshard_after_forward: bool
+) -> Callable[[Any], tuple[Callable, Any]]:
+    """shards of one layer -> (run, weights), for `run(x, weights, *rest)`: a block, compiled once for all its layers.
+
+    gather: shards -> weights as the block takes them. The other arguments are those of `layers`. A layer that is
+    compiled and frees its weights gathers them itself, and again for its backward.
+    """
+    if save is None:
+        return lambda shards: (block, gather(shards))
+    layer = compiled_layer(save, offload=offload)(block, gather if reshard_after_forward else None)
+    return lambda shards: (layer, shards if reshard_after_forward else gather(shards))
 
 
 def layer_layout(layout: Layout) -> Layout:
