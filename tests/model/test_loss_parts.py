@@ -40,12 +40,18 @@ class Case(NamedTuple):
     loss: Any = None  # None: model.loss
 
 
-def preferences(params, batch, decoder, layouts, axes, save=None, beta=0.5):
+def from_logits(params, given, decoder, layouts, axes, save):
+    """nll[B, S] of whole logits."""
+    logits_BSV = model.logits(params, given["tokens"], decoder, layouts, axes, save)
+    return nn.cross_entropy(logits_BSV, given["labels"], axes["tp"], decoder.vocab_size)
+
+
+def preferences(params, batch, decoder, layouts, axes, save=None, beta=0.5, losses=model.token_losses):
     """DPO (arXiv 2305.18290, equation 7): a mean over pairs of which each is a row, equal on the ranks of cp."""
 
     def logp_B(side):
-        logits_BSV = model.logits(params, batch[side], decoder, layouts, axes, save)
-        nll_BS, _ = nn.cross_entropy(logits_BSV, batch[f"{side}_labels"], axes["tp"], decoder.vocab_size)
+        given = {"tokens": batch[side], "labels": batch[f"{side}_labels"]}
+        nll_BS, _ = losses(params, given, decoder, layouts, axes, save)
         return -psum((nll_BS * batch[f"{side}_mask"]).sum(1), axes.sequence)
 
     margin_B = logp_B("chosen") - logp_B("rejected") - (batch["ref_chosen"] - batch["ref_rejected"])
@@ -68,7 +74,8 @@ CASES = {
     "MTP of experts": Case(further((BLOCK, SPARSE), mtp=model.MTP(SPARSE, 1, 0.3)), "ahead"),
     "experts: z, balance of sequences, padding": Case(moe(sequence_balance=0.1, z_loss=0.05), "padded"),
     "experts: balance of the batch, padding": Case(moe(balance=0.1, z_loss=0.05), "padded", {"twice": True}),
-    "preferences": Case(llama(), "pairs", loss=preferences),
+    "preferences": Case(llama(), "pairs", loss=functools.partial(preferences, losses=from_logits)),
+    "preferences of token_losses": Case(llama(tied=True, loss_chunks=2), "pairs", loss=preferences),
 }
 
 
