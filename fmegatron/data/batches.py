@@ -64,7 +64,7 @@ class Batches(StepBatches):
     `layout.zigzag`, and "positions" are an entry; the layout stays what it is.
 
     >>> batches = Batches(np.arange(100), batch_size=4, seq_len=8, seed=0)
-    >>> batch = batches.at(step=3)
+    >>> batch = batches.at(3)
     >>> batch["tokens"].shape, bool((batch["labels"] == batch["tokens"] + 1).all())
     (torch.Size([4, 8]), True)
     >>> Batches(np.arange(9), 1, 8, seed=0, zigzag=2).at(0)["positions"]

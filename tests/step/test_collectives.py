@@ -51,7 +51,7 @@ def implied(config, mesh, recomputed: bool) -> Counter:
         count["all_reduce"] += L if recomputed else 0  # the attention's output again
         count["all_reduce"] += 1 + 2 + 1  # lookup; maximum and sum of the softmax; gradient of the head's input
     if data:
-        count["all_reduce"] += 1  # the loss for the metrics
+        count["all_reduce"] += 2  # how many tokens count, before the backward; the totals of the loss, for the metrics
         pending = {tuple(a for a in data if a not in leaf.sharded) for leaf in inner + outer}  # small leaves: together
         count["all_reduce"] += len(pending - {()})
     return count + Counter(all_reduce=len({leaf.sharded for leaf in inner + outer if leaf.sharded}))  # squared norms
