@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from fmegatron import checkpoint, loop, tree
+from fmegatron import checkpoint, data, loop, tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Options, Settings, UsageError, field, parse
 from fmegatron.loop.flags import usage
@@ -30,6 +30,7 @@ def halve(state, batch):
     return {"w": (state["w"] + batch) / 2}, {"loss": state["w"].sum()}
 
 
+@data.source
 def batch_at(position):
     return torch.full((4,), float(position), dtype=torch.float64)
 
