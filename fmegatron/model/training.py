@@ -28,6 +28,7 @@ def build(
     microbatches: int = 1,
     samples: bool = False,
     save: step.Policy | None = "mincut",
+    twice: bool = False,
 ) -> step.Description:
     """What an experiment that trains a decoder by `model.loss` returns of `describe(config)`.
 
@@ -39,6 +40,8 @@ def build(
         strategy: how parameters, gradients and the optimizer's state are sharded; or its name (`DataParallel.named`).
         microbatches: into which a rank's rows are cut.
         samples: dropout and router noise of the model are applied, the same on every mesh; else it has none.
+        twice: one more forward pass of each microbatch, for counts that depend on the parameters: the balance of
+            experts over the whole batch, with several microbatches.
         save: what a block keeps for its backward (`model.logits`).
 
     Raises ValueError, naming what does not fit the mesh.
@@ -65,5 +68,6 @@ def build(
         precision=decoder.precision,
         settle=functools.partial(settled, decoder=decoder),
         evaluate=held_out,
+        twice=twice,
     )
     return dataclasses.replace(described, decoder=decoder, save=save)

@@ -30,6 +30,7 @@ def build(
     precision: Precision | None = None,
     settle: Callable[[Any, dict], tuple[Any, dict]] | None = None,
     evaluate: Callable[[Any, Any], dict] | None = None,
+    twice: bool = False,
 ) -> Description:
     """What `describe(config)` of an experiment with a loss of its own returns: `build_train_step`, described.
 
@@ -38,7 +39,7 @@ def build(
         optimizer: of the parameters.
         specs: of the parameters; mesh, layouts and strategy are said there and nowhere else.
         batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, or arrays like them, of all ranks together.
-        microbatches, precision, settle: of `build_train_step`.
+        microbatches, precision, settle, twice: of `build_train_step`.
         samples: its `numbered`.
         evaluate: (state, batch) -> metrics of held-out rows; None: the loss of the parameters, of no samples; where it
             has several parts, the mean of each by its name.
@@ -48,7 +49,7 @@ def build(
     layouts, strategy = tree.layouts(specs), strategy_of(specs)
     mesh, by = tree.leaves(layouts)[0].mesh, strategy or DataParallel()
     axes = Axes(mesh, data=by.tokens)
-    how = {"strategy": strategy, "microbatches": microbatches, "precision": precision, "settle": settle}
+    how = {"strategy": strategy, "microbatches": microbatches, "precision": precision, "settle": settle, "twice": twice}
     train_step = build_train_step(loss_fn, optimizer, layouts, axes, numbered=samples, **how)
 
     def row(x: Any) -> Layout:
