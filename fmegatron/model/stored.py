@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fmegatron import checkpoint
+from fmegatron import checkpoint, tree
 from fmegatron.collectives import World
 from fmegatron.data.open_tokenizer import load_tokenizer, tokenizer_from
 from fmegatron.files.look import is_directory, is_there, names_in
 from fmegatron.layout import Mesh
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.json_form import described, description
-from fmegatron.model.specs import layouts
+from fmegatron.model.specs import layouts as layouts_of
 from fmegatron.model.text import Tokenizer
 
 _TOKENIZER = "tokenizer.json"
@@ -70,6 +70,7 @@ def opened(
     mesh: Mesh | None = None,
     *,
     world: World | None = None,
+    layouts: tree.Tree = None,
     tokenizer: str | os.PathLike | None = None,
     known: Sequence[type] = (),
     device: str | torch.device | None = None,
@@ -81,6 +82,7 @@ def opened(
         path: of a checkpoint, of a run's folder, or of the folder of its checkpoints (the newest is taken).
         mesh: that of the ranks; None: one rank.
         world: the ranks, for a mesh of several.
+        layouts: of the parameters, those of a state that begins with them; None: of `model.layouts` on the mesh.
         tokenizer: of a file that `tokenizer.save` wrote; None: as the metadata has it, or tokenizer.json in the
             checkpoint's folder or one of the three above it.
         known: dataclasses of your own that the model has (`described`).
@@ -98,7 +100,7 @@ def opened(
         )
     decoder = described(metadata["model"], known)
     decoder = dataclasses.replace(decoder, **cast("Any", changes)) if changes else decoder
-    of = layouts(decoder, mesh)
+    of = layouts_of(decoder, mesh) if layouts is None else tree.layouts(layouts)
     prefix = "params" if "params" in checkpoint.layouts(where) else ""
     params = checkpoint.restore(where, of, world=world, prefix=prefix, strict="subset", cast=True, device=device)
     return Opened(decoder, params, of, _tokenizer(where, metadata, tokenizer))
